@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 
-from tests.areal.names import DOCUMENTED
 from tests.documents.text import CLASSES, MODULES
+from tests.support.areal.names import DOCUMENTED
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.append(str(ROOT / "docs"))

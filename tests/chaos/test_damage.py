@@ -36,9 +36,9 @@ from proxy_ext.journal import (
 )
 from proxy_ext.journal.schema import shape
 from tests.chaos.conftest import Figure
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.journal_lab import make_interaction, make_row
-from tests.proxy_ext.proxy_lab import config_for, running_proxy, until
+from tests.support.journal import make_interaction, make_row
+from tests.support.proxy import config_for, running_proxy, until
+from tests.support.scripted_engine import ScriptedEngine
 
 SESSIONS = 160
 TURNS = 4

@@ -21,8 +21,8 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import SQLiteJournal
 from tests.chaos.conftest import Figure
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
+from tests.support.proxy import Proxy, config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
 
 AGENTS = 8
 DISK = 24 << 20

@@ -21,8 +21,8 @@ from any_agent.chat import load_chat_format
 from any_agent.keys import rank_of_session
 from proxy_ext.journal.rows import GRANT_OWNER
 from tests.chaos.conftest import Figure
-from tests.proxy_ext.proxy_lab import LIMIT
 from tests.router.test_two_ranks import Pair, running_pair
+from tests.support.proxy import LIMIT
 
 AT_ONCE = 16
 TASKS = [f"task-{k}" for k in range(8)]

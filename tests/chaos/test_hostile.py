@@ -14,7 +14,20 @@ import msgpack
 import pytest
 
 from tests.chaos.conftest import Figure
-from tests.chaos.hostile_inputs import (
+from tests.support.chaos.hostile import (
+    ADMIN_KEY,
+    CLIENT_TIMEOUT,
+    LIMIT,
+    Part,
+    Reply,
+    Target,
+    Wire,
+    connected,
+    exchange,
+    request,
+    running_target,
+)
+from tests.support.chaos.hostile_inputs import (
     ALIEN,
     CALL_NUMBERS,
     DEEP,
@@ -28,19 +41,6 @@ from tests.chaos.hostile_inputs import (
     REWARDED,
     SMUGGLED,
     Canary,
-)
-from tests.chaos.hostile_lab import (
-    ADMIN_KEY,
-    CLIENT_TIMEOUT,
-    LIMIT,
-    Part,
-    Reply,
-    Target,
-    Wire,
-    connected,
-    exchange,
-    request,
-    running_target,
 )
 
 MIB = 2**20

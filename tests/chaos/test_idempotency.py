@@ -28,10 +28,10 @@ from proxy_ext.run_state import RunState
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
-from tests.router.router_lab import serving
+from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.proxy import Proxy, config_for, running_proxy
+from tests.support.router import serving
+from tests.support.scripted_engine import ScriptedEngine
 
 EQUAL = 100
 LIMIT = 600.0

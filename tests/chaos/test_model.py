@@ -26,8 +26,8 @@ from hypothesis.stateful import (
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.chaos.model import EXPORT, OK, TAKEN, Model, Opened, Session, Verdict
+from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.chaos.model import EXPORT, OK, TAKEN, Model, Opened, Session, Verdict
 
 RL = "/rl/v1"
 MESSAGES = [{"role": "user", "content": "Say a number."}]

@@ -30,10 +30,10 @@ from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import free_port
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import until
-from tests.proxy_ext.real_parts import await_url, process
+from tests.support.chaos.killable import KillableProxy
+from tests.support.proxy import until
+from tests.support.real_parts import await_url, process
+from tests.support.scripted_engine import ScriptedEngine
 
 SLOTS = 16
 TOKENS = 8

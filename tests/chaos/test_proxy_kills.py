@@ -22,11 +22,11 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
 from any_agent.types import SessionState
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.e2e import audit
-from tests.e2e.ledger import Answer, Ledger, Told
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import config_for
+from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.e2e import audit
+from tests.support.e2e.ledger import Answer, Ledger, Told
+from tests.support.proxy import config_for
+from tests.support.scripted_engine import ScriptedEngine
 
 GROUP = 4
 TURNS = 3

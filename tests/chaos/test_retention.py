@@ -19,8 +19,8 @@ import httpx
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.proxy_ext.proxy_lab import HELLO, until
+from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.proxy import HELLO, until
 
 AGENTS = 8
 NAMES = ("user=u", "experiment=e", "trial=t")

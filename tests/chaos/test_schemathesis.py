@@ -26,9 +26,9 @@ from any_agent.errors import StoreUnavailable
 from proxy_ext.api.model_routes import HANDLERS
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import KillableProxy, engine_in_thread
-from tests.proxy_ext.proxy_lab import HELLO
-from tests.proxy_ext.test_proxy_openapi import OPERATIONS, SCHEMA
+from tests.proxy_ext.api.test_openapi import OPERATIONS, SCHEMA
+from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.proxy import HELLO
 
 ADMIN = "operator-secret"
 SEED = 20_261_120

@@ -27,10 +27,10 @@ from any_agent.rundir.registry import Registry
 from any_agent.runtime.ports import free_port
 from proxy_ext.web import permissions as scopes
 from tests.chaos.conftest import Figure
-from tests.chaos.killable import engine_in_thread
-from tests.proxy_ext.proxy_lab import HELLO, our_app, until
-from tests.proxy_ext.real_parts import await_url, process, write_config
-from tests.router.router_lab import serving
+from tests.support.chaos.killable import engine_in_thread
+from tests.support.proxy import HELLO, our_app, until
+from tests.support.real_parts import await_url, process, write_config
+from tests.support.router import serving
 
 ADMIN = "the-operators-own-key"
 AT_ONCE = 16
@@ -148,7 +148,13 @@ async def service_at(tmp_path: Path, model: Path) -> AsyncIterator[Service]:
     proxy = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         engine = stack.enter_context(engine_in_thread(model))
-        arguments = ["tests.chaos.listing_proxy", str(listing), "--config", str(path), "--training"]
+        arguments = [
+            "tests.support.chaos.listing_proxy",
+            str(listing),
+            "--config",
+            str(path),
+            "--training",
+        ]
         arguments += ["--engine-url", engine.url, "--port", str(port)]
         child = stack.enter_context(process(log, *arguments, ANY_AGENT_SERVER__ADMIN_KEY=ADMIN))
         await asyncio.to_thread(await_url, f"{proxy}/healthz", child, log)

@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.types import Message
-from tests.families import Call, Family, family, names
+from tests.support.families import Call, Family, family, names
 
 START: list[Message] = [{"role": "user", "content": "Sum 1 and 2, né?"}]
 TOOLS = [

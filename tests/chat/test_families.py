@@ -11,7 +11,7 @@ import pytest
 from any_agent.chat import load_chat_format
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME, FAMILIES
 from any_agent.chat.prompt_renderer import LibraryRenderer, TemplateRenderer
-from tests.families import family
+from tests.support.families import family
 
 
 @pytest.mark.parametrize(

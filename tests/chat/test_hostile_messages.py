@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
 from any_agent.errors import InvalidRequest
-from tests.families import family, names
+from tests.support.families import family, names
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 TEXT = st.text(st.characters(), max_size=6)  # Lone surrogates, too.

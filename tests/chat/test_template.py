@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.template import ChatTemplate
-from tests.families import family
+from tests.support.families import family
 
 USER = {"role": "user", "content": "And 3?"}
 ASK = {"role": "user", "content": "Sum"}

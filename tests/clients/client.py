@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from tests.clients.environment import component, node_with, python_with
-from tests.e2e.serving import environment
+from tests.support.e2e.serving import environment
 
 HERE = Path(__file__).parent
 _STEP_LIMIT, _END_LIMIT = 300.0, 60.0

@@ -13,10 +13,10 @@ import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from any_agent.chat import ChatFormat, load_chat_format
-from tests.chaos.killable import engine_in_thread
-from tests.e2e.serving import serve
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.fakes.true_logprobs import TrueModel
+from tests.support.chaos.killable import engine_in_thread
+from tests.support.e2e.serving import serve
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.true_logprobs import TrueModel
 
 _LIMIT = 60.0
 _CONTEXT = 131072

@@ -16,8 +16,8 @@ from any_agent.completions.structured_output import grammar_of_answer
 from any_agent.engine import Capabilities
 from any_agent.errors import UnsupportedParameter
 from any_agent.types import id_array
-from tests.completions.params_lab import TOOL, parse
-from tests.families import family
+from tests.support.completions.params import TOOL, parse
+from tests.support.families import family
 
 ODD = {"type": "array", "items": {"type": "integer", "multipleOf": 5}, "uniqueItems": True}
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from any_agent.completions.request_record import recorded_of
-from tests.completions.params_lab import OTHER, TOOL, parse
+from tests.support.completions.params import OTHER, TOOL, parse
 
 
 @pytest.mark.parametrize(

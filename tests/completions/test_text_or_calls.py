@@ -15,7 +15,7 @@ from any_agent import EngineOpenAI
 from any_agent.engine import SGLangEngine
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer, listen
-from tests.families import Family, family
+from tests.support.families import Family, family
 
 SCHEMA = {
     "type": "object",

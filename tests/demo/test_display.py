@@ -11,7 +11,7 @@ from rich.console import Console, RenderableType
 
 from any_agent.demo.display import LiveDisplay, clock, frame, sparkline, summary
 from any_agent.demo.state import PartState
-from tests.demo.demo_lab import AFTER, busy, fresh, report, step
+from tests.support.demo import AFTER, busy, fresh, report, step
 
 
 def shown(what: RenderableType, width: int = 80) -> str:

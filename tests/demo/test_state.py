@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.demo.state import Metrics, Rate, SessionTotals, Step
-from tests.demo.demo_lab import fresh, line, step, write_lines
+from tests.support.demo import fresh, line, step, write_lines
 
 
 def test_a_step_is_what_the_trainer_wrote() -> None:

@@ -16,7 +16,7 @@ import yaml
 from any_agent.cli.main import _parser
 from any_agent.config import load_config
 from any_agent.runtime.command_line import parse
-from tests.proxy_ext.proxy_lab import our_app
+from tests.support.proxy import our_app
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"

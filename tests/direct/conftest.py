@@ -10,7 +10,7 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.engine import SGLangEngine
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.scripted_engine import ScriptedEngine
 
 Make: TypeAlias = Callable[..., EngineOpenAI]
 

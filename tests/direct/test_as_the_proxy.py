@@ -16,9 +16,9 @@ from any_agent.chat import ChatFormat
 from any_agent.record import InteractionTree, export_rows
 from any_agent.types import Interaction
 from tests.direct.conftest import Make
-from tests.direct.lab import CALL, HELLO, MODEL, MORE, TOOLS, said
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
+from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.proxy import Proxy, config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
 
 THOUGHT = "<think>\nLet me see.\n</think>\n\nIt is 7."
 CASES: dict[str, tuple[list[str], dict[str, Any]]] = {

@@ -13,8 +13,8 @@ from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
 from tests.direct.conftest import Make
-from tests.direct.lab import CALL, HELLO, MODEL, MORE, TOOLS, said
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def test_a_whole_answer(

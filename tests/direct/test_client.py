@@ -15,8 +15,8 @@ from any_agent.chat import ChatFormat, chat_format_of
 from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters
 from tests.direct.conftest import Make
-from tests.direct.lab import HELLO, MODEL
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.direct import HELLO, MODEL
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def test_a_tokenizer_a_path_or_a_chat_format(

@@ -12,8 +12,8 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from tests.direct.conftest import Make
-from tests.direct.lab import HELLO, MODEL, said, until
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.direct import HELLO, MODEL, said, until
+from tests.support.scripted_engine import ScriptedEngine
 
 LONG: dict[str, Any] = {"model": MODEL, "messages": HELLO, "max_tokens": 200}
 

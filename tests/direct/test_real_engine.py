@@ -21,9 +21,9 @@ from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, Trajectory
 from any_agent.workflow import Episode
-from tests.direct.lab import HELLO, MODEL, MORE, until
-from tests.other_weights import publish_other
-from tests.proxy_ext.proxy_lab import config_for, running_proxy
+from tests.support.direct import HELLO, MODEL, MORE, until
+from tests.support.other_weights import publish_other
+from tests.support.proxy import config_for, running_proxy
 
 
 @pytest.fixture

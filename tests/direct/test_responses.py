@@ -10,8 +10,8 @@ import pytest
 from any_agent import EngineOpenAI
 from any_agent.chat import ChatFormat
 from any_agent.types import Continuation
-from tests.direct.lab import CALL, HELLO, MODEL, MORE, TOOLS, said
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.direct import CALL, HELLO, MODEL, MORE, TOOLS, said
+from tests.support.scripted_engine import ScriptedEngine
 
 ADD: dict[str, Any] = {"type": "function", **TOOLS[0]["function"]}
 

@@ -12,8 +12,8 @@ from any_agent import EngineOpenAI, InteractionWithTokenLogpReward
 from any_agent.chat import ChatFormat
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from tests.direct.conftest import Make
-from tests.direct.lab import HELLO, MODEL, MORE, said
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.direct import HELLO, MODEL, MORE, said
+from tests.support.scripted_engine import ScriptedEngine
 from trainer.advantage import group_advantages
 from trainer.batch import session_rewards
 

@@ -14,8 +14,8 @@ from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import free_port
-from tests.other_weights import publish_other
-from tests.proxy_ext.real_parts import embedded_engine
+from tests.support.other_weights import publish_other
+from tests.support.real_parts import embedded_engine
 
 CHANGED = "<|im_start|>assistant\\n'"
 

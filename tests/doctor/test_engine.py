@@ -16,8 +16,8 @@ from any_agent.config import Config, ModelConfig
 from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.runtime.ports import free_port
-from tests.doctor.middleman import between
-from tests.proxy_ext.real_parts import embedded_engine
+from tests.support.middleman import between
+from tests.support.real_parts import embedded_engine
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]

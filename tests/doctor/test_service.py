@@ -14,8 +14,8 @@ from any_agent.cli.main import main
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
 from any_agent.runtime.ports import free_port
-from tests.doctor.middleman import between
-from tests.proxy_ext.real_parts import embedded_engine, proxy_process, write_config
+from tests.support.middleman import between
+from tests.support.real_parts import embedded_engine, proxy_process, write_config
 
 
 @pytest.fixture(scope="module")

@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tests.proxy_ext.real_parts import environment, write_config
+from tests.support.real_parts import environment, write_config
 
 
 def test_a_broken_law_ends_the_start(

@@ -16,7 +16,7 @@ import pytest
 
 from tests.documents import text
 from tests.documents.service import EXPERIMENT, TRIAL, USER, Service, settings
-from tests.e2e.serving import serve
+from tests.support.e2e.serving import serve
 
 _ROWS = pytest.StashKey[list[tuple[int, int, int, str, str, str]]]()
 

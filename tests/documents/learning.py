@@ -18,7 +18,7 @@ from statistics import mean
 from tests.documents import text
 from tests.documents.service import PYTHON, ROOT, run_command
 from tests.e2e.learning.runs import prepare, rewards_of, settings_of
-from tests.e2e.serving import serve
+from tests.support.e2e.serving import serve
 
 REWARD = """
 def compute_reward(response, answer):

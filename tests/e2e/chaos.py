@@ -34,10 +34,10 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.layout import RunDir
 from any_agent.types import SessionState
-from tests.e2e import audit, history
-from tests.e2e.crowd import Crowd
-from tests.e2e.killing import KINDS, Kill, Killer, schedule, seconds_of
-from tests.e2e.ledger import Ledger
+from tests.support.e2e import audit, history
+from tests.support.e2e.crowd import Crowd
+from tests.support.e2e.killing import KINDS, Kill, Killer, schedule, seconds_of
+from tests.support.e2e.ledger import Ledger
 
 RANKS = 2
 GAIN = 0.2
@@ -274,7 +274,7 @@ class Chaos:
 
     def _audit_training(self, run: RunDir, records: dict[str, audit.Record]) -> None:
         # Not before: torch's threads would be in the agents' way.
-        from tests.e2e.retrain import retrain
+        from tests.support.e2e.retrain import retrain
 
         compared, others = retrain(self.config, run, records)
         self.outcome.figures["trained anew"] = f"{compared} checkpoints compared bit for bit"

@@ -20,13 +20,13 @@ from any_agent.types import (
     logprob_array,
 )
 from proxy_ext.journal import SessionRow
-from tests.e2e import audit, history
-from tests.e2e.audit import Counters, Record
 from tests.e2e.chaos import RANKS, Outcome, Plan, chaos_config, failures_after, run_chaos, table
-from tests.e2e.history import History, Manifest
-from tests.e2e.killing import KINDS, Kill, schedule
-from tests.e2e.ledger import Answer, Failure, Ledger
-from tests.e2e.retrain import retrain
+from tests.support.e2e import audit, history
+from tests.support.e2e.audit import Counters, Record
+from tests.support.e2e.history import History, Manifest
+from tests.support.e2e.killing import KINDS, Kill, schedule
+from tests.support.e2e.ledger import Answer, Failure, Ledger
+from tests.support.e2e.retrain import retrain
 from trainer.manifests import ManifestStore
 
 SESSION = "ses-1-" + "a" * 16

@@ -14,7 +14,7 @@ import pytest
 from any_agent.cli.main import _parser
 from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
-from tests.e2e.serving import environment, run_cli
+from tests.support.e2e.serving import environment, run_cli
 
 HEAVY = ("torch", "litellm", "transformers", "numpy", "fastapi", "openai", "pydantic", "yaml")
 

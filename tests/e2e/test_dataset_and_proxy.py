@@ -23,7 +23,7 @@ from any_agent.config import Config, load_config
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher import starter as starting
 from any_agent.launcher.trial import trial_dir
-from tests.e2e.counting_agent import CountingAgent, items
+from tests.support.e2e.counting_agent import CountingAgent, items
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4
@@ -121,7 +121,7 @@ def proxy_fed(folder: Path, tiny_model_dir: Path) -> tuple[Config, Path]:
     config = load_config(None, settings(tiny_model_dir, folder / "proxy"), environ={})
     out = folder / "proxy-batches"
     out.mkdir()
-    recording = ["tests.e2e.recording", str(out), "proxy", "--"]
+    recording = ["tests.support.e2e.recording", str(out), "proxy", "--"]
     real = starting.trainer_arguments
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(starting, "trainer_arguments", lambda *told: [*recording, *real(*told)[1:]])
@@ -136,7 +136,15 @@ def dataset_fed(folder: Path, tiny_model_dir: Path) -> tuple[Config, Path]:
     given = settings(tiny_model_dir, folder / "dataset")
     out = folder / "dataset-batches"
     out.mkdir()
-    command = [sys.executable, "-m", "tests.e2e.recording", str(out), "dataset", "--", *given]
+    command = [
+        sys.executable,
+        "-m",
+        "tests.support.e2e.recording",
+        str(out),
+        "dataset",
+        "--",
+        *given,
+    ]
     done = subprocess.run(command, cwd=ROOT, env=os.environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
     return load_config(None, given, environ={}), out

@@ -61,7 +61,7 @@ class Script:
         self._offset = self._out.stat().st_size if self._out.exists() else 0
         with open(self._out, "ab") as out:
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "tests.e2e.dataset_script", *arguments, *more],
+                [sys.executable, "-m", "tests.support.e2e.dataset_script", *arguments, *more],
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 cwd=HOME,

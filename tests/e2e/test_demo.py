@@ -17,8 +17,8 @@ from any_agent.demo.report import PORT
 from any_agent.demo.task import items, messages
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.ports import free_port
-from tests.e2e.serving import CLI, environment, run_cli, serve
-from tests.e2e.terminal import Terminal, terminal
+from tests.support.e2e.serving import CLI, environment, run_cli, serve
+from tests.support.e2e.terminal import Terminal, terminal
 
 STEPS = 8
 """Enough to learn something; `make learn` looks at whole runs over many seeds."""

@@ -11,7 +11,7 @@ from any_agent.config import Config, load_config
 from any_agent.demo.models.tiny import save_tiny_model
 from any_agent.inference import RemoteSGLangEngine
 from any_agent.launcher.trial import trial_dir
-from tests.e2e.serving import run_cli
+from tests.support.e2e.serving import run_cli
 from trainer.checkpoint import save_checkpoint
 from trainer.policy import Policy
 

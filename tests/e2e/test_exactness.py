@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.config import Config
 from any_agent.types import Continuation, Interaction
-from tests.e2e.live_run import live_config, recompute, recorded, run_live
+from tests.support.e2e.live_run import live_config, recompute, recorded, run_live
 
 TOLERANCE = 1e-4
 

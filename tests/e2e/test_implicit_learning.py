@@ -19,7 +19,7 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
 from any_agent.protocol.rl import SessionLine
 from any_agent.rundir.layout import RunDir
-from tests.e2e.live_run import live_config
+from tests.support.e2e.live_run import live_config
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 60
@@ -34,7 +34,7 @@ SETTINGS: dict[str, object] = {
     "sessions.group_size": 8,
     "sessions.implicit": True,
     "sessions.implicit_idle_timeout": 4.0,
-    "sessions.grader": "tests.e2e.letters_grader.share_of_letters",
+    "sessions.grader": "tests.support.e2e.letters_grader.share_of_letters",
     "rollout.batch_size": 32,
     "rollout.max_concurrent": 128,
     "train.steps": STEPS,
@@ -64,7 +64,7 @@ def test_the_reward_rises(
     run.create()
     key = create_key(run.keys, "tenant", tenant="alice")[0]
     with Node(config, NodeOptions(say=lambda _: None)) as node:
-        script = [sys.executable, str(ROOT / "tests/e2e/url_agent.py")]
+        script = [sys.executable, str(ROOT / "tests/support/e2e/url_agent.py")]
         agent = subprocess.Popen(script, env=environment(node.url, key))
         try:
             deadline = time.monotonic() + LIMIT

@@ -18,7 +18,7 @@ import openai
 from any_agent.client.rl_client import RLClient
 from any_agent.record import InteractionTree, unpack_trajectories
 from any_agent.runtime.ports import free_port
-from tests.proxy_ext.real_parts import embedded_engine, proxy_process, write_config
+from tests.support.real_parts import embedded_engine, proxy_process, write_config
 
 USER = {"role": "user", "content": "Which digit?"}
 

@@ -22,7 +22,7 @@ from prometheus_client.samples import Sample
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.launcher import Node, NodeOptions
-from tests.e2e.live_run import agent, live_config
+from tests.support.e2e.live_run import agent, live_config
 
 pytestmark = pytest.mark.timeout(480)
 ADMIN = r'odd"admin\key%2F+$1'

@@ -17,7 +17,7 @@ from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import weights_folder
-from tests.e2e.live_run import drive, live_config
+from tests.support.e2e.live_run import drive, live_config
 from trainer.checkpoint import load_checkpoint
 from trainer.policy import PolicyConfig
 from trainer.weight_folders import holds_weights, published_versions

@@ -22,7 +22,7 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.component import Component
 from any_agent.protocol.rl import SessionStarted
 from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
-from tests.e2e.live_run import live_config
+from tests.support.e2e.live_run import live_config
 
 PARTS = ["engine-0", "rank-1", "router", "trainer"]
 

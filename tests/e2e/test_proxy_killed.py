@@ -14,7 +14,7 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.protocol.rl import SessionStarted
 from any_agent.rundir.registry import rank_name
-from tests.e2e.live_run import live_config, recompute, recorded
+from tests.support.e2e.live_run import live_config, recompute, recorded
 
 
 async def play(client: RLClient, session: SessionStarted, reward: float) -> None:

@@ -14,11 +14,11 @@ from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.ports import reserve
-from tests.e2e.live_run import live_config, recompute, recorded
-from tests.engine.engine_process import EngineProcess
-from tests.other_weights import publish_other
-from tests.proxy_ext.proxy_lab import until
-from tests.proxy_ext.real_parts import proxy_process, write_config
+from tests.support.e2e.live_run import live_config, recompute, recorded
+from tests.support.engine.process import EngineProcess
+from tests.support.other_weights import publish_other
+from tests.support.proxy import until
+from tests.support.real_parts import proxy_process, write_config
 
 AGENTS = 6
 

@@ -17,8 +17,8 @@ import yaml
 from any_agent.config import Config, load_config
 from any_agent.runtime.ports import free_port
 from any_agent.types import Continuation
-from tests.e2e.live_run import recorded
-from tests.e2e.serving import Served, environment, serve
+from tests.support.e2e.live_run import recorded
+from tests.support.e2e.serving import Served, environment, serve
 
 README = Path(__file__).resolve().parents[2] / "README.md"
 

@@ -29,8 +29,8 @@ from any_agent.launcher import starter as starting
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
-from tests.e2e.live_run import live_config
-from tests.proxy_ext.archive_lab import Exported, Rank
+from tests.support.archives import Exported, Rank
+from tests.support.e2e.live_run import live_config
 
 STEPS = 6
 DEATHS = ("lease=1", "step=2", "send=3", "checkpoint=4", "ack=5")
@@ -154,7 +154,7 @@ def test_killed_at_each_boundary(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    dying = ["tests.e2e.dying_trainer", str(tmp_path / "marks"), *DEATHS, "--"]
+    dying = ["tests.support.e2e.dying_trainer", str(tmp_path / "marks"), *DEATHS, "--"]
     real = starting.trainer_arguments
     monkeypatch.setattr(starting, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
     # The other run's weights went by folders.

@@ -19,8 +19,8 @@ import pytest
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.trial import latest_weights
-from tests.e2e.live_run import drive, live_config
-from tests.e2e.serving import Served, serve
+from tests.support.e2e.live_run import drive, live_config
+from tests.support.e2e.serving import Served, serve
 
 
 def steps_of(node: Node) -> list[int]:

@@ -5,8 +5,8 @@ from collections.abc import AsyncIterator
 import pytest
 
 from any_agent.engine import SGLangEngine
-from tests.engine.sglang_lab import client_of
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.engine.sglang import client_of
+from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture

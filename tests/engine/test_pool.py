@@ -13,8 +13,8 @@ import pytest
 from any_agent.engine import Capabilities, EnginePool, SGLangEngine, agenerate
 from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
 from any_agent.types import ModelRequest, ModelResponse
-from tests.engine.sglang_lab import FORMULA, request, until
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.engine.sglang import FORMULA, request, until
+from tests.support.scripted_engine import ScriptedEngine
 
 Engines = list[ScriptedEngine]
 

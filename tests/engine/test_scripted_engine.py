@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from any_agent.engine.model_fingerprint import shape_of
-from tests.engine.embedded.sglang_contract import SGLangContract, call
-from tests.engine.sglang_lab import BOTH, PROMPT, all_of, client_of, joined, request, until
-from tests.fakes.scripted_engine import VOCABULARY, ScriptedEngine
-from tests.fakes.scripted_run import Plant
-from tests.fakes.true_logprobs import TrueModel
+from tests.support.engine.sglang import BOTH, PROMPT, all_of, client_of, joined, request, until
+from tests.support.engine.sglang_contract import SGLangContract, call
+from tests.support.scripted_engine import VOCABULARY, ScriptedEngine
+from tests.support.scripted_run import Plant
+from tests.support.true_logprobs import TrueModel
 
 
 class TestCumulative(SGLangContract):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.examples.lab import asked, number, run_example, small
+from tests.support.examples import asked, number, run_example, small
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.examples.lab import run_example, small
-from tests.examples.tool_rows import check_rows
+from tests.support.examples import run_example, small
+from tests.support.tool_rows import check_rows
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.multi_turn_math.agent import RETRY
-from tests.examples.lab import (
+from tests.support.examples import (
     asked,
     number,
     read,

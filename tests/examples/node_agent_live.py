@@ -7,8 +7,8 @@ import subprocess
 from pathlib import Path
 
 from tests.clients.environment import component
-from tests.examples.lab import EXAMPLES, ROOT, number, run_example, small
-from tests.examples.trained_talks import check_talks, talks
+from tests.support.examples import EXAMPLES, ROOT, number, run_example, small
+from tests.support.trained_talks import check_talks, talks
 
 _TOOL = 0.1
 

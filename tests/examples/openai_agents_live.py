@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from tests.examples.lab import read, run_example, small
-from tests.examples.tool_rows import check_tools
+from tests.support.examples import read, run_example, small
+from tests.support.tool_rows import check_tools
 
 _ASKED = re.compile(r"What do (\d) and (\d) add up to\?")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.clients.environment import component
-from tests.examples.lab import run_example, small
-from tests.examples.trained_talks import check_talks, talks
+from tests.support.examples import run_example, small
+from tests.support.trained_talks import check_talks, talks
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from any_agent import GRPOConfig, get_custom_dataset
 from any_agent.config import load_config
-from tests.areal.calculator import calculator
-from tests.areal.training import settings, tasks, trained
-from tests.examples.lab import EXAMPLES
+from tests.support.areal.calculator import calculator
+from tests.support.areal.training import settings, tasks, trained
+from tests.support.examples import EXAMPLES
 
 FOLDER = EXAMPLES / "experimental" / "proxy"
 NAMED = ["scheduler.type=local", "workflow=my_agent.MathAgent"]

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent import GRPOConfig, load_expr_config
-from tests.examples.lab import EXAMPLES, command_of, tiny_settings
+from tests.support.examples import EXAMPLES, command_of, tiny_settings
 
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 SCRIPTS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.rundir.layout import RunDir
-from tests.inference.trials import save_trial
+from tests.support.trials import save_trial
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.standins import Lab
+from tests.support.launcher.stand_ins import Lab
 
 
 @pytest.fixture

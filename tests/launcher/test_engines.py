@@ -12,7 +12,7 @@ from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher import engines
 from any_agent.launcher.process import Command
-from tests.launcher.standins import Lab, kill_and_wait
+from tests.support.launcher.stand_ins import Lab, kill_and_wait
 
 PLACE = ("/weights", 7, "10.0.0.5", 3000, "engine-1")
 

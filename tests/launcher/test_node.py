@@ -21,8 +21,8 @@ from any_agent.launcher.served_model import check_model
 from any_agent.launcher.trial import SavedWeights, TrialWeights, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import listen
-from tests.launcher.children import is_alive, until
-from tests.launcher.standins import Lab, checked_until, flag, kill_and_wait
+from tests.support.launcher.children import is_alive, until
+from tests.support.launcher.stand_ins import Lab, checked_until, flag, kill_and_wait
 
 ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
 

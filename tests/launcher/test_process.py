@@ -17,7 +17,7 @@ import pytest
 from any_agent.errors import StartupError
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.rundir.layout import RunDir
-from tests.launcher.children import is_alive, until
+from tests.support.launcher.children import is_alive, until
 
 
 def run(process: SupervisedProcess) -> str:

@@ -12,7 +12,7 @@ from urllib.parse import urlsplit
 
 import pytest
 
-from tests.launcher.standins import Lab, checked_until
+from tests.support.launcher.stand_ins import Lab, checked_until
 
 
 @pytest.fixture

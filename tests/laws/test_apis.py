@@ -14,15 +14,15 @@ import pytest
 import pytest_asyncio
 
 from any_agent.types import Continuation, Message
-from tests.families import Call, family
-from tests.laws.apis import APIS, CHAT, MESSAGES, NEW, RESPONSES, Api
-from tests.laws.apis.responses import last_response
-from tests.laws.cases import FAMILIES, label
-from tests.laws.record import check_session
-from tests.laws.service import CONTEXT, Lab, lab_of
-from tests.laws.talk import TOOLS
 from tests.laws.test_laws import ASK, MORE, STREAM, thought
-from tests.proxy_ext.proxy_lab import until
+from tests.support.families import Call, family
+from tests.support.laws.apis import APIS, CHAT, MESSAGES, NEW, RESPONSES, Api
+from tests.support.laws.apis.responses import last_response
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.record import check_session
+from tests.support.laws.service import CONTEXT, Lab, lab_of
+from tests.support.laws.talk import TOOLS
+from tests.support.proxy import until
 
 FEW = [("qwen3", True), ("llama3", False), ("unknown_plain", False)]
 SPOKEN = pytest.mark.parametrize("api", NEW, ids=lambda api: api.name)

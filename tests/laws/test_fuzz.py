@@ -14,11 +14,11 @@ from any_agent.completions import Completer, Completion, parse_chat
 from any_agent.errors import AnyAgentError
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
-from tests.families import Family, family
-from tests.laws.cases import FAMILIES, label
-from tests.laws.checks import check_parsing, merged
-from tests.laws.talk import TOOLS
-from tests.laws.voices import Voice
+from tests.support.families import Family, family
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.checks import check_parsing, merged
+from tests.support.laws.talk import TOOLS
+from tests.support.laws.voices import Voice
 
 SAMPLING = GenerationHyperparameters(max_new_tokens=256)
 SHORT, LONG = 10, 250

@@ -15,16 +15,16 @@ from any_agent.completions import Completer, Completion, Delta, Head
 from any_agent.errors import AnyAgentError, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
-from tests.families import Family, family
-from tests.laws.apis import MESSAGES, NEW, RESPONSES, Api, Asked, Given
-from tests.laws.bodies import BODIES, FIXED
-from tests.laws.cases import FAMILIES, label
-from tests.laws.checks import check_parsing
-from tests.laws.mixed import checked, require_same
-from tests.laws.record import heard
-from tests.laws.talk import TOOLS
 from tests.laws.test_fuzz import SAID
-from tests.laws.voices import Voice
+from tests.support.families import Family, family
+from tests.support.laws.apis import MESSAGES, NEW, RESPONSES, Api, Asked, Given
+from tests.support.laws.bodies import BODIES, FIXED
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.checks import check_parsing
+from tests.support.laws.mixed import checked, require_same
+from tests.support.laws.record import heard
+from tests.support.laws.talk import TOOLS
+from tests.support.laws.voices import Voice
 
 FEW = [("qwen3", True), ("llama3", False), ("gpt_oss", False)]
 SHORT, LONG = 25, 400

@@ -15,13 +15,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.record import InteractionTree
-from tests.families import family
-from tests.laws.apis import MESSAGES, NEW, Api, Given
-from tests.laws.bodies import BODIES, FIXED
-from tests.laws.record import check_ids, heard
-from tests.laws.service import Lab, Talk, lab_of
 from tests.laws.test_fuzz import SAID
 from tests.laws.test_fuzz_apis import SPOKEN, quiet
+from tests.support.families import family
+from tests.support.laws.apis import MESSAGES, NEW, Api, Given
+from tests.support.laws.bodies import BODIES, FIXED
+from tests.support.laws.record import check_ids, heard
+from tests.support.laws.service import Lab, Talk, lab_of
 
 __all__ = ["quiet"]
 

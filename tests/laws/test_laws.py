@@ -13,12 +13,12 @@ import pytest
 import pytest_asyncio
 
 from any_agent.types import Continuation, Message
-from tests.families import Call, family
-from tests.laws.cases import FAMILIES, label
-from tests.laws.record import check_session
-from tests.laws.service import CONTEXT, Lab, lab_of
-from tests.laws.talk import TOOLS
-from tests.proxy_ext.proxy_lab import until
+from tests.support.families import Call, family
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.record import check_session
+from tests.support.laws.service import CONTEXT, Lab, lab_of
+from tests.support.laws.talk import TOOLS
+from tests.support.proxy import until
 
 ASK: list[Message] = [
     {"role": "system", "content": "Be brief."},

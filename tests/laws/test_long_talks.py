@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from any_agent.types import Continuation, Message
-from tests.families import Call, family
-from tests.laws.cases import FAMILIES, label
-from tests.laws.record import check_session
-from tests.laws.service import lab_of
-from tests.laws.talk import TOOLS
+from tests.support.families import Call, family
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.record import check_session
+from tests.support.laws.service import lab_of
+from tests.support.laws.talk import TOOLS
 
 TURNS, FEW = 200, 30
 FAR = ("qwen3", True)

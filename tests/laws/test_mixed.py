@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 
 from tests.conftest import FIGURE
-from tests.families import family
-from tests.laws.cases import FAMILIES, label
-from tests.laws.mixed import HABITS, MixedSession
-from tests.laws.talk import Tally
+from tests.support.families import family
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.mixed import HABITS, MixedSession
+from tests.support.laws.talk import Tally
 
 CALLS = 8
 SHORT, LONG = 12, 600

@@ -8,8 +8,8 @@ from typing import Any
 
 import pytest
 
-from tests.families import family
-from tests.laws.service import Lab, lab_of
+from tests.support.families import family
+from tests.support.laws.service import Lab, lab_of
 
 IMAGE = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
 AUDIO = {"type": "input_audio", "input_audio": {"data": "AAAA", "format": "wav"}}

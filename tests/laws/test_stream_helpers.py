@@ -18,11 +18,11 @@ import pytest_asyncio
 from anthropic import AsyncAnthropic
 from openai import AsyncOpenAI
 
-from tests.families import Call, Family, family
-from tests.laws.cases import FAMILIES, label
-from tests.laws.service import Lab, lab_of
-from tests.laws.talk import TOOLS
-from tests.proxy_ext.proxy_lab import LIMIT
+from tests.support.families import Call, Family, family
+from tests.support.laws.cases import FAMILIES, label
+from tests.support.laws.service import Lab, lab_of
+from tests.support.laws.talk import TOOLS
+from tests.support.proxy import LIMIT
 
 FEW = [("qwen3", True)]
 ASK = "What is 1 + 2?"

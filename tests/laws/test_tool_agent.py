@@ -16,11 +16,11 @@ from openai.lib.streaming.chat import ChatCompletionStreamState
 
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation
-from tests.families import family
-from tests.laws.checks import check_parsing
-from tests.laws.talk import TOOLS
-from tests.laws.taught import add, ask, teach
-from tests.proxy_ext.proxy_lab import config_for, running_proxy
+from tests.support.families import family
+from tests.support.laws.checks import check_parsing
+from tests.support.laws.talk import TOOLS
+from tests.support.laws.taught import add, ask, teach
+from tests.support.proxy import config_for, running_proxy
 
 TASKS = 10
 # A tiny model taught for seconds says a wrong token now and then: at temperature 1 some 3 % of the

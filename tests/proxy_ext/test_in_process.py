@@ -14,9 +14,9 @@ from any_agent.config import Config
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, ServiceUnavailable
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.app import create_app
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.conftest import Start
-from tests.proxy_ext.proxy_lab import LIMIT, Proxy, litellm_stand_in, until
+from tests.support.proxy import LIMIT, Proxy, litellm_stand_in, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def attempt(proxy: Proxy, reward: float = 1.0) -> str:

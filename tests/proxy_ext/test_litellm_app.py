@@ -12,7 +12,7 @@ import pytest
 from starlette.applications import Starlette
 
 from proxy_ext.litellm_app import LiteLLMApp
-from tests.proxy_ext.proxy_lab import litellm_stand_in
+from tests.support.proxy import litellm_stand_in
 
 
 async def test_it_is_loaded_once_when_it_is_asked_first() -> None:

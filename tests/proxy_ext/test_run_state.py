@@ -11,8 +11,8 @@ from any_agent.engine import SGLangEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import Conflict, EngineUnavailable
 from proxy_ext.__main__ import _check_engine
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, until
+from tests.support.proxy import Proxy, until
+from tests.support.scripted_engine import ScriptedEngine
 
 
 async def publish(proxy: Proxy, version: int) -> None:

@@ -1,7 +1,8 @@
 from __future__ import annotations
 
 import pytest
-from record_lab import Make, make_interaction
+
+from tests.support.records import Make, make_interaction
 
 
 @pytest.fixture(scope="session")

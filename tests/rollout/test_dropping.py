@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.rollout.workflow_lab import Gated, executor, items, numbers, until
+from tests.support.workflow_executor import Gated, executor, items, numbers, until
 
 
 @pytest.mark.parametrize("is_eval", [True, False])

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent.rollout import WorkflowExecutor
-from tests.rollout.workflow_lab import LIMIT, Gated, executor, items, numbers
+from tests.support.workflow_executor import LIMIT, Gated, executor, items, numbers
 
 
 def waiting(e: WorkflowExecutor, count: int) -> None:

@@ -17,8 +17,8 @@ from any_agent.rollout.jobs import JobStream
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationChunk, ModelRequest
 from any_agent.workflow.tensors import rows_of
-from tests.rollout.workflow_lab import REJECT, Doing, executor
-from tests.workflow.tensors_lab import tensors
+from tests.support.workflow.tensors import tensors
+from tests.support.workflow_executor import REJECT, Doing, executor
 
 
 class Weights:

@@ -16,8 +16,8 @@ from any_agent.errors import ConfigError, RolloutError, TooManyRequests, Trainin
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import GroupedRolloutWorkflow, context
-from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, numbers, until
-from tests.workflow.tensors_lab import tensors
+from tests.support.workflow.tensors import tensors
+from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, numbers, until
 
 THIRD = Doing(lambda data: REJECT if data["n"] % 3 == 0 else None)
 

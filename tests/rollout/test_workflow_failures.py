@@ -23,8 +23,8 @@ from any_agent.errors import (
     TrainingError,
 )
 from any_agent.rollout.failure_budget import FailureBudget, is_passing
-from tests.rollout.workflow_lab import Doing, executor, items, numbers
-from tests.workflow.tensors_lab import tensors
+from tests.support.workflow.tensors import tensors
+from tests.support.workflow_executor import Doing, executor, items, numbers
 
 # -- one of many -------------------------------------------------------------------------------
 

@@ -19,8 +19,8 @@ from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, ModelRequest
 from any_agent.workflow import RolloutWorkflow
-from tests.other_weights import publish_other
-from tests.rollout.workflow_lab import executor, until
+from tests.support.other_weights import publish_other
+from tests.support.workflow_executor import executor, until
 
 TOKENS, TURNS, EPISODES = 120, 2, 8
 TEMPERATURE = 0.8

@@ -10,7 +10,7 @@ import pytest
 import uvloop
 
 from any_agent.chat import ChatFormat, load_chat_format
-from tests.router.router_lab import Lab, running_lab
+from tests.support.router import Lab, running_lab
 
 StartLab: TypeAlias = Callable[..., Awaitable[Lab]]
 

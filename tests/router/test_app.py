@@ -17,10 +17,10 @@ from any_agent.rundir.registry import RegistryEntry, publish
 from router import app
 from router.affinity import home_of
 from router.client_response import ClientResponder
-from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
-from tests.router.router_lab import Lab, Received, Wire, serving
 from tests.router.test_affinity import IDS, SIGNER
+from tests.support.proxy import LIMIT, until
+from tests.support.router import Lab, Received, Wire, serving
 
 # -- which rank --------------------------------------------------------------------------------
 

@@ -12,9 +12,9 @@ from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.workflow import AgentService, GroupedRolloutWorkflow, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext
-from tests.proxy_ext.areal_client import ArealClient, Episode
 from tests.router.test_two_ranks import Pair, running_pair
-from tests.workflow.agents import HELLO, MyAgent
+from tests.support.areal_client import ArealClient, Episode
+from tests.support.workflow.agents import HELLO, MyAgent
 
 ADMIN = "operator-secret"
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import asyncio
 
 from any_agent.rundir.registry import Registry
-from tests.proxy_ext.proxy_lab import until
-from tests.router.router_lab import END, Lab, Received
+from tests.support.proxy import until
+from tests.support.router import END, Lab, Received
 
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from router import fanout, merge
-from tests.proxy_ext.proxy_lab import until
-from tests.router.router_lab import FakeRank, Lab, Received
 from tests.router.test_affinity import IDS
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Lab, Received
 
 CAPACITY = {"admitted": 3, "reserved": 1, "waiting": 2, "running": 4, "buffered": 5, "limit": 9}
 

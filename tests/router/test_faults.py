@@ -12,9 +12,9 @@ from any_agent.errors import ReplyLost
 from any_agent.rundir.registry import publish
 from router import rank_health as health
 from router.client_response import ClientResponder
-from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
-from tests.router.router_lab import END, Lab, Received
+from tests.support.proxy import LIMIT, until
+from tests.support.router import END, Lab, Received
 
 GET = b"GET /v1/x HTTP/1.1\r\nHost: localhost\r\n\r\n"
 POST = b"POST /v1/x HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\n{}"

@@ -8,9 +8,9 @@ import gzip
 import pytest
 
 from any_agent.errors import ReplyLost
-from tests.proxy_ext.proxy_lab import LIMIT, until
 from tests.router.conftest import StartLab
-from tests.router.router_lab import OK, Lab, Received
+from tests.support.proxy import LIMIT, until
+from tests.support.router import OK, Lab, Received
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.protocol.rl import SessionStarted
 from any_agent.types import SessionState
-from tests.proxy_ext.proxy_lab import HELLO, LIMIT
 from tests.router.test_two_ranks import Pair, running_pair
+from tests.support.proxy import HELLO, LIMIT
 
 
 @pytest.fixture

@@ -25,10 +25,10 @@ from any_agent.runtime.ports import free_port
 from router import ProxyRouter
 from router.proxy_router import _Proxies
 from router.rank_health import RankHealth
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy
-from tests.proxy_ext.real_parts import await_url, environment
-from tests.router.router_lab import FakeRank, Received
+from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
+from tests.support.real_parts import await_url, environment
+from tests.support.router import FakeRank, Received
+from tests.support.scripted_engine import ScriptedEngine
 
 ADMIN = "operator-secret-4711"
 

@@ -13,8 +13,8 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import Forbidden, NotFound
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
-from tests.proxy_ext.proxy_lab import LIMIT
 from tests.router.test_two_ranks import Pair, running_pair
+from tests.support.proxy import LIMIT
 
 
 async def test_a_tenant_sees_its_own_over_all_ranks(tmp_path: Path, chat: ChatFormat) -> None:

@@ -29,10 +29,10 @@ from any_agent.rundir.registry import publish
 from any_agent.runtime.ports import free_port
 from proxy_ext.server import entry_of
 from router.affinity import home_of
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import HELLO, LIMIT, Proxy, config_for, running_proxy, until
-from tests.proxy_ext.test_proxy_streams import ARGUMENTS, CALL, TOOLS, argument_of
-from tests.router.router_lab import serving
+from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
+from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
+from tests.support.router import serving
+from tests.support.scripted_engine import ScriptedEngine
 
 T = TypeVar("T")
 Start: TypeAlias = Callable[..., Awaitable["Pair"]]

@@ -16,8 +16,8 @@ from any_agent.errors import ReplyLost
 from any_agent.runtime.ports import free_port
 from router import upstream
 from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
-from tests.proxy_ext.proxy_lab import LIMIT
-from tests.router.router_lab import END, OK, FakeRank, Received
+from tests.support.proxy import LIMIT
+from tests.support.router import END, OK, FakeRank, Received
 
 
 async def post(client: Upstream, rank: FakeRank) -> int:

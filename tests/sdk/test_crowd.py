@@ -12,9 +12,9 @@ import pytest
 from openai import AsyncOpenAI
 
 from any_agent import AgentSession
-from tests.proxy_ext.proxy_lab import HELLO
-from tests.sdk import crowd
-from tests.sdk.conftest import Served
+from tests.support.proxy import HELLO
+from tests.support.sdk import crowd
+from tests.support.sdk_fixtures import Served
 
 COUNT = 8
 

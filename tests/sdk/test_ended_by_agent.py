@@ -16,10 +16,10 @@ from any_agent import AgentRunner, AgentSession
 from any_agent.chat import ChatFormat
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import SessionClosed
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import config_for, running_proxy
-from tests.sdk.conftest import Served
-from tests.sdk.runner_lab import leased, places
+from tests.support.proxy import config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sdk.runner import leased, places
+from tests.support.sdk_fixtures import Served
 
 
 class Finisher:

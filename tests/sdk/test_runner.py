@@ -21,8 +21,8 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.sdk import AsyncSession, RunProgress, RunResults, Session
-from tests.sdk.conftest import Serve, Served
-from tests.sdk.runner_lab import ITEMS, asker, leased, places
+from tests.support.sdk.runner import ITEMS, asker, leased, places
+from tests.support.sdk_fixtures import Serve, Served
 
 
 def runner(**settings: Any) -> AgentRunner:

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.sdk.conftest import Serve
+from tests.support.sdk_fixtures import Serve
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "agent-runner.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)

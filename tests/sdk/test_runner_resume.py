@@ -17,10 +17,10 @@ from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
 from any_agent.sdk.run_plan import ItemSource
-from tests.proxy_ext.proxy_lab import until
-from tests.sdk.conftest import Served
-from tests.sdk.runner_killed import GROUP
-from tests.sdk.runner_lab import ITEMS, asker, leased, places
+from tests.support.proxy import until
+from tests.support.sdk.runner import ITEMS, asker, leased, places
+from tests.support.sdk.runner_killed import GROUP
+from tests.support.sdk_fixtures import Served
 
 
 def runner(file: Path, **settings: Any) -> AgentRunner:
@@ -50,7 +50,7 @@ async def test_no_run_is_missing_and_none_is_twice(
 ) -> None:
     """Killed again and again, at no particular moment."""
     file, items = tmp_path / "r.jsonl", 40 if pytestconfig.getoption("--long") else 8
-    command = [sys.executable, "-m", "tests.sdk.runner_killed", str(file), str(items)]
+    command = [sys.executable, "-m", "tests.support.sdk.runner_killed", str(file), str(items)]
     kills = 0
     while True:
         process = await asyncio.create_subprocess_exec(*command)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.inference.trials import save_trial
-from tests.sdk.conftest import Served
+from tests.support.sdk_fixtures import Served
+from tests.support.trials import save_trial
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdk.md"
 _NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```python\n(.*?)^```$", re.M | re.S)

@@ -26,11 +26,11 @@ from any_agent.sdk import find_service
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.session import AsyncSession
-from tests.sdk.conftest import ADMIN, Serve, Served
-from tests.sdk.hops import CLIENTS, Get, Server, serving
+from tests.support.sdk.hops import CLIENTS, Get, Server, serving
+from tests.support.sdk_fixtures import ADMIN, Serve, Served
 
 KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.sdk.hops")
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.support.sdk.hops")
 SAID = {"model": "any", "messages": [{"role": "user", "content": "hello"}]}
 
 

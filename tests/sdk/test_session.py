@@ -24,9 +24,9 @@ from any_agent.errors import (
     Unprocessable,
 )
 from any_agent.sdk import AsyncSession, Session
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import HELLO, until
-from tests.sdk.conftest import Serve, Served
+from tests.support.proxy import HELLO, until
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.sdk_fixtures import Serve, Served
 
 
 async def answered(session: AsyncSession) -> str:

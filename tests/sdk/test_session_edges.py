@@ -20,9 +20,9 @@ from any_agent.sdk import clients
 from any_agent.sdk import sdk_thread as background
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.heartbeats import Heartbeats
-from tests.proxy_ext.proxy_lab import until
-from tests.sdk.conftest import Served
-from tests.sdk.hops import serving
+from tests.support.proxy import until
+from tests.support.sdk.hops import serving
+from tests.support.sdk_fixtures import Served
 
 FORKED = """
 import os, sys

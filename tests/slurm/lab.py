@@ -15,7 +15,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from tests.proxy_ext.real_parts import environment
+from tests.support.real_parts import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PATIENCE = 420.0

@@ -24,10 +24,10 @@ from safetensors.torch import load_file
 from any_agent.config import Config, load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir, weights_folder
-from tests.e2e.audit import leaks, read_records
-from tests.e2e.retrain import retrain
 from tests.slurm.jobs import ADMIN, Outside, key_of_a_tenant, said, sbatch, settings, steps_of
 from tests.slurm.lab import PATIENCE, Slurm, until
+from tests.support.e2e.audit import leaks, read_records
+from tests.support.e2e.retrain import retrain
 
 STEPS = 12
 BEFORE = 4

@@ -6,10 +6,10 @@ from itertools import permutations
 
 import numpy as np
 import pytest
-from episode_lab import interaction, pair, session
 
 from any_agent.config import TrainConfig
 from any_agent.types import SampledSession, Trajectory
+from tests.support.trainer.episodes import interaction, pair, session
 from trainer.batch import (
     TrainingBatch,
     in_stable_order,

@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from trainer_lab import random_rows
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainer.checkpoint
 from any_agent.errors import NotFound, StartupError
+from tests.support.trainer.policies import random_rows
 from trainer.checkpoint import (
     latest_checkpoint,
     list_checkpoints,

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from dataset_lab import Alternating, DataLab
-from loop_lab import config_of
 
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import EvalConfig
@@ -21,8 +19,10 @@ from any_agent.launcher.training_progress import TrainingProgress, shown_evaluat
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
-from tests.rollout.workflow_lab import REJECT, Doing, Gated, executor, items, until
-from tests.workflow.tensors_lab import tensors
+from tests.support.trainer.datasets import Alternating, DataLab
+from tests.support.trainer.loop import config_of
+from tests.support.workflow.tensors import tensors
+from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, until
 from trainer.dataset_batches import DatasetBatches
 from trainer.evaluation import EvaluationFigures, TrialEvaluation, score
 from trainer.metrics import TrainerMetrics

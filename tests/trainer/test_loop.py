@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from episode_lab import pair
-from loop_lab import Lab, config_of, moments_of, same
 
 from any_agent.errors import ServiceUnavailable, TrainingError
 from any_agent.workflow import Episode
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Lab, config_of, moments_of, same
 from trainer import run_status as telling
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from trainer_lab import random_rows
 
+from tests.support.trainer.policies import random_rows
 from trainer.packing import (
     Row,
     concat_padded_tensors,

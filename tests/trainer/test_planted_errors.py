@@ -10,23 +10,23 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from test_advantage import worked_example
-from test_packing import staleness_law
-from test_trl import loss_and_gradients_equal_trl
 from torch import Tensor
-from trainer_lab import (
-    assert_same,
-    dense_gradients,
-    random_rows,
-    small_policy,
-    trainer_gradients,
-)
 
 import trainer.advantage
 import trainer.logprobs
 import trainer.loss
 import trainer.packing
 import trainer.policy
+from tests.support.trainer.policies import (
+    assert_same,
+    dense_gradients,
+    random_rows,
+    small_policy,
+    trainer_gradients,
+)
+from tests.trainer.test_advantage import worked_example
+from tests.trainer.test_packing import staleness_law
+from tests.trainer.test_trl import loss_and_gradients_equal_trl
 from trainer.advantage import SessionRewards
 from trainer.loss import LossConfig
 from trainer.packing import Batch, TrainedTokens

@@ -9,7 +9,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
-from trainer_lab import (
+from transformers import AutoModelForCausalLM
+
+import trainer.logprobs
+from any_agent.errors import StartupError
+from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
     dense_gradients,
@@ -18,10 +22,6 @@ from trainer_lab import (
     small_policy,
     trainer_gradients,
 )
-from transformers import AutoModelForCausalLM
-
-import trainer.logprobs
-from any_agent.errors import StartupError
 from trainer.loss import LossConfig
 from trainer.packing import (
     Batch,

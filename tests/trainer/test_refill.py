@@ -10,8 +10,8 @@ from any_agent.chat import load_chat_format
 from any_agent.client.rl_client import RLClient
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.workflow import ProxyWorkflow
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import LIMIT, Proxy, config_for, running_proxy, until
+from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy, until
+from tests.support.scripted_engine import ScriptedEngine
 from trainer.batch import without_signal
 
 

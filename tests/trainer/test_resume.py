@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from episode_lab import pair
-from loop_lab import Killed, Lab, config_of, killed, moments_of, outcome, same
 
 from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, outcome, same
 from trainer.batch import TrainingBatch
 from trainer.manifests import Manifest, ManifestStore
 

@@ -27,8 +27,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trainer_lab import VOCAB, assert_same, gradients, random_rows, small_policy
 
+from tests.support.trainer.policies import VOCAB, assert_same, gradients, random_rows, small_policy
 from trainer.advantage import SessionRewards, group_advantages
 from trainer.loss import LossConfig, policy_loss
 from trainer.packing import (

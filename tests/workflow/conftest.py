@@ -11,8 +11,8 @@ from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.workflow import context
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, config_for, running_proxy
+from tests.support.proxy import Proxy, config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
 
 Serve: TypeAlias = Callable[..., Awaitable[Proxy]]
 ADMIN = "operator-secret"

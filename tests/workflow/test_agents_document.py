@@ -11,9 +11,9 @@ from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat
 from any_agent.workflow import AgentService, OpenAIProxyWorkflow
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy
-from tests.workflow.agents import HELLO, MyAgent
+from tests.support.proxy import Proxy
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "agents-in-training.md"

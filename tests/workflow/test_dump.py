@@ -12,7 +12,7 @@ from any_agent.config import load_config
 from any_agent.types import Row
 from any_agent.workflow import rows_of
 from any_agent.workflow.dump import TrajectoryDump, file_name, rows_in
-from tests.workflow.tensors_lab import tensors
+from tests.support.workflow.tensors import tensors
 
 
 def decode(ids: list[int]) -> str:

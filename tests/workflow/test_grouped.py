@@ -11,7 +11,7 @@ from any_agent.errors import InvalidTrajectory
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.types import Trajectory
 from any_agent.workflow import EpisodeResult, GroupedRolloutWorkflow, RolloutWorkflow
-from tests.workflow.tensors_lab import interaction, tensors
+from tests.support.workflow.tensors import interaction, tensors
 
 
 class Counted(RolloutWorkflow):

@@ -25,8 +25,8 @@ from any_agent import (
 )
 from any_agent.config import RolloutConfig
 from any_agent.workflow import rows_of
-from tests.fakes.in_thread import served_in_thread
-from tests.fakes.scripted_engine import ScriptedEngine
+from tests.support.in_thread import served_in_thread
+from tests.support.scripted_engine import ScriptedEngine
 
 MESSAGES = [{"role": "user", "content": "What is 2 and 3?"}]
 AGAIN = "That is wrong. Try again."

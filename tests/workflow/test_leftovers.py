@@ -13,8 +13,8 @@ from any_agent.errors import AnyAgentError, TooManyRequests
 from any_agent.types import SessionState
 from any_agent.workflow import AgentService, OpenAIProxyClient, OpenAIProxyWorkflow, context
 from any_agent.workflow.context import WorkflowContext
-from tests.proxy_ext.proxy_lab import Proxy
-from tests.workflow.agents import HELLO, MyAgent
+from tests.support.proxy import Proxy
+from tests.support.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN
 
 

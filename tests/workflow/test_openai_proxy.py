@@ -34,9 +34,9 @@ from any_agent.workflow import (
 )
 from any_agent.workflow.context import WorkflowContext
 from any_agent.workflow.proxy_client import task_name
-from tests.fakes.scripted_engine import ScriptedEngine
-from tests.proxy_ext.proxy_lab import Proxy, until
-from tests.workflow.agents import (
+from tests.support.proxy import Proxy, until
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.workflow.agents import (
     HELLO,
     Elsewhere,
     Hangs,

@@ -16,8 +16,8 @@ from any_agent.types import SessionState
 from any_agent.workflow import OpenAIProxyClient
 from any_agent.workflow import proxy_client as module
 from proxy_ext.sessions.session import RecordedSession
-from tests.proxy_ext.areal_client import ArealClient
-from tests.proxy_ext.proxy_lab import HELLO, Proxy, until
+from tests.support.areal_client import ArealClient
+from tests.support.proxy import HELLO, Proxy, until
 from tests.workflow.conftest import ADMIN
 
 

@@ -21,7 +21,7 @@ from any_agent.workflow import (
     rows_of,
     tensors_of,
 )
-from tests.workflow.tensors_lab import interaction, tensors
+from tests.support.workflow.tensors import interaction, tensors
 from trainer.batch import training_batch, versions_in
 from trainer.packing import micro_batches, trained_tokens
 

@@ -19,7 +19,7 @@ from any_agent.engine.embedded.server import EngineServer, listen
 from any_agent.errors import InvalidTrajectory
 from any_agent.workflow import RolloutWorkflow, checked_tensors, resolve_workflow
 from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
-from tests.workflow.tensors_lab import tensors
+from tests.support.workflow.tensors import tensors
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "workflows.md").read_text()
 

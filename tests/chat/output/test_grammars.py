@@ -10,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.engine.embedded.stops import StopMatcher
-from tests.chat.output.stream_lab import TOOLS, chunked, joined, streamed
-from tests.families import Answer, Call, Family, family, names
+from tests.support.chat_streams import TOOLS, chunked, joined, streamed
+from tests.support.families import Answer, Call, Family, family, names
 
 EVERY = pytest.mark.parametrize("name", names())
 THINKING = pytest.mark.parametrize("thinking", [False, True])

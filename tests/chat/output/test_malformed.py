@@ -12,8 +12,8 @@ import pytest
 
 from any_agent.chat import ParsedMessage
 from any_agent.chat.output.parser_factory import OutputParserFactory
-from tests.chat.output.stream_lab import TOOLS, streamed
-from tests.families import family
+from tests.support.chat_streams import TOOLS, streamed
+from tests.support.families import family
 
 
 @cache

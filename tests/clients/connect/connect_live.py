@@ -17,7 +17,7 @@ from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, NPM, PYTHON, 
 from tests.clients.connect.pages import Block, all_blocks
 from tests.clients.environment import component, node_with, python_with
 from tests.clients.live import Live
-from tests.e2e.serving import environment
+from tests.support.e2e.serving import environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]

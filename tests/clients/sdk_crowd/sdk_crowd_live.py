@@ -12,11 +12,11 @@ import pytest
 from tests.clients.client import APART
 from tests.clients.environment import python_with
 from tests.clients.live import Live
-from tests.e2e.serving import environment
+from tests.support.e2e.serving import environment
 
 HERE = Path(__file__).parent
 REPOSITORY = HERE.parents[2]
-CROWD = REPOSITORY / "tests" / "sdk" / "crowd.py"
+CROWD = REPOSITORY / "tests" / "support" / "sdk" / "crowd.py"
 COUNT = 200
 _KINDS = 10
 _LIMIT = 600.0

@@ -6,7 +6,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
-from embedded_lab import Serve
+
+from tests.support.engine.embedded import Serve
 
 if TYPE_CHECKING:
     from any_agent.engine.embedded.engine import EmbeddedEngine

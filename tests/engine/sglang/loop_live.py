@@ -29,10 +29,10 @@ from any_agent.demo.driver import Driver, Tally, workers
 from any_agent.demo.run import demo_config
 from any_agent.keys import rank_of_session
 from any_agent.rundir.layout import RunDir
-from tests.e2e.audit import Record, read_records
-from tests.e2e.serving import Served, serve
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
-from tests.fakes.true_logprobs import TrueModel
+from tests.support.e2e.audit import Record, read_records
+from tests.support.e2e.serving import Served, serve
+from tests.support.true_logprobs import TrueModel
 
 STEPS = 8
 ROUNDING = 0.15

@@ -15,7 +15,7 @@ from pathlib import Path
 import httpx
 
 from any_agent.runtime.ports import reserve
-from tests.proxy_ext.real_parts import environment
+from tests.support.real_parts import environment
 
 HERE = Path(__file__).parent
 FOLDER = Path(__file__).resolve().parents[3] / ".venv-sglang"

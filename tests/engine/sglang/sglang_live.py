@@ -20,13 +20,13 @@ from any_agent import RemoteSGLangEngine
 from any_agent.engine import Capabilities, SGLangEngine, agenerate
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
-from tests.engine.embedded.sglang_contract import SamplingContract, body, call, check_answer
-from tests.engine.embedded.updates_contract import UpdatesContract, load
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
-from tests.engine.sglang_lab import all_of, joined, request
-from tests.fakes.true_logprobs import TrueModel
-from tests.inference.trials import save_trial
-from tests.proxy_ext.proxy_lab import until
+from tests.support.engine.sglang import all_of, joined, request
+from tests.support.engine.sglang_contract import SamplingContract, body, call, check_answer
+from tests.support.engine.updates_contract import UpdatesContract, load
+from tests.support.proxy import until
+from tests.support.trials import save_trial
+from tests.support.true_logprobs import TrueModel
 
 ROUNDING = 0.1
 """SGLang computes in bfloat16 here."""

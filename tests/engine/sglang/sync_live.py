@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.engine.embedded.sync_contract import SyncContract
-from tests.engine.embedded.updates_contract import load
+from tests.support.engine.sync_contract import SyncContract
+from tests.support.engine.updates_contract import load
 
 
 @pytest.fixture

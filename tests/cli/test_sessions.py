@@ -1,0 +1,205 @@
+"""`any-agent sessions` against a running proxy: what a tired operator reads and types."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import subprocess
+import sys
+import time
+from datetime import datetime
+from typing import Any, NamedTuple
+
+import pytest
+
+from any_agent.auth.key_store import create_key
+from any_agent.cli.sessions import _age, _plain
+from any_agent.launcher.trial import trial_dir
+from tests.support.archives import archive_now
+from tests.support.proxy import Proxy
+from tests.support.proxy_fixtures import Start
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+async def sessions(proxy: Proxy, *arguments: str, **environ: str) -> Said:
+    command = [sys.executable, "-m", "any_agent.cli", "sessions", *arguments, "--url", proxy.url]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ANY_AGENT")} | environ
+    done = await asyncio.to_thread(
+        subprocess.run, command, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+async def aborted(proxy: Proxy, reason: str, **fields: Any) -> str:
+    session = await proxy.open(mode="eval", **fields)
+    path = f"/rl/v1/sessions/{session['session_id']}/abort"
+    await proxy.post(path, {"reason": reason}, session["api_key"])
+    return str(session["session_id"])
+
+
+async def test_a_table(proxy: Proxy) -> None:
+    done = (await proxy.finished_session(group_id="math", group_size=1, reward=0.25))["session_id"]
+    gone = await aborted(proxy, "red \x1b[31m\u202e", task_id="t")
+    said = await sessions(proxy, "list")
+    assert said.code == 0
+    head, first, second = said.out.splitlines()
+    assert head.split() == ["SESSION", "STATE", "MODE", "CALLS", "REWARDS", "FINAL", "STEP",
+                            "AGE", "GROUP", "OR", "TASK", "NOTE"]  # fmt: skip
+    assert first.split()[:4] == [gone, "aborted", "eval", "0"]
+    # Nothing of it moves the cursor.
+    assert first.endswith("red \ufffd[31m\ufffd") and "\x1b" not in said.out
+    assert second.split() == [done, "finalized", "train", "1", "1", "0.25", "-",
+                              second.split()[7], "math"]  # fmt: skip
+    said = await sessions(proxy, "list", "--json", "--state", "aborted")
+    assert [json.loads(line)["session_id"] for line in said.out.splitlines()] == [gone]
+    said = await sessions(proxy, "list", "--limit", "1", "--json")
+    assert len(said.out.splitlines()) == 1
+    said = await sessions(proxy, "list", "--group", "none")
+    assert (said.code, said.out, said.err) == (0, "", "no sessions\n")
+    said = await sessions(proxy, "list", "--state", "odd")
+    assert said.code == 2 and "--state" in said.err
+
+
+async def test_rewards_of_calls_are_counted(proxy: Proxy) -> None:
+    session = await proxy.open(task_id="t", group_size=1)
+    key, none = session["api_key"], (await proxy.open(mode="eval"))["session_id"]
+    first, second = [await proxy.complete(key) for _ in range(2)]
+    for answer in (first, second, second):
+        body = {"reward": 0, "completion_id": answer["id"]}
+        await proxy.post("/rl/v1/set_reward", body, key)
+    _, unrewarded, rewarded = (await sessions(proxy, "list")).out.splitlines()
+    assert unrewarded.split()[:6] == [none, "open", "eval", "0", "-", "-"]
+    assert rewarded.split()[3:6] == ["2", "3", "-"]
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, key)
+    rewarded = (await sessions(proxy, "list")).out.splitlines()[2]
+    assert rewarded.split()[3:6] == ["2", "4", "0.5"]
+    await sessions(proxy, "abort", none)
+    await archive_now(proxy)
+    _, archived, _ = (await sessions(proxy, "list")).out.splitlines()
+    assert archived.split()[3:6] == ["?", "?", "-"]
+
+
+@pytest.mark.parametrize("command", ["abort", "veto"])
+async def test_a_reason_that_is_too_long(proxy: Proxy, command: str) -> None:
+    id = (await proxy.open())["session_id"]
+    said = await sessions(proxy, command, id, "--reason", "x" * 201)
+    assert (said.code, said.out) == (2, "")
+    assert said.err.startswith("error: --reason: ") and "200 characters" in said.err
+    assert json.loads((await sessions(proxy, "show", "--json", id)).out)["state"] == "open"
+
+
+async def test_all_of_many(proxy: Proxy) -> None:
+    ids = [(await proxy.open(mode="eval"))["session_id"] for _ in range(230)]
+    said = await sessions(proxy, "list", "--limit", "0")
+    assert [line.split()[0] for line in said.out.splitlines()] == ["SESSION", *ids[::-1]]
+    said = await sessions(proxy, "list", "--limit", "120", "--json")
+    assert [json.loads(line)["session_id"] for line in said.out.splitlines()] == ids[:-121:-1]
+
+
+async def test_show(proxy: Proxy) -> None:
+    session = await proxy.open(task_id="t", group_size=1)
+    answer = await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/set_reward", {"reward": {"right": 1}}, session["api_key"])
+    id = session["session_id"]
+    said = await sessions(proxy, "show", id)
+    assert said.code == 0
+    shown = dict(line.split(None, 1) for line in said.out.splitlines())
+    assert (shown["session_id:"], shown["state:"], shown["task_id:"]) == (id, "open", "t")
+    assert shown["reward:"].startswith(f"1 (right) for {answer['id']}, by ")
+    dates = re.findall(r"\d{4}-\d\d-\d\d.*", said.out)
+    assert len(dates) == 2
+    for date in dates:
+        at = datetime.strptime(date, "%Y-%m-%dT%H:%M:%S%z")
+        assert abs(time.time() - at.timestamp()) < 300, "whatever the zone here is"
+    said = await sessions(proxy, "show", "--json", id)
+    assert json.loads(said.out)["session_id"] == id
+    said = await sessions(proxy, "show", "ses-0-none", id)
+    assert said.code == 1 and "there is no session" in said.err and id in said.out
+
+
+async def test_abort_veto_and_delete(proxy: Proxy) -> None:
+    live = (await proxy.open())["session_id"]
+    done = (await proxy.finished_session())["session_id"]
+    said = await sessions(proxy, "abort", live, "--reason", "stuck")
+    assert (said.code, said.out) == (0, f"{live} is aborted\n")
+    said = await sessions(proxy, "veto", done, live)
+    assert said.code == 1
+    assert said.out == f"{done} is rejected\n"
+    assert f"session {live} is aborted" in said.err
+    said = await sessions(proxy, "delete", done)
+    assert said.out == f"{done} is rejected, its content deleted\n"
+    said = await sessions(proxy, "list")
+    assert "stuck" in said.out and "vetoed by the operator" in said.out
+
+
+async def test_keys(start: Start) -> None:
+    key = "an-admin-key-of-mine"
+    proxy = await start(f"server.admin_key={key}")
+    tenant, _ = create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="agents")
+    for environ in (
+        {"ANY_AGENT_KEY": key, "ANY_AGENT_API_KEY": "sk-tenant.no"},
+        {"ANY_AGENT_SERVER__ADMIN_KEY": key, "OPENAI_API_KEY": "sk-tenant.no"},
+        {"ANY_AGENT_API_KEY": tenant, "OPENAI_API_KEY": "sk-tenant.no"},
+        {"OPENAI_API_KEY": tenant},
+    ):
+        assert (await sessions(proxy, "list", **environ)).code == 0
+    assert (await sessions(proxy, "list", "--key", key)).code == 0
+    for environ, used in (
+        ({}, "no key was given"),
+        ({"OPENAI_API_KEY": "sk-proj-wrong"}, "no key was given"),
+        ({"OPENAI_API_KEY": "sk-tenant.wrong"}, "the key was that of OPENAI_API_KEY"),
+        ({"ANY_AGENT_KEY": "wrong-admin-key-x"}, "the key was that of ANY_AGENT_KEY"),
+    ):
+        for command in (("list",), ("show", "ses-0-x", "ses-0-y")):
+            said = await sessions(proxy, *command, **environ)
+            assert said.code == 1 and said.err.count("\n") == 1
+            assert f"({used}); give one with --key or in ANY_AGENT_KEY" in said.err
+        assert key not in said.out + said.err and "wrong" not in said.err
+
+
+async def test_nobody_there() -> None:
+    class Nowhere:
+        url = "http://127.0.0.1:9"
+
+    said = await sessions(Nowhere(), "list")  # type: ignore[arg-type]
+    assert said.code == 1 and "is it running?" in said.err
+
+
+@pytest.mark.parametrize(
+    "url", ["foo", "127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1", "http://a:b"]
+)
+async def test_a_url_that_is_none(url: str) -> None:
+    class Odd:
+        pass
+
+    odd = Odd()
+    odd.url = url  # type: ignore[attr-defined]
+    said = await sessions(odd, "list")  # type: ignore[arg-type]
+    assert said.code == 2 and "http://" in said.err and "running" not in said.err
+
+
+async def test_a_limit_below_none() -> None:
+    class Nowhere:
+        url = "http://127.0.0.1:9"
+
+    said = await sessions(Nowhere(), "list", "--limit", "-1")  # type: ignore[arg-type]
+    assert said.code == 2 and "from 0 (0: all)" in said.err
+
+
+@pytest.mark.parametrize(
+    ("seconds", "said"), [(-3, "0s"), (90, "90s"), (125, "2m"), (7200, "2h"), (200_000, "2d")]
+)
+def test_ages(seconds: float, said: str) -> None:
+    assert _age(seconds) == said
+
+
+def test_plain() -> None:
+    assert _plain("ok é ☃ \t\r\n\x9b") == "ok é ☃ " + "\ufffd" * 4

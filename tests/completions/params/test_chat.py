@@ -1,0 +1,371 @@
+"""What the parameters of a chat make of its call."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.completions.params import choice_seed
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import GenerationHyperparameters
+from tests.support.completions.params import OTHER, RUN, TOOL, USER, parse
+
+
+def test_the_least_that_can_be_asked() -> None:
+    call = parse()
+    assert (call.model, call.messages, call.tools) == ("policy", USER, None)
+    assert (call.stream, call.include_usage, call.logprobs, call.n) == (False, False, False, 1)
+    assert (call.overrides, call.recorded, call.template_kwargs) == ({}, {}, {})
+    assert (call.forced_call, call.parallel_tool_calls) == (None, True)
+
+
+def test_train_sessions_sample_as_the_run_says() -> None:
+    run = RUN.new(temperature=0.8)
+    asked = {"temperature": 0.2, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7}
+    call = parse(run=run, stop="x", max_tokens=7, **asked)
+    assert call.gconfig == run.new(max_new_tokens=7, stop=("x",))
+    assert call.overrides == asked
+    # What agrees with the run, or is off, is no override.
+    assert parse(run=run, temperature=0.8, top_p=1, top_k=0, min_p=0).overrides == {}
+
+
+def test_eval_sessions_sample_as_the_agent_says() -> None:
+    run = RUN.new(temperature=0.8)
+    asked = {"temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": -7}
+    call = parse("eval", run=run, max_tokens=7, **asked)
+    assert call.gconfig == GenerationHyperparameters(7, 0.0, 0.5, 3, seed=-7, min_p=0.1)
+    assert call.overrides == {}
+    # Whoever asks for nothing gets the temperature that evaluations have.
+    assert parse("eval", run=run).gconfig == GenerationHyperparameters(100, 0.8)
+
+
+def test_the_runs_stop_tokens_hold_for_all() -> None:
+    run = RUN.new(stop_token_ids=(5,))
+    for mode in ("train", "eval"):
+        assert parse(mode, run=run, stop_token_ids=[9, 3]).gconfig.stop_token_ids == (3, 5, 9)
+
+
+@pytest.mark.parametrize(
+    ("asked", "limit"),
+    [
+        ({}, 100),
+        ({"max_tokens": 7}, 7),
+        ({"max_completion_tokens": 7}, 7),
+        ({"max_tokens": 9, "max_completion_tokens": 7}, 7),
+        ({"max_tokens": 1000}, 100),
+        ({"max_tokens": 2**62}, 100),
+        ({"max_tokens": None}, 100),
+    ],
+)
+@pytest.mark.parametrize("mode", ["train", "eval"])
+def test_tokens_are_the_least(mode: str, asked: dict[str, Any], limit: int) -> None:
+    assert parse(mode, **asked).gconfig.max_new_tokens == limit
+
+
+def test_a_token_limit_above_the_runs_is_an_override() -> None:
+    call = parse(max_tokens=RUN.max_new_tokens + 1)
+    assert call.overrides == {"max_tokens": RUN.max_new_tokens + 1}
+    assert call.gconfig.max_new_tokens == RUN.max_new_tokens
+    both = {"max_tokens": RUN.max_new_tokens + 1, "max_completion_tokens": RUN.max_new_tokens + 2}
+    assert parse(**both).overrides == both
+    assert parse(**both | {"max_tokens": 5}).overrides == {}
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"max_tokens": 0},
+        {"max_tokens": 2**63},
+        {"max_tokens": 5.0},
+        {"n": 0},
+        {"n": 129},
+        {"n": 1.0},
+        {"temperature": 2.1},
+        {"temperature": -0.1},
+        {"temperature": "0.5"},
+        {"top_p": 0},
+        {"top_k": -2},
+        {"seed": 2**63},
+        {"seed": -(2**63) - 1},
+        {"repetition_penalty": 0},
+        {"frequency_penalty": 2.5},
+        {"top_logprobs": 21, "logprobs": True},
+        {"top_logprobs": 2},
+        {"stop": ""},
+        {"stop": ["x"] * 17},
+        {"stop": "x" * 513},
+        {"stop": ["a", ""]},
+        {"stop": "\ud800"},
+        {"stop_token_ids": [-1]},
+        {"stop_token_ids": [True]},
+        {"stop_token_ids": [2**31]},
+        {"model": "\ud800"},
+        {"model": "x" * 513},
+        {"reasoning_effort": "enormous"},
+        {"chat_template_kwargs": {"a": "x" * 20_000}},
+        {"logit_bias": {"a": 1}},
+        {"logit_bias": {"-1": 1}},
+        {"logit_bias": {"²": 1}},
+        {"logit_bias": {str(2**31): 1}},
+        {"logit_bias": {"9" * 5000: 1}},
+        {"logit_bias": {"1": 101}},
+        {"logit_bias": {"1": None}},
+        {"logit_bias": {str(k): 1 for k in range(1025)}},
+        {"stream_options": {"include_usage": 1}},
+        {"stream_options": []},
+    ],
+    ids=str,
+)
+def test_values_out_of_bounds_are_refused_by_name(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse("eval", **asked)
+    assert (raised.value.param or "").split(".")[0] == next(iter(asked))
+    assert raised.value.status == 400
+
+
+def test_biases_are_by_token() -> None:
+    call = parse(logit_bias={"7": -100, "5": 1, "6": 0})
+    assert call.gconfig.logit_bias == ((5, 1.0), (7, -100.0))
+    assert parse(logit_bias={"6": 0}).untrainable is None
+
+
+def test_neutral_penalties_bend_nothing() -> None:
+    call = parse(frequency_penalty=0, presence_penalty=0, repetition_penalty=1, logit_bias={})
+    assert (call.untrainable, call.gconfig) == (None, RUN)
+
+
+def test_log_probabilities() -> None:
+    assert parse(logprobs=True).top_logprobs == 0
+    call = parse(logprobs=True, top_logprobs=20)
+    assert (call.logprobs, call.top_logprobs) == (True, 20)
+    assert parse(logprobs=False, top_logprobs=0).top_logprobs == 0
+
+
+def test_stream_options() -> None:
+    assert parse(stream=True, stream_options={"include_usage": True}).include_usage
+    options = {"include_obfuscation": True, "continuous_usage_stats": False, "include_usage": None}
+    assert not parse(stream_options=options).include_usage
+    for name in ("continuous_usage_stats", "more"):
+        with pytest.raises(UnsupportedParameter, match=f"stream_options.{name}"):
+            parse(stream_options={name: True})
+
+
+def test_the_effort_of_reasoning() -> None:
+    for asked in ({"reasoning_effort": "low"}, {"reasoning": {"effort": "low", "enabled": True}}):
+        call = parse(**asked)
+        assert call.reasoning_effort == "low"
+        assert call.recorded == {"reasoning_effort": "low"}
+    assert parse(reasoning={"exclude": False}).reasoning_effort is None
+    with pytest.raises(UnsupportedParameter, match="chat_template_kwargs"):
+        parse(reasoning={"max_tokens": 5})
+    with pytest.raises(InvalidRequest, match="contradict"):
+        parse(reasoning_effort="low", reasoning={"effort": "high"})
+
+
+def test_each_choice_has_a_seed_of_its_own() -> None:
+    seeds = [choice_seed(11, k) for k in range(128)]
+    assert seeds[0] == 11
+    assert len(set(seeds)) == 128
+    assert seeds == [choice_seed(11, k) for k in range(128)]
+    assert all(-(2**63) <= s < 2**63 for s in seeds)
+    assert not {choice_seed(12, k) for k in range(128)} & set(seeds)
+
+
+def test_tool_choice() -> None:
+    tools = [TOOL, OTHER]
+    for choice in (None, "auto"):
+        call = parse(tools=tools, tool_choice=choice)
+        assert (call.tools, call.forced_call, call.untrainable) == (tools, None, None)
+    assert parse(tools=tools, tool_choice="none").tools is None
+    assert parse(tools=[], tool_choice="auto").tools is None
+    assert parse(tools=tools, tool_choice="required").forced_call == ""
+    # Only one can be meant.
+    assert parse(tools=[TOOL], tool_choice="required").forced_call == "f"
+    by_name = parse(tools=tools, tool_choice={"type": "function", "function": {"name": "g"}})
+    assert (by_name.tools, by_name.forced_call) == (tools, "g")
+    assert by_name.untrainable == "tool_choice"
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    entries = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": entries}}
+
+
+def test_of_allowed_tools_the_model_is_told_alone() -> None:
+    tools = [TOOL, OTHER]
+    call = parse(tools=tools, tool_choice=allowed("auto", "g"))
+    assert (call.tools, call.forced_call, call.untrainable) == ([OTHER], None, None)
+    assert parse(tools=tools, tool_choice=allowed("auto")).tools is None
+    assert parse(tools=tools, tool_choice=allowed("required", "g", "f")).forced_call == ""
+    assert parse(tools=tools, tool_choice=allowed("required", "g")).forced_call == "g"
+
+
+@pytest.mark.parametrize(
+    "choice",
+    [
+        "sometimes",
+        {"type": "function", "function": {"name": "h"}},
+        {"type": "function", "function": {"name": 5}},
+        {"type": "function"},
+        {"type": "custom", "custom": {"name": "f"}},
+        {},
+        allowed("auto", "h"),
+        allowed("sometimes", "f"),
+        allowed("required"),
+        {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": "f"}},
+        {"type": "allowed_tools", "allowed_tools": {"mode": ["auto"], "tools": ["f"]}},
+    ],
+    ids=str,
+)
+def test_a_choice_that_cannot_be_made(choice: Any) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(tools=[TOOL], tool_choice=choice)
+    assert raised.value.param == "tool_choice"
+
+
+def test_a_choice_without_tools() -> None:
+    assert parse(tool_choice="auto").forced_call is None
+    with pytest.raises(InvalidRequest, match="no tools"):
+        parse(tool_choice="required")
+
+
+def function(name: Any, **more: Any) -> dict[str, Any]:
+    return {"type": "function", "function": {"name": name, **more}}
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        {"a": 1},
+        ["f"],
+        [{"type": "function"}],
+        [{"function": {"name": "f"}}],
+        [function("")],
+        [function("x" * 257)],
+        [function("a\nb")],
+        [function("\ud800")],
+        [function(["f"])],
+        [function("f", parameters=[])],
+        [function("f", description="\ud800")],
+        [function("f", description="x" * (1 << 20))],
+        [function("f"), function("f")],
+        [function(f"f{k}") for k in range(1025)],
+        [{"type": "custom", "custom": {"name": "f"}}],
+    ],
+    ids=lambda tools: str(tools)[:60],
+)
+def test_tools_that_cannot_be_told(tools: Any) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(tools=tools)
+    assert raised.value.param == "tools"
+
+
+def test_names_of_tools_are_taken_as_they_are() -> None:
+    tools = [function("server.tool/list items"), function("naïve"), function("f", parameters=None)]
+    assert parse(tools=tools).tools == tools
+
+
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {"type": "null"}}}
+
+
+@pytest.mark.parametrize(
+    ("asked", "grammar"),
+    [
+        ({"response_format": {"type": "text"}}, None),
+        ({"response_format": {"type": "json_object"}}, {"json_object": True}),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"schema": SCHEMA}}},
+            {"json_schema": SCHEMA},
+        ),
+        (
+            {"response_format": {"type": "json_schema", "json_schema": {"name": "x"}}},
+            {"json_object": True},
+        ),
+        ({"guided_json": SCHEMA}, {"json_schema": SCHEMA}),
+        ({"guided_json": json.dumps(SCHEMA)}, {"json_schema": SCHEMA}),
+        ({"guided_regex": "a|b"}, {"regex": "a|b"}),
+        ({"regex": "a|b"}, {"regex": "a|b"}),
+        ({"guided_choice": ["yes", "no. (maybe)"]}, {"regex": r"(yes|no\. \(maybe\))"}),
+        ({"structured_outputs": {"choice": ["a"], "regex": None}}, {"regex": "(a)"}),
+        ({"structured_outputs": {"json": SCHEMA}}, {"json_schema": SCHEMA}),
+        ({"structured_outputs": {"json_object": True}}, {"json_object": True}),
+        ({"structured_outputs": {}}, None),
+    ],
+    ids=str,
+)
+def test_formats(asked: dict[str, Any], grammar: dict[str, Any] | None) -> None:
+    for mode in ("train", "eval"):
+        call = parse(mode, **asked)
+        assert call.gconfig.grammar == (
+            None if grammar is None else json.dumps(grammar, separators=(",", ":"))
+        )
+        assert call.untrainable == (None if grammar is None else "grammar")
+
+
+@given(choices=st.lists(st.text(min_size=1, max_size=6), min_size=1, max_size=4), other=st.text())
+def test_choices_are_taken_by_the_letter(choices: list[str], other: str) -> None:
+    regex = json.loads(parse(guided_choice=choices).gconfig.grammar or "")["regex"]
+    assert all(re.fullmatch(regex, choice) for choice in choices)
+    assert bool(re.fullmatch(regex, other)) == (other in choices)
+
+
+def deep(levels: int) -> dict[str, Any]:
+    schema: dict[str, Any] = {}
+    for _ in range(levels):
+        schema = {"items": schema}
+    return schema
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"response_format": {"type": "structural_tag"}},
+        {"response_format": {"type": 5}},
+        {"response_format": {}},
+        {"response_format": {"type": "json_schema"}},
+        {"response_format": {"type": "json_schema", "json_schema": {"schema": []}}},
+        {"guided_json": "{"},
+        {"guided_json": "[" * 100_000},
+        {"guided_json": "[]"},
+        {"guided_json": {"title": "\ud800"}},
+        {"guided_json": {"maximum": 2**70}},
+        {"guided_json": {"description": "x" * (1 << 17)}},
+        {"guided_json": deep(40)},
+        {"guided_json": deep(200)},
+        {"guided_choice": []},
+        {"guided_regex": ""},
+        {"structured_outputs": {"json": SCHEMA, "regex": "a"}},
+        {"structured_outputs": {"grammar": "root ::= x"}},
+        {"structured_outputs": {"choice": "a"}},
+    ],
+    ids=lambda asked: str(asked)[:60],
+)
+def test_formats_that_cannot_be_had(asked: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(**asked)
+    assert (raised.value.param or "").split(".")[0] == next(iter(asked))
+
+
+def test_one_format_at_a_time() -> None:
+    with pytest.raises(InvalidRequest, match="guided_regex and regex contradict"):
+        parse(guided_regex="a", regex="a")
+
+
+@pytest.mark.parametrize(
+    ("choice", "grammar", "tools", "why"),
+    [("auto", True, True, "grammar"), ("none", True, False, "grammar")]
+    + [(choice, False, True, "tool_choice") for choice in ("required", {"type": "function"})],
+)
+def test_a_format_and_tools(choice: Any, grammar: bool, tools: bool, why: str) -> None:
+    if isinstance(choice, dict):
+        choice["function"] = {"name": "f"}
+    call = parse(response_format={"type": "json_object"}, tools=[TOOL], tool_choice=choice)
+    assert (call.gconfig.grammar is not None, bool(call.tools)) == (grammar, tools)
+    assert call.untrainable == why
+    # A call that is forced has no format, and says so.
+    assert call.ignored == (() if grammar else ("response_format",))

@@ -1,0 +1,100 @@
+"""`functions` and `function_call`: parsed as tools, and told in their own form."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from any_agent.completions.params.legacy_functions import with_tool_calls
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from tests.support.completions.params import OTHER, TOOL, parse
+
+FUNCTIONS = [TOOL["function"], OTHER["function"]]
+
+
+@pytest.mark.parametrize(
+    ("older", "newer"),
+    [
+        ({}, {}),
+        ({"function_call": "auto"}, {"tool_choice": "auto"}),
+        ({"function_call": "none"}, {"tool_choice": "none"}),
+        (
+            {"function_call": {"name": "g"}},
+            {"tool_choice": {"type": "function", "function": {"name": "g"}}},
+        ),
+    ],
+)
+def test_they_are_tools(older: dict[str, Any], newer: dict[str, Any]) -> None:
+    one = parse(functions=FUNCTIONS, **older)
+    other = parse(tools=[TOOL, OTHER], **newer)
+    assert (one.tools, one.forced_call, one.untrainable) == (
+        (other.tools, other.forced_call, other.untrainable)
+    )
+    assert (one.legacy_functions, other.legacy_functions) == (True, False)
+
+
+@pytest.mark.parametrize("nothing", [{"functions": []}, {"function_call": "none"}])
+def test_none_of_them(nothing: dict[str, Any]) -> None:
+    assert parse(**nothing, tools=[TOOL]) == parse(tools=[TOOL])
+
+
+@pytest.mark.parametrize(
+    ("wrong", "says"),
+    [
+        ({"functions": FUNCTIONS, "tools": [TOOL]}, "send tools and tool_choice alone"),
+        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "functions and tool_choice"),
+        ({"function_call": {"name": "f"}, "tools": [TOOL]}, "function_call and tools"),
+        ({"functions": {}, "function_call": {"name": "f"}}, "none of the functions"),
+        ({"functions": "f"}, "functions must be a list"),
+        ({"functions": ["f"]}, r"functions\[0\] must be"),
+        ({"functions": [{}]}, r"functions\[0\] must be"),
+        ({"functions": [{"name": ""}]}, r"functions\[0\]\.name must be"),
+        ({"functions": [FUNCTIONS[0]] * 2}, r"functions\[1\] is the second one called"),
+        ({"functions": FUNCTIONS, "function_call": "f"}, "function_call must be"),
+        ({"functions": FUNCTIONS, "function_call": {"name": "h"}}, "function_call names"),
+        ({"function_call": {"name": "f"}}, "function_call names"),
+    ],
+)
+def test_what_is_refused(wrong: dict[str, Any], says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as raised:
+        parse(**wrong)
+    assert not isinstance(raised.value, UnsupportedParameter)
+    assert raised.value.param in ("functions", "function_call")
+
+
+def test_a_conversation_in_the_older_form() -> None:
+    told: list[Any] = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "function_call": {"name": "f", "arguments": "{}"}},
+        {"role": "function", "name": "f", "content": "3"},
+        {"role": "assistant", "content": "It is 3.", "function_call": None},
+    ]
+    asked, called, result, said = with_tool_calls(told)
+    assert (asked, said) == (told[0], told[3])
+    assert called == {
+        "role": "assistant",
+        "content": None,
+        "tool_calls": [
+            {"id": "call_1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        ],
+    }
+    assert result == {"role": "tool", "name": "f", "content": "3", "tool_call_id": "call_1"}
+    assert with_tool_calls(told[:1]) is not None and told[1]["function_call"]
+    plain = told[:1]
+    assert with_tool_calls(plain) is plain
+
+
+@pytest.mark.parametrize(
+    "call", [{"arguments": "{}"}, "f", 7, {"name": 5}, {"name": "f", "other": {}}]
+)
+def test_a_call_of_no_valid_form(call: Any) -> None:
+    messages = [{"role": "assistant", "function_call": call}]
+    if isinstance(call, dict) and call.get("name") == "f":
+        assert with_tool_calls(messages)[0]["tool_calls"]
+        return
+    with pytest.raises(InvalidRequest, match=r"messages\[0\]\.function_call must be"):
+        with_tool_calls(messages)
+    messages[0]["tool_calls"] = [{}]
+    with pytest.raises(InvalidRequest, match="leave the older one out"):
+        with_tool_calls(messages)

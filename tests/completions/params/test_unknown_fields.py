@@ -1,0 +1,187 @@
+"""Parameters that no row has, and switches of the chat template at the top level."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.completions.params.parameter import Api
+from any_agent.completions.params.unknown_fields import MAX_UNKNOWN
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from tests.support.completions.params import BODIES, parse
+
+CHATS: tuple[Api, ...] = ("chat", "responses", "messages")
+REFUSE = {"unknown": "refuse"}
+
+
+def switched(*known: str, **more: Any) -> dict[str, Any]:
+    return {"known_settings": frozenset(known), **more}
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("api", BODIES)
+def test_one_is_recorded_and_changes_nothing(api: Api, mode: str) -> None:
+    call = parse(mode, api=api, beam_width=7, empty=None)
+    plain = parse(mode, api=api)
+    assert (call.recorded, call.ignored) == ({"beam_width": 7}, ("beam_width",))
+    assert (call.gconfig, call.messages, call.template_kwargs, call.untrainable) == (
+        (plain.gconfig, plain.messages, plain.template_kwargs, plain.untrainable)
+    )
+    with pytest.raises(UnsupportedParameter, match='unknown parameter "beam_width"'):
+        parse(mode, api=api, told=REFUSE, beam_width=7)
+    with pytest.raises(UnsupportedParameter, match='unknown parameter "empty"'):
+        parse(mode, api=api, told=REFUSE, empty=None)
+
+
+@pytest.mark.parametrize(
+    ("name", "plain"),
+    [
+        ("a b\r\nx-any-agent-session: 1", "a_b__x-any-agent-session__1"),
+        ("x" * 64, "x" * 64),
+        ("", "_"),
+        ("\ud800é", "__"),
+    ],
+)
+def test_names_are_made_plain(name: str, plain: str) -> None:
+    call = parse(**{name: 1})
+    assert (call.ignored, call.recorded) == ((plain,), {plain: 1})
+    with pytest.raises(UnsupportedParameter, match="unknown parameter"):
+        parse(**{"x" * 65: 1})
+
+
+def test_so_many_and_no_more() -> None:
+    many = {f"p{k}": k for k in range(MAX_UNKNOWN)}
+    assert parse(**many).recorded == many
+    with pytest.raises(InvalidRequest, match="more than 32 unknown") as raised:
+        parse(**many, one_more=1)
+    assert raised.value.param == "one_more"
+
+
+@pytest.mark.parametrize("value", ["x" * 20_000, "\ud800", 2**70, {"a": ["x" * 20_000]}])
+def test_what_is_too_large_or_no_json_is_only_named(value: Any) -> None:
+    call = parse(odd=value, plain=1)
+    assert (call.recorded, call.ignored) == ({"plain": 1}, ("odd", "plain"))
+    both = parse(one="x" * 9000, two="y" * 9000)
+    assert (list(both.recorded), both.ignored) == (["one"], ("one", "two"))
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"api_key": "abc"},
+        {"litellm_params": {"apiKey": "abc"}},
+        {"extra_headers": {"x": "abc"}},
+        {"hf_token": "abc"},
+        {"note": "it is sk-abc"},
+        {"password": "abc"},
+        {"api_base": "http://u:abc@host"},
+    ],
+    ids=str,
+)
+def test_keys_are_not_kept(given: dict[str, Any]) -> None:
+    call = parse(**given)
+    assert call.ignored == tuple(given)
+    assert b"abc" not in orjson.dumps(call.recorded)
+
+
+@pytest.mark.parametrize("told", [{}, REFUSE])
+@pytest.mark.parametrize(
+    ("api", "name"),
+    [
+        ("chat", "max_output_tokens"),
+        ("completions", "tools"),
+        ("responses", "messages"),
+        ("responses", "logprobs"),
+        ("messages", "n"),
+        ("messages", "audio"),
+    ],
+)
+def test_what_means_something_at_another_route_is_refused(
+    api: Api, name: str, told: dict[str, Any]
+) -> None:
+    with pytest.raises(UnsupportedParameter, match=f'unknown parameter "{name}"'):
+        parse(api=api, told=told, **{name: 1})
+
+
+# -- the template's own -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("api", CHATS)
+@pytest.mark.parametrize("on", [True, False])
+def test_a_switch_is_as_in_template_kwargs(api: Api, on: bool) -> None:
+    told = switched("enable_thinking")
+    inside = parse(api=api, told=told, chat_template_kwargs={"enable_thinking": on})
+    assert parse(api=api, told=told, enable_thinking=on) == inside
+    both = {"enable_thinking": on, "chat_template_kwargs": {"enable_thinking": on}}
+    assert parse(api=api, told=told, **both) == inside
+    assert inside.template_kwargs == {"enable_thinking": on}
+    both["chat_template_kwargs"] = {"enable_thinking": not on}
+    with pytest.raises(InvalidRequest, match="contradict each other") as raised:
+        parse(api=api, told=told, **both)
+    assert raised.value.param == "enable_thinking"
+
+
+@pytest.mark.parametrize("api", CHATS)
+def test_a_switch_that_the_template_lacks(api: Api) -> None:
+    call = parse(api=api, enable_thinking=False)
+    assert (call.template_kwargs, call.ignored) == ({}, ("enable_thinking",))
+    assert call.recorded == {"enable_thinking": False}
+    with pytest.raises(UnsupportedParameter, match="enable_thinking is unknown to this model"):
+        parse(api=api, told=REFUSE, enable_thinking=False)
+
+
+@pytest.mark.parametrize("api", CHATS)
+def test_whatever_the_template_reads_may_stand_at_the_top(api: Api) -> None:
+    told = switched("enable_thinking", "clear_thinking")
+    call = parse(api=api, told=told, clear_thinking=False, enable_thinking=None)
+    assert (call.template_kwargs, call.ignored) == ({"clear_thinking": False}, ())
+    kwargs = {"clear_thinking": 0}
+    with pytest.raises(InvalidRequest, match=r"chat_template_kwargs\.clear_thinking contradict"):
+        parse(api=api, told=told, clear_thinking=False, chat_template_kwargs=kwargs)
+
+
+@pytest.mark.parametrize("switch", ["enable_thinking", "thinking"])
+@pytest.mark.parametrize(
+    ("value", "on"),
+    [
+        (True, True),
+        (False, False),
+        ({"type": "enabled", "budget_tokens": 100}, True),
+        ({"type": "disabled"}, False),
+        ({"type": "auto"}, None),
+    ],
+)
+def test_thinking_has_several_forms(switch: str, value: Any, on: bool | None) -> None:
+    call = parse(told=switched(switch), thinking=value)
+    assert call.template_kwargs == ({} if on is None else {switch: on})
+    assert call.recorded.get("thinking") == (value if isinstance(value, dict) else None)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"thinking": 1},
+        {"thinking": {}},
+        {"thinking": {"type": "loud"}},
+        {"thinking": {"type": "enabled", "note": "x" * 20_000}},
+        {"enable_thinking": "no"},
+        {"enable_thinking": {"type": "enabled"}},
+        {"enable_thinking": True, "thinking": False},
+    ],
+)
+def test_switches_of_no_valid_form(wrong: dict[str, Any]) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        parse(told=switched("enable_thinking"), **wrong)
+    assert raised.value.param in wrong
+
+
+def test_thinking_of_messages_and_a_switch() -> None:
+    told = switched("enable_thinking")
+    on: Any = {"thinking": {"type": "enabled"}}
+    assert parse(api="messages", told=told, **on, enable_thinking=True).template_kwargs == {
+        "enable_thinking": True
+    }
+    with pytest.raises(InvalidRequest, match="contradict"):
+        parse(api="messages", told=told, **on, enable_thinking=False)

@@ -1,0 +1,199 @@
+"""A body to a call, and the events of its answer by the SDK's own models, strictly."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.chat import MessageDelta, merge_deltas
+from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.completions.call_types import Delta, Head
+from any_agent.completions.responses import ResponsesEncoder
+from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
+from any_agent.types import Interaction
+from tests.completions.responses.test_input_items import CHAT_CALL, HEX, recorded
+from tests.support.completions.responses import parse, valid_events, valid_response
+
+LONG = "x" * 100_000
+TOOL = {"type": "function", "name": "f", "parameters": {"type": "object"}, "strict": True}
+
+
+def test_a_call_is_as_a_chat_calls() -> None:
+    call = parse(
+        [{"role": "user", "content": "hi"}],
+        instructions="Be brief.",
+        tools=[TOOL],
+        tool_choice={"type": "function", "name": "f"},
+        max_output_tokens=7,
+        reasoning={"effort": "low"},
+        parallel_tool_calls=False,
+        stream=True,
+    )
+    chat = call.chat
+    assert [m["role"] for m in chat.messages] == ["system", "user"]
+    assert chat.tools == [
+        {"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}
+    ]
+    assert (chat.forced_call, chat.untrainable) == ("f", "tool_choice")
+    assert (chat.gconfig.max_new_tokens, chat.reasoning_effort) == (7, "low")
+    assert chat.stream and not chat.parallel_tool_calls
+    assert (chat.id_prefix, chat.prompt_parameter) == ("resp_", "input")
+    assert call.repeated["tools"] == [{**TOOL, "description": None}]
+    # Instructions are among the messages, tools beside them: they are not kept twice.
+    assert chat.kept["responses"]["instructions"] == 1
+    assert "tools" not in chat.kept["responses"]
+
+
+def test_what_is_not_shown_is_repeated() -> None:
+    call = parse(tools=[TOOL], tool_choice="none")
+    assert call.chat.tools is None
+    assert call.chat.kept["responses"]["tools"] == call.repeated["tools"]
+
+
+@pytest.mark.parametrize("value", [3, [], {}, {"x": 1}, "auto" * 200, None, True, [{"type": 3}]])
+@pytest.mark.parametrize(
+    "name", ["reasoning", "text", "include", "stream_options", "tools", "tool_choice", "metadata"]
+)
+def test_odd_values_are_refused_or_taken(name: str, value: Any) -> None:
+    try:
+        parse(**{name: value})
+    except Exception as error:
+        assert getattr(error, "status", 500) == 400, error
+        assert name in str(getattr(error, "param", ""))
+
+
+def test_options_are_known_by_name() -> None:
+    for field in ("reasoning", "text", "stream_options"):
+        odd: dict[str, Any] = {field: {"surprise": 1}}
+        with pytest.raises(UnsupportedParameter) as raised:
+            parse(**odd)
+        assert raised.value.param == f"{field}.surprise"
+
+
+ENTRY = {"type": "function", "name": "f"}
+ALLOWED = {"type": "allowed_tools", "mode": "auto", "tools": [ENTRY]}
+
+
+@pytest.mark.parametrize("choice", ["none", "required", ENTRY, ALLOWED])
+def test_the_choice_of_tools_is_repeated(choice: Any) -> None:
+    call = parse(tools=[TOOL, {**TOOL, "name": "g"}], tool_choice=choice)
+    assert call.repeated["tool_choice"] == choice
+    assert call.chat.kept["responses"]["tool_choice"] == choice
+
+
+@pytest.mark.parametrize(
+    ("choice", "param"),
+    [
+        ({**ENTRY, "junk": LONG}, "tool_choice.junk"),
+        ({**ALLOWED, "junk": LONG}, "tool_choice.junk"),
+        ({**ALLOWED, LONG: None}, f"tool_choice.{'x' * 60}"),
+        ({**ALLOWED, "tools": [{**ENTRY, "junk": LONG}]}, "tool_choice.tools[0].junk"),
+        ({**ALLOWED, "tools": [ENTRY] * 1025}, "tool_choice"),
+        ({**ALLOWED, "tools": [{**ENTRY, "name": LONG}]}, "tool_choice"),
+        ({**ALLOWED, "mode": LONG}, "tool_choice"),
+        ({"type": LONG}, "tool_choice"),
+        (LONG, "tool_choice"),
+    ],
+)
+def test_no_choice_of_tools_is_repeated_without_end(choice: Any, param: str) -> None:
+    with pytest.raises((InvalidRequest, UnsupportedParameter)) as raised:
+        parse(tools=[TOOL], tool_choice=choice)
+    assert raised.value.param == param
+    assert len(raised.value.message) < 500
+
+
+def test_a_formats_texts_are_bounded() -> None:
+    wanted = {"type": "json_schema", "schema": {"type": "object"}}
+    most = {**wanted, "name": "n" * 64, "description": "d" * (2**14 - 2)}
+    assert parse(text={"format": most}).repeated["text"]["format"] == most
+    for field, value in (("name", "n" * 65), ("name", ""), ("description", "d" * (2**14 - 1))):
+        with pytest.raises(InvalidRequest) as raised:
+            parse(text={"format": {**most, field: value}})
+        assert raised.value.param == f"text.format.{field}"
+
+
+def _answer(**fields: Any) -> ResponsesEncoder:
+    call = parse(mode="eval", **fields)
+    head = Head(f"resp_{HEX}", 1.5, call.chat.gconfig, 10)
+    # Of a chat format it takes the spans alone, and of what writes log-probabilities nothing.
+    chat: Any = SimpleNamespace(spans=TokenSpans({}))
+    return ResponsesEncoder(call, head, None, chat)  # type: ignore[arg-type]
+
+
+def _said() -> tuple[list[Delta], Interaction]:
+    call = {"index": 0, **CHAT_CALL, "function": {"name": "f", "arguments": ""}}
+    steps: list[MessageDelta] = [
+        MessageDelta(reasoning_content="r"),
+        MessageDelta(reasoning_content="s"),
+        MessageDelta(),
+        MessageDelta(content='a "'),
+        MessageDelta(content="é🙂"),
+        MessageDelta(tool_calls=[call]),
+        MessageDelta(tool_calls=[{"index": 0, "function": {"arguments": "{}"}}]),
+    ]
+    interaction = recorded(content='a "é🙂', reasoning_content="rs", tool_calls=[CHAT_CALL])
+    interaction.finish_reason = "tool_calls"
+    return [Delta(step, [3], [-0.5]) for step in steps], interaction
+
+
+@pytest.mark.parametrize("encrypts", [False, True])
+def test_a_stream_comes_to_the_whole_answer(encrypts: bool) -> None:
+    fields: dict[str, Any] = {"tools": [TOOL], "instructions": "x", "metadata": {"a": 1}}
+    if encrypts:
+        fields["include"] = ["reasoning.encrypted_content"]
+    deltas, interaction = _said()
+    answer = _answer(**fields)
+    stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas)
+    stream += answer.end(0, interaction) + answer.last([interaction])
+    events = valid_events(stream)
+    whole = _answer(**fields).whole([interaction])
+    assert events[-1]["type"] == "response.completed"
+    assert events[-1]["response"] == orjson.loads(whole)
+    response = valid_response(whole)
+    assert [item.type for item in response.output] == ["reasoning", "message", "function_call"]
+    assert response.output_text == 'a "é🙂'
+    assert (b"encrypted_content" in whole) is encrypts
+
+
+def test_a_delta_of_several_kinds_is_told_whole() -> None:
+    deltas, interaction = _said()
+    merged = Delta(merge_deltas(each.message for each in deltas), [3], [-0.5])
+    answer = _answer()
+    stream = answer.start(0) + answer.delta(merged)
+    stream += answer.end(0, interaction) + answer.last([interaction])
+    last = valid_events(stream)[-1]
+    assert last["response"] == orjson.loads(_answer().whole([interaction]))
+
+
+def test_a_stream_that_breaks_keeps_what_was_whole() -> None:
+    deltas, _ = _said()
+    answer = _answer()
+    stream = answer.start(0) + b"".join(answer.delta(each) for each in deltas[:5])
+    stream += answer.failed(EngineUnavailable("gone", retry_after=1))
+    last = valid_events(stream)[-1]
+    assert last["type"] == "response.failed"
+    assert last["response"]["error"] == {"code": "server_error", "message": "gone"}
+    assert [item["type"] for item in last["response"]["output"]] == ["reasoning"]
+
+
+@pytest.mark.parametrize(
+    ("reason", "kind", "status"),
+    [
+        ("length", "response.incomplete", "incomplete"),
+        ("abort", "response.failed", "failed"),
+        ("stop", "response.completed", "completed"),
+    ],
+)
+def test_ends(reason: Any, kind: str, status: str) -> None:
+    interaction = recorded(content="")
+    interaction.finish_reason = reason
+    answer = _answer()
+    stream = answer.start(0) + answer.end(0, interaction) + answer.last([interaction])
+    last = valid_events(stream)[-1]
+    assert (last["type"], last["response"]["status"]) == (kind, status)
+    (item,) = last["response"]["output"]
+    assert item["type"] == "message" and item["content"][0]["text"] == ""
+    assert last["response"] == orjson.loads(_answer().whole([interaction]))

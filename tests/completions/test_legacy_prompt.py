@@ -1,0 +1,117 @@
+"""Prompts of legacy completions: what is recorded is never encoded again, nor said twice."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.completions.legacy_prompt import (
+    LegacyPrompt,
+    TextInput,
+    digests,
+    find_text_past,
+    text_key,
+    text_prompt_of,
+)
+from any_agent.record import InteractionTree
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    id_array,
+    logprob_array,
+)
+from tests.support.families import family
+
+ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
+
+
+def after(
+    chat: ChatFormat, prompt: TextInput, output: list[int], says: str, then: TextInput
+) -> LegacyPrompt:
+    """The prompt of a request that comes after a recorded one."""
+    tree = InteractionTree()
+    first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat).prompt
+    kept = digests(prompt, np.concatenate([first.ids, id_array(output)]), says)
+    interaction = Interaction(
+        id="i",
+        session_id="s",
+        parent_id=None,
+        prompt_delta_ids=first.ids,
+        output_ids=id_array(output),
+        output_logprobs=logprob_array([-1.0] * len(output)),
+        output_versions=id_array([0] * len(output)),
+        message_delta=[],
+        output_message={"role": "completion", "content": says},
+        finish_reason="stop",
+        gconfig=GenerationHyperparameters(),
+        request={"text": kept},
+    )
+    tree.add(interaction, text_key(kept))
+    return text_prompt_of(then, find_text_past(then, tree, chat, 1000), tree, chat)
+
+
+@pytest.mark.parametrize("more", ["<|im_end|>\n<|im_start|>user\nmore", "<|im_end|>"])
+def test_a_turn_that_ended_is_not_ended_twice(more: str) -> None:
+    """The text of an answer is without its end, which agents that write their own turns add."""
+    qwen = family("qwen3")
+    output = qwen.say("It is 3.")
+    made = after(qwen.chat, ASKED, output, "It is 3.", f"{ASKED}It is 3.{more}")
+    assert made.prompt.continuation is Continuation.EXACT
+    assert made.prompt.ids.tolist() == qwen.encode(f"{ASKED}It is 3.{more}")
+    assert made.added == more
+
+
+def test_a_root_that_is_not_the_first_says_why() -> None:
+    qwen = family("qwen3")
+    first = after(qwen.chat, "a", qwen.say("b"), "b", "ab").prompt
+    assert (first.continuation, first.branch_reason) == (Continuation.EXACT, None)
+    for other in ("c", (5, 6)):
+        later = after(qwen.chat, "a", qwen.say("b"), "b", other).prompt
+        assert (later.continuation, later.branch_reason) == (Continuation.ROOT, "new_conversation")
+
+
+def test_half_a_character_is_kept_as_it_was_sampled() -> None:
+    qwen = family("qwen3")
+    broken = qwen.encode("a") + qwen.encode("𝄞")[:1]
+    said = qwen.chat.decode(broken)
+    assert said == "a\ufffd"
+    made = after(qwen.chat, "x", broken, said, f"x{said} and")
+    assert made.prompt.ids.tolist() == [*qwen.encode("x"), *broken, *qwen.encode(" and")]
+
+
+@pytest.fixture(scope="module")
+def spaced(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
+    """Of a tokenizer that begins every text with a space, as Llama 2's."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    vocab = {token: i for i, token in enumerate(["<unk>", "</s>", *"▁abcdefghij:[]\n"])}
+    vocab |= {f"▁{c}": len(vocab) + n for n, c in enumerate("abcd")}
+    merges = [("▁", c) for c in "abcd"]
+    backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, unk_token="<unk>"))
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.decoder = decoders.Metaspace(prepend_scheme="first")
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="</s>")
+    tokenizer.chat_template = "{% for m in messages %}a: {{ m.content }}</s>{% endfor %}b:"
+    path: Path = tmp_path_factory.mktemp("spaced")
+    tokenizer.save_pretrained(path)
+    (path / "config.json").write_text(json.dumps({"model_type": "gpt_neox"}))
+    (path / "generation_config.json").write_text(json.dumps({"eos_token_id": 1}))
+    return load_chat_format(str(path))
+
+
+@pytest.mark.parametrize(
+    ("more", "how"),
+    [(" ab", Continuation.EXACT), ("  ab", Continuation.EXACT), ("ab", Continuation.BRANCH)],
+)
+def test_no_space_is_put_between(spaced: ChatFormat, more: str, how: Continuation) -> None:
+    output = spaced.encode(" cd", special=False)
+    made = after(spaced, "ab", output, " cd", f"ab cd{more}")
+    assert spaced.decode(made.prompt.ids) == f"ab cd{more}"
+    assert made.prompt.continuation is how
+    assert made.prompt.branch_reason == (None if how is Continuation.EXACT else "template_declines")

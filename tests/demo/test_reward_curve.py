@@ -1,0 +1,35 @@
+"""The curve says what it shows: named axes, the steps' rewards, accuracies where they belong."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.demo.reward_curve import picture
+from tests.support.demo import step
+
+
+def test_what_is_drawn() -> None:
+    steps = [step(k, reward=k / 10) for k in (1, 2, 3)]
+    figure = picture(steps, before=0.25, after=0.9, title="seed 0")
+    (axes,) = figure.axes
+    rewards, accuracies = axes.lines
+    assert [tuple(xy) for xy in rewards.get_xydata()] == [(1, 0.1), (2, 0.2), (3, 0.3)]
+    assert [tuple(xy) for xy in accuracies.get_xydata()] == [(0, 0.25), (3, 0.9)]
+    assert accuracies.get_linestyle() == "None", "nothing is known between the two"
+    assert "step" in axes.get_xlabel() and "reward" in axes.get_ylabel()
+    legend = axes.get_legend()
+    assert legend is not None
+    assert "reward" in legend.texts[0].get_text()
+    assert "held-out" in legend.texts[1].get_text()
+    assert {text.get_text() for text in axes.texts} == {"25.0%", "90.0%"}
+    assert axes.get_title() == "seed 0"
+
+
+def test_the_scale_holds_rewards_below_zero() -> None:
+    low = picture([step(1, reward=-0.5)], before=0.0, after=0.1, title="").axes[0].get_ylim()[0]
+    assert low < -0.5
+
+
+def test_no_steps_no_curve() -> None:
+    with pytest.raises(ValueError, match="no step"):
+        picture([], before=0.0, after=0.0, title="")

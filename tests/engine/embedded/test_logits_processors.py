@@ -1,0 +1,265 @@
+"""Penalties, biases and grammars, against the model's own logits."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from any_agent.engine.base import agenerate
+from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+from any_agent.engine.embedded.grammar import GrammarCompiler
+from any_agent.engine.embedded.grammar_check import GrammarChecker
+from any_agent.engine.embedded.logits_processors import LogitsProcessor, make_logits_processor
+from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
+from any_agent.types import GenerationHyperparameters, ModelResponse
+from tests.support.engine.embedded import prompt, request
+
+PENALTIES = {"frequency_penalty": 0.9, "presence_penalty": -0.6, "repetition_penalty": 1.4}
+
+
+def logits_after(model: Any, ids: list[int]) -> torch.Tensor:
+    with torch.inference_mode():
+        return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0, -1].float()
+
+
+def penalised(logits: torch.Tensor, output: list[int], **values: float) -> torch.Tensor:
+    """Written out, a token at a time."""
+    logits = logits.clone()
+    for token in set(output):
+        value = logits[token].item()
+        value -= output.count(token) * values["frequency_penalty"] + values["presence_penalty"]
+        factor = values["repetition_penalty"]
+        logits[token] = value * factor if value < 0 else value / factor
+    return logits
+
+
+async def test_logprobs_are_of_the_bent_distribution(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    ids, temperature = prompt(9), 0.8
+    bias = ((40, 4.0), (41, 4.0), (42, -3.0))
+    asked = request("r", ids, temperature=temperature, logit_bias=bias, seed=1, **PENALTIES)
+    response = await agenerate(engine, asked)
+    output = response.output_ids
+    for k, token in enumerate(output):
+        logits = penalised(logits_after(loaded.model, ids + output[:k]), output[:k], **PENALTIES)
+        for biased, value in bias:
+            logits[biased] += value
+        expected = torch.log_softmax(logits / temperature, -1)[token].item()
+        assert response.output_logprobs[k] == pytest.approx(expected, abs=1e-4)
+    assert len(set(output)) < len(output), "no token came twice: the test shows nothing"
+
+
+def test_prompts_are_not_penalised() -> None:
+    logits = torch.randn(50)
+    bent = logits.clone()
+    LogitsProcessor(GenerationHyperparameters(**PENALTIES)).apply(bent)
+    assert torch.equal(bent, logits)
+
+
+def test_a_row_that_asks_for_nothing_has_no_bend(loaded: LoadedModel) -> None:
+    assert make_logits_processor(GenerationHyperparameters(), GrammarCompiler(loaded)) is None
+    assert (
+        make_logits_processor(GenerationHyperparameters(min_p=0.5, seed=3), GrammarCompiler(loaded))
+        is None
+    )
+
+
+async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+    """Rows of one batch, of which one alone has each parameter."""
+    ids = prompt(7)
+    plain = await agenerate(engine, request("plain", ids, temperature=0))
+    odd: list[dict[str, Any]] = [
+        {"logit_bias": ((50, 1000.0),)},
+        {"grammar": json.dumps({"regex": "x{100}"})},
+        {"min_p": 0.99, "temperature": 1.0},
+    ]
+    asked = [request(f"odd{i}", ids, **{"temperature": 0} | o) for i, o in enumerate(odd)]
+    again = request("again", ids, temperature=0)
+    *bent, same = await asyncio.gather(*(agenerate(engine, r) for r in [*asked, again]))
+    assert same.output_ids == plain.output_ids
+    assert same.output_logprobs == pytest.approx(plain.output_logprobs, abs=1e-4)
+    assert bent[0].output_ids == [50] * 8
+    assert set(text_of(loaded, bent[1])) == {"x"}
+
+
+def text_of(loaded: LoadedModel, response: ModelResponse) -> str:
+    return loaded.decoder(skip_special_tokens=True)(response.output_ids)
+
+
+async def test_grammars_hold(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+    async def text(grammar: dict[str, Any], seed: int = 0) -> str:
+        asked = request(
+            f"r{seed}",
+            prompt(5),
+            grammar=json.dumps(grammar),
+            max_new_tokens=600,
+            ignore_eos=False,
+            seed=seed,
+        )
+        response = await agenerate(engine, asked)
+        assert response.stop_reason == "stop"
+        assert response.output_ids[-1] in loaded.eos_ids
+        return text_of(loaded, response)
+
+    for seed in range(3):
+        assert re.fullmatch("[0-9]{2,4}(!|é)", await text({"regex": "[0-9]{2,4}(!|é)"}, seed))
+        schema = {"enum": [{"a": "ü"}, [1, None], "x"]}
+        assert json.loads(await text({"json_schema": schema}, seed)) in schema["enum"]
+
+
+async def test_json_objects(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+    """A random model ends no object in time, but never leaves the grammar."""
+    grammar = json.dumps({"json_object": True})
+    asked = request("r", prompt(5), grammar=grammar, max_new_tokens=40, seed=5)
+    response = await agenerate(engine, asked)
+    assert text_of(loaded, response).lstrip().startswith("{")
+    state = GrammarCompiler(loaded).compile(grammar)
+    for token in response.output_ids:
+        assert not state.forbidden()[token]
+        state.push(token)
+
+
+async def test_the_end_ends_also_if_ends_of_text_are_ignored(engine: EmbeddedEngine) -> None:
+    asked = request("r", prompt(5), grammar='{"regex": "ab"}', max_new_tokens=30)
+    assert (await agenerate(engine, asked)).stop_reason == "stop"
+
+
+@pytest.mark.parametrize(
+    "grammar",
+    [
+        '{"regex": "("}',
+        '{"regex": 3}',
+        '{"json_schema": {"type": "nope"}}',
+        '{"json_schema": {"$ref": "http://127.0.0.1:1/x"}}',
+        '{"json_schema": 7}',
+        "{}",
+        "nonsense",
+    ],
+)
+async def test_what_is_no_grammar(engine: EmbeddedEngine, grammar: str) -> None:
+    with pytest.raises(InvalidRequest, match="grammar"):
+        await agenerate(engine, request("r", prompt(5), grammar=grammar))
+
+
+def _exploding() -> str:
+    """No string ends in all of these; llguidance looks for one for minutes, and takes gigabytes."""
+    patterns = [f".*{letter}.{{10}}" for letter in "abcdefghijklmnopqrstuvwxyz"]
+    schema = {"allOf": [{"type": "string", "pattern": pattern} for pattern in patterns]}
+    return json.dumps({"json_schema": schema})
+
+
+async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
+    engine._checks = GrammarChecker(seconds=1)
+    beats, others = 0, []
+    bad = asyncio.create_task(engine.bend(request("bad", prompt(5), grammar=_exploding())))
+    while not bad.done():
+        others.append(await agenerate(engine, request(f"r{beats}", prompt(5), max_new_tokens=2)))
+        beats += 1
+    with pytest.raises(InvalidRequest, match="takes more than 1 s"):
+        await bad
+    assert beats > 2
+    assert all(other.stop_reason == "length" for other in others)
+    # Its place is free again, and so is a crowd's.
+    crowd = [engine.bend(request(f"c{k}", prompt(5), grammar=_exploding())) for k in range(40)]
+    tasks = [asyncio.create_task(each) for each in crowd]
+    await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
+    for task in tasks:
+        task.cancel()
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    assert any(isinstance(each, EngineUnavailable) for each in ended)
+    asked = request("r", prompt(5), grammar='{"regex": "ab"}', max_new_tokens=30)
+    assert (await agenerate(engine, asked)).stop_reason == "stop"
+
+
+async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    """It allows an end of text then; what was written so far must not pass for the whole."""
+    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
+    bend = await engine.bend(asked)
+    assert bend is not None and bend.grammar is not None
+    bend.grammar.push(200)
+    assert not bend.grammar.forbidden()[sorted(loaded.eos_ids)].any()
+    generation = engine.submit(asked, bend=bend)
+    with pytest.raises(EngineMismatch, match="left its grammar: Parser Error"):
+        await generation.finished()
+    assert generation.request.output_ids == []
+
+
+async def test_an_end_where_the_grammar_goes_on_is_an_error(
+    engine: EmbeddedEngine, loaded: LoadedModel
+) -> None:
+    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
+    bend = await engine.bend(asked)
+    assert bend is not None and bend.grammar is not None
+    all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
+    bend.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
+    with pytest.raises(EngineMismatch, match="ended where its grammar goes on"):
+        await engine.submit(asked, bend=bend).finished()
+
+
+async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
+    engine: EmbeddedEngine,
+) -> None:
+    grammar = json.dumps({"regex": "(a|aa|aaa){500,5000}b{5000}"})
+    for stream in (False, True):
+        asked = request(f"r{stream}", prompt(5), grammar=grammar, max_new_tokens=50)
+        with pytest.raises(InvalidRequest, match="too complex to follow") as raised:
+            [chunk async for chunk in engine.generate(asked, stream=stream)]
+        assert raised.value.param == "grammar"
+
+
+@pytest.mark.parametrize(
+    "text", ["<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<<think><|im_end|>", "ÿ"]
+)
+async def test_names_of_tokens_are_spelled(
+    engine: EmbeddedEngine, loaded: LoadedModel, text: str
+) -> None:
+    """Never written as the token itself, which would end the output, or mean something."""
+    named = set(loaded.tokenizer.get_added_vocab().values())
+    wanted = {"type": "object", "properties": {text: {"const": text}}, "required": [text]}
+    schemas: list[dict[str, Any]] = [
+        {"enum": [text]},
+        {"const": text},
+        wanted | {"additionalProperties": False},
+    ]
+    grammars = [{"json_schema": schema} for schema in schemas] + [{"regex": re.escape(text)}]
+    values = [text, text, {text: text}, None]
+    for k, (grammar, value) in enumerate(zip(grammars, values, strict=True)):
+        asked = request(
+            f"r{k}",
+            prompt(5),
+            grammar=json.dumps(grammar),
+            max_new_tokens=600,
+            ignore_eos=False,
+            seed=k,
+        )
+        response = await agenerate(engine, asked)
+        assert response.stop_reason == "stop"
+        *ids, end = response.output_ids
+        assert end in loaded.eos_ids and not named & set(ids)
+        said = text_of(loaded, response)
+        assert said == text if value is None else json.loads(said) == value
+
+
+async def test_likeliest_tokens(loaded: LoadedModel) -> None:
+    ids = prompt(6)
+    async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=2)) as engine:
+        asked = replace(request("r", ids, temperature=0.5, max_new_tokens=4), top_logprobs=5)
+        chunks = [chunk async for chunk in engine.generate(asked)]
+    output = [token for chunk in chunks for token in chunk.output_ids]
+    tops = [top for chunk in chunks for top in chunk.top_logprobs or []]
+    assert len(tops) == len(output) == 4
+    for k, top in enumerate(tops):
+        row = torch.log_softmax(logits_after(loaded.model, ids + output[:k]) / 0.5, -1)
+        assert [token for token, _ in top] == row.topk(5).indices.tolist()
+        assert [p for _, p in top] == pytest.approx(row.topk(5).values.tolist(), abs=1e-4)

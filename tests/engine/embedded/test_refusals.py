@@ -1,0 +1,78 @@
+"""What the embedded engine refuses or fails at, as its client tells it, and in its log."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import AsyncIterator
+
+import pytest
+
+from any_agent.engine import SGLangEngine
+from any_agent.engine.base import agenerate
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.errors import EngineMismatch, InvalidRequest
+from tests.support.engine.embedded import Serve, prompt, request
+
+
+@pytest.fixture
+async def client(engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[SGLangEngine]:
+    client = SGLangEngine(await serve(engine), decode=lambda _: "", update_wait=2)
+    yield client
+    await client.close()
+
+
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [
+        record.getMessage()
+        for record in caplog.records
+        if record.levelno >= logging.WARNING and "embedded" in record.name
+    ]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize(
+    ("regex", "why"),
+    [("(", "not a grammar"), ("(a|aa|aaa){500,5000}b{5000}", "too complex to follow")],
+)
+async def test_a_refused_grammar(
+    client: SGLangEngine, caplog: pytest.LogCaptureFixture, regex: str, why: str, stream: bool
+) -> None:
+    asked = request("r", prompt(5), grammar=json.dumps({"regex": regex}), max_new_tokens=40)
+    with pytest.raises(InvalidRequest, match=f"the engine refused the request: .*{why}") as raised:
+        [chunk async for chunk in client.generate(asked, stream=stream)]
+    assert raised.value.param == "grammar"
+    assert '{"error"' not in raised.value.message
+    (line,) = said(caplog)
+    assert "400 (grammar)" in line and why in line and len(line) < 400
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_output_that_leaves_its_grammar(
+    engine: EmbeddedEngine,
+    client: SGLangEngine,
+    caplog: pytest.LogCaptureFixture,
+    monkeypatch: pytest.MonkeyPatch,
+    stream: bool,
+) -> None:
+    asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}')
+    bend = await engine.bend(asked)
+    assert bend is not None and bend.grammar is not None
+    bend.grammar.push(200)
+
+    async def lost(_: object) -> object:
+        return bend
+
+    monkeypatch.setattr(engine, "bend", lost)
+    with pytest.raises(EngineMismatch, match=r"^the output left its grammar") as raised:
+        [chunk async for chunk in client.generate(asked, stream=stream)]
+    assert raised.value.headers() == {"x-should-retry": "false"}
+    (line,) = said(caplog)
+    assert "failed with 500" in line
+
+
+async def test_what_is_in_order_logs_nothing(
+    client: SGLangEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    await agenerate(client, request("r", prompt(5)))
+    assert said(caplog) == []

@@ -1,0 +1,365 @@
+"""The embedded engine over real HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import orjson
+import pytest
+from aiohttp import web
+
+from any_agent.engine.embedded.__main__ import main
+from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.runtime.ports import reserve
+from tests.support.engine.embedded import LIMIT, Gate, Serve, wrapped
+from tests.support.engine.sglang_contract import (
+    IDS,
+    SamplingContract,
+    body,
+    call,
+    check_answer,
+    events,
+)
+
+
+class TestContract(SamplingContract):
+    @pytest.fixture
+    async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
+        yield await serve(own_engine)
+
+
+class TestIncremental(SamplingContract):
+    @pytest.fixture
+    async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
+        yield await serve(own_engine, incremental=True)
+
+    async def test_events_hold_only_what_is_new(self, url: str) -> None:
+        _, whole = await call(url, "/generate", body(temperature=0))
+        seen = [e async for e in events(url, body(temperature=0))]
+        assert "".join(e["text"] for e in seen) == whole["text"]
+        assert [i for e in seen for i in e["output_ids"]] == whole["output_ids"]
+        assert seen[-1]["meta_info"]["completion_tokens"] == 12
+        assert sum(len(e["meta_info"]["output_token_logprobs"]) for e in seen) == 12
+
+
+async def test_a_web_page_is_not_served(engine: EmbeddedEngine, serve: Serve) -> None:
+    url = await serve(engine)
+    async with aiohttp.ClientSession(url) as http:
+        for headers in ({"Origin": "http://127.0.0.1:3000"}, {"Sec-Fetch-Site": "none"}):
+            for method, path in (("GET", "/health"), ("POST", "/pause_generation")):
+                async with http.request(method, path, headers=headers) as response:
+                    assert response.status == 403, (path, headers)
+        async with http.get("/health") as response:
+            assert response.status == 200
+
+
+async def test_cumulative_events_grow(engine: EmbeddedEngine, serve: Serve) -> None:
+    url = await serve(engine)
+    seen = [e async for e in events(url, body(max_new_tokens=30, stop="never there"))]
+    for event in seen:
+        check_answer(event, event["meta_info"]["completion_tokens"])
+    for before, after in pairwise(seen):
+        assert after["text"].startswith(before["text"])
+        assert after["output_ids"][: len(before["output_ids"])] == before["output_ids"]
+
+
+async def test_a_stream_never_shows_what_a_stop_string_cuts(
+    engine: EmbeddedEngine, serve: Serve
+) -> None:
+    url = await serve(engine)
+    _, free = await call(url, "/generate", body(temperature=0, max_new_tokens=40))
+    at = next(i for i in range(12, 60) if "\ufffd" not in free["text"][i : i + 5])
+    stop = free["text"][at : at + 5]
+    stopped = body(temperature=0, max_new_tokens=40, stop=[stop])
+    final = [e async for e in events(url, stopped)]
+    assert final[-1]["meta_info"]["finish_reason"]["matched"] == stop
+    assert all(final[-1]["text"].startswith(e["text"]) for e in final)
+    untrimmed = body(temperature=0, max_new_tokens=40, stop=[stop], no_stop_trim=True)
+    _, answer = await call(url, "/generate", untrimmed)
+    assert answer["text"].startswith(final[-1]["text"] + stop)
+
+
+@pytest.mark.parametrize(
+    ("change", "says"),
+    [
+        ({"text": "hello"}, "use input_ids"),
+        ({"input_ids": None}, "input_ids"),
+        ({"input_ids": []}, "empty"),
+        ({"input_ids": [[5], [6]]}, "batches"),
+        ({"input_ids": [380]}, "vocabulary"),
+        ({"input_ids": [-1]}, "vocabulary"),
+        ({"input_ids": [5, "6"]}, "integers"),
+        ({"input_ids": [5] * 2048}, "no room"),
+        ({"sampling_params": {"n": 2}}, "n is not supported"),
+        ({"sampling_params": {"min_p": "0.1"}}, "min_p"),
+        ({"sampling_params": {"ebnf": "a"}}, "ebnf"),
+        ({"sampling_params": {"regex": 1}}, "regex"),
+        ({"sampling_params": {"json_schema": {}}}, "json_schema"),
+        ({"sampling_params": {"logit_bias": {"a": 1}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"1": "1"}}}, "logit_bias"),
+        ({"sampling_params": {"logit_bias": {"1": 1, "01": 1}}}, "logit_bias"),
+        ({"sampling_params": {"temperature": "1"}}, "temperature"),
+        ({"sampling_params": {"temperature": True}}, "temperature"),
+        ({"sampling_params": {"max_new_tokens": 1.5}}, "max_new_tokens"),
+        ({"sampling_params": {"stop": [1]}}, "stop"),
+        ({"sampling_params": {"stop_token_ids": ["a"]}}, "stop_token_ids"),
+        ({"sampling_params": []}, "sampling_params"),
+        ({"top_logprobs_num": 101}, "top_logprobs_num"),
+        ({"top_logprobs_num": -1}, "top_logprobs_num"),
+        ({"lora_path": "x"}, "lora_path"),
+        ({"rid": 7}, "rid"),
+        ({"stream": 1}, "stream"),
+    ],
+)
+async def test_refusals(
+    engine: EmbeddedEngine, serve: Serve, change: dict[str, Any], says: str
+) -> None:
+    url = await serve(engine)
+    status, answer = await call(url, "/generate", body() | change)
+    assert status == 400
+    assert says in answer["error"]["message"]
+    assert engine.loop.steps == 0
+
+
+@pytest.mark.parametrize(
+    ("path", "raw", "expected"),
+    [
+        ("/generate", b"{", 400),
+        ("/generate", b"[]", 400),
+        ("/generate", b"", 400),
+        ("/generate", b"x" * (33 * 2**20), 413),
+        ("/pause_generation", b'{"mode": "retract"}', 400),
+        ("/abort_request", b"{}", 400),
+        ("/update_weights_from_disk", b"{}", 400),
+        ("/update_weights_from_disk", b'{"model_path": "x", "weight_version": []}', 400),
+        ("/nothing", b"{}", 404),
+    ],
+)
+async def test_bad_bodies(
+    engine: EmbeddedEngine, serve: Serve, path: str, raw: bytes, expected: int
+) -> None:
+    assert (await call(await serve(engine), path, raw))[0] == expected
+
+
+async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Serve) -> None:
+    neutral = {
+        "min_p": 0.0, "frequency_penalty": 0, "presence_penalty": 0.0, "repetition_penalty": 1.0,
+        "n": 1, "regex": None, "skip_special_tokens": False, "top_k": -1, "stop": None,
+        "spaces_between_special_tokens": True,
+    }  # fmt: skip
+    more = {
+        "cache_salt": "a", "extra_key": "b", "logprob_start_len": -1, "text": None,
+        "return_text_in_logprobs": False, "lora_path": None,
+    }  # fmt: skip
+    status, answer = await call(await serve(engine), "/generate", body(**neutral) | more)
+    assert status == 200
+    check_answer(answer, 12)
+
+
+async def test_equal_rids_and_a_full_queue(
+    loaded: LoadedModel, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = EngineOptions(max_running_requests=1, max_queued_requests=1)
+    async with EmbeddedEngine(loaded, options) as engine:
+        url = await serve(engine)
+        stream = events(url, body(max_new_tokens=2000) | {"rid": "a"})
+        await anext(stream)
+        await engine.pause("in_place")
+        assert (await call(url, "/generate", body() | {"rid": "a"}))[0] == 400
+        submitted = asyncio.Event()
+        submit = engine.submit
+
+        def spy(*args: Any, **kwargs: Any) -> Any:
+            submitted.set()
+            return submit(*args, **kwargs)
+
+        monkeypatch.setattr(engine, "submit", spy)
+        queued = asyncio.create_task(call(url, "/generate", body()))
+        await asyncio.wait_for(submitted.wait(), LIMIT)
+        status, answer = await call(url, "/generate", body())
+        assert status == 503
+        assert "full" in answer["error"]["message"]
+        await call(url, "/abort_request", {"abort_all": True})
+        assert (await queued)[1]["meta_info"]["finish_reason"]["type"] == "abort"
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_client_that_leaves_ends_its_request(
+    loaded: LoadedModel, serve: Serve, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate = Gate()
+    async with wrapped(loaded, gate.around) as engine:
+        url = await serve(engine)
+        aborted = asyncio.Event()
+        abort = engine.abort
+
+        def spy(*args: Any) -> Any:
+            aborted.set()
+            return abort(*args)
+
+        monkeypatch.setattr(engine, "abort", spy)
+        async with aiohttp.ClientSession() as session:
+            ask = session.post(
+                url + "/generate", json=body(max_new_tokens=2000) | {"stream": stream}
+            )
+            task = asyncio.ensure_future(ask)
+            await asyncio.to_thread(gate.wait_for_step)
+            if stream:
+                response = await task
+                gate.let(1)
+                await response.content.readline()
+                response.close()
+            else:
+                task.cancel()
+            await asyncio.wait_for(aborted.wait(), LIMIT)
+        gate.let(3000)
+        await asyncio.wrap_future(engine.loop.call(lambda: None))
+        assert engine.loop.load == (0, 0)
+        assert engine.loop.steps < 10
+
+
+async def test_a_client_that_leaves_amid_an_event_is_no_fault(
+    engine: EmbeddedEngine,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    write = web.StreamResponse.write
+
+    async def after_it_left(self: web.StreamResponse, data: Any) -> None:
+        assert self._req is not None and self._req.transport is not None
+        self._req.transport.close()
+        await write(self, data)
+
+    monkeypatch.setattr(web.StreamResponse, "write", after_it_left)
+    url = await serve(engine)
+    with pytest.raises(aiohttp.ClientError):
+        async with asyncio.timeout(LIMIT):
+            assert [e async for e in events(url, body(max_new_tokens=30))] == []
+    assert [record for record in caplog.records if record.levelname == "ERROR"] == []
+    # Its request has ended, and others are served.
+    assert (await call(url, "/generate", body()))[0] == 200
+
+
+async def test_a_dead_loop_answers(loaded: LoadedModel, serve: Serve) -> None:
+    def die(forward: Callable[[], Any], call: int) -> Any:
+        if call == 3:
+            raise RuntimeError("out of luck")
+        return forward()
+
+    async with wrapped(loaded, die, max_running_requests=1) as engine:
+        url = await serve(engine)
+        first = [e async for e in events(url, body())]
+        assert "out of luck" in first[-1]["error"]["message"]
+        assert (await call(url, "/generate", body()))[0] == 503
+        for path in ("/health", "/health_generate"):
+            assert (await call(url, path, method="GET"))[0] == 503
+        for path in ("/pause_generation", "/continue_generation", "/flush_cache"):
+            assert (await call(url, path, {}))[0] == 503
+        update = {"model_path": loaded.path}
+        assert (await call(url, "/update_weights_from_disk", update))[0] == 503
+
+
+async def test_what_it_says_about_itself(engine: EmbeddedEngine, serve: Serve) -> None:
+    url = await serve(engine)
+    _, info = await call(url, "/model_info", method="GET")
+    assert (info["vocab_size"], info["context_length"]) == (380, 2048)
+    assert (info["weight_version"], info["is_generation"]) == ("0", True)
+    _, server = await call(url, "/server_info", method="GET")
+    assert server["max_running_requests"] == 4
+    _, version = await call(url, "/get_weight_version", method="GET")
+    assert version == {"weight_version": "0"}
+
+
+def test_a_process_of_its_own(tiny_model_dir: Path) -> None:
+    import urllib.request
+
+    command = [sys.executable, "-m", "any_agent.engine.embedded", "--port", "0"]
+    with subprocess.Popen(
+        [*command, "--model-path", str(tiny_model_dir), "--weight-version", "3"],
+        stderr=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"HF_HUB_OFFLINE": "1"},
+    ) as process:
+        try:
+            assert process.stderr is not None
+            url = next(line for line in process.stderr if "ready on" in line).split()[-1]
+            ask = urllib.request.Request(url + "/generate", orjson.dumps(body()))
+            with urllib.request.urlopen(ask, timeout=LIMIT) as response:
+                answer = orjson.loads(response.read())
+            check_answer(answer, 12)
+            assert answer["meta_info"]["weight_version"] == "3"
+            assert answer["meta_info"]["prompt_tokens"] == len(IDS)
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(LIMIT) == 0
+        finally:
+            process.kill()
+
+
+def test_a_dead_loop_ends_the_process(
+    loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its callers get an answer, and whoever watches it starts another one."""
+
+    def die(forward: Callable[[], Any], call: int) -> Any:
+        raise RuntimeError("out of luck")
+
+    monkeypatch.setattr(EmbeddedEngine, "load", lambda *_: wrapped(loaded, die))
+    answers: list[tuple[int, Any]] = []
+
+    def ask(url: str) -> None:
+        deadline = time.monotonic() + LIMIT
+        while not answers and time.monotonic() < deadline:
+            with contextlib.suppress(aiohttp.ClientConnectorError):
+                answers.append(asyncio.run(call(url, "/generate", body())))
+
+    with reserve("127.0.0.1", 0) as listener:
+        port = listener.getsockname()[1]
+        monkeypatch.setattr(sys, "argv", ["x", "--model-path", "any", "--port", str(port)])
+        client = threading.Thread(target=ask, args=(f"http://127.0.0.1:{port}",))
+        client.start()
+        interval = sys.getswitchinterval()
+        assert main() == 1
+        sys.setswitchinterval(interval)
+        client.join(LIMIT)
+    assert answers[0][0] == 503
+    assert "the generation loop died: RuntimeError('out of luck')" in capsys.readouterr().err
+
+
+def test_help_is_quick() -> None:
+    code = (
+        "import sys, any_agent.engine.embedded.__main__ as m\n"
+        "m._parser().format_help()\n"
+        "assert not {'torch', 'transformers'} & set(sys.modules), 'heavy import'\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=LIMIT)
+
+
+def test_bad_starts_exit_with_the_reason(
+    tiny_model_dir: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    interval = sys.getswitchinterval()
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        for path, reason in ((tmp_path, "cannot load"), (tiny_model_dir, "cannot listen")):
+            monkeypatch.setattr(sys, "argv", ["x", "--model-path", str(path), "--port", port])
+            assert main() == 1
+            assert reason in capsys.readouterr().err
+    sys.setswitchinterval(interval)

@@ -1,0 +1,120 @@
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.engine.embedded.stops import (
+    IncrementalDecoder,
+    StopMatcher,
+    first_stop,
+    held_back,
+)
+from any_agent.types import ModelResponse
+from tests.support.engine.embedded import prompt, request
+
+
+def utf8(ids: Sequence[int]) -> str:
+    """A tokenizer whose tokens are bytes."""
+    return bytes(ids).decode("utf-8", errors="replace")
+
+
+text = st.text(alphabet="abé€😀 ", max_size=24)
+
+
+@given(text)
+def test_incremental_text_is_the_whole_text(whole: str) -> None:
+    decoder = IncrementalDecoder(utf8)
+    pieces = [decoder.push(byte) for byte in whole.encode()]
+    assert "".join(pieces) == whole
+    assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(text, st.lists(st.text(alphabet="abé€😀 ", min_size=1, max_size=4), min_size=1, max_size=3))
+def test_a_stop_is_found_at_the_token_that_completes_it(whole: str, stops: list[str]) -> None:
+    matcher, data = StopMatcher(stops, utf8), whole.encode()
+    found = next(((n, m) for n, b in enumerate(data, 1) if (m := matcher.push(b))), None)
+    expected = None
+    for n in range(1, len(data) + 1):
+        complete = data[:n].decode("utf-8", errors="ignore")
+        if any(stop in complete for stop in stops):
+            expected = n, first_stop(complete, stops)
+            break
+    assert found == expected
+
+
+@given(text, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
+def test_held_back_is_the_longest_possible_beginning(whole: str, stops: list[str]) -> None:
+    begins = [n for n in range(1, len(whole) + 1) if any(s.startswith(whole[-n:]) for s in stops)]
+    assert held_back(whole, stops) == max(begins, default=0)
+
+
+def test_of_two_stops_the_first_to_end_wins() -> None:
+    assert first_stop("xabcd", ["abcd", "bc"]) == "bc"
+    assert first_stop("xabc", ["bc", "abc"]) == "abc"
+    assert first_stop("x", ["abc"]) is None
+
+
+def test_bytes_that_never_make_a_character_do_not_hold_text_forever() -> None:
+    decoder = IncrementalDecoder(utf8)
+    assert "\ufffd" in "".join(decoder.push(0xFF) for _ in range(40))
+    assert decoder.push(ord("a")).endswith("a")
+
+
+async def whole(engine: EmbeddedEngine, rid: str, **config: object) -> ModelResponse:
+    ask = request(rid, prompt(7), temperature=0, **({"max_new_tokens": 24} | config))
+    chunks = [c async for c in engine.generate(ask)]
+    assert chunks[-1].stop_reason is not None
+    return ModelResponse(
+        ask.input_ids,
+        [i for c in chunks for i in c.output_ids],
+        [p for c in chunks for p in c.logprobs],
+        [v for c in chunks for v in c.versions],
+        chunks[-1].stop_reason,
+        chunks[-1].matched_stop,
+    )
+
+
+async def test_a_stop_string_over_token_borders(engine: EmbeddedEngine) -> None:
+    free = await whole(engine, "free")
+    decode = engine.loaded.decoder(skip_special_tokens=False)
+    # From the middle of one token's text to the middle of a later one's.
+    texts = [decode(free.output_ids[:n]) for n in range(len(free.output_ids) + 1)]
+    stop = texts[8][len(texts[5]) - 1 : len(texts[7]) + 1]
+    ends_at = next(n for n in range(1, 25) if stop in texts[n])
+    stopped = await whole(engine, "stopped", stop=("never there", stop))
+    assert stopped.stop_reason == "stop"
+    assert stopped.matched_stop == stop
+    assert stopped.output_ids == free.output_ids[:ends_at]
+    assert len(stopped.output_logprobs) == ends_at
+
+
+async def test_stop_tokens_stay_in_the_output(engine: EmbeddedEngine) -> None:
+    free = await whole(engine, "free")
+    token = free.output_ids[6]
+    stopped = await whole(engine, "stopped", stop_token_ids=(token,))
+    assert stopped.output_ids == free.output_ids[: free.output_ids.index(token) + 1]
+    assert (stopped.stop_reason, stopped.matched_stop) == ("stop", token)
+
+
+@pytest.mark.parametrize("ignore", [False, True])
+async def test_end_of_text(loaded: LoadedModel, ignore: bool) -> None:
+    async with EmbeddedEngine(loaded) as engine:
+        free = await whole(engine, "free")
+    token = free.output_ids[4]
+    async with EmbeddedEngine(replace(loaded, eos_ids=frozenset({token}))) as engine:
+        answer = await whole(engine, "eos", ignore_eos=ignore)
+    if ignore:
+        assert (answer.output_ids, answer.stop_reason) == (free.output_ids, "length")
+    else:
+        assert answer.output_ids == free.output_ids[: free.output_ids.index(token) + 1]
+        assert (answer.stop_reason, answer.matched_stop) == ("stop", token)
+
+
+def test_the_models_own_end_tokens(loaded: LoadedModel) -> None:
+    assert loaded.eos_ids == {loaded.tokenizer.convert_tokens_to_ids("<|im_end|>")}

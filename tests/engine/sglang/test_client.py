@@ -1,0 +1,455 @@
+"""The client of SGLang's contract: streams, weight updates, aborts, broken engines."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from array import array
+from contextlib import aclosing
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.engine import SGLangEngine, agenerate
+from any_agent.engine.sglang import client as sglang
+from any_agent.engine.sglang.client import _rest_of
+from any_agent.engine.sglang.requests import slots_of
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
+from tests.support.engine.sglang import (
+    BOTH,
+    FORMULA,
+    KINDS,
+    PROMPT,
+    all_of,
+    client_of,
+    joined,
+    request,
+    until,
+)
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_run import FaultKind
+
+
+@BOTH
+@KINDS
+async def test_every_kind_of_answer_reads_the_same(stream: bool, incremental: bool) -> None:
+    scripted = ScriptedEngine(incremental=incremental)
+    async with scripted.serve(), client_of(scripted) as client:
+        chunks = await all_of(client, request(temperature=0.5), stream=stream)
+    ids, logprobs, versions = joined(chunks)
+    assert ids == [20 + (7 * (3 + k)) % 60 for k in range(10)]
+    assert logprobs == [-0.5 - (i % 7) / 8 for i in ids]
+    assert versions == [0] * 10
+    assert [c.stop_reason for c in chunks[:-1]] == [None] * (len(chunks) - 1)
+    assert chunks[-1].stop_reason == "length"
+    assert len(chunks) == (10 if stream else 1)
+    (body,) = scripted.requests
+    assert body["input_ids"] == PROMPT
+    assert body["return_logprob"] is True
+    assert body["sampling_params"] == {
+        "max_new_tokens": 10,
+        "temperature": 0.5,
+        "top_p": 1.0,
+        "top_k": -1,
+        "ignore_eos": False,
+    }
+    assert scripted.aborted == []
+
+
+@BOTH
+async def test_stops(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.say([30, 31, 32, 33])
+    chunks = await all_of(client, request(stop_token_ids=(32,)), stream=stream)
+    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", 32)
+    assert joined(chunks)[0] == [30, 31, 32]
+    scripted.say([30, 31, 32, 33])
+    text = scripted.decode([31, 32])
+    chunks = await all_of(client, request(stop=(text,)), stream=stream)
+    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", text)
+
+
+# -- weight updates ----------------------------------------------------------------------------
+
+
+async def update_at(
+    client: SGLangEngine, scripted: ScriptedEngine, at: int, version: int, work: asyncio.Task[Any]
+) -> None:
+    """A weight update while a generation, held there, has ``at`` tokens."""
+    await until(lambda: work.done() or any(len(r.ids) == at for r in scripted.running.values()))
+    assert not work.done()
+    await client.pause()
+    scripted.weight_version = str(version)
+    await client.resume(version)
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("at", [0, 4])
+async def test_an_update_is_survived_with_what_was_sampled(
+    stream: bool, incremental: bool, at: int
+) -> None:
+    scripted = ScriptedEngine(incremental=incremental)
+    async with scripted.serve(), client_of(scripted) as client:
+        scripted.hold(at)
+        work = asyncio.create_task(all_of(client, request(), stream=stream))
+        await update_at(client, scripted, at, 3, work)
+        chunks = await work
+    ids, logprobs, versions = joined(chunks)
+    assert ids == [20 + (7 * (3 + k)) % 60 for k in range(10)]
+    assert len(logprobs) == 10
+    assert versions == [0] * at + [3] * (10 - at)
+    assert [c.stop_reason for c in chunks if c.stop_reason] == ["length"]
+    first, second = scripted.requests
+    assert second["input_ids"] == PROMPT + ids[:at]
+    assert second["sampling_params"]["max_new_tokens"] == 10 - at
+    assert second["rid"] != first["rid"]
+    assert scripted.pauses == ["abort"]
+    assert client.version == 3
+
+
+@BOTH
+async def test_two_updates(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.hold(2)
+    scripted.hold(3)
+    work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await update_at(client, scripted, 2, 1, work)
+    await update_at(client, scripted, 3, 2, work)
+    _, _, versions = joined(await work)
+    assert versions == [0, 0, 1, 1, 1, 2, 2, 2, 2, 2]
+    assert client.resubmitted == {"update": 2}
+
+
+@BOTH
+async def test_a_budget_spent_at_the_seam(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    """The engine reports the abort before it noticed that the last token had come."""
+    scripted.hold(3)
+    work = asyncio.create_task(all_of(client, request(max_new_tokens=4), stream=stream))
+    await until(lambda: any(len(r.ids) == 3 for r in scripted.running.values()))
+    (running,) = scripted.running.values()
+    running.ids.append(77)
+    running.logprobs.append(-1.0)
+    running.versions.append("0")
+    await client.pause()
+    await client.resume(1)
+    chunks = await work
+    ids, _, _ = joined(chunks)
+    assert (len(ids), ids[-1], chunks[-1].stop_reason) == (4, 77, "length")
+    # No request for zero tokens follows.
+    assert len(scripted.requests) == 1
+
+
+@BOTH
+async def test_a_stop_string_across_the_seam(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    """The resumed request sees its own output only, so it misses what began before."""
+    tokens = [30, 31, 32, 33, 34, 35]
+    stop = scripted.decode([31, 32, 33])
+    scripted.say(tokens)
+    scripted.say(tokens[2:])
+    scripted.hold(2)
+    work = asyncio.create_task(all_of(client, request(stop=(stop,)), stream=stream))
+    await update_at(client, scripted, 2, 1, work)
+    chunks = await work
+    ids, _, versions = joined(chunks)
+    assert ids == tokens[:4]
+    assert versions == [0, 0, 1, 1]
+    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
+
+
+@BOTH
+async def test_a_stop_string_after_the_seam_is_the_engines(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    tokens = [30, 31, 32, 33, 34, 35]
+    stop = scripted.decode([33, 34])
+    scripted.say(tokens)
+    scripted.say(tokens[2:])
+    scripted.hold(2)
+    work = asyncio.create_task(all_of(client, request(stop=(stop,)), stream=stream))
+    await update_at(client, scripted, 2, 1, work)
+    chunks = await work
+    assert joined(chunks)[0] == tokens[:5]
+    assert chunks[-1].matched_stop == stop
+
+
+async def test_in_place_updates_keep_the_request(scripted: ScriptedEngine) -> None:
+    async with client_of(scripted, update_mode="in_place") as client:
+        held = scripted.hold(3)
+        work = asyncio.create_task(all_of(client, request(), stream=True))
+        await update_at(client, scripted, 3, 7, work)
+        held.set()
+        _, _, versions = joined(await work)
+    assert versions == [0] * 3 + [7] * 7
+    assert len(scripted.requests) == 1
+    assert scripted.pauses == ["in_place"]
+
+
+async def test_what_sglang_tells_late_of_a_kept_call_is_sampled_again(
+    scripted: ScriptedEngine,
+) -> None:
+    """A chunk from before the pause, told in it: under the name that is no version's."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        held = scripted.hold(3)
+        work = asyncio.create_task(all_of(client, request(), stream=True))
+        await until(lambda: any(len(run.ids) == 3 for run in scripted.running.values()))
+        await client.hold()
+        scripted.weight_version = "loading-7"
+        held.set()
+        await until(lambda: scripted.aborted)
+        scripted.weight_version = "7"
+        await client.resume(7)
+        ids, _, versions = joined(await work)
+    assert ids == FORMULA[:10]
+    assert versions == [0] * 3 + [7] * 7
+    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:3]
+    assert client.resubmitted == {"update": 1}
+
+
+@BOTH
+async def test_calls_that_come_during_an_update_wait(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    await client.pause()
+    assert client.paused
+    work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await client.info()
+    assert scripted.requests == []
+    scripted.weight_version = "2"
+    await client.resume(2)
+    assert joined(await work)[2] == [2] * 10
+
+
+@BOTH
+async def test_an_update_that_takes_too_long(scripted: ScriptedEngine, stream: bool) -> None:
+    async with client_of(scripted, update_wait=0.05) as client:
+        await client.pause()
+        with pytest.raises(EngineUnavailable, match="weight update took more than") as raised:
+            await all_of(client, request(), stream=stream)
+        assert raised.value.retry_after
+        assert scripted.requests == []
+        await client.resume(0)
+        await all_of(client, request(), stream=stream)
+
+
+# -- leaving and failing -----------------------------------------------------------------------
+
+
+@BOTH
+async def test_cancelling_tells_the_engine(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(2)
+    work = asyncio.create_task(all_of(client, request("gone"), stream=stream))
+    await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
+    work.cancel()
+    await until(lambda: scripted.aborted == ["0-gone;"])
+    await until(lambda: not scripted.running)
+
+
+async def test_closing_the_iterator_tells_the_engine(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    scripted.hold(2)
+    async with aclosing(client.generate(request("gone"), stream=True)) as chunks:
+        await anext(chunks)
+    await until(lambda: scripted.aborted == ["0-gone;"])
+
+
+@BOTH
+async def test_an_abort_ends_one_request_alone(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    """SGLang aborts every request whose id begins with the one that it is told."""
+    others = ["r1", "r-1", "r.1"]
+    holds = [scripted.hold(2) for _ in range(4)]
+    works = [
+        asyncio.create_task(all_of(client, request(rid), stream=stream)) for rid in ("r", *others)
+    ]
+    await until(lambda: [len(r.ids) for r in scripted.running.values()] == [2] * 4)
+    works[0].cancel()
+    await until(lambda: len(scripted.running) == 3)
+    await until(lambda: scripted.aborted)
+    for hold in holds:
+        hold.set()
+    for work in works[1:]:
+        assert joined(await work)[0] == FORMULA[:10]
+
+
+def test_no_attempt_is_the_beginning_of_another() -> None:
+    rids = [
+        _rest_of(request(rid), array("i", []), attempt).rid
+        for rid in ("r", "r1", "r-1", "r.1", "1-r")
+        for attempt in range(12)
+    ]
+    assert not [(a, b) for a in rids for b in rids if a is not b and b.startswith(a)]
+
+
+@BOTH
+async def test_an_abort_without_an_update_is_an_error(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(2)
+    work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await until(lambda: any(len(r.ids) == 2 for r in scripted.running.values()))
+    for running in scripted.running.values():
+        running.aborted.set()
+    with pytest.raises(EngineUnavailable, match="aborted"):
+        await work
+
+
+@BOTH
+@pytest.mark.parametrize("kind", ["nan", "null", "disagree", "garbage", "spans"])
+async def test_broken_answers(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool, kind: FaultKind
+) -> None:
+    scripted.fail(kind, after=2)
+    expected = EngineMismatch if kind in ("disagree", "spans") else EngineUnavailable
+    with pytest.raises(expected):
+        await all_of(client, request(), stream=stream)
+    assert joined(await all_of(client, request("another"), stream=stream))[0]
+
+
+async def test_a_stream_that_ends_with_an_error(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    scripted.fail("error_event", after=2)
+    got: list[int] = []
+    with pytest.raises(EngineUnavailable, match="scripted"):
+        async for chunk in client.generate(request(), stream=True):
+            got += chunk.output_ids
+    assert len(got) == 2
+    assert len(scripted.requests) == 1
+
+
+@BOTH
+async def test_refusals(client: SGLangEngine, scripted: ScriptedEngine, stream: bool) -> None:
+    with pytest.raises(InvalidRequest, match="longer than the context"):
+        await all_of(client, request(ids=[5] * 5000), stream=stream)
+    for status in (429, 500, 503):
+        scripted.fail("status", status=status)
+        with pytest.raises(EngineUnavailable, match=str(status)) as raised:
+            await all_of(client, request(), stream=stream)
+        assert raised.value.retry_after
+
+
+async def test_control_calls_do_not_wait_for_an_engine_that_is_away() -> None:
+    client = SGLangEngine("http://127.0.0.1:1", decode=lambda _: "")
+    for call in (client.info(), client.pause(), client.resume(0)):
+        with pytest.raises(EngineUnavailable) as raised:
+            await asyncio.wait_for(call, 60)
+        assert raised.value.retry_after
+    await client.close()
+
+
+@BOTH
+async def test_an_engine_that_says_nothing(scripted: ScriptedEngine, stream: bool) -> None:
+    scripted.hold(0)
+    async with client_of(scripted, request_timeout=0.1) as client:
+        with pytest.raises(EngineUnavailable):
+            await all_of(client, request("silent"), stream=stream)
+        await until(lambda: "0-silent;" in scripted.aborted)
+
+
+async def test_sglangs_name_for_the_first_weights(scripted: ScriptedEngine) -> None:
+    scripted.weight_version = "default"
+    async with client_of(scripted) as client:
+        await client.info()
+        assert client.version == 0
+        assert joined(await all_of(client, request(), stream=True))[2] == [0] * 10
+
+
+async def test_agenerate(client: SGLangEngine) -> None:
+    response = await agenerate(client, request())
+    assert response.input_ids == PROMPT
+    assert len(response.output_ids) == len(response.output_logprobs) == 10
+    assert response.stop_reason == "length"
+
+
+@BOTH
+async def test_with_the_embedded_engine(tiny_model_dir: Path, stream: bool) -> None:
+    """The same client, a real model: a greedy run that an update to the same weights cuts."""
+    from any_agent.engine.embedded.engine import EmbeddedEngine
+    from any_agent.engine.embedded.server import EngineServer, listen
+
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
+        client = SGLangEngine(f"http://127.0.0.1:{port}", decode=lambda _: "")
+        try:
+            greedy = request("a", temperature=0, max_new_tokens=300, ignore_eos=True)
+            plain = await agenerate(client, greedy)
+            work = asyncio.create_task(all_of(client, greedy, stream=stream))
+            await until(lambda: engine.loop.load[0] > 0)
+            await client.pause()
+            await client.resume(0)
+            ids, logprobs, _ = joined(await work)
+        finally:
+            await client.close()
+            await runner.cleanup()
+    assert ids == plain.output_ids
+    assert logprobs == pytest.approx(plain.output_logprobs, abs=1e-3)
+
+
+async def test_the_context_of_the_embedded_engine_and_of_sglang(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    assert await client.context_length() == scripted.context_length
+    scripted.like_sglang = True
+    assert await client.context_length() == 2042
+
+
+@pytest.mark.parametrize(
+    "told, slots",
+    [
+        ({"max_running_requests": 16}, 16),
+        ({"max_running_requests": None}, None),
+        ({}, None),
+        ({"internal_states": [{}], "max_running_requests": 8}, 8),
+        (
+            {
+                "max_running_requests": None,
+                "internal_states": [
+                    {"effective_max_running_requests_per_dp": 24},
+                    {"effective_max_running_requests_per_dp": 24},
+                ],
+            },
+            48,
+        ),
+    ],
+)
+def test_how_many_requests_an_engine_samples_at_once(
+    told: dict[str, Any], slots: int | None
+) -> None:
+    assert slots_of(told) == slots
+
+
+async def test_slots_are_asked_of_the_engine(
+    scripted: ScriptedEngine, client: SGLangEngine
+) -> None:
+    assert await client.slots() is None
+    scripted.slots = 3
+    assert await client.slots() == 3
+    await scripted.die()
+    assert await client.slots() is None
+
+
+async def test_a_long_answer_is_read_off_the_loop(
+    client: SGLangEngine, scripted: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = request(max_new_tokens=5)
+    (at_once,) = await all_of(client, asked, stream=False)
+    threads: list[threading.Thread] = []
+    read = sglang._read_whole
+
+    def noted(*args: Any) -> Any:
+        threads.append(threading.current_thread())
+        return read(*args)
+
+    monkeypatch.setattr(sglang, "_LONG_ANSWER", 100)
+    monkeypatch.setattr(sglang, "_read_whole", noted)
+    assert await all_of(client, asked, stream=False) == [at_once]
+    assert threading.main_thread() not in threads
+    assert len(threads) == 1

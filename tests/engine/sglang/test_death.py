@@ -1,0 +1,328 @@
+"""The engine's death under calls: they wait for it and go on with what they have."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from any_agent.engine import SGLangEngine
+from any_agent.errors import EngineUnavailable
+from any_agent.types import GenerationChunk
+from tests.support.engine.sglang import (
+    BOTH,
+    FORMULA,
+    KINDS,
+    PROMPT,
+    all_of,
+    client_of,
+    joined,
+    request,
+    until,
+)
+from tests.support.scripted_engine import ScriptedEngine
+
+Work = asyncio.Task[list[GenerationChunk]]
+
+
+async def at_token(scripted: ScriptedEngine, at: int, *works: asyncio.Task[Any]) -> None:
+    """Until every generation is held at a token."""
+    runs = scripted.running
+    await until(lambda: len(runs) == len(works) and all(len(r.ids) == at for r in runs.values()))
+    assert not any(work.done() for work in works)
+
+
+async def killed(client: SGLangEngine, scripted: ScriptedEngine, at: int, work: Work) -> None:
+    """The engine dies while a generation, held there, has ``at`` tokens."""
+    await at_token(scripted, at, work)
+    await scripted.die()
+    await until(lambda: client.away)
+
+
+@BOTH
+@KINDS
+@pytest.mark.parametrize("at", [0, 4])
+async def test_a_death_is_survived_with_what_was_received(
+    stream: bool, incremental: bool, at: int
+) -> None:
+    scripted = ScriptedEngine(incremental=incremental)
+    async with scripted.serve(), client_of(scripted) as client:
+        scripted.hold(at)
+        work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+        await killed(client, scripted, at, work)
+        assert not work.done()
+        await scripted.revive("3")
+        chunks = await work
+        assert not client.away
+    known = at if stream else 0
+    ids, logprobs, versions = joined(chunks)
+    assert ids == FORMULA[:10]
+    assert len(logprobs) == 10
+    assert versions == [0] * known + [3] * (10 - known)
+    assert [c.stop_reason for c in chunks if c.stop_reason] == ["length"]
+    first, second = scripted.requests
+    assert second["input_ids"] == PROMPT + ids[:known]
+    assert second["sampling_params"]["max_new_tokens"] == 10 - known
+    assert second["rid"] != first["rid"]
+    # Nobody asks a dead engine to abort.
+    assert scripted.aborted == []
+    assert client.version == 3
+    assert client.resubmitted == {"death": 1}
+
+
+@BOTH
+async def test_calls_that_come_while_it_is_away_wait(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(1)
+    works = [asyncio.create_task(all_of(client, request("a"), stream=stream))]
+    await killed(client, scripted, 1, works[0])
+    works += [asyncio.create_task(all_of(client, request(r), stream=stream)) for r in "bcd"]
+    await asyncio.sleep(0)
+    assert len(scripted.requests) == 1
+    await scripted.revive()
+    for chunks in await asyncio.gather(*works):
+        assert joined(chunks)[0] == FORMULA[:10]
+    assert len(scripted.requests) == 5
+
+
+async def test_many_deaths_of_many_calls(client: SGLangEngine, scripted: ScriptedEngine) -> None:
+    """Each death finds every stream one token further."""
+    for at in (1, 1, 1):
+        for _ in range(8):
+            scripted.hold(at)
+    works = [asyncio.create_task(all_of(client, request(str(k)), stream=True)) for k in range(8)]
+    for version in range(1, 4):
+        await at_token(scripted, 1, *works)
+        await scripted.die()
+        await until(lambda: not scripted.running)
+        await scripted.revive(str(version))
+    for chunks in await asyncio.gather(*works):
+        ids, _, versions = joined(chunks)
+        assert ids == FORMULA[:10]
+        assert versions == [0, 1, 2] + [3] * 7
+    assert scripted.aborted == []
+
+
+@BOTH
+async def test_an_engine_that_never_comes_back(scripted: ScriptedEngine, stream: bool) -> None:
+    async with client_of(scripted, update_wait=0.2) as client:
+        scripted.hold(2)
+        work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+        await killed(client, scripted, 2, work)
+        for call in (work, all_of(client, request("new"), stream=stream)):
+            with pytest.raises(EngineUnavailable, match=r"restart .* took more than") as raised:
+                await asyncio.wait_for(call, 60)
+            assert raised.value.retry_after
+        await scripted.revive()
+        await until(lambda: not client.away)
+        assert joined(await all_of(client, request(), stream=stream))[0] == FORMULA[:10]
+
+
+@BOTH
+async def test_cancelled_calls_stop_waiting(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(2)
+    work: Work = asyncio.create_task(all_of(client, request("gone"), stream=stream))
+    await killed(client, scripted, 2, work)
+    work.cancel()
+    await asyncio.wait([work], timeout=60)
+    assert work.cancelled()
+    await scripted.revive()
+    await all_of(client, request("next"), stream=stream)
+    assert [r["rid"] for r in scripted.requests] == ["0-gone;", "0-next;"]
+    assert scripted.aborted == []
+
+
+@BOTH
+async def test_an_engine_that_dies_of_every_request(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    for _ in range(10):
+        scripted.fail("die")
+    with pytest.raises(EngineUnavailable) as raised:
+        await asyncio.wait_for(all_of(client, request(), stream=stream), 60)
+    assert raised.value.retry_after
+    # Once, and five resubmissions that brought nothing.
+    assert len(scripted.requests) == 6
+
+
+async def test_deaths_between_which_tokens_come(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    for _ in range(8):
+        scripted.fail("die", after=1)
+    ids, _, _ = joined(await asyncio.wait_for(all_of(client, request(), stream=True), 60))
+    assert ids == FORMULA[:10]
+    budgets = [r["sampling_params"]["max_new_tokens"] for r in scripted.requests]
+    assert budgets == list(range(10, 1, -1))
+
+
+async def test_a_stream_without_an_end_is_gone_on_with(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    scripted.fail("no_end", after=4)
+    chunks = await all_of(client, request(), stream=True)
+    assert joined(chunks)[0] == FORMULA[:10]
+    assert chunks[-1].stop_reason == "length"
+    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:4]
+
+
+@pytest.mark.parametrize("kind", ["die", "no_end"])
+async def test_a_budget_that_was_spent_before_the_engine_could_say_so(
+    client: SGLangEngine, scripted: ScriptedEngine, kind: Any
+) -> None:
+    scripted.fail(kind, after=10)
+    chunks = await all_of(client, request(), stream=True)
+    assert joined(chunks)[0] == FORMULA[:10]
+    assert [c.stop_reason for c in chunks if c.stop_reason] == ["length"]
+    assert chunks[-1].stop_reason == "length"
+    # No request for zero tokens follows.
+    assert len(scripted.requests) == 1
+
+
+async def test_a_stop_string_across_a_death(client: SGLangEngine, scripted: ScriptedEngine) -> None:
+    tokens = [30, 31, 32, 33, 34, 35]
+    stop = scripted.decode([31, 32, 33])
+    scripted.say(tokens)
+    scripted.say(tokens[2:])
+    scripted.fail("die", after=2)
+    chunks = await all_of(client, request(stop=(stop,)), stream=True)
+    assert joined(chunks)[0] == tokens[:4]
+    assert (chunks[-1].stop_reason, chunks[-1].matched_stop) == ("stop", stop)
+
+
+async def test_in_place_updates_do_not_hinder(scripted: ScriptedEngine) -> None:
+    """What an update kept is lost with the engine, and computed anew."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        held = scripted.hold(2)
+        scripted.fail("die", after=4)
+        work: Work = asyncio.create_task(all_of(client, request(), stream=True))
+        await at_token(scripted, 2, work)
+        await client.pause()
+        scripted.weight_version = "1"
+        await client.resume(1)
+        held.set()
+        ids, _, versions = joined(await work)
+    assert ids == FORMULA[:10]
+    assert versions == [0, 0] + [1] * 8
+    assert scripted.requests[1]["input_ids"] == PROMPT + FORMULA[:4]
+
+
+# -- engines that answer, but cannot ----------------------------------------------------------
+
+
+@BOTH
+async def test_a_server_whose_loop_is_dead(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.ill = True
+    scripted.fail("status", status=500)
+    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await until(lambda: client.away)
+    scripted.ill = False
+    assert joined(await work)[0] == FORMULA[:10]
+    assert len(scripted.requests) == 2
+
+
+async def test_a_loop_that_dies_under_a_stream(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    scripted.fail("error_event", after=3)
+    scripted.ill = True
+    work: Work = asyncio.create_task(all_of(client, request(), stream=True))
+    await until(lambda: client.away)
+    scripted.ill = False
+    scripted.weight_version = "1"
+    ids, _, versions = joined(await work)
+    assert ids == FORMULA[:10]
+    assert versions == [0] * 3 + [1] * 7
+
+
+@BOTH
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_living_engines_full_queue_is_told(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool, status: int
+) -> None:
+    scripted.fail("status", status=status)
+    with pytest.raises(EngineUnavailable, match=str(status)) as raised:
+        await all_of(client, request(), stream=stream)
+    assert raised.value.retry_after
+    assert len(scripted.requests) == 1
+    assert not client.away
+    assert scripted.aborted == []
+
+
+# -- deaths and weight updates ----------------------------------------------------------------
+
+
+@BOTH
+async def test_an_update_while_the_engine_is_away(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(2)
+    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await killed(client, scripted, 2, work)
+    for control in (client.pause(), client.resume(1), client.info()):
+        with pytest.raises(EngineUnavailable):
+            await asyncio.wait_for(control, 60)
+    assert client.paused
+    await scripted.revive("1")
+    await until(lambda: not client.away)
+    # It answers, but the update goes on: nobody is let through.
+    await client.pause()
+    assert len(scripted.requests) == 1
+    scripted.weight_version = "2"
+    await client.resume(2)
+    known = 2 if stream else 0
+    assert joined(await work)[2] == [0] * known + [2] * (10 - known)
+
+
+@BOTH
+async def test_a_death_in_an_update(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(2)
+    work: Work = asyncio.create_task(all_of(client, request(), stream=stream))
+    await at_token(scripted, 2, work)
+    await client.pause()
+    await until(lambda: not scripted.running)
+    await scripted.die()
+    late: Work = asyncio.create_task(all_of(client, request("late"), stream=stream))
+    with pytest.raises(EngineUnavailable):
+        await asyncio.wait_for(client.resume(1), 60)
+    assert client.paused
+    await scripted.revive("1")
+    await client.resume(1)
+    ids, _, versions = joined(await work)
+    assert (ids, versions) == (FORMULA[:10], [0] * 2 + [1] * 8)
+    assert joined(await late)[2] == [1] * 10
+
+
+@BOTH
+async def test_the_version_of_an_engine_that_was_restarted_unnoticed(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    await all_of(client, request(), stream=stream)
+    await scripted.die()
+    await scripted.revive("7")
+    assert joined(await all_of(client, request(), stream=stream))[2] == [7] * 10
+    assert client.version == 7
+
+
+async def test_a_connection_that_breaks_in_a_pause(scripted: ScriptedEngine) -> None:
+    """A paused SGLang does not call itself healthy, and is none the less there."""
+    async with client_of(scripted, update_mode="in_place") as client:
+        scripted.hold(2)
+        work: Work = asyncio.create_task(all_of(client, request(), stream=True))
+        await at_token(scripted, 2, work)
+        await client.pause()
+        scripted.ill = True
+        scripted.cut()
+        await until(lambda: client.away)
+        await until(lambda: not client.away)
+        scripted.ill = False
+        await client.resume(1)
+        assert joined(await work)[0] == FORMULA[:10]

@@ -1,0 +1,182 @@
+"""Calls under a grammar cannot be resumed; and what an engine can do is asked once."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from any_agent.engine import Capabilities, SGLangEngine
+from any_agent.errors import EngineMismatch, EngineUnavailable
+from any_agent.types import id_array
+from tests.support.engine.sglang import (
+    BOTH,
+    FORMULA,
+    PROMPT,
+    all_of,
+    client_of,
+    joined,
+    request,
+    until,
+)
+from tests.support.scripted_engine import ScriptedEngine
+
+GRAMMAR = '{"regex": ".*"}'
+
+
+def at(scripted: ScriptedEngine, *tokens: int) -> bool:
+    return sorted(len(run.ids) for run in scripted.running.values()) == sorted(tokens)
+
+
+@BOTH
+async def test_an_update_waits_for_them(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    bound, free = scripted.hold(3), scripted.hold(2)
+    works = [
+        asyncio.create_task(all_of(client, ask, stream=stream))
+        for ask in (request("bound", grammar=GRAMMAR), request("free"))
+    ]
+    await until(lambda: at(scripted, 3, 2))
+    pause = asyncio.create_task(client.pause())
+    late = asyncio.create_task(all_of(client, request("late"), stream=stream))
+    free.set()
+    # The others sample on, and may end, while it waits; new ones do not begin.
+    ids, _, versions = joined(await works[1])
+    assert (ids, versions) == (FORMULA[:10], [0] * 10)
+    assert not pause.done() and not scripted.pauses
+    bound.set()
+    ids, _, versions = joined(await works[0])
+    assert (ids, versions) == (FORMULA[:10], [0] * 10)
+    await pause
+    assert scripted.pauses == ["abort"]
+    assert len(scripted.requests) == 2
+    scripted.weight_version = "1"
+    await client.resume(1)
+    assert joined(await late)[2] == [1] * 10
+    assert client.resubmitted == {}
+
+
+@BOTH
+async def test_one_that_takes_too_long_is_cut_and_says_so(
+    scripted: ScriptedEngine, stream: bool
+) -> None:
+    async with client_of(scripted, update_wait=0.1) as client:
+        scripted.hold(3)
+        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=stream))
+        await until(lambda: at(scripted, 3))
+        await client.pause()
+        with pytest.raises(EngineUnavailable, match="grammar, which cannot be resumed") as raised:
+            await work
+        assert raised.value.retry_after
+        assert len(scripted.requests) == 1
+
+
+@BOTH
+async def test_one_without_a_token_begins_again(scripted: ScriptedEngine, stream: bool) -> None:
+    async with client_of(scripted, update_wait=0.1) as client:
+        scripted.hold(0)
+        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=stream))
+        await until(lambda: at(scripted, 0))
+        await client.pause()
+        await client.resume(1)
+        assert joined(await work)[0] == FORMULA[:10]
+
+
+async def test_an_engine_that_dies_cuts_them(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    scripted.fail("die", after=2)
+    with pytest.raises(EngineUnavailable, match="death cut a call under a grammar"):
+        await all_of(client, request(grammar=GRAMMAR), stream=True)
+
+
+async def test_in_place_they_are_kept(scripted: ScriptedEngine) -> None:
+    async with client_of(scripted, update_mode="in_place") as client:
+        held = scripted.hold(3)
+        work = asyncio.create_task(all_of(client, request(grammar=GRAMMAR), stream=True))
+        await until(lambda: at(scripted, 3))
+        await client.pause()
+        scripted.weight_version = "1"
+        await client.resume(1)
+        held.set()
+        assert joined(await work)[2] == [0] * 3 + [1] * 7
+
+
+@BOTH
+async def test_packed_ids_and_likeliest_tokens_across_an_update(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.hold(4)
+    ask = replace(request(), input_ids=id_array(PROMPT), top_logprobs=2)
+    work = asyncio.create_task(all_of(client, ask, stream=stream))
+    await until(lambda: at(scripted, 4))
+    await client.pause()
+    await client.resume(1)
+    chunks = await work
+    assert joined(chunks)[0] == FORMULA[:10]
+    assert [body["input_ids"] for body in scripted.requests] == [PROMPT, PROMPT + FORMULA[:4]]
+    tops = [top for chunk in chunks for top in chunk.top_logprobs or []]
+    assert [top[0][0] for top in tops] == FORMULA[:10]
+    assert isinstance(ask.input_ids, np.ndarray) and len(ask.input_ids) == len(PROMPT)
+
+
+@BOTH
+async def test_a_truncating_engine(
+    client: SGLangEngine, scripted: ScriptedEngine, stream: bool
+) -> None:
+    scripted.planted = {"truncates"}
+    with pytest.raises(EngineMismatch, match="truncates prompts"):
+        await all_of(client, request(), stream=stream)
+    assert not client.away
+    await until(lambda: not scripted.running)
+
+
+async def test_capabilities_are_asked_once_and_after_a_death(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    assert await client.capabilities() == Capabilities()
+    scripted.told = {"grammar_backend": "none"}
+    assert (await client.capabilities()).grammar
+    scripted.fail("die", after=0)
+    await all_of(client, request(), stream=True)
+    assert not (await client.capabilities()).grammar
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+async def test_a_cumulative_stream_is_warned_of(
+    client: SGLangEngine,
+    scripted: ScriptedEngine,
+    caplog: pytest.LogCaptureFixture,
+    incremental: bool,
+) -> None:
+    scripted.told = {"incremental_streaming_output": incremental}
+    await client.capabilities()
+    await client.capabilities()
+    warned = [r for r in caplog.records if "--incremental-streaming-output" in r.getMessage()]
+    assert len(warned) == (0 if incremental else 1)
+
+
+async def test_capabilities_of_an_engine_that_is_away(
+    client: SGLangEngine, scripted: ScriptedEngine
+) -> None:
+    await scripted.die()
+    with pytest.raises(EngineUnavailable):
+        await client.capabilities()
+
+
+async def test_capabilities_of_the_embedded_engine(tiny_model_dir: Any) -> None:
+    from any_agent.engine.embedded.engine import EmbeddedEngine
+    from any_agent.engine.embedded.server import EngineServer, listen
+
+    async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
+        runner, port = await listen(EngineServer(engine), "127.0.0.1", 0)
+        client = SGLangEngine(f"http://127.0.0.1:{port}", decode=lambda _: "")
+        try:
+            assert await client.capabilities() == await engine.capabilities() == Capabilities()
+        finally:
+            await client.close()
+            await runner.cleanup()

@@ -1,0 +1,231 @@
+"""Reading answers: what they add, and what cannot be true."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import orjson
+import pytest
+
+from any_agent.engine.sglang.requests import capabilities_of, generate_body
+from any_agent.engine.sglang.responses import ChunkReader, events
+from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
+from any_agent.types import id_array
+from tests.support.engine.sglang import PROMPT, request
+
+EVERYTHING: dict[str, Any] = {
+    "min_p": 0.1,
+    "frequency_penalty": 0.5,
+    "presence_penalty": -0.5,
+    "repetition_penalty": 1.1,
+    "logit_bias": ((7, 1.5), (8, -100.0)),
+}
+
+
+def meta(total: int, fresh: int, **changes: Any) -> dict[str, Any]:
+    ids = list(range(30 + total - fresh, 30 + total))
+    told = {
+        "completion_tokens": total,
+        "prompt_tokens": 3,
+        "finish_reason": None,
+        "weight_version": "4",
+        "output_token_logprobs": [[-0.5, i, None] for i in ids],
+    }
+    return {"output_ids": ids, "meta_info": told | changes}
+
+
+# -- what is sent ------------------------------------------------------------------------------
+
+
+def test_parameters_have_sglangs_names() -> None:
+    ask = replace(request(**EVERYTHING, seed=3), top_logprobs=4, cache_salt="s")
+    body = orjson.loads(generate_body(ask, stream=True))
+    sampling = body["sampling_params"]
+    assert {k: sampling[k] for k in EVERYTHING} == EVERYTHING | {
+        "logit_bias": {"7": 1.5, "8": -100.0}
+    }
+    assert (sampling["sampling_seed"], body["top_logprobs_num"], body["cache_salt"]) == (3, 4, "s")
+    assert body["stream"] is True
+
+
+@pytest.mark.parametrize(
+    "grammar, name, text",
+    [
+        ('{"json_schema": {"type": "array"}}', "json_schema", {"type": "array"}),
+        ('{"json_object": true}', "json_schema", {"type": "object"}),
+        ('{"regex": "a+"}', "regex", "a+"),
+    ],
+)
+def test_grammars_are_sglangs(grammar: str, name: str, text: Any) -> None:
+    sampling = orjson.loads(generate_body(request(grammar=grammar), stream=False))[
+        "sampling_params"
+    ]
+    (found,) = {"json_schema", "regex"} & sampling.keys()
+    assert found == name
+    assert (orjson.loads(sampling[name]) if name == "json_schema" else sampling[name]) == text
+
+
+def test_neutral_parameters_are_not_sent() -> None:
+    sampling = orjson.loads(generate_body(request(), stream=False))["sampling_params"]
+    assert not sampling.keys() & {*EVERYTHING, "json_schema", "regex", "sampling_seed"}
+
+
+def test_packed_ids_are_sent_as_they_are() -> None:
+    ids = np.arange(25_000, dtype=np.int32)
+    listed = generate_body(request(ids=ids.tolist()), stream=False)
+    assert generate_body(replace(request(), input_ids=id_array(ids)), stream=False) == listed
+
+
+# -- what is read ------------------------------------------------------------------------------
+
+
+def test_cumulative_and_incremental_events_read_the_same() -> None:
+    for cumulative in (True, False):
+        reader = ChunkReader(request())
+        chunks = [reader.read(meta(n, n if cumulative else k)) for n, k in ((1, 1), (3, 2), (4, 1))]
+        assert [c.output_ids for c in chunks] == [[30], [31, 32], [33]]
+        assert [c.versions for c in chunks] == [[4], [4, 4], [4]]
+        assert all(c.top_logprobs is None for c in chunks)
+
+
+def test_likeliest_tokens_without_those_that_cannot_come() -> None:
+    reader = ChunkReader(replace(request(), top_logprobs=2))
+    top = [[[-0.1, 5, None], [None, 6, None]], [[-0.5, 7, None], [-0.6, 8, None]]]
+    chunk = reader.read(meta(2, 2, output_top_logprobs=top))
+    assert chunk.top_logprobs == [[(5, -0.1)], [(7, -0.5), (8, -0.6)]]
+    assert ChunkReader(request()).read(meta(2, 2)).top_logprobs is None
+
+
+@pytest.mark.parametrize(
+    "changes, says",
+    [
+        ({"prompt_tokens": 2}, "truncates prompts"),
+        ({"prompt_tokens": None}, "truncates prompts"),
+        ({"completion_tokens": 11}, "11 tokens of at most 10"),
+        ({"completion_tokens": 0}, "0 tokens of at most 10"),
+        ({"output_token_logprobs": [[-0.5, 99, None]]}, "disagree"),
+        ({"output_token_logprobs": []}, "disagree"),
+        ({"output_token_logprobs": [[0.01, 31, None]]}, "0.01 as a log-probability"),
+        ({"weight_version": "3"}, "fell from 4 to 3"),
+        ({"weight_versions": [{"version": "4", "start": 0, "end": 1}]}, "do not cover"),
+    ],
+    ids=str,
+)
+def test_what_cannot_be_true(changes: dict[str, Any], says: str) -> None:
+    reader = ChunkReader(request())
+    reader.read(meta(1, 1))
+    with pytest.raises(EngineMismatch, match=says) as raised:
+        reader.read(meta(2, 1, **changes))
+    assert (raised.value.status, raised.value.code) == (500, "engine_mismatch")
+
+
+@pytest.mark.parametrize("bad", [-1, 100, 2**63])
+def test_ids_that_the_model_does_not_have(bad: int) -> None:
+    told = meta(1, 1, output_token_logprobs=[[-0.5, bad, None]])
+    told["output_ids"] = [bad]
+    with pytest.raises(EngineMismatch, match=f"sampled {bad}, which is no id"):
+        ChunkReader(request(), 100).read(told)
+    if bad != 100:
+        with pytest.raises(EngineMismatch, match=f"sampled {bad}, which is no id"):
+            ChunkReader(request()).read(told)
+
+
+def test_likeliest_tokens_that_are_missing() -> None:
+    with pytest.raises(EngineMismatch, match="likeliest"):
+        ChunkReader(replace(request(), top_logprobs=2)).read(meta(2, 2, output_top_logprobs=[[]]))
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"completion_tokens": None},
+        {"output_token_logprobs": [[None, 31, None]]},
+        {"output_token_logprobs": 7},
+        {"weight_version": "new"},
+        {"finish_reason": {"type": "boredom"}},
+    ],
+    ids=str,
+)
+def test_what_cannot_be_read(changes: dict[str, Any]) -> None:
+    reader = ChunkReader(request())
+    reader.read(meta(1, 1))
+    with pytest.raises(EngineUnavailable, match="cannot be read"):
+        reader.read(meta(2, 1, **changes))
+
+
+def test_rounding_above_zero_is_borne() -> None:
+    told = {"output_token_logprobs": [[1.2e-7, 30, None]]}
+    assert ChunkReader(request()).read(meta(1, 1, **told)).logprobs == [1.2e-7]
+
+
+def test_an_abort_in_sglangs_queue() -> None:
+    """It tells nothing of the prompt and repeats the last id, but has all log-probabilities."""
+    reader = ChunkReader(request())
+    reader.read(meta(2, 2))
+    event = meta(3, 3, finish_reason={"type": "abort", "message": "x"}, prompt_tokens=None)
+    event["output_ids"] = [32, 32]
+    chunk = reader.read(event)
+    assert (chunk.output_ids, chunk.stop_reason) == ([32], "abort")
+    nothing = ChunkReader(request()).read(meta(0, 0, finish_reason={"type": "abort"}))
+    assert (nothing.output_ids, nothing.stop_reason) == ([], "abort")
+
+
+@pytest.mark.parametrize("status, error", [(400, InvalidRequest), (503, EngineUnavailable)])
+def test_refusals_in_a_stream(status: int, error: type[Exception]) -> None:
+    finish = {"type": "abort", "message": "bad grammar", "status_code": status}
+    with pytest.raises(error, match="bad grammar"):
+        ChunkReader(request()).read(meta(0, 0, finish_reason=finish))
+
+
+# -- streams -----------------------------------------------------------------------------------
+
+
+class Response:
+    """As much of aiohttp's as is read."""
+
+    def __init__(self, blocks: list[bytes]) -> None:
+        self.content = self
+        self._blocks = blocks
+
+    async def iter_any(self) -> AsyncIterator[bytes]:
+        for block in self._blocks:
+            yield block
+
+
+STREAM = (
+    b'data: {"a": 1}\n\ndata: {"b": "\xc3\xa9"}\n\ndata:{"c": 3}\n\n'
+    b'data: [DONE]\n\ndata: {"d": 4}\n\n'
+)
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 7, 16, 17, 1000])
+async def test_events_however_they_are_cut(size: int) -> None:
+    blocks = [STREAM[i : i + size] for i in range(0, len(STREAM), size)]
+    found = [event async for event in events(Response(blocks))]  # type: ignore[arg-type]
+    assert found == [{"a": 1}, {"b": "é"}, {"c": 3}]
+
+
+# -- what an engine can ------------------------------------------------------------------------
+
+
+def test_capabilities() -> None:
+    sglang = capabilities_of({"grammar_backend": "xgrammar"})
+    assert (sglang.grammar, sglang.penalties, sglang.top_logprobs, sglang.seed) == (
+        (True,) * 3 + (False,)
+    )
+    assert not capabilities_of({"grammar_backend": "none"}).grammar
+    backends = ("xgrammar", "llguidance", "none")
+    tags = [capabilities_of({"grammar_backend": each}).structural_tag for each in backends]
+    assert tags == [True, False, False]
+    assert capabilities_of({"enable_deterministic_inference": True}).seed
+    listed = capabilities_of({"capabilities": ["min_p", "seed"]})
+    assert (listed.min_p, listed.seed, listed.grammar, listed.top_logprobs) == (
+        True,
+        True,
+        False,
+        False,
+    )
+    assert request().input_ids == PROMPT

@@ -1,0 +1,164 @@
+"""An engine with another model is found out, and no id that its model lacks reaches it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from any_agent.engine import SGLangEngine
+from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
+from any_agent.errors import ConfigError, EngineUnavailable, InvalidRequest
+from tests.support.engine.sglang import BOTH, all_of, client_of, request, until
+from tests.support.scripted_engine import ScriptedEngine
+
+SHAPE = ModelFingerprint(100, "qwen3", ("Qwen3ForCausalLM",))
+
+
+def folder(path: Path, **config: object) -> str:
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    return str(path)
+
+
+def test_of_a_folder(tmp_path: Path, tiny_model_dir: Path) -> None:
+    tiny = shape_of(str(tiny_model_dir))
+    assert (tiny.model_type, tiny.architectures) == ("qwen3", ("Qwen3ForCausalLM",))
+    assert tiny.vocab_size is not None and tiny.vocab_size > 100
+    seeing = folder(tmp_path / "vl", model_type="vl", text_config={"vocab_size": 7})
+    assert shape_of(seeing) == ModelFingerprint(7, "vl", None)
+
+
+def test_what_is_not_here_or_not_readable(tmp_path: Path) -> None:
+    assert shape_of("nobody/has-this-model") == ModelFingerprint()
+    (tmp_path / "config.json").write_text("[")
+    with pytest.raises(ConfigError, match="cannot be read"):
+        shape_of(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("told", "seen"),
+    [
+        ({"vocab_size": 101}, "its vocab_size is 101, not 100"),
+        ({"model_type": "llama"}, "its model_type is llama, not qwen3"),
+        ({"architectures": ["LlamaForCausalLM"]}, "it is a LlamaForCausalLM"),
+    ],
+)
+def test_another_model(told: dict[str, object], seen: str) -> None:
+    with pytest.raises(ConfigError, match="holds another model") as caught:
+        SHAPE.require_same(told, "http://10.0.0.1:3")
+    assert seen in caught.value.message
+    SHAPE.require_same({"vocab_size": 100, "architectures": ["Qwen3ForCausalLM"]}, "")
+    SHAPE.require_same({}, "an engine that tells nothing")
+
+
+@BOTH
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("input_ids", {"ids": [5, 100]}),
+        ("input_ids", {"ids": [-1]}),
+        ("stop_token_ids", {"stop_token_ids": (3, 1000)}),
+        ("logit_bias", {"logit_bias": ((100, 1.0),)}),
+    ],
+    ids=str,
+)
+async def test_ids_are_judged_before_they_reach_the_engine(
+    scripted: ScriptedEngine, stream: bool, name: str, change: dict[str, object]
+) -> None:
+    async with client_of(scripted, shape=SHAPE) as client:
+        with pytest.raises(InvalidRequest, match="not one of the model's 100") as caught:
+            await all_of(client, request("bad", **change), stream=stream)  # type: ignore[arg-type]
+        assert caught.value.param == name
+        assert not scripted.requests
+        good = replace(request("good", ids=[0, 99]))
+        assert (await all_of(client, good, stream=stream))[-1].stop_reason
+
+
+@pytest.mark.parametrize("size", [99, 100, 101])
+async def test_how_many_ids_it_knows_is_seen_from_what_it_refuses(size: int) -> None:
+    """SGLang does not tell it."""
+    scripted = ScriptedEngine(incremental=True)
+    scripted.vocabulary = size
+    async with scripted.serve(), client_of(scripted, shape=ModelFingerprint(100)) as client:
+        if size == 100:
+            await client.require_model()
+            return
+        with pytest.raises(ConfigError, match=f"knows {'fewer' if size < 100 else 'more'} than"):
+            await client.require_model()
+
+
+async def test_one_that_comes_back_as_another_model_is_away(
+    scripted: ScriptedEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    scripted.vocabulary = 100
+    async with client_of(scripted, shape=SHAPE, update_wait=1) as client:
+        await client.require_model()
+        scripted.vocabulary = 50
+        await scripted.die()
+        with pytest.raises(EngineUnavailable):
+            await all_of(client, request("r"), stream=True)
+        assert client.away
+        await scripted.revive()
+        with pytest.raises(EngineUnavailable, match="restart of the inference engine"):
+            await all_of(client, request("s"), stream=True)
+        (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
+        assert f"the engine at {scripted.url} holds another model than the run's" in said
+        scripted.vocabulary = 100
+        await until(lambda: not client.away)
+        assert (await all_of(client, request("t"), stream=True))[-1].stop_reason
+
+
+async def test_an_engine_that_is_away_is_not_another_model() -> None:
+    client = SGLangEngine("http://127.0.0.1:1", decode=lambda _: "", shape=SHAPE)
+    try:
+        with pytest.raises(EngineUnavailable):
+            await client.require_model()
+    finally:
+        await client.close()
+
+
+@BOTH
+@pytest.mark.parametrize("status", [429, 503])
+async def test_a_full_engine_is_neither_gone_nor_another_model(
+    scripted: ScriptedEngine, stream: bool, status: int
+) -> None:
+    async with client_of(scripted, shape=SHAPE) as client:
+        for _ in range(2):  # the call, and the question how many ids it knows
+            scripted.fail("status", status=status)
+        with pytest.raises(EngineUnavailable, match=f"answered {status}"):
+            await all_of(client, request("r"), stream=stream)
+        assert not client.away
+        assert len(scripted.requests) == 2
+
+
+async def test_half_loaded_weights_are_no_version(scripted: ScriptedEngine) -> None:
+    """While they come bucket by bucket, SGLang says `loading-7`."""
+    async with client_of(scripted, update_wait=1) as client:
+        scripted.weight_version = "loading-7"
+        with pytest.raises(EngineUnavailable):
+            await all_of(client, request("r"), stream=False)
+        await client.info()
+        assert client.version == -1
+        scripted.weight_version = "7"
+        await until(lambda: not client.away)
+        assert client.version == 7
+        assert (await all_of(client, request("s"), stream=False))[-1].versions[-1] == 7
+
+
+@BOTH
+async def test_a_cache_that_stays_is_each_versions_own(
+    scripted: ScriptedEngine, stream: bool
+) -> None:
+    async with client_of(scripted, update_mode="in_place") as client:
+        for version in (0, 1):
+            await client.pause()
+            scripted.weight_version = str(version)
+            await client.resume(version)
+            await all_of(client, replace(request(f"r{version}"), cache_salt="mine"), stream=stream)
+    assert [body["cache_salt"] for body in scripted.requests] == ["mine@0", "mine@1"]
+    async with client_of(scripted) as client:
+        await all_of(client, request("flushed"), stream=stream)
+    assert "cache_salt" not in scripted.requests[-1]

@@ -1,0 +1,128 @@
+"""Waiting for an update or for a dead engine: bounded in number and time, one question for all."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent.engine.pause_gate import Outage, PauseGate
+from any_agent.errors import EngineUnavailable
+from tests.support.engine.sglang import until
+
+
+async def test_an_open_gate_lets_everybody_through() -> None:
+    gate = PauseGate("x", max_wait=60, max_waiting=0)
+    await gate.passed()
+    assert gate.is_open
+    assert gate.closings == 0
+
+
+async def test_a_closed_gate_is_waited_at() -> None:
+    gate = PauseGate("x", max_wait=60)
+    gate.close()
+    gate.close()
+    assert gate.closings == 1
+    calls = [asyncio.create_task(gate.passed()) for _ in range(3)]
+    await asyncio.sleep(0)
+    assert not any(call.done() for call in calls)
+    gate.open()
+    await asyncio.gather(*calls)
+
+
+async def test_waiting_is_bounded_in_time() -> None:
+    gate = PauseGate("a weight update", max_wait=0.01)
+    gate.close()
+    with pytest.raises(EngineUnavailable, match="a weight update took more than") as raised:
+        await gate.passed()
+    assert raised.value.retry_after
+
+
+async def test_waiting_is_bounded_in_number() -> None:
+    gate = PauseGate("a weight update", max_wait=60, max_waiting=2)
+    gate.close()
+    calls = [asyncio.create_task(gate.passed()) for _ in range(2)]
+    await asyncio.sleep(0)
+    with pytest.raises(EngineUnavailable, match="too many calls wait for a weight update"):
+        await gate.passed()
+    # Who leaves makes room.
+    calls[0].cancel()
+    await asyncio.wait([calls[0]])
+    late = asyncio.create_task(gate.passed())
+    await asyncio.sleep(0)
+    assert not late.done()
+    gate.open()
+    await asyncio.gather(calls[1], late)
+
+
+class Asked:
+    """An engine that is asked whether it serves."""
+
+    def __init__(self) -> None:
+        self.questions = 0
+        self.up = False
+        self.answer = asyncio.Event()
+        self.answer.set()
+
+    async def __call__(self) -> bool:
+        self.questions += 1
+        await self.answer.wait()
+        return self.up
+
+
+async def test_one_task_asks_for_all_calls() -> None:
+    engine = Asked()
+    outage = Outage(engine, max_wait=60)
+    engine.answer.clear()
+    for _ in range(50):
+        outage.begin()
+    calls = [asyncio.create_task(outage.gate.passed()) for _ in range(50)]
+    await until(lambda: engine.questions)
+    assert engine.questions == 1
+    engine.answer.set()
+    # A further question comes only after the answer to the one before.
+    await until(lambda: engine.questions >= 3)
+    assert not any(call.done() for call in calls)
+    engine.up = True
+    await asyncio.wait_for(asyncio.gather(*calls), 60)
+    assert outage.gate.is_open
+    # Nobody asks any more.
+    await until(lambda: len(asyncio.all_tasks()) == 1)
+
+
+async def test_calls_that_ask_at_the_same_time_share_a_question() -> None:
+    engine = Asked()
+    engine.up = True
+    outage = Outage(engine, max_wait=60)
+    engine.answer.clear()
+    leaves, *stay = [asyncio.create_task(outage.is_over()) for _ in range(10)]
+    await until(lambda: engine.questions)
+    # Who leaves does not take the answer from the others.
+    leaves.cancel()
+    await asyncio.wait([leaves])
+    engine.answer.set()
+    assert await asyncio.gather(*stay) == [True] * 9
+    assert engine.questions == 1
+    assert await outage.is_over()
+    assert engine.questions == 2
+
+
+async def test_a_second_outage() -> None:
+    engine = Asked()
+    engine.up = True
+    outage = Outage(engine, max_wait=60)
+    for _ in range(2):
+        outage.begin()
+        assert not outage.gate.is_open
+        await asyncio.wait_for(outage.gate.passed(), 60)
+    assert outage.gate.closings == 2
+
+
+async def test_closing_ends_the_questions() -> None:
+    engine = Asked()
+    outage = Outage(engine, max_wait=60)
+    engine.answer.clear()
+    outage.begin()
+    await until(lambda: engine.questions)
+    await asyncio.wait_for(outage.close(), 60)
+    assert len(asyncio.all_tasks()) == 1

@@ -1,0 +1,256 @@
+"""The rules of who may import whom, read from the source of every module."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
+
+VOCABULARY: tuple[str, ...] = (
+    "types",
+    "model_calls",
+    "errors",
+    "config",
+    "protocol",
+    "keys",
+    "registry",
+    "rundir",
+)
+VOCABULARY += ("atomic", "client", "logs", "loop_lag", "loopback", "metrics", "ports", "presence")
+VOCABULARY += ("access", "arguments", "audit", "conversation", "error_shapes", "keystore")
+VOCABULARY += ("watched", "frozen_models", "experiment", "stats_tracker", "ambient")
+VOCABULARY += (
+    "many_requests",
+    "last_words",
+    "by_name",
+    "patience",
+    "agent_environment",
+    "returned_rewards",
+)
+VOCABULARY += ("connections", "last_words", "service_url")
+VOCABULARY += ("workers", "worker_process", "reward", "jitter", "loop_thread", "script_errors")
+VOCABULARY += ("with_parent", "grading", "scores", "private_address")
+LAYERS: tuple[tuple[str, ...], ...] = (
+    VOCABULARY,
+    ("chat", "data", "engine", "record"),
+    ("completions",),
+    ("workflow", "direct"),
+    ("rollout", "sdk", "camel"),
+    (
+        "launcher",
+        "inference",
+        "demo",
+        "cli",
+        "keys_cli",
+        "keys_commands",
+        "eval_cli",
+        "export_cli",
+        "sessions_cli",
+        "run_cli",
+        "doctor",
+    ),
+)
+"""Of `any_agent`: each part imports earlier layers only."""
+WITHIN = {("cli", "launcher"), ("cli", "demo"), ("demo", "launcher")}
+WITHIN |= {("inference", "launcher"), ("demo", "inference")}
+WITHIN |= {
+    ("cli", "doctor"),
+    ("doctor", "launcher"),
+    ("cli", "eval_cli"),
+    ("eval_cli", "launcher"),
+    ("cli", "export_cli"),
+    ("cli", "sessions_cli"),
+    ("cli", "run_cli"),
+    ("cli", "keys_cli"),
+    ("keys_cli", "keys_commands"),
+    ("keys_commands", "keys_cli"),
+}
+"""The last layer's parts that start one another."""
+LEVEL = {part: k for k, layer in enumerate(LAYERS) for part in layer}
+
+
+@cache
+def modules() -> dict[str, Path]:
+    """Every module of ours by its dotted name."""
+    found = {}
+    for package in PACKAGES:
+        for path in sorted((REPOSITORY / package).rglob("*.py")):
+            parts = path.relative_to(REPOSITORY).with_suffix("").parts
+            name = ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+            found[name] = path
+    return found
+
+
+def imports(name: str, *, at_import: bool = False) -> Iterator[str]:
+    """Names that a module imports; ``at_import``: only what runs when it is imported itself."""
+    tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
+    todo: list[ast.AST] = [tree]
+    while todo:
+        node = todo.pop()
+        if at_import and isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            todo += node.orelse
+            continue
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{name} imports relatively"
+            assert node.module is not None
+            for alias in node.names:
+                full = f"{node.module}.{alias.name}"
+                yield full if full in modules() else node.module
+        todo += ast.iter_child_nodes(node)
+
+
+def part(name: str) -> str:
+    """The part of `any_agent` that a module belongs to."""
+    return name.split(".")[1] if "." in name else "__init__"
+
+
+def test_there_is_something_to_judge() -> None:
+    assert {"any_agent.types", "any_agent.chat.conversation_hash", "proxy_ext.app"} <= set(
+        modules()
+    )
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_packages_meet_over_http_only(package: str) -> None:
+    others = set(PACKAGES) - {package, "any_agent"}
+    if package == "any_agent":
+        others = set(PACKAGES) - {"any_agent"}
+    bad = [
+        f"{name} imports {target}"
+        for name in modules()
+        if name.split(".")[0] == package
+        for target in imports(name)
+        if target.split(".")[0] in others
+    ]
+    assert not bad
+
+
+def test_layers_of_any_agent() -> None:
+    bad = []
+    for name in modules():
+        if not name.startswith("any_agent."):
+            continue
+        own = part(name)
+        assert own in LEVEL, f"{own} has no place in LAYERS: give it one"
+        for target in imports(name):
+            if not target.startswith("any_agent.") or part(target) == own:
+                continue
+            other = part(target)
+            same = LEVEL[other] == LEVEL[own] and own not in VOCABULARY
+            above = LEVEL[other] > LEVEL[own]
+            if above or (same and (own, other) not in WITHIN):
+                bad.append(f"{name} imports {target}")
+    assert not bad
+
+
+def test_no_import_circles() -> None:
+    done: set[str] = set()
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        assert name not in path, " -> ".join([*path[path.index(name) :], name])
+        if name in done:
+            return
+        for target in sorted(set(imports(name, at_import=True))):
+            # A package's __init__ gathers its own modules; they do not import it back.
+            if target in modules() and target != name:
+                visit(target, (*path, name))
+        done.add(name)
+
+    for name in modules():
+        visit(name, ())
+
+
+def test_a_process_that_trains_alone_starts_without_what_several_need() -> None:
+    """A second of imports each; only `shards`, which nobody imports at its own start, has them."""
+    heavy = ("torch.distributed.checkpoint", "torch.distributed.fsdp", "torch.distributed.tensor")
+    users = {
+        name
+        for name in modules()
+        for target in imports(name, at_import=True)
+        if target.startswith((*heavy, "trainer.parallel.sharded_optimizer"))
+    }
+    assert users == {"trainer.parallel.sharded_optimizer"}
+
+
+def test_litellms_internals_have_one_door() -> None:
+    users = {
+        name for name in modules() for target in imports(name) if target.split(".")[0] == "litellm"
+    }
+    assert users == {"proxy_ext.litellm_shim"}
+
+
+def test_tests_and_benchmarks_are_not_imported() -> None:
+    bad = [
+        f"{name} imports {target}"
+        for name in modules()
+        for target in imports(name)
+        if target.split(".")[0] in ("tests", "benchmarks", "examples")
+    ]
+    assert not bad
+
+
+def loaded_by(code: str) -> set[str]:
+    """The top-level modules that a fresh interpreter holds after running the code."""
+    report = "import json, sys; print(json.dumps(sorted({n.split('.')[0] for n in sys.modules})))"
+    out = subprocess.run(
+        [sys.executable, "-c", f"{code}\n{report}"],
+        capture_output=True,
+        text=True,
+        check=True,
+        cwd=REPOSITORY,
+    )
+    return set(json.loads(out.stdout.splitlines()[-1]))
+
+
+HEAVY = {"torch", "litellm", "transformers", "fastapi", "numpy", "pydantic", "aiohttp", "openai"}
+HEAVY |= {"prometheus_client"}
+
+
+@pytest.mark.parametrize(
+    ("code", "allowed"),
+    [
+        ("import any_agent, any_agent.cli", {"pydantic"}),
+        ("from any_agent.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass", set()),
+        ("import any_agent.client", {"pydantic"}),
+        ("import any_agent.config", {"pydantic"}),
+        ("import any_agent.launcher", {"pydantic"}),
+        ("from any_agent import RLClient, AnyAgentError, load_config", {"pydantic"}),
+        ("from any_agent import AgentRunner, AgentSession", {"pydantic"}),
+        ("import any_agent.cli.eval, any_agent.sdk.evaluating", {"pydantic"}),
+        ("import any_agent.engine, any_agent.workflow", HEAVY - {"torch", "litellm", "fastapi"}),
+        ("import proxy_ext.app", HEAVY - {"torch", "litellm", "openai"}),
+    ],
+)
+def test_imports_stay_light(code: str, allowed: set[str]) -> None:
+    assert loaded_by(code) & HEAVY <= allowed
+
+
+SLOW = {"asyncio", "concurrent", "ctypes", "email", "http", "multiprocessing", "ssl", "unittest"}
+"""Of the standard library: what costs a tenth of a second together."""
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import any_agent",
+        "from any_agent.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass",
+    ],
+)
+def test_a_light_start(code: str) -> None:
+    """Milliseconds, whatever else is installed: nothing of anybody else is imported."""
+    loaded = loaded_by(code) - loaded_by("pass")
+    assert loaded - sys.stdlib_module_names == {"any_agent"}
+    assert not loaded & SLOW

@@ -1,0 +1,269 @@
+"""One engine object for a script, on the embedded engine: what it answers is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent import (
+    GRPOConfig,
+    LocalModel,
+    ModelRequest,
+    ModelResponse,
+    RemoteSGLangEngine,
+    RLVRWorkflow,
+    load_engine,
+)
+from any_agent.config import RolloutConfig
+from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
+from any_agent.rundir.layout import RunDir
+from any_agent.types import GenerationHyperparameters
+from any_agent.workflow import RolloutWorkflow
+from tests.support.proxy import until
+from tests.support.true_logprobs import TrueModel
+from tests.support.workflow.tensors import tensors
+
+QUESTION = "What is reinforcement learning?"
+MESSAGES = [{"role": "user", "content": QUESTION}]
+PLACE: dict[str, Any] = {"experiment_name": "exp", "trial_name": "one", "user": "me"}
+
+
+@pytest.fixture(scope="module")
+def engine(trial: RunDir) -> Iterator[RemoteSGLangEngine]:
+    with RemoteSGLangEngine(RolloutConfig(batch_size=4)) as engine:  # type: ignore[call-arg]
+        yield engine.initialize(**PLACE, root=trial.path.parents[2])
+
+
+def check(response: ModelResponse, model: Path, temperature: float, version: int) -> None:
+    """Every number against a fresh pass of those weights."""
+    ids = response.output_tokens
+    table = TrueModel(model).logprobs(response.input_tokens, ids, {"temperature": temperature})
+    expected = table.gather(-1, torch.tensor(ids)[:, None])[:, 0].tolist()
+    assert response.logprobs == pytest.approx(expected, abs=1e-4)
+    assert response.output_versions == [version] * response.output_len
+    assert (response.token_ids, type(response.input_tokens)) == (ids, list)
+
+
+async def test_a_prompt(engine: RemoteSGLangEngine, models: list[Path]) -> None:
+    response = await engine.agenerate(prompt=QUESTION, temperature=0.7, max_tokens=12)
+    check(response, models[1], 0.7, 21)
+    assert response.input_tokens == engine.chat_format.render(MESSAGES, None)
+    assert response.text == engine.tokenizer.decode(response.token_ids, skip_special_tokens=True)
+    assert (engine.version, engine.get_version()) == (21, 21)
+    assert engine.path is not None and engine.path.name == "step-00000020"
+
+
+@pytest.mark.parametrize("asked", [{"step": 10}, {"version": 11}])
+def test_another_checkpoint(trial: RunDir, models: list[Path], asked: dict[str, int]) -> None:
+    with RemoteSGLangEngine().initialize(**PLACE, root=trial.path.parents[2], **asked) as engine:
+        gconfig = GenerationHyperparameters(max_new_tokens=8, ignore_eos=True)
+        response = engine.generate([5, 6, 7], gconfig)
+    check(response, models[0], 1.0, 11)
+
+
+async def test_the_ways_to_ask_are_one(engine: RemoteSGLangEngine) -> None:
+    greedy = {"temperature": 0.0, "max_tokens": 6}
+    ids = engine.chat_format.render(MESSAGES, None)
+    stops = engine.chat_format.stop_token_ids
+    said = [
+        await engine.agenerate(prompt=QUESTION, **greedy),
+        await engine.agenerate(prompt=MESSAGES, **greedy),
+        await engine.agenerate(messages=MESSAGES, temperature=0.0, max_new_tokens=6),
+        await engine.agenerate(input_ids=torch.tensor([ids]), stop_token_ids=stops, **greedy),
+        await engine.agenerate(ModelRequest(prompt=MESSAGES, temperature=0.0, max_tokens=6)),
+    ]
+    assert len({(tuple(r.input_tokens), tuple(r.output_tokens), r.text) for r in said}) == 1
+
+
+async def test_its_text_as_it_comes(engine: RemoteSGLangEngine) -> None:
+    asked: dict[str, Any] = {"prompt": QUESTION, "seed": 7, "max_tokens": 24}
+    for more in ({}, {"stop": ["e"]}):
+        whole = await engine.agenerate(**asked, **more)
+        chunks = [chunk async for chunk in engine.agenerate_stream(**asked, **more)]
+        assert "".join(chunk.text for chunk in chunks) == whole.text
+        assert [i for chunk in chunks for i in chunk.output_ids] == whole.token_ids
+        assert [p for chunk in chunks for p in chunk.logprobs] == whole.logprobs
+    assert whole.matched_stop == "e" and "e" not in whole.text
+    free = await engine.agenerate(**asked)
+    last = free.token_ids[5]
+    whole = await engine.agenerate(**asked, stop_token_ids=last)
+    chunks = [chunk async for chunk in engine.agenerate_stream(**asked, stop_token_ids=last)]
+    assert whole.matched_stop == last
+    assert "".join(chunk.text for chunk in chunks) == whole.text
+
+
+async def test_a_stream_that_is_left_ends_its_request(engine: RemoteSGLangEngine) -> None:
+    stream = engine.agenerate_stream(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
+    await anext(stream)
+    await stream.aclose()
+    pool = engine._pool
+    assert pool is not None
+
+    async def idle() -> bool:
+        return not pool.calls
+
+    await until(idle)
+    assert len((await engine.agenerate(prompt=QUESTION, max_tokens=2)).token_ids) <= 2
+
+
+def test_many_calls_from_many_event_loops(engine: RemoteSGLangEngine) -> None:
+    async def several(n: int) -> list[ModelResponse]:
+        ids = [[5 + n, 6, k] for k in range(8)]
+        asked = [engine.agenerate(input_ids=i, temperature=0.0, max_tokens=4) for i in ids]
+        return list(await asyncio.gather(*asked))
+
+    with ThreadPoolExecutor(4) as threads:
+        got = list(threads.map(lambda n: asyncio.run(several(n)), range(4)))
+    for n, responses in enumerate(got):
+        assert [r.input_tokens for r in responses] == [[5 + n, 6, k] for k in range(8)]
+
+
+async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> None:
+    ids = [5] * (engine.context_length - 3)
+    assert (await engine.agenerate(input_ids=ids, ignore_eos=True)).output_len == 3
+    with pytest.raises(ContextLengthExceeded, match="is 2048 tokens long, the context 2048"):
+        await engine.agenerate(input_ids=[5] * engine.context_length)
+
+
+@pytest.mark.parametrize(
+    ("asked", "error", "says"),
+    [
+        ({}, ValueError, "give one of a request, prompt=, messages= and input_ids="),
+        ({"prompt": "a", "input_ids": [1]}, ValueError, "give one of"),
+        ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, ValueError, "are the same"),
+        ({"prompt": "a", "stream": True}, TypeError, "iterate over agenerate_stream"),
+        ({"prompt": "a", "heat": 1}, TypeError, "heat: no such field"),
+        ({"prompt": 3}, InvalidRequest, "messages"),
+        ({"messages": [{"content": "a"}]}, InvalidRequest, "role"),
+        ({"input_ids": [[1], [2]]}, InvalidRequest, "one prompt's token ids"),
+        ({"input_ids": [380]}, InvalidRequest, "the vocabulary"),
+        ({"input_ids": []}, InvalidRequest, "empty"),
+    ],
+)
+async def test_what_cannot_be_asked(
+    engine: RemoteSGLangEngine, asked: dict[str, Any], error: type[Exception], says: str
+) -> None:
+    with pytest.raises(error, match=says):
+        await engine.agenerate(**asked)
+    with pytest.raises(error, match=says):
+        async for _ in engine.agenerate_stream(**asked):
+            pass
+
+
+async def test_a_request_says_how_it_is_sampled(engine: RemoteSGLangEngine) -> None:
+    with pytest.raises(ValueError, match="temperature: give it in the request's gconfig"):
+        await engine.agenerate(ModelRequest(prompt="a"), temperature=1.0)
+
+
+def test_it_blocks_where_that_is_wanted(trial: RunDir) -> None:
+    root = trial.path.parents[2]
+    with load_engine("exp", "one", user="me", root=root) as model:
+        assert isinstance(model, LocalModel)
+        said = model.chat(MESSAGES, max_tokens=4, temperature=0.0)
+        assert said["role"] == "assistant"
+        with pytest.raises(RuntimeError, match="initialized already"):
+            model.initialize(**PLACE, root=root)
+
+
+async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
+    engine = RemoteSGLangEngine()
+    with pytest.raises(EngineUnavailable, match="call initialize"):
+        await engine.agenerate(prompt="a")
+    async with engine.initialize(model=models[0]) as same:
+        assert same is engine
+        stream = engine.agenerate_stream(prompt="a", max_tokens=2000, ignore_eos=True)
+        await anext(stream)
+        running = asyncio.create_task(engine.agenerate(prompt="b", ignore_eos=True))
+        await asyncio.sleep(0)
+    for ends in (running, anext(stream)):
+        with pytest.raises(EngineUnavailable):
+            while await ends:
+                ends = anext(stream)
+    with pytest.raises(EngineUnavailable, match="call initialize"):
+        engine.submit({"n": 0}, Saying())
+    engine.destroy()
+
+
+def test_a_call_that_is_cancelled_is_ended(engine: RemoteSGLangEngine) -> None:
+    async def cut_off() -> None:
+        async with asyncio.timeout(0):
+            await engine.agenerate(prompt=QUESTION, max_tokens=2000, ignore_eos=True)
+
+    with pytest.raises(TimeoutError):
+        asyncio.run(cut_off())
+
+
+class Saying(RolloutWorkflow):
+    """Asks the engine that it is given, and the script's own."""
+
+    def __init__(self, own: RemoteSGLangEngine | None = None) -> None:
+        self._own = own
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> Any:
+        response = await engine.agenerate(ModelRequest(prompt=data["question"], max_tokens=4))
+        if self._own is not None:
+            again = await self._own.agenerate(prompt=data["question"], max_tokens=4)
+            assert again.input_tokens == response.input_tokens
+            with pytest.raises(RuntimeError, match="must not block"):
+                self._own.chat(MESSAGES)
+        assert isinstance(response.text, str)
+        return tensors([1, 2, data["n"]])
+
+
+def test_workflows_run_on_it(engine: RemoteSGLangEngine) -> None:
+    items = [{"n": n, "question": QUESTION} for n in range(3)]
+    for item in items:
+        engine.submit(data=item, workflow=Saying, workflow_kwargs={}, group_size=2)
+    assert [r is not None and len(r["rewards"]) for r in engine.wait(3, timeout=60)] == [2, 2, 2]
+    engine.pause()
+    engine.resume()
+    assert len(engine.rollout_batch(items, workflow=Saying(engine))) == 3
+    assert len(engine.prepare_batch(items, workflow=Saying(), timeout=60)) == 4
+
+
+def test_a_script_s_whole_configuration(models: list[Path], tmp_path: Path) -> None:
+    """Its model is served, and workflows sample as it says."""
+    config = GRPOConfig.model_validate(
+        {
+            "model": {"path": str(models[0]), "enable_thinking": False},
+            "sampling": {"max_new_tokens": 5, "temperature": 0.9},
+            "rollout": {"dump_to_file": True, "fileroot": str(tmp_path)},
+        }
+    )
+    with RemoteSGLangEngine(config).initialize() as engine:
+        workflow = RLVRWorkflow(
+            "any_agent.rewards.async_wrapper.gsm8k_reward_fn", None, engine.tokenizer
+        )
+        (batch,) = engine.rollout_batch([{"messages": MESSAGES, "answer": "3"}], workflow)
+    assert batch["temperatures"].tolist() == pytest.approx([0.9])
+    assert int(batch["loss_mask"].sum()) <= 5
+    assert len(list(tmp_path.rglob("*.jsonl"))) == 1
+
+
+def test_threads_that_close_while_others_ask(models: list[Path]) -> None:
+    """None of them waits for ever."""
+    engine = RemoteSGLangEngine().initialize(model=models[0])
+    gconfig = GenerationHyperparameters(max_new_tokens=3)
+    asked = threading.Event()
+
+    def ask() -> None:
+        try:
+            while True:
+                engine.generate([5, 6], gconfig)
+                asked.set()
+        except EngineUnavailable:
+            return
+
+    with ThreadPoolExecutor(4) as threads:
+        works = [threads.submit(ask) for _ in range(4)]
+        assert asked.wait(60)
+        engine.close()
+        for work in works:
+            work.result(60)

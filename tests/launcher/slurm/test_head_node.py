@@ -1,0 +1,185 @@
+"""A job's first node, alone: its settings, its address, its end; stand-ins for parts and Slurm."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sqlite3
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from any_agent.config import Config
+from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.slurm.head_node import HeadNode, run_job
+from any_agent.launcher.slurm.job import SlurmJob
+from any_agent.launcher.trial import trial_dir
+from any_agent.runtime.ports import listen
+from tests.support.launcher.slurm_programs import ADDRESS, Programs
+from tests.support.launcher.stand_ins import Lab
+
+JOB = SlurmJob(id="7", nodes=("n1",), gpus=0, restarts=0)
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A job is the whole of its process, a test is not."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def settings(lab: Lab, *more: str) -> Config:
+    own = ["server.admin_key=a-secret-key", "cluster.warning=60"]
+    return lab.config(*own, f"server.journal_dir={lab.home / 'local'}", *more)
+
+
+def run(lab: Lab, config: Config, say: Callable[[str], None] = lambda _: None) -> int:
+    def told(line: str) -> None:
+        lab.said.append(line)
+        say(line)
+
+    return run_job(config, JOB, stay=True, say=told)
+
+
+def warned_when_up(monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], Any]) -> None:
+    """The job's time is almost over when all of it has begun."""
+    real = HeadNode.check
+
+    def check(self: HeadNode) -> bool:
+        trained = real(self)
+        if self.came_up:
+            first()
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return trained
+
+    monkeypatch.setattr(HeadNode, "check", check)
+
+
+def test_a_job_that_had_begun_is_queued_again(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned_when_up(monkeypatch, first=lambda: None)
+    assert run(lab, settings(lab)) == 0
+    assert programs.requeued == ["7"]
+    assert lab.said[-1] == "job       7 is queued again"
+
+
+@pytest.mark.parametrize("when", ["engine 0", "router"])
+def test_one_whose_time_is_too_short_for_its_start_is_not(
+    lab: Lab, programs: Programs, when: str
+) -> None:
+    def say(line: str) -> None:
+        if line.startswith(f"{when:<9} ready"):
+            os.kill(os.getpid(), signal.SIGUSR1)
+
+    assert run(lab, settings(lab), say) == 1
+    assert programs.requeued == []
+    assert "its time limit is too short" in lab.said[-1]
+
+
+def test_one_whose_trainer_never_has_its_model_is_not(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The service itself is there all the same."""
+    standin = lab.home / "standin.py"
+    source = standin.read_text()
+    state = '"state": "starting" if NAME == "trainer" else "ready"'
+    standin.write_text(source.replace('"boot_id": "b"', f'"boot_id": "b", {state}'))
+    assert standin.read_text() != source
+    real = HeadNode.check
+
+    def check(self: HeadNode) -> bool:
+        trained = real(self)
+        if (self.dir.registry / "trainer.json").exists():
+            os.kill(os.getpid(), signal.SIGUSR1)
+        return trained
+
+    monkeypatch.setattr(HeadNode, "check", check)
+    assert run(lab, settings(lab)) == 1
+    assert programs.requeued == []
+
+
+def test_a_journal_that_cannot_be_copied_keeps_no_other_and_no_job_from_going_on(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(lab)
+    dir = trial_dir(config)
+
+    def write() -> None:
+        dir.journal(0).write_bytes(b"this is no database" * 1000)
+        with sqlite3.connect(dir.journal(1)) as connection:
+            connection.execute("CREATE TABLE IF NOT EXISTS t (x)")
+        connection.close()
+
+    warned_when_up(monkeypatch, first=write)
+    assert run(lab, config) == 0
+    assert programs.requeued == ["7"]
+    (line,) = [line for line in lab.said if "was not copied" in line]
+    assert line.startswith("rank 0") and line.endswith(
+        f"its sessions are only at n1:{dir.journal(0)}"
+    )
+    assert (dir.path / "journal" / "rank-1.kept").exists()
+
+
+def test_nothing_breaks_into_the_copy_of_the_journals(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copied = []
+    real = journals.store_journals
+
+    def leave(*arguments: Any) -> None:
+        for number in (signal.SIGTERM, signal.SIGUSR1, signal.SIGINT):
+            os.kill(os.getpid(), number)
+        real(*arguments)
+        copied.append(True)
+
+    monkeypatch.setattr(journals, "leave", leave)
+    warned_when_up(monkeypatch, first=lambda: None)
+    assert run(lab, settings(lab)) == 0
+    assert copied == [True]
+    assert programs.requeued == ["7"]
+
+
+def test_the_trial_goes_on_on_any_node(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This one's address is for this start alone."""
+    warned_when_up(monkeypatch, first=lambda: None)
+    config = settings(lab)
+    assert run(lab, config) == 0
+    dir = trial_dir(config)
+    now, kept = (yaml.safe_load(p.read_text()) for p in (dir.resolved, dir.path / "config.yaml"))
+    assert now["server"]["host"] == ADDRESS
+    assert kept["server"]["host"] == "127.0.0.1"
+    assert kept | {"server": now["server"]} == now
+
+
+def test_a_port_that_nobody_asked_for_is_no_reason_to_end(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    warned_when_up(monkeypatch, first=lambda: None)
+    config = settings(lab, "server.port=8000")
+    try:
+        taken = listen(ADDRESS, 8000)
+    except Exception:
+        taken = None  # by somebody else
+    try:
+        if taken is not None:
+            taken.listen()
+        assert run(lab, config) == 0
+    finally:
+        if taken is not None:
+            taken.close()
+    url = trial_dir(config).url.read_text().strip()
+    assert url.startswith(f"http://{ADDRESS}:") and not url.endswith(":8000")

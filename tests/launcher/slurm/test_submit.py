@@ -1,0 +1,192 @@
+"""Submitting a job, with stand-ins for Slurm's programs: what is refused, and what is handed in."""
+
+from __future__ import annotations
+
+import stat
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import StartupError
+from any_agent.launcher.slurm import __main__ as command
+from any_agent.launcher.slurm import submit
+from any_agent.launcher.slurm.submit import script
+from any_agent.rundir.layout import RunDir
+from tests.support.launcher.slurm_programs import Programs
+from tests.support.launcher.stand_ins import Lab
+
+KEY = "an-admin-key-of-thirty-two-letters"
+Submit = Callable[..., int]
+
+
+@pytest.fixture
+def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programs:
+    return Programs(tmp_path / "slurm", monkeypatch)
+
+
+@pytest.fixture
+def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> Submit:
+    """Submit with these arguments, of a run with an admin key; the exit code."""
+    monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)
+    monkeypatch.delenv("SLURM_JOB_ID", raising=False)
+    monkeypatch.setattr(submit, "_SETTLED", 0.0)
+    settings = lab.home / "my.yaml"
+    settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
+
+    def run(*arguments: str, wait: bool = False) -> int:
+        told = [text.replace("MY", str(settings)) for text in arguments]
+        return command.main(told if wait else [*told, "--no-wait"])
+
+    return run
+
+
+def the_run(lab: Lab, *settings: str) -> RunDir:
+    from any_agent.launcher.trial import trial_dir
+
+    return trial_dir(lab.config(*settings))
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("any_agent_grpo.py", "--config", "MY", "train.lr=1e-5"),
+        ("any_agent_grpo.py", "train.lr=1e-5", "--config", "MY", "--stay"),
+        ("--config", "MY", "any_agent_grpo.py", "--stay", "train.lr=1e-5"),
+    ],
+)
+def test_settings_stand_where_one_likes(
+    submitted: Submit, programs: Programs, arguments: tuple[str, ...]
+) -> None:
+    assert submitted(*arguments) == 0
+    last = programs.submitted.splitlines()[-1]
+    assert last.startswith("exec ") and "train.lr=1e-5" in last
+
+
+def test_an_admin_key_is_no_argument(
+    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    code = submitted("any_agent_grpo.py", "--config", "MY", f"server.admin_key={KEY}")
+    assert code == 2
+    assert "set ANY_AGENT_SERVER__ADMIN_KEY instead" in capsys.readouterr().err
+    assert not the_run(lab).path.exists()
+
+
+def test_a_model_that_is_not_there(
+    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+) -> None:
+    missing = f"model.path={lab.home / 'nothing'}"
+    assert submitted("any_agent_grpo.py", "--config", "MY", missing) == 2
+    assert "is no model folder" in capsys.readouterr().err
+    assert not the_run(lab).path.exists()
+
+
+def test_the_script_is_for_its_owner_alone(submitted: Submit, lab: Lab) -> None:
+    assert submitted("any_agent_grpo.py", "--config", "MY") == 0
+    (path,) = the_run(lab).path.rglob("job.sbatch")
+    assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
+
+
+def test_a_service_of_one_node_needs_a_key_as_well(
+    submitted: Submit,
+    lab: Lab,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The job itself listens on its node's address."""
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
+    assert submitted("any_agent_grpo.py", "--config", "MY") == 2
+    assert "server.admin_key must be set" in capsys.readouterr().err
+
+
+def test_where_no_cluster_answers_nothing_else_is_told(
+    submitted: Submit,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.delenv("ANY_AGENT_SERVER__ADMIN_KEY")
+    programs.away("slurm_load_jobs error: Unable to contact\nslurm controller\n(connect failure)")
+    assert submitted("any_agent_grpo.py", "--config", "MY", "server.host=0.0.0.0") == 1
+    said = capsys.readouterr().err
+    assert said.startswith("error: Slurm's programs are here, but no cluster answers (squeue ")
+    assert "Unable to contact): `python3 -m any_agent.launcher.local any_agent_grpo.py" in said
+    assert "admin_key" not in said and said.count("\n") == 1
+
+
+def test_the_nodes_disk_is_not_that_of_whoever_submits(submitted: Submit, lab: Lab) -> None:
+    (lab.home / "file").touch()
+    theirs = lab.home / "file" / "nvme"
+    assert submitted("any_agent_grpo.py", "--config", "MY", f"server.journal_dir={theirs}") == 0
+    assert the_run(lab).path.is_dir()
+
+
+@pytest.mark.parametrize(
+    ("told", "whole"),
+    [
+        ("[]", True),
+        ("[--time=2:00, --partition=gpu]", True),
+        ("[--exclusive=user]", False),
+        ("[--cpus-per-gpu=8, --mem-per-gpu=60G]", False),
+        ("[--mem=100G]", False),
+        ("[-c 16]", False),
+    ],
+)
+def test_a_job_has_its_nodes_alone_unless_it_is_told_how_much_of_them(
+    lab: Lab, told: str, whole: bool
+) -> None:
+    lines = script(lab.config(f"cluster.sbatch={told}"), [], lab.home / "log").splitlines()
+    assert ("#SBATCH --exclusive" in lines) == whole
+    assert ("#SBATCH --mem=0" in lines) == whole
+
+
+def test_who_submits_is_told_where_the_service_is(
+    submitted: Submit, lab: Lab, programs: Programs, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "[2026-11-23 12:34:56] INFO: any-agent server listening at http://10.1.0.1:8000"
+    log = the_run(lab).logs / "job-7.log"
+    programs.then(f"echo 'role n1' > {log}; echo '{line}' >> {log}\n")
+    assert submitted("any_agent_grpo.py", "--config", "MY", wait=True) == 0
+    assert capsys.readouterr().out.splitlines()[-1] == line
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseException]:
+    """Slurm's answers to each look for the job, one after the other."""
+    answers: list[dict[str, str] | BaseException] = []
+
+    def jobs(name: str) -> dict[str, str]:
+        answer = answers.pop(0)
+        if isinstance(answer, BaseException):
+            raise answer
+        return answer
+
+    monkeypatch.setattr(submit, "_jobs", jobs)
+    monkeypatch.setattr(submit, "_LOOK_EVERY", 0.0)
+    return answers
+
+
+@pytest.mark.parametrize(("last", "state"), [({"7": "FAILED"}, "failed"), ({}, "gone")])
+def test_a_job_that_ends_before_its_service_listens(
+    looks: list[Any], tmp_path: Path, last: dict[str, str], state: str
+) -> None:
+    looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
+    with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): {tmp_path}/log says"):
+        submit._until_listening("name", "7", tmp_path / "log", print)
+
+
+def test_a_wait_can_be_left(
+    looks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    looks += [{"7": "PENDING"}, KeyboardInterrupt()]
+    assert submit._until_listening("name", "7", tmp_path / "log", print) == 0
+    assert "goes on, nobody waits for it here; scancel 7" in capsys.readouterr().out
+
+
+def test_slurm_may_be_away_for_a_moment(looks: list[Any], tmp_path: Path) -> None:
+    away = [StartupError("squeue failed")] * submit._MAX_FAILURES
+    looks += [*away, {"7": "RUNNING"}, *away, StartupError("squeue failed for good")]
+    with pytest.raises(StartupError, match="for good"):
+        submit._until_listening("name", "7", tmp_path / "log", print)
+    assert looks == []

@@ -1,0 +1,93 @@
+"""Another node of a job, alone: how it ends; stand-ins for its parts and Slurm's programs."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.slurm import worker_node as member
+from any_agent.launcher.slurm.shared_folder import mark
+from any_agent.launcher.trial import trial_dir
+from any_agent.rundir.layout import RunDir
+from tests.support.launcher.children import until
+from tests.support.launcher.slurm_programs import Programs
+from tests.support.launcher.stand_ins import Lab
+
+
+@pytest.fixture(autouse=True)
+def handlers() -> Iterator[None]:
+    """A member is the whole of its process, a test is not."""
+    numbers = (signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2)
+    before = {number: signal.getsignal(number) for number in numbers}
+    yield
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+@pytest.fixture
+def run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
+    """A run's folder as the first node has made it; the member's command line is that of n2."""
+    Programs(tmp_path / "slurm", monkeypatch)
+    monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", "a-secret-key")
+    config = lab.config(f"server.journal_dir={lab.home / 'local'}")
+    run = trial_dir(config)
+    run.create()
+    run.resolved.write_text(yaml.safe_dump(config.dump()))
+    words = ["member", "--config", str(run.resolved), "--token", mark(run), "--start", "s-1"]
+    words += ["--index", "1", "--node", "n2", "--public-url", "http://127.0.0.1:8000"]
+    monkeypatch.setattr(sys, "argv", words)
+    return run
+
+
+def told(lab: Lab, number: signal.Signals, *, after: str) -> threading.Thread:
+    """Send it when that part has begun."""
+
+    def send() -> None:
+        until(lambda: after in lab.names("starts"))
+        os.kill(os.getpid(), number)
+
+    thread = threading.Thread(target=send)
+    thread.start()
+    return thread
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_a_trainer_that_somebody_ends_is_not_done(
+    lab: Lab, run: RunDir, number: signal.Signals
+) -> None:
+    """Code 0 is what a part says whose steps are all made."""
+    sys.argv += ["--ranks", "", "--training", "0"]
+    thread = told(lab, number, after="trainer")
+    assert member.main() == 143
+    thread.join()
+    assert lab.names("ends") == ["trainer"]
+
+
+def test_nothing_breaks_into_the_copy_of_the_journals(
+    lab: Lab, run: RunDir, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first node tells a member twice to end at once, when it has no more time."""
+    copied = []
+    real = journals.store_journals
+
+    def leave(*arguments: Any) -> None:
+        for number in (signal.SIGUSR2, signal.SIGUSR1, signal.SIGTERM):
+            os.kill(os.getpid(), number)
+        real(*arguments)
+        copied.append(True)
+
+    monkeypatch.setattr(journals, "leave", leave)
+    sys.argv += ["--ranks", "0,1"]
+    thread = told(lab, signal.SIGUSR2, after="rank-1")
+    assert member.main() == 130
+    thread.join()
+    assert copied == [True]

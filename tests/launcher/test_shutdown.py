@@ -1,0 +1,93 @@
+"""How a node ends: at once, or after what is under way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from any_agent.launcher import Node
+from any_agent.launcher.shutdown import Terminated, terminate
+from tests.support.launcher.children import until
+from tests.support.launcher.stand_ins import Lab, checked_until
+
+DRAINED, AT_ONCE = 143, 130
+"""How a stand-in ends at SIGTERM and at SIGINT."""
+
+
+def all_started(lab: Lab, node: Node) -> None:
+    checked_until(node, lambda: len(lab.events("starts")) == 6)
+
+
+def codes(lab: Lab) -> dict[str, int]:
+    return {event["part"]: event["code"] for event in lab.events("ends")}
+
+
+def test_at_sigterm_the_router_and_the_trainer_are_told_first_and_engines_last(lab: Lab) -> None:
+    with pytest.raises(Terminated), lab.node() as node:
+        all_started(lab, node)
+        terminate(signal.SIGTERM, None)
+    ended = lab.names("ends")
+    assert set(ended[:2]) == {"router", "trainer"}
+    assert set(ended[2:4]) == {"rank-0", "rank-1"}
+    assert set(ended[4:]) == {"engine"}
+    assert {codes(lab)[name] for name in ended[:4]} == {DRAINED}
+    assert lab.said[-2].startswith("service   draining: new work is refused")
+    assert lab.said[-1] == "service   stopped"
+
+
+def test_the_program_has_ended_well(lab: Lab) -> None:
+    with pytest.raises(SystemExit) as ended, lab.node() as node:
+        all_started(lab, node)
+        terminate(signal.SIGTERM, None)
+    assert ended.value.code == 0
+
+
+def test_an_interrupt_drains_nothing(lab: Lab) -> None:
+    with pytest.raises(KeyboardInterrupt), lab.node() as node:
+        all_started(lab, node)
+        raise KeyboardInterrupt
+    assert {codes(lab)[name] for name in ("router", "rank-0", "rank-1")} == {AT_ONCE}
+    assert lab.said[-2:] == ["service   stopping: calls under way are cut off", "service   stopped"]
+
+
+def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
+    lab.keep_busy("rank-1")
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=2") as node:
+        all_started(lab, node)
+        began = time.monotonic()
+        terminate(signal.SIGTERM, None)
+    assert time.monotonic() - began >= 2
+    assert lab.said[-1] == "service   stopped; what had not ended was cut off"
+    assert lab.names("drains") == ["rank-1"]
+    assert codes(lab)["rank-0"] == DRAINED
+    assert codes(lab)["rank-1"] == AT_ONCE
+
+
+def test_it_is_told_when_a_trainer_had_too_little_time(lab: Lab) -> None:
+    lab.keep_busy("trainer")
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=0.5") as node:
+        all_started(lab, node)
+        terminate(signal.SIGTERM, None)
+    (line,) = [line for line in lab.said if line.startswith("trainer   is cut off")]
+    assert "cluster.warning" in line
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_it_at_once(lab: Lab, number: signal.Signals) -> None:
+    lab.keep_busy("router")
+
+    def again() -> None:
+        until(lambda: lab.names("drains"))
+        os.kill(os.getpid(), number)
+
+    other = threading.Thread(target=again)
+    with pytest.raises(Terminated), lab.node("server.drain_timeout=100000") as node:
+        all_started(lab, node)
+        other.start()
+        terminate(signal.SIGTERM, None)
+    other.join()
+    assert codes(lab)["router"] == AT_ONCE

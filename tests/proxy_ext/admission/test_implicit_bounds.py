@@ -1,0 +1,229 @@
+"""Agents that open no sessions: whose, how many, what is refused, graders and restarts."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from any_agent.config import load_config
+from any_agent.errors import ConfigError
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.proxy_ext.test_metrics import scrape
+from tests.proxy_ext.test_tenants import ADMIN, Tenants
+from tests.support.implicit import (
+    KEY,
+    MORE,
+    ONE,
+    SYSTEM,
+    client,
+    idle,
+    over,
+    says,
+    session,
+    settings,
+    will_say,
+)
+from tests.support.proxy import Proxy, turned_away, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+OTHER = [SYSTEM, {"role": "user", "content": "Say a word."}]
+
+
+async def test_tenants_never_meet(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start(*settings(ADMIN))
+    await proxy.admit(100)
+    tenants = Tenants(proxy)
+    alice, bob = tenants.key("alice"), tenants.key("bob")
+    answer, hers = await says(proxy, ONE, alice)
+    talk = [*ONE, answer, MORE]
+    _, his = await says(proxy, talk, bob)
+    assert his != hers
+    assert (await says(proxy, talk, alice))[1] == hers
+    rows = [session(proxy, id).row for id in (hers, his)]
+    assert [row.tenant for row in rows] == ["alice", "bob"]
+    assert rows[0].opened_by is not None and rows[0].opened_by.startswith("implicit: tenant alice")
+    async with client(proxy, alice) as agent:
+        given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
+    body = {"model": "m", "input": "hi", "previous_response_id": given.id}
+    refusal(await proxy.post("/v1/responses", body, bob), 404, "previous_response_not_found", "")
+    response = await proxy.http.get(
+        f"/v1/responses/{given.id}", headers={"authorization": f"Bearer {bob}"}
+    )
+    refusal(response, 404, "response_not_found", given.id)
+
+
+async def test_only_tenants_calls_open_sessions(start: Start) -> None:
+    proxy = await start(*settings(ADMIN))
+    await proxy.admit(100)
+    refusal(await proxy.call(None, ONE), 401, "no_session", "start_session")
+    response = await proxy.http.post("/v1/chat/completions", json={"messages": ONE})
+    refusal(response, 401, "no_session", "start_session")
+    refusal(await proxy.call("sk-nobodys", ONE), 401, "invalid_api_key", "")
+    assert not proxy.service.sessions.live
+
+
+async def test_it_is_opt_in(proxy: Proxy) -> None:
+    refusal(await proxy.call(KEY, ONE), 401, "no_session", "start_session")
+
+
+async def test_quotas_hold(start: Start) -> None:
+    proxy = await start(*settings(ADMIN))
+    await proxy.admit(100)
+    key = Tenants(proxy).key("alice", open_sessions=1)
+    answer, id = await says(proxy, ONE, key)
+    turned_away(await proxy.call(key, OTHER), 429, "quota_exceeded")
+    # What goes on opens none.
+    assert (await says(proxy, [*ONE, answer, MORE], key))[1] == id
+
+
+async def test_as_many_as_may_be_open(start: Start) -> None:
+    proxy = await start(*settings("sessions.max_open=1"))
+    await proxy.admit(100)
+    await says(proxy, ONE)
+    turned_away(await proxy.call(KEY, OTHER), 429, "too_many_sessions")
+
+
+async def test_without_a_slot_it_waits_and_holds_no_place(start: Start) -> None:
+    proxy = await start(*settings("sessions.implicit_wait=0.01"))
+    turned_away(await proxy.call(KEY, ONE), 429, "no_capacity")
+    assert not proxy.service.sessions.live and proxy.service.calls.places.taken == 0
+    await proxy.admit(1)
+    await says(proxy, ONE)
+
+
+async def test_one_that_leaves_while_it_waits_opens_nothing(start: Start) -> None:
+    proxy = await start(*settings())
+    asked = asyncio.create_task(proxy.call(KEY, ONE))
+    waiting = proxy.service.sessions.admission
+    await until(lambda: waiting.waiting)
+    assert proxy.service.calls.places.taken == 0
+    asked.cancel()
+    await until(lambda: not waiting.waiting)
+    await proxy.admit(5)
+    assert not proxy.service.sessions.live
+
+
+async def test_what_cannot_be_sampled_opens_nothing(start: Start) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(5)
+    long = [{"role": "user", "content": "word " * 5000}]
+    refusal(await proxy.call(KEY, long), 400, "context_length_exceeded", "shorten")
+    many = [{"role": "user", "content": ""}] * 5000
+    refusal(await proxy.call(KEY, many), 400, "context_length_exceeded", "fewer")
+    refusal(await proxy.call(KEY, ONE, metadata={"a": "x" * 100_000}), 400, "invalid_request", "")
+    refusal(await proxy.call(KEY, ONE, suffix="x"), 400, "unsupported_parameter", "suffix")
+    assert not proxy.service.sessions.live
+
+
+async def test_without_training_calls_are_nobodys(start: Start) -> None:
+    proxy = await start(*settings(), training=False)
+    response = await proxy.call(KEY, ONE)
+    assert response.status_code == 200
+    assert "x-any-agent-session" not in response.headers
+    assert not proxy.service.sessions.live
+
+
+async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
+    """Rejected and counted, never trained on; others are graded all the same."""
+    grader = "tests.support.graders.misbehaves"
+    proxy = await start(*settings("sessions.grader_timeout=10", grader=grader))
+    await proxy.admit(100)
+    cases = {
+        "raises": "RuntimeError: no judge is there at all",
+        "nan": "it returned nan",
+        "fine": None,
+        "hangs": "it took more than 10 s",
+    }
+    for how, why in cases.items():
+        metadata = {"how": how, "pid": str(tmp_path / "pid")}
+        _, id = await says(proxy, ONE, metadata=metadata)
+        ended = await idle(proxy, id)
+        if why is None:
+            assert (ended["state"], ended["final_reward"]) == ("finalized", 1)
+            continue
+        assert ended["state"] == "rejected", ended
+        assert ended["reason"].startswith("grader failed: ") and why in ended["reason"], ended
+    (trained,) = await proxy.lease()
+    assert trained.metadata["how"] == "fine"
+    now = await scrape(proxy)
+    assert now("any_agent_late_rewards_total", outcome="grader_failed") == 3
+    assert now("any_agent_late_rewards_total", outcome="graded") == 1
+    assert now("any_agent_implicit_calls_total", how="opened") == 4
+    assert now("any_agent_implicit_sessions_ended_total") == 4
+    assert now("any_agent_implicit_sessions_open") == 0
+
+
+async def test_a_reward_that_its_tenant_gives_counts(start: Start) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(5)
+    _, id = await says(proxy, ONE)
+    response = await proxy.post("/rl/v1/set_reward", {"final_reward": 9, "session_id": id}, KEY)
+    assert response.status_code == 200, response.text
+    ended = await idle(proxy, id)
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 9)
+    assert proxy.service.late.outcomes == {"rewarded": 1}
+
+
+async def test_it_goes_on_after_a_restart(start: Start) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(10)
+    answer, id = await says(proxy, ONE)
+    _, other = await says(proxy, OTHER)
+    async with client(proxy) as agent:
+        given = await agent.responses.create(model="m", input="hi", max_output_tokens=16)
+    again = await start(*settings())
+    await again.admit(10)
+    _, got = await says(again, [*ONE, answer, MORE])
+    assert got == id
+    tree = session(again, id).tree
+    assert [str(i.continuation) for i in tree] == ["root", "exact"]
+    async with client(again) as agent:
+        assert (await agent.responses.retrieve(given.id)).output_text == given.output_text
+        await agent.responses.create(
+            model="m", input="more", max_output_tokens=16, previous_response_id=given.id
+        )
+    assert len(again.service.sessions.live) == 3
+    assert session(again, other).idle_timeout == 300
+    assert (await idle(again, id))["final_reward"] == 4
+
+
+async def test_what_ends_unread_after_a_restart_is_not_gone_on_with_in_another(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(10)
+    will_say(engine, proxy, "same", "same", "more")
+    (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
+    further, got = await says(proxy, [*ONE, answer, MORE])
+    assert got == a
+    again = await start(*settings())
+    await again.admit(10)
+    await again.http.post(f"/rl/v1/sessions/{a}/abort", json={})
+    _, c = await says(again, [*ONE, answer, MORE, further, MORE])
+    assert c not in (a, b)
+
+
+async def test_what_waits_for_the_grader_is_graded_after_a_restart(start: Start) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(10)
+    _, id = await says(proxy, ONE)
+    await proxy.service.endings.await_reward(session(proxy, id), 0.001, by="")
+    again = await start(*settings())
+    assert (await over(again, id))["final_reward"] == 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        ["sessions.grader="],
+        ["sessions.store_content=false"],
+        ["sessions.implicit_group_size=99"],
+        ["sessions.implicit_idle_timeout=0"],
+    ],
+)
+def test_it_needs_a_grader_and_what_is_said(wrong: list[str]) -> None:
+    with pytest.raises(ConfigError, match=wrong[0].partition("=")[0].replace(".", r"\.")):
+        load_config(None, [*settings("rollout.batch_size=8"), *wrong], {})

@@ -1,0 +1,188 @@
+"""Agents that open no sessions: each conversation becomes one, which the grader rewards."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+
+from tests.support.implicit import (
+    KEY,
+    MORE,
+    ONE,
+    SYSTEM,
+    client,
+    idle,
+    over,
+    says,
+    session,
+    settings,
+    will_say,
+)
+from tests.support.proxy import Proxy, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+
+@pytest.fixture
+async def proxy(start: Start) -> Proxy:
+    """One that needs no key, with room for many sessions."""
+    proxy = await start(*settings())
+    await proxy.admit(100)
+    return proxy
+
+
+async def test_a_conversation_is_a_session(proxy: Proxy) -> None:
+    async with client(proxy) as agent:
+        messages: list[Any] = list(ONE)
+        for _ in range(3):
+            done = await agent.chat.completions.create(
+                model="gpt-4o", messages=messages, max_tokens=8, metadata={"plus": "2"}
+            )
+            messages += [done.choices[0].message.to_dict(), MORE]
+    (id,) = proxy.service.sessions.live
+    tree = session(proxy, id).tree
+    assert [str(i.continuation) for i in tree] == ["root", "exact", "exact"]
+    assert session(proxy, id).row.metadata == {"plus": "2"}
+    assert session(proxy, id).row.opened_by == "implicit: anyone"
+    ended = await idle(proxy, id)
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 8.0)
+    (trajectory,) = await proxy.lease()
+    assert trajectory.final_reward == 8
+    assert proxy.service.implicit.calls == {"opened": 1, "continued": 2}
+
+
+async def test_each_of_two_agents_at_once_has_its_own(proxy: Proxy, engine: ScriptedEngine) -> None:
+    """Two that begin alike are two attempts; each goes on with the answer that it got."""
+    will_say(engine, proxy, "one", "two")
+    (first, a), (second, b) = await asyncio.gather(says(proxy, ONE), says(proxy, ONE))
+    assert a != b and {first["content"], second["content"]} == {"one", "two"}
+    talks = {a: [*ONE, first, MORE], b: [*ONE, second, MORE]}
+    for _ in range(2):
+        for id in (b, a):
+            answer, got = await says(proxy, talks[id])
+            assert got == id
+            talks[id] += [answer, MORE]
+    assert proxy.service.implicit.calls == {"opened": 2, "continued": 4}
+    rows = [session(proxy, id).row for id in (a, b)]
+    assert rows[0].task_id == rows[1].task_id and str(rows[0].task_id).startswith("auto-")
+
+
+async def test_those_that_said_the_same_are_gone_on_with_in_turn(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    will_say(engine, proxy, *["same"] * 3)
+    ids = [(await says(proxy, ONE))[1] for _ in range(3)]
+    assert len(set(ids)) == 3
+    said = {"role": "assistant", "content": "same"}
+    went = [(await says(proxy, [*ONE, said, MORE]))[1] for _ in range(3)]
+    assert went == ids
+    assert proxy.service.implicit.calls == {"opened": 3, "ambiguous": 2, "continued": 1}
+    # What several think is known by what they thought, or else by nothing: as a fork of the oldest.
+    assert (await says(proxy, [*ONE, said, MORE]))[1] == ids[0]
+
+
+async def test_a_fork_stays_in_its_session(proxy: Proxy) -> None:
+    answer, id = await says(proxy, ONE)
+    other = {"role": "user", "content": "A different one."}
+    for messages in ([*ONE, answer, MORE], [*ONE, answer, other], [*ONE, answer, MORE]):
+        assert (await says(proxy, messages))[1] == id
+    root, *forks = session(proxy, id).tree
+    assert [fork.parent_id for fork in forks] == [root.id] * 3
+
+
+async def test_another_question_is_another_conversation(proxy: Proxy) -> None:
+    _, id = await says(proxy, ONE)
+    others = [
+        [SYSTEM, {"role": "user", "content": "Something else."}],
+        [{"role": "system", "content": "You are long."}, *ONE[1:]],
+        ONE[1:],
+    ]
+    assert len({id, *[(await says(proxy, messages))[1] for messages in others]}) == 4
+
+
+async def test_what_ended_is_not_gone_on_with_in_another(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    """Nor in one that has said the beginning of it."""
+    will_say(engine, proxy, "same", "same", "more")
+    (answer, a), (_, b) = [await says(proxy, ONE) for _ in range(2)]
+    further, got = await says(proxy, [*ONE, answer, MORE])
+    assert got == a
+    await proxy.http.post(f"/rl/v1/sessions/{a}/abort", json={})
+    _, c = await says(proxy, [*ONE, answer, MORE, further, MORE])
+    assert c not in (a, b)
+    assert [str(i.continuation) for i in session(proxy, c).tree] == ["root"]
+
+
+async def test_a_call_renews_the_idle_time(proxy: Proxy) -> None:
+    answer, id = await says(proxy, ONE)
+    session(proxy, id).active -= 200
+    await says(proxy, [*ONE, answer, MORE])
+    assert session(proxy, id).idle_timeout == 300
+    assert session(proxy, id).idle_expires - asyncio.get_running_loop().time() > 250
+
+
+async def test_one_without_an_answer_expires(proxy: Proxy, engine: ScriptedEngine) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    ended = await idle(proxy, id)
+    assert (ended["state"], ended["interactions"]) == ("expired", 0)
+    assert "no call was answered" in ended["reason"]
+
+
+async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
+    """Nobody else could end it."""
+    _, id = await says(proxy, ONE)
+    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
+    proxy.service.sessions.watch(session(proxy, id))
+    ended = await over(proxy, id)
+    assert (ended["state"], ended["final_reward"]) == ("finalized", 2)
+    assert proxy.service.late.outcomes == {"graded": 1}
+
+
+async def test_at_its_ttl_without_an_answer_it_expires(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    session(proxy, id).opened -= proxy.service.config.sessions.ttl + 1
+    proxy.service.sessions.watch(session(proxy, id))
+    ended = await over(proxy, id)
+    assert ended["state"] == "expired"
+    assert ended["reason"] == "its ttl ran out, and no call was answered"
+
+
+async def test_a_first_call_that_failed_and_comes_again(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    engine.fail("status", status=400)
+    assert (await proxy.call(KEY, ONE)).status_code >= 400
+    (id,) = proxy.service.sessions.live
+    assert (await says(proxy, ONE))[1] == id
+    # It has an answer now: the next attempt is one of its own.
+    assert (await says(proxy, ONE))[1] != id
+    assert proxy.service.implicit.calls == {"opened": 2, "reused": 1}
+
+
+async def test_a_marked_retry_finds_its_call(proxy: Proxy, engine: ScriptedEngine) -> None:
+    go_on = engine.hold(2)
+    body = {"model": "gpt-4o", "messages": ONE, "max_tokens": 8}
+    asked = asyncio.create_task(
+        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "0"})
+    )
+    await until(lambda: engine.running)
+    asked.cancel()
+    (id,) = proxy.service.sessions.live
+    await until(lambda: any(call.vacant for call in session(proxy, id).calls))
+    again = asyncio.create_task(
+        proxy.post("/v1/chat/completions", body, KEY, **{"x-stainless-retry-count": "1"})
+    )
+    go_on.set()
+    answer = await again
+    assert (answer.status_code, answer.headers["x-any-agent-session"]) == (200, id)
+    assert len(engine.requests) == 1
+    assert proxy.service.implicit.calls == {"opened": 1, "retried": 1}

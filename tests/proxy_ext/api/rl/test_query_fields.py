@@ -1,0 +1,260 @@
+"""What stands in a URL's query means what it means in a body, on every `/rl` route."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+from fastapi.routing import APIRoute, iter_route_contexts
+
+from any_agent.types import SessionState
+from proxy_ext.api.openapi.schemas import EXAMPLES
+from proxy_ext.api.rl.query_fields import QueryFields, merged
+from tests.support.proxy import HELLO, Proxy, our_app
+
+ROUTES: dict[str, APIRoute] = {
+    route.dependant.body_params[0].field_info.annotation.__name__: route
+    for context in iter_route_contexts(our_app().routes)
+    if isinstance(route := context.original_route, APIRoute) and route.dependant.body_params
+}
+"""One for each kind of body."""
+
+
+def refused(response: httpx.Response, param: str | None, *words: str) -> None:
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    for word in words:
+        assert word in error["message"]
+
+
+def query_of(body: dict[str, Any]) -> str:
+    """A body as somebody would write it into a URL."""
+    texts = [
+        (name, one if isinstance(one, str) else json.dumps(one))
+        for name, value in body.items()
+        for one in (value if isinstance(value, list) else [value])
+    ]
+    return urlencode(texts)
+
+
+@pytest.mark.parametrize("name", sorted(EXAMPLES.keys() & ROUTES.keys()))
+async def test_every_body_can_stand_in_a_query(name: str) -> None:
+    fields = QueryFields(ROUTES[name].dependant)
+    body = EXAMPLES[name]
+    path = {field.alias: "s" for field in ROUTES[name].dependant.path_params}
+    said = await fields.said(query_of(body), path)
+    assert said == body
+    assert merged({}, said) == merged(body, said) == body
+
+
+def test_every_kind_of_body_is_tried() -> None:
+    assert ROUTES.keys() - EXAMPLES.keys() == {"ArealEnd"}
+
+
+# -- the documents' signatures ---------------------------------------------------------------------
+
+
+async def test_an_episode_in_urls(proxy: Proxy) -> None:
+    opened = await proxy.http.post("/rl/v1/start_session?mode=eval&ttl=60&metadata={%22a%22:1}")
+    session = opened.json()
+    assert (session["mode"], session["expires_in"]) == ("eval", 60)
+    live = proxy.service.sessions.live[session["session_id"]]
+    assert live.row.metadata == {"a": 1}
+    completion = await proxy.complete(session["api_key"])
+    named = f"session_id={session['session_id']}"
+    given = await proxy.http.post(
+        f"/rl/v1/set_reward?{named}&completion_id={completion['id']}&reward=0.5"
+    )
+    assert given.json() == {
+        "status": "success",
+        "session_id": session["session_id"],
+        "interaction_id": completion["id"],
+        "reward": 0.5,
+    }
+    final = await proxy.http.post(f"/rl/v1/finalize?{named}&final_reward=1.0")
+    assert final.json()["status"] == "success"
+    assert (final.json()["state"], final.json()["final_reward"]) == ("evaluated", 1.0)
+
+
+async def test_areals_episode_in_urls(proxy: Proxy) -> None:
+    await proxy.http.post("/grant_capacity?task_id=t")
+    opened = (await proxy.http.post("/rl/start_session?task_id=t")).json()
+    assert opened["session_id"] == "t-0-0"
+    await proxy.complete(opened["api_key"])
+    given = await proxy.http.post("/rl/set_reward?session_id=t-0-0&reward=-2")
+    assert given.json() == {"message": "success"}
+    ended = await proxy.http.post("/rl/end_session?session_id=t-0-0")
+    assert ended.json()["interaction_count"] == 1
+    out = await proxy.http.post("/export_trajectories?session_id=t-0-0&discount=0.5&style=concat")
+    ((_, one),) = out.json()["interactions"].items()
+    assert one["reward"] == -2
+
+
+async def test_a_rewards_names_are_json(proxy: Proxy) -> None:
+    session = await proxy.open()
+    await proxy.complete(session["api_key"])
+    query = urlencode({"session_id": session["session_id"], "final_reward": '{"a": 1, "b": 0.5}'})
+    response = await proxy.http.post(f"/rl/v1/finalize?{query}")
+    assert response.json()["final_reward"] == 1.5
+
+
+async def test_the_trainers_routes_too(proxy: Proxy) -> None:
+    set_to = await proxy.http.put("/rl/v1/capacity?limit=7&ttl=60&owner=me&held=a&held=b")
+    assert set_to.json()["limit"] == 7
+    assert (await proxy.http.post("/rl/v1/lease?owner=me&wait=0")).status_code == 204
+    assert (await proxy.http.post("/rl/v1/pause?ttl=30")).status_code == 200
+    assert (await proxy.http.post("/rl/v1/resume")).status_code == 200
+
+
+# -- both, and neither -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("same", [1, 1.0])
+async def test_body_and_query_may_say_the_same(proxy: Proxy, same: float) -> None:
+    session = await proxy.open()
+    await proxy.complete(session["api_key"])
+    path = f"/rl/v1/set_reward?reward=1&session_id={session['session_id']}"
+    response = await proxy.post(path, {"reward": same, "session_id": None}, session["api_key"])
+    assert response.json()["reward"] == 1
+
+
+@pytest.mark.parametrize(
+    ("query", "body", "param", "words"),
+    [
+        ("reward=1", {"reward": 0.5}, "reward", "differs between body and query"),
+        ("reward=1", {"reward": True}, "reward", "differs"),
+        ("reward=1&reward=2", {}, "reward", "different values"),
+        ("reward=nan", {}, "reward", "finite"),
+        ("reward=-Infinity", {}, "reward", "finite"),
+        ("reward=1e400", {}, "reward", "finite"),
+        ("reward=much", {}, "reward", "must be a number"),
+        ("reward=1_0", {}, "reward", "must be a number"),
+        ("reward=%D9%A1", {}, "reward", "must be a number"),
+        ("reward=%201", {}, "reward", "must be a number"),
+        ("reward=", {}, "reward", "is empty"),
+        ("reward=1&completion_id=", {}, "completion_id", "is empty"),
+        ("reward={%22a%22:NaN}", {}, "reward", "not valid JSON"),
+        ("reward=1&rewrad=1", {}, "rewrad", "did you mean reward?"),
+        ("reward=1&zzz=1", {}, "zzz", "this route takes completion_id, final_reward"),
+        ("reward=1&api_key=sk-v1.0.x", {}, "api_key", "not in a URL"),
+    ],
+)
+async def test_what_is_refused_changes_nothing(
+    proxy: Proxy, query: str, body: dict[str, Any], param: str, words: str
+) -> None:
+    session = await proxy.open()
+    await proxy.complete(session["api_key"])
+    response = await proxy.post(f"/rl/v1/set_reward?{query}", body, session["api_key"])
+    refused(response, param, words)
+    assert "sk-v1" not in response.text
+    assert not proxy.service.rewards.given
+
+
+async def test_sessions_that_differ(proxy: Proxy) -> None:
+    first, second = await proxy.open(), await proxy.open()
+    response = await proxy.post(
+        f"/rl/v1/finalize?session_id={first['session_id']}", {"session_id": second["session_id"]}
+    )
+    refused(response, "session_id", "differs")
+    assert response.json()["error"]["code"] == "session_mismatch"
+    path = f"/rl/v1/sessions/{first['session_id']}/abort"
+    refused(await proxy.post(f"{path}?session_id={second['session_id']}", {}), "session_id")
+    same = await proxy.post(f"{path}?session_id={first['session_id']}&reason=late", {})
+    assert (same.json()["state"], same.json()["reason"]) == ("aborted", "late")
+    live = proxy.service.sessions.live
+    assert [s.state for s in live.values()] == [SessionState.OPEN]
+
+
+async def test_a_body_that_is_none_stays_one(proxy: Proxy) -> None:
+    for body in (b"{", b"[]", b"5"):
+        response = await proxy.post("/rl/v1/start_session?mode=eval", body)
+        assert response.status_code == 400, body
+    assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize(
+    "path",
+    [
+        "/rl/v1/sessions?stat=open",
+        "/rl/v1/run?sesion_id=x",
+        "/rl/v1/capacity?x=1",
+        "/rl/v1/version?x=1",
+        "/rl/v1/start_session?mod=eval",
+    ],
+)
+async def test_reads_know_their_parameters(proxy: Proxy, path: str) -> None:
+    response = await proxy.http.get(path)
+    refused(response, path.partition("?")[2].partition("=")[0], "unknown query parameter")
+    assert not proxy.service.sessions.live
+
+
+@pytest.mark.parametrize("path", ["run", "version"])
+async def test_a_read_may_name_its_session(proxy: Proxy, path: str) -> None:
+    first, second = await proxy.open(), await proxy.open()
+    bearer = {"Authorization": f"Bearer {first['api_key']}"}
+    for headers in (bearer, {"X-Any-Agent-Session": first["session_id"]}, {}):
+        url = f"/rl/v1/{path}?session_id="
+        same = await proxy.http.get(url + first["session_id"], headers=headers)
+        assert same.status_code == 200, same.text
+        if headers:
+            other = await proxy.http.get(url + second["session_id"], headers=headers)
+            assert other.status_code == 400
+            assert other.json()["error"]["code"] == "session_mismatch"
+    assert (await proxy.http.get("/rl/v1/run?session_id=none")).status_code == 404
+
+
+async def test_a_route_of_no_session_may_name_one(proxy: Proxy) -> None:
+    first, second = await proxy.open(), await proxy.open()
+    path = f"/rl/v1/start_session?mode=eval&session_id={second['session_id']}"
+    response = await proxy.post(path, {}, **{"X-Any-Agent-Session": first["session_id"]})
+    refused(response, None, "two different sessions")
+    assert len(proxy.service.sessions.live) == 2
+    for path in ("sessions", "capacity"):
+        named = f"/rl/v1/{path}?session_id={first['session_id']}"
+        assert (await proxy.http.get(named)).status_code == 200
+    limited = await proxy.http.get(f"/rl/v1/sessions?session_id={first['session_id']}&limit=1")
+    assert len(limited.json()) == 1
+    refused(await proxy.http.get("/rl/v1/capacity?session_id="), "session_id", "is empty")
+
+
+@pytest.mark.parametrize("query", ["limit=1_0", "limit=", "limit=%201"])
+async def test_a_reads_numbers_are_as_strict(proxy: Proxy, query: str) -> None:
+    refused(await proxy.http.get(f"/rl/v1/sessions?{query}"), "limit")
+
+
+@pytest.mark.parametrize("query", ["ttl=nan", "wait=inf", "api_key=sk-v1.0.x"])
+async def test_an_open_by_get_is_as_strict(proxy: Proxy, query: str) -> None:
+    refused(await proxy.http.get(f"/rl/v1/start_session?{query}"), query.partition("=")[0])
+    assert not proxy.service.sessions.live
+
+
+async def test_a_key_is_of_what_is_asked_for_wherever_it_stands(proxy: Proxy) -> None:
+    headers = {"Idempotency-Key": "k"}
+
+    async def ask(query: str, body: dict[str, Any]) -> httpx.Response:
+        return await proxy.post(f"/rl/v1/start_session{query}", body, **headers)
+
+    first = await ask("?task_id=t&mode=eval", {})
+    assert first.status_code == 200
+    for query, body in (
+        ("?mode=eval&task_id=t", {}),
+        ("?mode=eval", {"task_id": "t"}),
+        ("", {"mode": "eval", "task_id": "t"}),
+    ):
+        assert (await ask(query, body)).content == first.content
+    other = await ask("?task_id=u&mode=eval", {})
+    assert (other.status_code, other.json()["error"]["code"]) == (422, "idempotency_mismatch")
+    assert len(proxy.service.sessions.live) == 1
+
+
+async def test_model_calls_take_other_clients_parameters(proxy: Proxy) -> None:
+    """Azure's SDK sends an api-version: that stops no agent."""
+    session = await proxy.open()
+    body = {"model": "m", "messages": HELLO, "max_tokens": 4}
+    path = f"/v1/chat/completions?api-version=2024-06-01&session_id={session['session_id']}"
+    response = await proxy.post(path, body)
+    assert response.headers["x-any-agent-session"] == session["session_id"]

@@ -1,0 +1,401 @@
+"""Calls of several choices: each an interaction; the call is answered whole, or it fails."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from any_agent.chat import ChatFormat
+from proxy_ext.sessions.session_store import SessionStore
+from tests.proxy_ext.api.test_chat import say
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Restart, Start
+from tests.support.retries import Agent, agent_of, hang_up, stream_of, unheard
+from tests.support.scripted_engine import ScriptedEngine
+
+
+def texts_of(events: list[dict[str, Any]]) -> dict[int, str]:
+    out: dict[int, str] = {}
+    for choice in (c for event in events for c in event["choices"]):
+        out[choice["index"]] = out.get(choice["index"], "") + (choice["delta"].get("content") or "")
+    return out
+
+
+async def test_each_choice_is_an_interaction(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    said = [say(engine, chat, text) for text in ("one", "two two", "three")]
+    answer = await proxy.complete(session["api_key"], n=3, max_tokens=30)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2]
+    texts = [c["message"]["content"] for c in answer["choices"]]
+    assert sorted(texts) == ["one", "three", "two two"]
+    prompt = engine.requests[0]["input_ids"]
+    assert all(request["input_ids"] == prompt for request in engine.requests)
+    assert answer["usage"]["prompt_tokens"] == len(prompt)
+    assert answer["usage"]["completion_tokens"] == sum(map(len, said))
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    assert set(recorded) == {f"{answer['id']}.{k}" for k in range(3)}
+    for k, text in enumerate(texts):
+        interaction = recorded[f"{answer['id']}.{k}"]
+        assert interaction.output_message["content"] == text
+        assert interaction.prompt_delta_ids.tolist() == prompt
+        assert interaction.trainable
+    stats = proxy.service.calls.stats
+    assert stats.ended["train", "completed"] == 1
+    assert stats.interactions["train", "first"] == 3
+    assert stats.prompt_tokens["train"] == len(prompt)
+    assert stats.output_tokens["train"] == sum(map(len, said))
+
+
+async def test_streams_are_interleaved_by_index(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    events, done = await proxy.stream(
+        session["api_key"], n=2, stream_options={"include_usage": True}, logprobs=True
+    )
+    assert done
+    assert len({e["id"] for e in events}) == 1
+    *chunks, usage = events
+    assert all(e["usage"] is None for e in chunks)
+    assert usage["usage"]["completion_tokens"] == 16
+    first = {c["index"]: c for e in reversed(chunks) for c in e["choices"]}
+    assert [first[k]["delta"]["role"] for k in (0, 1)] == ["assistant"] * 2
+    ends = {c["index"]: c["finish_reason"] for e in chunks for c in e["choices"]}
+    assert ends == {0: "length", 1: "length"}
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    for k, text in texts_of(chunks).items():
+        interaction = recorded[f"{events[0]['id']}.{k}"]
+        assert interaction.output_message["content"] == text
+        told = [
+            entry["logprob"]
+            for event in chunks
+            for choice in event["choices"]
+            if choice["index"] == k and choice["logprobs"]
+            for entry in choice["logprobs"]["content"]
+        ]
+        assert told == interaction.output_logprobs.tolist()
+
+
+async def test_one_choice_is_durable_and_told_while_the_other_is_sampled(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    session = await proxy.open()
+    engine.hold(1000)
+    go_on = engine.hold(2)
+    body = {"messages": HELLO, "max_tokens": 4, "stream": True, "n": 2}
+    headers = {"Authorization": f"Bearer {session['api_key']}"}
+    path, ended = "/v1/chat/completions", set()
+    async with proxy.http.stream("POST", path, json=body, headers=headers) as response:
+        async for line in response.aiter_lines():
+            if '"finish_reason":"length"' not in line:
+                continue
+            (choice,) = orjson.loads(line[6:])["choices"]
+            ended.add(choice["index"])
+            if len(ended) == 1:
+                (interaction,) = await proxy.recorded(session["session_id"])
+                assert interaction.id.endswith(f".{choice['index']}")
+                completion = {"reward": 1.0, "completion_id": interaction.id[:-2]}
+                rewarded = await proxy.post("/rl/v1/set_reward", completion, session["api_key"])
+                refusal(rewarded, 400, "choice_needed", "its index")
+                assert len(engine.running) == 1
+                go_on.set()
+    assert ended == {0, 1}
+
+
+async def test_siblings_share_the_parent_and_one_is_gone_on_from(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    say(engine, chat, "before")
+    first = await proxy.complete(session["api_key"], max_tokens=30)
+    messages = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "Both?"}]
+    for text in ("left", "right"):
+        say(engine, chat, text)
+    both = await proxy.complete(session["api_key"], messages, n=2, max_tokens=30)
+    chosen = both["choices"][1]["message"]
+    say(engine, chat, "after")
+    messages += [chosen, {"role": "user", "content": "Go on."}]
+    await proxy.complete(session["api_key"], messages, max_tokens=30)
+    root, *siblings, last = await proxy.recorded(session["session_id"])
+    assert {s.parent_id for s in siblings} == {root.id}
+    assert last.parent_id == f"{both['id']}.1"
+    rewarded = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
+    assert rewarded.status_code == 200
+    rows = (await proxy.export(session["session_id"]))[session["session_id"]]
+    # Nobody went on from the other one: it is discarded, and gets nothing of the final reward.
+    assert rows[f"{both['id']}.0"]["rewards"] == 0
+    assert rows[f"{both['id']}.1"]["rewards"] == rows[root.id]["rewards"] == 1
+
+
+async def test_rewards_name_the_choice(proxy: Proxy) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    answer = await proxy.complete(key, n=2)
+    for body in ({"reward": 1.0, "completion_id": answer["id"]}, {"reward": 1.0}):
+        error = refusal(
+            await proxy.post("/rl/v1/set_reward", body, key), 400, "choice_needed", "its index"
+        )
+        assert f"{answer['id']}.0" in error["message"]
+    for k, reward in enumerate((1.0, -1.0)):
+        body = {"reward": reward, "completion_id": f"{answer['id']}.{k}"}
+        response = await proxy.post("/rl/v1/set_reward", body, key)
+        assert response.json()["interaction_id"] == f"{answer['id']}.{k}"
+    unknown = {"reward": 1.0, "completion_id": f"{answer['id']}.2"}
+    refusal(
+        await proxy.post("/rl/v1/set_reward", unknown, key),
+        404,
+        "completion_not_found",
+        "no completion",
+    )
+    recorded = {i.id: i.reward for i in await proxy.recorded(session["session_id"])}
+    assert recorded == {f"{answer['id']}.0": 1.0, f"{answer['id']}.1": -1.0}
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_one_that_fails_fails_the_call(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    session = await proxy.open()
+    engine.fail("die", after=1000)
+    engine.fail("error_event" if stream else "status", after=3)
+    engine.hold(2)
+    if stream:
+        events, done = await proxy.stream(session["api_key"], n=2)
+        assert not done
+        assert events[-1]["error"]["code"] == "engine_unavailable"
+    else:
+        response = await proxy.call(session["api_key"], n=2)
+        assert response.status_code == 503
+    await until(lambda: not engine.running, "the other one is aborted")
+    assert await proxy.recorded(session["session_id"]) == []
+    await until(lambda: len(proxy.service.calls) == 0)
+    assert proxy.service.calls.places.taken == 0
+    assert proxy.service.calls.stats.ended["train", "failed"] == 1
+
+
+async def test_what_was_recorded_of_a_failed_call_was_received_only_if_its_end_was_sent(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    for stream in (False, True):
+        session = await proxy.open()
+        engine.fail("disagree", after=1000)
+        engine.fail("disagree", after=2)
+        engine.hold(1000)
+        go_on = engine.hold(2)
+        body = {"messages": HELLO, "max_tokens": 4, "stream": stream, "n": 2}
+        asked = asyncio.create_task(proxy.post("/v1/chat/completions", body, session["api_key"]))
+
+        async def one_is_recorded(id: str = session["session_id"]) -> bool:
+            return len(await proxy.recorded(id)) == 1
+
+        await until(one_is_recorded)
+        go_on.set()
+        await asked
+        await until(lambda: len(proxy.service.calls) == 0)
+        live = proxy.service.sessions.live[session["session_id"]]
+        await until(lambda live=live: not live.calls)
+        (interaction,) = await proxy.recorded(session["session_id"])
+        assert interaction.untrainable_reason == (None if stream else "undelivered")
+
+
+async def test_no_two_choices_have_the_same_seed(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("rollout.deterministic=true")
+    await proxy.admit(10)
+    session = await proxy.open(task_id="t", group_id="g")
+    for _ in range(2):
+        await proxy.complete(session["api_key"], n=3)
+    seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
+    assert len(set(seeds)) == 6
+    evaluated = await proxy.open(mode="eval")
+    engine.requests.clear()
+    await proxy.complete(evaluated["api_key"], n=2, seed=5)
+    seeds = [r["sampling_params"]["sampling_seed"] for r in engine.requests]
+    assert len(set(seeds)) == 2
+
+
+async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("server.max_inflight_calls=4")
+    await proxy.admit(10)
+    key = (await proxy.open())["api_key"]
+    refusal(await proxy.call(key, n=5), 400, "invalid_request", "at once")
+    holds = [engine.hold(1) for _ in range(3)]
+    asked = asyncio.create_task(proxy.call(key, n=3))
+    await until(lambda: len(engine.running) == 3)
+    refusal(await proxy.call(key, n=2), 429, "too_many_calls", "under way")
+    assert proxy.service.calls.places.taken == 3
+    for hold in holds:
+        hold.set()
+    assert (await asked).status_code == 200
+    await until(lambda: proxy.service.calls.places.taken == 0)
+    assert engine.most_running == 3
+
+
+async def test_a_finalize_aborts_every_choice(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    await proxy.complete(key)
+    for _ in range(2):
+        engine.hold(2)
+    asked = asyncio.create_task(proxy.call(key, n=2))
+    await until(lambda: len(engine.running) == 2)
+    assert (await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)).status_code == 200
+    assert (await asked).status_code == 410
+    await until(lambda: not engine.running)
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+async def test_a_session_pinned_to_a_version(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open(mode="eval", version="current")
+    answer = await proxy.complete(session["api_key"], n=2)
+    engine.weight_version = "3"
+    response = await proxy.call(session["api_key"], n=2)
+    refusal(response, 409, "version_gone", "version")
+    ids = [i.id for i in await proxy.recorded(session["session_id"])]
+    assert sorted(ids) == [f"{answer['id']}.{k}" for k in range(2)]
+
+
+# -- retries ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_retry_joins_in_flight_and_gets_all(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    agent = await agent_of(proxy, engine, n=2, stream=stream)
+    engine.hold(1000)
+    go_on = engine.hold(3)
+    await agent.leave(0)
+    await agent.vacant()
+
+    async def one_is_recorded() -> bool:
+        return len(await agent.recorded()) == 1
+
+    await until(one_is_recorded)
+    again = asyncio.create_task(_answer(agent, stream, 1))
+    await until(lambda: not agent.calls[0].vacant)
+    go_on.set()
+    texts = await again
+    assert len(engine.requests) == 2
+    assert texts == await _recorded_texts(agent)
+    assert await agent.end() == [None, None]
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+async def test_a_retry_finds_all_of_an_earlier_process(
+    restart: Restart, engine: ScriptedEngine, stream: bool
+) -> None:
+    agent = await unheard(restart, engine, n=2, stream=stream)
+    assert await _answer(agent, stream, 1) == await _recorded_texts(agent)
+    assert len(engine.requests) == 2
+    assert await agent.end() == [None, None]
+
+
+async def test_a_retry_finds_nothing_of_an_earlier_process_that_had_not_all(
+    restart: Restart, engine: ScriptedEngine
+) -> None:
+    agent = await agent_of(await restart(), engine, n=2)
+    engine.hold(1000)
+    engine.hold(3)
+    await agent.leave(0)
+
+    async def one_is_recorded() -> bool:
+        return len(await agent.recorded()) == 1
+
+    await until(one_is_recorded)
+    agent.proxy = await restart()
+    assert (await agent.ask(1)).status_code == 200
+    assert len(engine.requests) == 4
+    assert await agent.end() == ["undelivered", None, None]
+
+
+async def test_a_call_that_has_failed_is_taken_up_by_nobody(
+    proxy: Proxy, engine: ScriptedEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its client leaves while its other choice is being recorded."""
+    agent = await agent_of(proxy, engine, n=2)
+    recording, go_on = asyncio.Event(), asyncio.Event()
+    record = SessionStore.record
+
+    async def slowly(*args: Any) -> Any:
+        recording.set()
+        await go_on.wait()
+        return await record(*args)
+
+    monkeypatch.setattr(SessionStore, "record", slowly)
+    engine.fail("status", status=500)
+    asked = agent.begin(0)
+    await recording.wait()
+    (call,) = agent.calls
+    await until(lambda: call.failed)
+    await hang_up(asked)
+    again = agent.begin(1)
+    await until(lambda: call.watchers, "the retry waits for its end")
+    go_on.set()
+    assert (await again).status_code == 200
+    assert len(engine.requests) == 4
+    assert proxy.service.calls.stats.retries == {"new": 1}
+    reasons = [i.untrainable_reason for i in await agent.recorded()]
+    assert sorted(reasons, key=str) == [None, None, "undelivered"]
+
+
+async def test_a_client_without_marks_ends_every_choice(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    agent = await agent_of(proxy, engine, n=2)
+    for _ in range(2):
+        engine.hold(3)
+    asked = agent.begin(None)
+    await until(lambda: len(engine.running) == 2)
+    await hang_up(asked)
+    await until(lambda: not engine.running and not agent.calls, "both end")
+    assert await agent.recorded() == []
+
+
+async def _answer(agent: Agent, stream: bool, count: int) -> dict[int, str]:
+    if stream:
+        events, ended = await stream_of(agent, count)
+        assert ended
+        return texts_of(events)
+    body = (await agent.ask(count)).json()
+    return {c["index"]: c["message"]["content"] for c in body["choices"]}
+
+
+async def _recorded_texts(agent: Agent) -> dict[int, str]:
+    found = await agent.recorded()
+    return {int(i.id.rpartition(".")[2]): i.output_message["content"] for i in found}
+
+
+# -- as OpenAI's SDK does it -----------------------------------------------------------------------
+
+
+async def test_openais_sdk(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
+    session = await proxy.open()
+    messages: Any = HELLO
+    async with openai.AsyncOpenAI(base_url=session["base_url"], api_key=session["api_key"]) as sdk:
+        for text in ("a", "b"):
+            say(engine, chat, text)
+        done = await sdk.chat.completions.create(
+            model="m", messages=messages, n=2, logprobs=True, top_logprobs=2
+        )
+        assert sorted(c.message.content or "" for c in done.choices) == ["a", "b"]
+        for choice in done.choices:
+            assert choice.logprobs is not None and choice.logprobs.content is not None
+            entry = choice.logprobs.content[0]
+            assert bytes(entry.bytes or []).decode() == entry.token == choice.message.content
+            assert len(entry.top_logprobs) == 2
+        async with sdk.chat.completions.stream(
+            model="m", messages=messages, n=2, logprobs=True, max_tokens=8
+        ) as stream:
+            async for _ in stream:
+                pass
+            snapshot = stream.current_completion_snapshot
+        assert len(snapshot.choices) == 2
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    for choice in snapshot.choices:
+        interaction = recorded[f"{snapshot.id}.{choice.index}"]
+        assert choice.message.content == interaction.output_message["content"]

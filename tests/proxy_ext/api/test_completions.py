@@ -1,0 +1,300 @@
+"""`/v1/completions`: recorded like a chat, and continued exactly by text or by ids."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Coroutine
+from typing import Any
+
+import httpx
+import openai
+import orjson
+import pytest
+
+from any_agent.chat import ChatFormat
+from tests.proxy_ext.api.test_chat import say
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Restart
+from tests.support.retries import hang_up
+from tests.support.scripted_engine import ScriptedEngine
+
+PATH = "/v1/completions"
+
+
+async def ask(proxy: Proxy, key: str, prompt: Any, **fields: Any) -> httpx.Response:
+    return await proxy.post(PATH, {"model": "m", "prompt": prompt, **fields}, key)
+
+
+async def complete(proxy: Proxy, key: str, prompt: Any, **fields: Any) -> dict[str, Any]:
+    response = await ask(proxy, key, prompt, **fields)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+async def events_of(
+    proxy: Proxy, key: str, prompt: Any, **fields: Any
+) -> tuple[list[dict[str, Any]], bool]:
+    events: list[dict[str, Any]] = []
+    body = {"model": "m", "prompt": prompt, "stream": True, **fields}
+    headers = {"Authorization": f"Bearer {key}"}
+    async with proxy.http.stream("POST", PATH, json=body, headers=headers) as response:
+        assert response.status_code == 200, await response.aread()
+        async for line in response.aiter_lines():
+            if line == "data: [DONE]":
+                return events, True
+            if line:
+                events.append(orjson.loads(line.removeprefix("data: ")))
+    return events, False
+
+
+@pytest.fixture
+async def session(proxy: Proxy) -> dict[str, Any]:
+    return await proxy.open()
+
+
+async def test_a_text_is_gone_on_with_and_recorded(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
+) -> None:
+    ids = say(engine, chat, " 2 and 3 ")
+    response = await ask(proxy, session["api_key"], "1 and", max_tokens=40)
+    answer = response.json()
+    assert answer["object"] == "text_completion"
+    assert answer["id"].startswith("cmpl-")
+    (choice,) = answer["choices"]
+    # Nothing of a text is trimmed.
+    expected = {"index": 0, "text": " 2 and 3 ", "logprobs": None, "finish_reason": "stop"}
+    assert choice == expected
+    prompt = chat.tokenizer.encode("1 and")
+    assert engine.requests[0]["input_ids"] == prompt
+    assert answer["usage"] == {
+        "prompt_tokens": len(prompt),
+        "completion_tokens": len(ids),
+        "total_tokens": len(prompt) + len(ids),
+    }
+    assert response.headers["x-any-agent-interaction"] == answer["id"]
+    (interaction,) = await proxy.recorded(session["session_id"])
+    assert interaction.id == answer["id"]
+    assert interaction.prompt_delta_ids.tolist() == prompt
+    assert interaction.output_ids.tolist() == ids
+    assert interaction.trainable
+
+
+async def test_sixteen_tokens_are_the_default(
+    proxy: Proxy, engine: ScriptedEngine, session: dict[str, Any]
+) -> None:
+    answer = await complete(proxy, session["api_key"], "1 and")
+    assert engine.requests[0]["sampling_params"]["max_new_tokens"] == 16
+    assert answer["choices"][0]["finish_reason"] == "length"
+
+
+@pytest.mark.parametrize("restarted", [False, True])
+async def test_what_begins_with_a_recorded_text_continues_its_ids(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, restarted: bool
+) -> None:
+    proxy = await restart()
+    opened = await proxy.open()
+    key, text = opened["api_key"], "Q: 1 + 1?\nA:"
+    past: list[int] = []
+    for turn in range(3):
+        # Not as the tokenizer would cut it: only the recorded ids can be right.
+        ids = [i for character in f" {turn}2" for i in chat.tokenizer.encode(character)]
+        engine.say(ids)
+        answer = await complete(proxy, key, text, max_tokens=30)
+        request = engine.requests[-1]["input_ids"]
+        assert request[: len(past)] == past
+        past = [*request, *ids]
+        text += answer["choices"][0]["text"] + "\nQ: more?\nA:"
+        if restarted:
+            proxy = await restart()
+    recorded = await proxy.recorded(opened["session_id"])
+    assert [i.parent_id for i in recorded] == [None, recorded[0].id, recorded[1].id]
+    assert [i.continuation for i in recorded] == ["root", "exact", "exact"]
+    added = recorded[1].prompt_delta_ids.tolist()
+    assert added == chat.tokenizer.encode("\nQ: more?\nA:")
+    assert chat.decode(past) == text.removesuffix("\nQ: more?\nA:")
+
+
+async def test_what_begins_with_recorded_ids_continues_them(
+    proxy: Proxy, engine: ScriptedEngine, session: dict[str, Any]
+) -> None:
+    key, prompt = session["api_key"], [30, 31, 32]
+    await complete(proxy, key, prompt, max_tokens=3)
+    (first,) = await proxy.recorded(session["session_id"])
+    longer = [*prompt, *first.output_ids.tolist(), 40, 41]
+    await complete(proxy, key, longer, max_tokens=3)
+    await complete(proxy, key, [30, 31, 33], max_tokens=3)
+    _, second, other = await proxy.recorded(session["session_id"])
+    assert engine.requests[1]["input_ids"] == longer
+    assert (second.parent_id, second.prompt_delta_ids.tolist()) == (first.id, [40, 41])
+    assert other.parent_id is None
+
+
+async def test_a_text_goes_on_from_its_stop_string_or_not_at_all(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
+) -> None:
+    key = session["api_key"]
+    say(engine, chat, "think\nObserved: ")
+    answer = await complete(proxy, key, "Go:", stop="\nObserved:", max_tokens=60)
+    text = answer["choices"][0]["text"]
+    assert (text, answer["choices"][0]["finish_reason"]) == ("think", "stop")
+    await complete(proxy, key, f"Go:{text}\nObserved: 5", max_tokens=3)
+    await complete(proxy, key, f"Go:{text} and what else", max_tokens=3)
+    first, exact, root = await proxy.recorded(session["session_id"])
+    assert chat.decode(first.output_ids.tolist()).endswith("\nObserved:")
+    assert exact.parent_id == first.id
+    assert chat.decode(exact.prompt_delta_ids.tolist()) == " 5"
+    assert root.parent_id is None
+
+
+async def test_chats_and_texts_do_not_continue_each_other(
+    proxy: Proxy, session: dict[str, Any]
+) -> None:
+    key = session["api_key"]
+    await complete(proxy, key, "1 and", max_tokens=2)
+    await proxy.complete(key, HELLO)
+    await complete(proxy, key, "1 and", max_tokens=2)
+    assert [i.parent_id for i in await proxy.recorded(session["session_id"])] == [None] * 3
+
+
+async def test_several_prompts_and_choices(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
+) -> None:
+    prompts = ["a b", "c d e"]
+    answer = await complete(proxy, session["api_key"], prompts, n=2, max_tokens=3, echo=True)
+    assert [c["index"] for c in answer["choices"]] == [0, 1, 2, 3]
+    asked = [chat.tokenizer.encode(p) for p in prompts]
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    for k, choice in enumerate(answer["choices"]):
+        interaction = recorded[f"{answer['id']}.{k}"]
+        assert interaction.prompt_delta_ids.tolist() == asked[k // 2]
+        assert choice["text"] == prompts[k // 2] + interaction.output_message["content"]
+    assert answer["usage"]["prompt_tokens"] == sum(map(len, asked))
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["in flight", "of an earlier process"])
+async def test_a_marked_retry_gets_the_same_answers(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, again: bool
+) -> None:
+    proxy = await restart()
+    session = await proxy.open()
+    body = {"model": "m", "prompt": ["a", "b"], "n": 2, "stop": ["STOP"], "logprobs": 1}
+    for text in ("one", "two STOP", "three", "four"):
+        say(engine, chat, text)
+    go_on = engine.hold(1)
+
+    def send(count: str) -> Coroutine[Any, Any, httpx.Response]:
+        return proxy.post(PATH, body, session["api_key"], **{"x-stainless-retry-count": count})
+
+    asked = asyncio.create_task(send("0"))
+    await until(lambda: len(engine.requests) == 4)
+    (call,) = proxy.service.sessions.live[session["session_id"]].calls
+    await hang_up(asked)
+    await until(lambda: call.vacant)
+    go_on.set()
+    await until(lambda: call.answered)
+    if again:
+        proxy = await restart()
+    answer = (await send("1")).json()
+    assert len(engine.requests) == 4
+    recorded = {i.id: i for i in await proxy.recorded(session["session_id"])}
+    assert answer["usage"]["prompt_tokens"] == 2
+    said = []
+    for k, choice in enumerate(answer["choices"]):
+        interaction = recorded[f"{answer['id']}.{k}"]
+        assert choice["text"] == interaction.output_message["content"]
+        assert choice["logprobs"]["token_logprobs"] == interaction.output_logprobs.tolist()
+        said.append(choice["text"])
+    assert sorted(said) == ["four", "one", "three", "two "]
+
+
+async def test_a_stream_says_what_the_whole_does(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, session: dict[str, Any]
+) -> None:
+    key = session["api_key"]
+    for prompt in ("1 and", chat.tokenizer.encode("1 and")):
+        whole = await complete(proxy, key, prompt, max_tokens=6, logprobs=2)
+        events, done = await events_of(
+            proxy,
+            key,
+            prompt,
+            max_tokens=6,
+            logprobs=2,
+            stream_options={"include_usage": True},
+        )
+        assert done
+        *chunks, usage = events
+        assert usage["usage"] == whole["usage"]
+        choices = [c for event in chunks for c in event["choices"]]
+        assert "".join(c["text"] for c in choices) == whole["choices"][0]["text"]
+        assert [c["finish_reason"] for c in choices][-1] == "length"
+        told = whole["choices"][0]["logprobs"]
+        for part in ("tokens", "token_logprobs", "text_offset", "top_logprobs"):
+            streamed = [x for c in choices if c["logprobs"] for x in c["logprobs"][part]]
+            if part == "token_logprobs":
+                assert streamed == pytest.approx(told[part])
+            elif part != "top_logprobs":
+                assert streamed == told[part]
+            assert len(streamed) == 6
+        assert all(len(top) <= 2 for top in told["top_logprobs"])
+
+
+async def test_refusals(proxy: Proxy, session: dict[str, Any]) -> None:
+    key = session["api_key"]
+    cases: list[tuple[Any, dict[str, Any], str, str]] = [
+        ("", {}, "invalid_request", "prompt"),
+        ([], {}, "invalid_request", "prompt"),
+        ([[]], {}, "invalid_request", "prompt"),
+        ([1, "a"], {}, "invalid_request", "prompt"),
+        ([10**6], {}, "invalid_request", "token id"),
+        ([-1], {}, "invalid_request", "prompt"),
+        ({"a": 1}, {}, "invalid_request", "prompt"),
+        (None, {}, "invalid_request", "prompt"),
+        ("long " * 5000, {}, "context_length_exceeded", "context length"),
+        ([20] * 3000, {}, "context_length_exceeded", "context length"),
+        ("x", {"suffix": "y"}, "unsupported_parameter", "suffix"),
+        ("x", {"best_of": 3}, "unsupported_parameter", "best_of"),
+        ("x", {"echo": True, "logprobs": 1}, "unsupported_parameter", ""),
+        (["x"] * 65, {"n": 2}, "invalid_request", "128"),
+        ("x", {"messages": HELLO}, "unsupported_parameter", "messages"),
+    ]
+    for prompt, fields, code, says in cases:
+        response = await ask(proxy, key, prompt, **fields)
+        refusal(response, 400, code, says)
+    assert await proxy.recorded(session["session_id"]) == []
+
+
+async def test_both_spellings_of_the_path(proxy: Proxy, session: dict[str, Any]) -> None:
+    for path in ("/v1/completions", "/completions", f"/{session['api_key']}/v1/completions"):
+        response = await proxy.post(path, {"prompt": "a", "max_tokens": 2}, session["api_key"])
+        assert response.status_code == 200, response.text
+    assert len(await proxy.recorded(session["session_id"])) == 3
+
+
+@pytest.fixture
+async def sdk(session: dict[str, Any]) -> AsyncIterator[openai.AsyncOpenAI]:
+    key, url = session["api_key"], session["base_url"]
+    async with openai.AsyncOpenAI(api_key=key, base_url=url, max_retries=0) as sdk:
+        yield sdk
+
+
+async def test_openais_sdk(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, sdk: openai.AsyncOpenAI
+) -> None:
+    say(engine, chat, " 2")
+    whole = await sdk.completions.create(model="m", prompt="1 and", logprobs=1)
+    assert whole.choices[0].text == " 2"
+    assert whole.choices[0].logprobs is not None
+    assert whole.choices[0].logprobs.text_offset is not None
+    say(engine, chat, " 3")
+    parts = [
+        chunk.choices[0].text
+        async for chunk in await sdk.completions.create(model="m", prompt="1 and", stream=True)
+    ]
+    assert "".join(parts) == " 3"
+    with pytest.raises(openai.BadRequestError):
+        await sdk.completions.create(model="m", prompt="1 and", suffix="!")
+    engine.fail("error_event", after=2)
+    with pytest.raises(openai.APIError, match="engine"):
+        async for _ in await sdk.completions.create(model="m", prompt="1 and", stream=True):
+            pass

@@ -1,0 +1,90 @@
+"""A session before the path: what agents' SDKs send beside it."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy_fixtures import Start
+
+BODY: dict[str, Any] = {"model": "m", "messages": HELLO, "max_tokens": 4}
+PATHS: list[tuple[str, dict[str, Any]]] = [
+    ("v1/chat/completions", BODY),
+    ("chat/completions", BODY),
+    ("v1/messages", BODY),
+    ("rl/v1/set_reward", {"reward": 1}),
+    ("rl/v1/finalize", {}),
+]
+DUMMIES: list[dict[str, str]] = [
+    {"authorization": "Bearer DUMMY"},
+    {"authorization": "Bearer sk-proj-abc"},
+    {"authorization": "Bearer sk-v1.0.0123.forged"},
+    {"authorization": "Bearer DUMMY", "x-api-key": "another"},
+    {"authorization": ""},
+]
+
+
+@pytest.mark.parametrize("named", ["session_id", "api_key"])
+@pytest.mark.parametrize("dummy", DUMMIES)
+async def test_whatever_is_no_sessions_key_means_nothing(
+    proxy: Proxy, named: str, dummy: dict[str, str]
+) -> None:
+    session = await proxy.open()
+    for path, body in PATHS:
+        response = await proxy.http.post(f"/{session[named]}/{path}", json=body, headers=dummy)
+        assert response.status_code == 200, response.text
+    assert response.json()["interactions"] == 3
+
+
+@pytest.mark.parametrize("named", ["session_id", "api_key"])
+@pytest.mark.parametrize("header", ["authorization", "x-api-key"])
+async def test_another_sessions_key_is_refused(proxy: Proxy, named: str, header: str) -> None:
+    session, other = await proxy.open(), await proxy.open()
+    await proxy.complete(session["api_key"])
+    for path, body in PATHS:
+        headers = {header: other["api_key"]}
+        response = await proxy.http.post(f"/{session[named]}/{path}", json=body, headers=headers)
+        if path == "v1/messages":
+            assert response.status_code == 400
+        else:
+            refusal(response, 400, "session_mismatch", "two different sessions")
+        assert other["api_key"] not in response.text
+    assert len(await proxy.recorded(session["session_id"])) == 1
+    own = {header: session["api_key"]}
+    response = await proxy.http.post(f"/{session[named]}/v1/messages", json=BODY, headers=own)
+    assert response.status_code == 200
+
+
+async def test_a_lanes_key_goes_with_its_earlier_session(proxy: Proxy) -> None:
+    first = await proxy.open()
+    await proxy.complete(first["api_key"])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, first["api_key"])
+    await proxy.open(api_key=first["api_key"])
+    path = f"/{first['session_id']}/rl/v1/set_reward"
+    response = await proxy.post(path, {"reward": 2}, first["api_key"])
+    assert response.json()["session_id"] == first["session_id"]
+
+
+@pytest.mark.parametrize("keys", [(), ("server.admin_key=operator-secret",)])
+async def test_base_urls_with_v1_and_without(start: Start, keys: tuple[str, ...]) -> None:
+    proxy = await start(*keys)
+    await proxy.admit(10)
+    session = await proxy.open()
+    for base in ("", f"/{session['api_key']}"):
+        headers = {"authorization": f"Bearer {session['api_key']}"}
+        for url in (f"{base}/v1/chat/completions", f"{base}/chat/completions"):
+            response = await proxy.http.post(url, json=BODY, headers=headers)
+            assert response.status_code == 200, url
+        twice = await proxy.http.post(f"{base}/v1/v1/chat/completions", json=BODY, headers=headers)
+        if base:
+            # The base URL of an agent ends in /v1, and some clients add their own.
+            assert twice.status_code == 200, twice.text
+            continue
+        error = twice.json()["error"]
+        assert (twice.status_code, error["code"]) == (404, "not_found")
+        assert "there is no route /v1/v1/chat/completions" in error["message"]
+        assert "ends in one /v1" in error["message"]
+        assert session["api_key"] not in twice.text

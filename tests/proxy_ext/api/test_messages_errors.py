@@ -1,0 +1,250 @@
+"""Errors at `/v1/messages`, each in Anthropic's shape, whichever part answers it."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import pytest
+
+from any_agent.chat import ChatFormat
+from tests.proxy_ext.api.test_chat import say
+from tests.support.messages import PATH, TOOLS, agent_of, create, post, refused
+from tests.support.proxy import HELLO, LIMIT, Proxy, our_app, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_run import FaultKind
+
+INVALID = "invalid_request_error"
+TALK: list[Any] = [*HELLO]
+BAD: list[tuple[dict[str, Any], str, str]] = [
+    ({"max_tokens": ...}, "invalid_request", "max_tokens is required"),
+    ({"max_tokens": 0}, "invalid_request", "max_tokens must be"),
+    ({"messages": ...}, "invalid_request", "messages must be"),
+    ({"messages": []}, "invalid_request", "messages must be"),
+    ({"messages": [7]}, "invalid_request", "messages[0] must be an object"),
+    ({"n": 2}, "unsupported_parameter", 'unknown parameter "n"'),
+    ({"system": 5}, "invalid_request", "system must be"),
+    ({"stop_sequences": ["x"] * 17}, "invalid_request", "stop_sequences must be"),
+    ({"tools": [{"name": "f"}]}, "invalid_request", "tools[0].input_schema must be"),
+    ({"tools": TOOLS * 2}, "invalid_request", "tools[1] is the second one"),
+    ({"tool_choice": {"type": "any"}}, "invalid_request", "there are no tools"),
+    ({"thinking": {"type": "loud"}}, "unsupported_parameter", "thinking.type"),
+    ({"mcp_servers": [{}]}, "unsupported_parameter", "mcp_servers"),
+    ({"context_management": {"edits": [{"type": "x"}]}}, "unsupported_parameter", "context_man"),
+    (
+        {"tools": [{"type": "web_search_20250305", "name": "web_search"}]},
+        "unsupported_parameter",
+        "web_search_20250305",
+    ),
+    (
+        {"messages": [{"role": "user", "content": [{"type": "image", "source": {}}]}]},
+        "invalid_request",
+        "messages[0].content[0] is image: this model reads text only",
+    ),
+    (
+        {"messages": [*HELLO, {"role": "assistant", "content": "The answer is ("}]},
+        "invalid_request",
+        "not prefilled",
+    ),
+    (
+        {"messages": [{"role": "user", "content": "word " * 50_000}]},
+        "context_length_exceeded",
+        "maximum context length",
+    ),
+]
+
+
+@pytest.mark.parametrize(("fields", "code", "says"), BAD, ids=[each[2] for each in BAD])
+async def test_bad_requests(proxy: Proxy, fields: dict[str, Any], code: str, says: str) -> None:
+    session = await proxy.open()
+    for stream in (False, True):
+        response = await post(proxy, session["api_key"], **fields, stream=stream)
+        message = refused(response, 400, INVALID, code)
+        assert says in message
+        assert response.headers["x-should-retry"] == "false"
+    if fields.keys() & {"max_tokens", "stop_sequences"} == set():
+        path = "/v1/messages/count_tokens"
+        counted = await post(proxy, session["api_key"], path, **fields)
+        if code != "context_length_exceeded" or counted.status_code != 200:
+            assert says in refused(counted, 400, INVALID, code)
+    assert await proxy.recorded(session["session_id"]) == []
+
+
+@pytest.mark.parametrize("path", [PATH, "/messages", "/v1/messages/count_tokens"])
+async def test_what_is_no_json(proxy: Proxy, path: str) -> None:
+    key = (await proxy.open())["api_key"]
+    for body in (b"", b"{", b"[1]", b'{"a": NaN}', b'"' + b"\xff" * 9):
+        response = await proxy.http.post(path, content=body, headers={"x-api-key": key})
+        assert response.status_code == 400
+        assert response.json()["type"] == "error"
+
+
+async def test_in_front_of_the_routes(start: Start) -> None:
+    proxy = await start("server.admin_key=sk-admin-0123456789", "server.max_body_bytes=100000")
+    await proxy.admit(5)
+    session = await proxy.open()
+    key = session["api_key"]
+    async with httpx.AsyncClient(base_url=proxy.url) as http:
+        for path in (PATH, "/messages", "/v1/messages/count_tokens"):
+            response = await http.post(path, json={}, headers={"x-api-key": "sk-nothing"})
+            refused(response, 401, "authentication_error", "invalid_api_key")
+            response = await http.post(path, json={})
+            refused(response, 401, "authentication_error", "invalid_api_key")
+            large = {"messages": "x" * 200_000}
+            response = await http.post(path, json=large, headers={"x-api-key": key})
+            refused(response, 413, "request_too_large", "payload_too_large")
+            response = await http.get(path, headers={"x-api-key": key})
+            assert response.status_code == 405
+            assert response.json()["type"] == "error"
+        response = await http.post("/sk-v1.0.abc.def/v1/messages", json={})
+        assert response.status_code == 401
+        assert response.json()["error"]["type"] == "authentication_error"
+        response = await http.post("/v1/messages/batches", headers={"x-api-key": key})
+        refused(response, 404, "not_found_error", "not_found")
+        # As agents have it that give Anthropic's client OpenAI's base URL.
+        response = await http.post("/v1/v1/messages", headers={"x-api-key": key})
+        assert "must not end in it" in refused(response, 404, "not_found_error", "not_found")
+        # Behind a session's key that is what an agent's base URL makes, and works.
+        response = await http.post(f"/{key}/v1/v1/messages", headers={"x-api-key": key})
+        refused(response, 400, "invalid_request_error", "invalid_json")
+        many = {"x-api-key": key, "x-more": "y" * 40_000}
+        refused(await http.post(PATH, headers=many), 413, "request_too_large", "payload_too_large")
+
+
+async def test_a_session_that_is_not_there_or_over(proxy: Proxy) -> None:
+    body = {"max_tokens": 5, "messages": HELLO}
+    headers = {"x-any-agent-session": "ses-0-0123456789abcdef"}
+    for path in (PATH, "/v1/messages/count_tokens"):
+        response = await proxy.http.post(path, json=body, headers=headers)
+        refused(response, 404, "not_found_error", "session_not_found")
+    session = await proxy.finished_session()
+    for path in (PATH, "/v1/messages/count_tokens"):
+        response = await post(proxy, session["api_key"], path)
+        refused(response, 410, INVALID, "session_closed")
+        assert response.json()["error"]["details"]["state"] == "finalized"
+    async with agent_of(proxy, session["api_key"]) as agent:
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            await agent.messages.create(model="m", max_tokens=5, messages=TALK)
+    error = raised.value
+    assert (error.status_code, error.error_code, error.type) == (410, "session_closed", INVALID)
+    assert error.api_message and error.request_id
+
+
+async def test_without_a_place(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("server.max_inflight_calls=1")
+    await proxy.admit(5)
+    first, second = [await proxy.open() for _ in range(2)]
+    go_on = engine.hold(0)
+    waiting = asyncio.create_task(post(proxy, first["api_key"]))
+    await until(lambda: engine.running, "the call")
+    for path in (PATH, "/v1/messages/count_tokens"):
+        response = await post(proxy, second["api_key"], path)
+        refused(response, 429, "rate_limit_error", "too_many_calls")
+        assert int(response.headers["Retry-After"]) >= 1
+        assert "x-should-retry" not in response.headers
+    go_on.set()
+    assert (await waiting).status_code == 200
+
+
+@pytest.mark.parametrize(
+    ("kind", "status", "type", "code"),
+    [
+        ("disagree", 500, "api_error", "engine_mismatch"),
+        ("garbage", 503, "overloaded_error", "engine_unavailable"),
+    ],
+)
+async def test_an_engine_that_fails(
+    proxy: Proxy, engine: ScriptedEngine, kind: FaultKind, status: int, type: str, code: str
+) -> None:
+    key = (await proxy.open())["api_key"]
+    engine.fail(kind)
+    refused(await post(proxy, key), status, type, code)
+    engine.fail(kind, after=2)
+    async with agent_of(proxy, key) as agent:
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            async with agent.messages.stream(model="m", max_tokens=8, messages=TALK) as stream:
+                await stream.until_done()
+    assert (raised.value.type, raised.value.error_code) == (type, code)
+
+
+async def test_a_stream_that_breaks(proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    await create(proxy, key, max_tokens=4)
+    say(engine, chat, "one two three four five six")
+    go_on = engine.hold(4)
+    texts = []
+    async with asyncio.timeout(LIMIT), agent_of(proxy, key) as agent:
+        with pytest.raises(anthropic.APIStatusError) as raised:
+            async with agent.messages.stream(model="m", max_tokens=50, messages=TALK) as stream:
+                async for text in stream.text_stream:
+                    texts.append(text)
+                    if not go_on.is_set():
+                        ended = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+                        assert ended.status_code == 200, ended.text
+                        go_on.set()
+    assert texts
+    assert raised.value.error_code == "session_closed"
+    assert raised.value.type == INVALID
+
+
+async def test_one_call_at_most_where_that_cannot_be_said(
+    proxy: Proxy, chat: ChatFormat, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    monkeypatch.setattr(type(chat), "one_call_stop_ids", lambda _: None)
+    choice = {"type": "auto", "disable_parallel_tool_use": True}
+    response = await post(proxy, session["api_key"], tools=TOOLS, tool_choice=choice)
+    message = refused(response, 400, INVALID, "unsupported_parameter")
+    assert message.startswith("tool_choice.disable_parallel_tool_use is not supported")
+    assert response.json()["error"]["details"]["param"] == "tool_choice"
+
+
+async def test_a_fault_of_ours_has_the_shape_too(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    session = await proxy.open()
+
+    def broken(*_: Any, **__: Any) -> Any:
+        raise RuntimeError("a secret")
+
+    monkeypatch.setattr(proxy.service.completer, "find", broken)
+    for path in (PATH, "/v1/messages/count_tokens"):
+        response = await post(proxy, session["api_key"], path)
+        assert "secret" not in refused(response, 500, "api_error", "internal_error")
+
+
+async def test_a_retry_is_the_call_that_it_repeats(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    say(engine, chat, "one two three")
+    go_on = engine.hold(2)
+    agent = anthropic.AsyncAnthropic(
+        base_url=proxy.url, api_key=session["api_key"], max_retries=2, timeout=1.0
+    )
+    async with agent:
+        asking = asyncio.create_task(agent.messages.create(model="m", max_tokens=50, messages=TALK))
+        await until(lambda: proxy.service.calls.stats.retries["joined"], "the retry")
+        go_on.set()
+        answer = await asking
+    (block,) = answer.content
+    assert block.type == "text" and block.text == "one two three"
+    assert [i.id for i in await proxy.recorded(session["session_id"])] == [answer.id]
+    assert len(engine.requests) == 1
+
+
+def test_the_routes_are_there() -> None:
+    paths = our_app().openapi()["paths"]
+    assert {"/v1/messages", "/v1/messages/count_tokens"} <= paths.keys()
+
+
+async def test_the_whole_of_a_call_in_no_session(start: Start) -> None:
+    """Where nothing is trained, nobody needs a session."""
+    proxy = await start(training=False)
+    answer = await create(proxy, "anything", max_tokens=4)
+    assert answer.usage.output_tokens <= 4

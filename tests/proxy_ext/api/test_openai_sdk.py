@@ -1,0 +1,148 @@
+"""The real OpenAI SDK against the proxy: whole, streaming, errors, retries."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+
+import httpx
+import openai
+import pytest
+
+from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+MODEL = "gpt-4o"
+
+
+@pytest.fixture
+async def sent() -> list[str]:
+    """Paths of the requests that the SDK made."""
+    return []
+
+
+@pytest.fixture
+async def sdk(proxy: Proxy, sent: list[str]) -> AsyncIterator[openai.AsyncOpenAI]:
+    session = await proxy.open()
+
+    async def note(request: httpx.Request) -> None:
+        sent.append(request.url.path)
+
+    http = httpx.AsyncClient(event_hooks={"request": [note]})
+    async with openai.AsyncOpenAI(
+        base_url=session["base_url"], api_key=session["api_key"], http_client=http
+    ) as client:
+        yield client
+
+
+async def test_whole(sdk: openai.AsyncOpenAI, proxy: Proxy) -> None:
+    completion = await sdk.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=5)
+    assert completion.choices[0].finish_reason == "length"
+    assert completion.choices[0].message.role == "assistant"
+    assert completion.usage is not None
+    assert completion.usage.completion_tokens == 5
+    raw = await sdk.chat.completions.with_raw_response.create(
+        model=MODEL, messages=HELLO, max_tokens=5
+    )
+    assert raw.headers["x-any-agent-interaction"] == raw.parse().id
+
+
+async def test_stream(sdk: openai.AsyncOpenAI, engine: ScriptedEngine, proxy: Proxy) -> None:
+    chat = proxy.service.completer.chat
+    engine.say([*chat.tokenizer.encode("12 and 3"), chat.stop_token_ids[0]])
+    stream = await sdk.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, stream_options={"include_usage": True}
+    )
+    chunks = [chunk async for chunk in stream]
+    text = "".join(c.choices[0].delta.content or "" for c in chunks if c.choices)
+    assert text == "12 and 3"
+    assert chunks[-1].usage is not None
+    assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == "stop"
+
+
+async def test_the_sdks_own_stream_helper(sdk: openai.AsyncOpenAI) -> None:
+    async with sdk.chat.completions.stream(model=MODEL, messages=HELLO, max_tokens=4) as stream:
+        async for _ in stream:
+            pass
+        with pytest.raises(openai.LengthFinishReasonError):
+            await stream.get_final_completion()
+
+
+async def test_errors_come_as_their_classes_and_are_not_retried(
+    sdk: openai.AsyncOpenAI, proxy: Proxy, sent: list[str]
+) -> None:
+    long = [{"role": "user", "content": "many words " * 2000}]
+    with pytest.raises(openai.BadRequestError, match="context length") as raised:
+        await sdk.chat.completions.create(model=MODEL, messages=long)
+    assert raised.value.code == "context_length_exceeded"
+    with pytest.raises(openai.BadRequestError) as raised:
+        await sdk.chat.completions.create(model=MODEL, messages=HELLO, modalities=["audio"])
+    assert (raised.value.code, raised.value.param) == ("unsupported_parameter", "modalities")
+    with pytest.raises(openai.AuthenticationError):
+        await sdk.with_options(api_key="sk-v1.0.x").chat.completions.create(
+            model=MODEL, messages=HELLO
+        )
+    with pytest.raises(openai.NotFoundError):
+        await sdk.embeddings.create(model=MODEL, input="x", encoding_format="float")
+    key = sdk.api_key
+    other = openai.AsyncOpenAI(base_url=str(sdk.base_url), api_key=key, http_client=sdk._client)
+    with pytest.raises(openai.BadRequestError, match="two different"):
+        await other.with_options(
+            default_headers={"x-api-key": "sk-v1.0.another"}
+        ).chat.completions.create(model=MODEL, messages=HELLO)
+    assert len(sent) == 5
+    await sdk.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=2)
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    sent.clear()
+    with pytest.raises(openai.APIStatusError, match="start a new session") as closed:
+        await sdk.chat.completions.create(model=MODEL, messages=HELLO)
+    assert closed.value.status_code == 410
+    with pytest.raises(openai.ConflictError):
+        # As a custom client would post to us through the SDK.
+        await sdk.post(
+            "/../rl/v1/export_trajectories",
+            cast_to=object,
+            body={"session_ids": [(await proxy.open())["session_id"]]},
+            options={"headers": {"Authorization": "Bearer operator"}},
+        )
+    assert len(sent) == 2
+
+
+async def test_an_engine_that_is_away_is_tried_again(
+    sdk: openai.AsyncOpenAI, engine: ScriptedEngine, sent: list[str], proxy: Proxy
+) -> None:
+    engine.fail("status", status=503)
+    client = sdk.with_options(max_retries=1)
+    # Retry-After is 2 s: the test does not wait for it.
+    client._calculate_retry_timeout = lambda *_, **__: 0.0  # type: ignore[method-assign]
+    await client.chat.completions.create(model=MODEL, messages=HELLO, max_tokens=3)
+    assert len(sent) == 2
+    session = next(iter(proxy.service.sessions.live.values()))
+    assert len(await proxy.recorded(session.id)) == 1
+
+
+async def test_an_engine_that_fails_mid_stream_raises(
+    sdk: openai.AsyncOpenAI, engine: ScriptedEngine
+) -> None:
+    engine.fail("error_event", after=3)
+    stream = await sdk.chat.completions.create(
+        model=MODEL, messages=HELLO, stream=True, max_tokens=8
+    )
+    with pytest.raises(openai.APIError, match="engine"):
+        async for _ in stream:
+            pass
+
+
+async def test_models_list(sdk: openai.AsyncOpenAI) -> None:
+    assert [model.id async for model in await sdk.models.list()] == ["policy"]
+
+
+async def test_behind_a_path_prefix(start: Start, proxy: Proxy) -> None:
+    session = await proxy.open()
+    async with openai.AsyncOpenAI(
+        base_url=f"{proxy.url}/{session['api_key']}/v1", api_key="DUMMY"
+    ) as client:
+        raw = await client.chat.completions.with_raw_response.create(
+            model=MODEL, messages=HELLO, max_tokens=2
+        )
+    assert raw.headers["x-any-agent-session"] == session["session_id"]

@@ -1,0 +1,134 @@
+"""`/openapi.json`: complete, true, and the same at every start."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jsonschema  # type: ignore[import-untyped]
+import pytest
+
+from any_agent.auth.access import Scope
+from any_agent.protocol.error_bodies import is_messages
+from proxy_ext.api.model_routes import HANDLERS
+from proxy_ext.web.permissions import RULES
+from tests.support.proxy import Proxy, our_app
+from tests.support.proxy_fixtures import Start
+
+UNDESCRIBED = {
+    # The same as those under /v1.
+    *((method, path) for method, path in RULES if (method, f"/v1{path}") in RULES),
+    ("GET", "/openapi.json"),
+    ("HEAD", "/openapi.json"),
+}
+MODEL_CALLS = {("POST", f"/v1{path}") for path in HANDLERS}
+COUNT = ("POST", "/v1/messages/count_tokens")
+
+
+def described() -> dict[str, Any]:
+    schema: dict[str, Any] = our_app().openapi()
+    return schema
+
+
+SCHEMA = described()
+OPERATIONS = {
+    (method.upper(), path): operation
+    for path, methods in SCHEMA["paths"].items()
+    for method, operation in methods.items()
+}
+
+
+def test_it_is_the_same_every_time() -> None:
+    assert described() == SCHEMA
+
+
+def test_every_route_is_described() -> None:
+    assert OPERATIONS.keys() == RULES.keys() - UNDESCRIBED
+
+
+@pytest.mark.parametrize("route", OPERATIONS, ids=" ".join)
+def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
+    operation, scopes = OPERATIONS[route], RULES[route].scopes
+    responses = operation["responses"]
+    assert "200" in responses
+    expected = {"400", "413", "502", "503"}
+    if Scope.NONE not in scopes:
+        expected |= {"401", "403"}
+        assert operation["security"] == [{"bearer": []}, {"x_api_key": []}]
+    if "{session_id}" in route[1]:
+        expected |= {"404"}
+    if route[0] != "GET" and route != COUNT:
+        # Whatever changes something is written, and a disk may be full.
+        expected |= {"409", "507"}
+    if "start_session" in route[1] or route in MODEL_CALLS:
+        expected |= {"429"}
+    missing = expected - responses.keys() - ({"409"} if route[1] == "/grant_capacity" else set())
+    assert not missing
+    for status, response in responses.items():
+        assert len(response["description"]) > 5
+        if status >= "400":
+            name = "AnthropicError" if is_messages(route[1]) else "Error"
+            error = {"$ref": f"#/components/schemas/{name}"}
+            assert response["content"] == {"application/json": {"schema": error}}
+        if status in ("429", "503", "507"):
+            assert "Retry-After" in response["headers"]
+    assert operation["tags"]
+    assert operation.get("description") or operation.get("summary")
+
+
+@pytest.mark.parametrize("route", OPERATIONS, ids=" ".join)
+def test_a_route_has_models(route: tuple[str, str]) -> None:
+    """Whatever is JSON has a schema that says more than that."""
+    operation = OPERATIONS[route]
+    bodies = [operation["requestBody"]] if "requestBody" in operation else []
+    answers = [r for status, r in operation["responses"].items() if status == "200"]
+    for body in (*bodies, *answers):
+        for kind, content in body["content"].items():
+            if kind == "application/json":
+                assert content["schema"], (route, kind)
+
+
+def test_repeatable_routes_take_a_key() -> None:
+    """All that change something at an agent's or a trainer's request, polls and exports aside."""
+    without = {
+        route
+        for route, operation in OPERATIONS.items()
+        if route[0] in ("POST", "DELETE")
+        and "Idempotency-Key" not in {p["name"] for p in operation.get("parameters", ())}
+    }
+    assert without == {
+        *MODEL_CALLS,
+        ("POST", "/rl/v1/lease"),
+        ("POST", "/rl/v1/export_trajectories"),
+        ("POST", "/export_trajectories"),
+        # Its second one finds nothing.
+        ("DELETE", "/v1/responses/{response_id}"),
+    }
+
+
+def test_the_examples_are_good() -> None:
+    schemas = SCHEMA["components"]["schemas"]
+    shown = {name for name, schema in schemas.items() if "examples" in schema}
+    assert {"StartSession", "SetReward", "Finalize", "ArealStart", "Error"} <= shown
+    for name in shown:
+        for example in schemas[name]["examples"]:
+            whole = {**schemas[name], "components": SCHEMA["components"]}
+            jsonschema.validate(example, whole)
+
+
+def test_comments_are_descriptions() -> None:
+    wait = SCHEMA["components"]["schemas"]["StartSession"]["properties"]["wait"]
+    assert wait["description"] == "Seconds to wait for a free slot before 429."
+
+
+@pytest.mark.parametrize("settings", [(), ("server.admin_key=operator-secret",)])
+async def test_it_is_served_to_everybody(start: Start, settings: tuple[str, ...]) -> None:
+    proxy = await start(*settings)
+    proxy.http.headers.pop("authorization", None)
+    assert (await proxy.http.get("/openapi.json")).json() == SCHEMA
+
+
+async def test_another_method_is_told_which_there_are(proxy: Proxy) -> None:
+    response = await proxy.http.put("/rl/v1/finalize")
+    assert response.status_code == 405
+    assert response.headers["allow"] == "POST"
+    assert response.json()["error"]["code"] == "invalid_request"

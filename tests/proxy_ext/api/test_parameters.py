@@ -1,0 +1,97 @@
+"""What agents ask for reaches the engine under its names, on both routes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.completions.params import choice_seed
+from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": HELLO, "max_tokens": 4},
+    "/v1/completions": {"prompt": "hello", "max_tokens": 4},
+}
+SCHEMA = {"type": "object", "properties": {"b": {"type": "integer"}, "a": {}}}
+ASKED: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"temperature": 0}, {"temperature": 0}),
+    ({"temperature": 2, "top_p": 0.5}, {"temperature": 2, "top_p": 0.5}),
+    ({"top_k": 3, "min_p": 0.25}, {"top_k": 3, "min_p": 0.25}),
+    ({"seed": -(2**63)}, {"sampling_seed": -(2**63)}),
+    ({"stop": "zz"}, {"stop": ["zz"]}),
+    ({"frequency_penalty": -2}, {"frequency_penalty": -2}),
+    ({"presence_penalty": 2}, {"presence_penalty": 2}),
+    ({"repetition_penalty": 1.5}, {"repetition_penalty": 1.5}),
+    ({"logit_bias": {"5": -100, "7": 1.5}}, {"logit_bias": {"5": -100, "7": 1.5}}),
+    ({"guided_regex": "a+"}, {"regex": "a+"}),
+    ({"guided_choice": ["a.", "b"]}, {"regex": r"(a\.|b)"}),
+    ({"guided_json": SCHEMA}, {"json_schema": orjson.dumps(SCHEMA).decode()}),
+]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_in_eval_sessions(proxy: Proxy, engine: ScriptedEngine, path: str) -> None:
+    session = await proxy.open(mode="eval")
+    for asked, told in ASKED:
+        response = await proxy.post(path, BODIES[path] | asked, session["api_key"])
+        assert response.status_code == 200, (asked, response.text)
+        assert "x-any-agent-overrides" not in response.headers
+        sampling = engine.requests[-1]["sampling_params"]
+        assert told.items() <= sampling.items(), asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "train", "evaluation"),
+    [([], 0.7, 0.7), (["eval.temperature=0.25"], 0.7, 0.25), (["eval.temperature=0"], 0.7, 0.0)],
+)
+async def test_the_temperature_of_agents_that_ask_for_none(
+    start: Start, engine: ScriptedEngine, settings: list[str], train: float, evaluation: float
+) -> None:
+    proxy = await start("sampling.temperature=0.7", *settings)
+    await proxy.admit(1)
+    for mode, expected in (("train", train), ("eval", evaluation)):
+        session = await proxy.open(mode=mode)
+        for path, body in BODIES.items():
+            assert (await proxy.post(path, body, session["api_key"])).status_code == 200
+            assert engine.requests[-1]["sampling_params"]["temperature"] == expected
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_in_train_sessions_what_is_overridden_is_told(
+    proxy: Proxy, engine: ScriptedEngine, path: str
+) -> None:
+    session = await proxy.open()
+    await proxy.post(path, BODIES[path], session["api_key"])
+    plain = engine.requests[-1]["sampling_params"]
+    for asked, told in ASKED:
+        response = await proxy.post(path, BODIES[path] | asked, session["api_key"])
+        assert response.status_code == 200, (asked, response.text)
+        sampling = engine.requests[-1]["sampling_params"]
+        overrides = orjson.loads(response.headers.get("x-any-agent-overrides", "{}"))
+        if overrides:
+            assert (sampling, overrides.keys()) == (plain, asked.keys())
+        else:
+            assert told.items() <= sampling.items(), asked
+    recorded = await proxy.recorded(session["session_id"])
+    assert [i.untrainable_reason for i in recorded] == [
+        *[None] * 6,
+        *["penalty"] * 3,
+        "logit_bias",
+        *["grammar"] * 3,
+    ]
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_each_choice_draws_for_itself(
+    proxy: Proxy, engine: ScriptedEngine, path: str
+) -> None:
+    session = await proxy.open(mode="eval")
+    response = await proxy.post(path, BODIES[path] | {"n": 3, "seed": 7}, session["api_key"])
+    assert response.status_code == 200, response.text
+    assert [c["index"] for c in response.json()["choices"]] == [0, 1, 2]
+    seeds = sorted(r["sampling_params"]["sampling_seed"] for r in engine.requests)
+    assert seeds == sorted(choice_seed(7, k) for k in range(3))

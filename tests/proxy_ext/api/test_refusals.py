@@ -1,0 +1,474 @@
+"""What is refused: with which status, and with a message that says what to do."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+from urllib.parse import urlsplit
+
+import httpx
+import pytest
+
+from tests.support.proxy import HELLO, Proxy, signer
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+CHAT = "/v1/chat/completions"
+
+
+def refusal(response: httpx.Response, status: int, code: str, says: str) -> dict[str, Any]:
+    """Check an error answer; the error."""
+    assert response.status_code == status, response.text
+    error: dict[str, Any] = response.json()["error"]
+    assert error["code"] == code, error
+    assert says in error["message"], error
+    assert set(error) >= {"message", "type", "param", "code"}
+    assert "Traceback" not in response.text
+    if status < 500 and status != 429:
+        assert response.headers["x-should-retry"] == "false"
+    return error
+
+
+async def test_bad_calls(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    user = HELLO[0]
+    deep: Any = "x"
+    for _ in range(500):
+        deep = [deep]
+    cases: list[tuple[dict[str, Any], str, str]] = [
+        ({"messages": []}, "invalid_request", "messages must be a non-empty list"),
+        ({"messages": None}, "invalid_request", "messages"),
+        ({"messages": "hello"}, "invalid_request", "messages"),
+        ({"messages": ["hello"]}, "", ""),
+        ({"messages": [user, 7]}, "", ""),
+        ({"messages": [{"role": "nobody", "content": "x"}]}, "", ""),
+        ({"messages": [{"role": "user"}]}, "", ""),
+        ({"messages": [{"role": "user", "content": {"a": 1}}]}, "", ""),
+        ({"messages": [{"role": "user", "content": deep}]}, "", ""),
+        ({"max_tokens": 0}, "invalid_request", "max_tokens must be an integer from 1"),
+        ({"max_tokens": -5}, "invalid_request", "integer from 1"),
+        ({"max_tokens": "8"}, "invalid_request", "integer"),
+        ({"max_tokens": True}, "invalid_request", "integer"),
+        ({"max_completion_tokens": 0}, "invalid_request", "integer from 1"),
+        ({"n": 0}, "invalid_request", "n must be an integer from 1 to 128"),
+        ({"n": 129}, "invalid_request", "n must be an integer from 1 to 128"),
+        ({"best_of": 2}, "unsupported_parameter", "best_of"),
+        ({"max_output_tokens": 1}, "unsupported_parameter", "max_output_tokens"),
+        ({"frequency_penalty": 5}, "invalid_request", "frequency_penalty"),
+        ({"logit_bias": {"x": 3}}, "invalid_request", "logit_bias"),
+        ({"logit_bias": {"999999": 3}}, "invalid_request", "vocabulary"),
+        ({"top_logprobs": 3}, "invalid_request", "needs logprobs"),
+        ({"response_format": {"type": "xml"}}, "unsupported_parameter", "response_format"),
+        ({"tools": [tool], "tool_choice": "often"}, "invalid_request", "tool_choice must be"),
+        ({"tool_choice": "required"}, "invalid_request", "there are no tools"),
+        (
+            {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}},
+            "invalid_request",
+            "none of the tools",
+        ),
+        ({"tools": [tool, tool]}, "invalid_request", "second one called"),
+        ({"prediction": {"type": "content", "content": "x"}}, "unsupported_parameter", "Leave it"),
+        ({"tools": "f"}, "invalid_request", "tools must be a list"),
+        ({"tools": [{"name": "f"}]}, "invalid_request", "tools[0]"),
+        ({"temperature": 3}, "invalid_request", "from 0 to 2"),
+        ({"temperature": "hot"}, "invalid_request", "number"),
+        ({"top_p": 0}, "invalid_request", "greater than 0"),
+        ({"stop": ""}, "invalid_request", "stop"),
+        ({"stop": ["a"] * 17}, "invalid_request", "stop"),
+        ({"stream": "yes"}, "invalid_request", "true or false"),
+        ({"stream_options": []}, "", ""),
+        ({"stream_options": 5}, "invalid_request", "stream_options"),
+        ({"model": 5}, "invalid_request", "model must be a string"),
+    ]
+    for change, code, says in cases:
+        body = {"messages": HELLO, "max_tokens": 2} | change
+        response = await proxy.post(CHAT, body, key)
+        if not code and response.status_code == 200:
+            assert change == {"stream_options": []}, change
+            continue
+        assert response.status_code == 400, (change, response.text)
+        refusal(response, 400, code or response.json()["error"]["code"], says)
+        if code == "unsupported_parameter":
+            assert response.json()["error"]["param"] in change
+    recorded = await proxy.recorded(session["session_id"])
+    assert len(recorded) == len(engine.requests) <= 1
+
+
+async def test_a_continuation_is_checked_like_a_first_call(proxy: Proxy) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    answer = await proxy.complete(key)
+    history = [*HELLO, answer["choices"][0]["message"]]
+    for new in ("text", 5, None, {"role": "user", "content": 5}, {"role": "zzz", "content": "x"}):
+        response = await proxy.call(key, [*history, new])  # type: ignore[list-item]
+        assert response.status_code == 400, (new, response.text)
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+async def test_bodies_that_are_no_json(proxy: Proxy) -> None:
+    session = await proxy.open()
+    bodies = [b"", b"{", b"\xff\xfe", b"[]", b"5", b"[" * 100_000, b'{"messages": NaN}']
+    for path in (CHAT, "/rl/v1/set_reward", "/rl/v1/start_session"):
+        for body in bodies:
+            response = await proxy.post(path, body, session["api_key"])
+            if path.endswith("start_session"):
+                # Judged by the key first: a session key opens nothing.
+                assert response.status_code in (400, 403), response.text
+            else:
+                assert response.status_code == 400, (path, body[:20], response.text)
+            assert response.json()["error"]["message"], (path, body[:20])
+    assert await proxy.recorded(session["session_id"]) == []
+
+
+async def test_deep_or_huge_values_cannot_poison_the_record(proxy: Proxy) -> None:
+    """What is accepted can be stored, leased and read back; the rest is a 400."""
+    session = await proxy.open()
+    key = session["api_key"]
+    deep: Any = {}
+    for _ in range(800):
+        deep = {"a": deep}
+    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+    odd: list[dict[str, Any]] = [
+        {"metadata": deep},
+        {"user": 2**64 - 1},
+        {"metadata": {"x": 1e308}},
+        {"messages": [{"role": "user", "content": "x", "extra": 2**64 - 1}]},
+        {"messages": [{"role": "user", "content": "x", "extra": deep}]},
+        {"messages": [*HELLO, {"role": "assistant", "tool_calls": [call | {"x": deep}]}, HELLO[0]]},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": deep}}]},
+    ]
+    for change in odd:
+        response = await proxy.post(CHAT, {"messages": HELLO, "max_tokens": 2} | change, key)
+        assert response.status_code in (200, 400), (change.keys(), response.text)
+    await proxy.complete(key)
+    finalized = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    assert finalized.status_code == 200, finalized.text
+    recorded = await proxy.recorded(session["session_id"])
+    (trajectory,) = await proxy.lease()
+    assert [i.id for i in trajectory.interactions] == [i.id for i in recorded]
+
+
+async def test_metadata_that_could_not_be_stored(proxy: Proxy) -> None:
+    deep: Any = {}
+    for _ in range(100):
+        deep = {"a": deep}
+    bad = [
+        b'{"metadata": {"x": "\\ud800"}}',
+        b'{"metadata": {"x": NaN}}',
+        b'{"metadata": {"x": 1' + b"0" * 40 + b"}}",
+        {"metadata": deep},
+        {"metadata": {"x": "y" * 70_000}},
+        {"metadata": 5},
+    ]
+    for body in bad:
+        response = await proxy.post("/rl/v1/start_session", body)
+        assert response.status_code == 400, response.text
+        error = response.json()["error"]
+        sorts = ("invalid_json", "too_deep", "integer_too_large")
+        assert error["code"] in sorts or "metadata" in error["message"]
+    assert (await proxy.capacity())["admitted"] == 0
+
+
+async def test_bad_opens(proxy: Proxy) -> None:
+    cases = [
+        ({"task": "x"}, "unknown field task"),
+        ({"mode": "test"}, "mode"),
+        ({"task_id": "a b"}, "task_id"),
+        ({"task_id": "../x"}, "task_id"),
+        ({"group_id": "x" * 65}, "group_id"),
+        ({"group_size": 0, "group_id": "g"}, "group_size"),
+        ({"group_size": 4}, "needs a group_id"),
+        ({"group_size": 9, "group_id": "g"}, "batch_size"),
+        ({"ttl": 0}, "ttl"),
+        ({"wait": -1}, "wait"),
+    ]
+    for body, says in cases:
+        response = await proxy.post("/rl/v1/start_session", body)
+        refusal(response, 400, "invalid_request", says)
+    assert (await proxy.capacity())["admitted"] == 0
+
+
+async def test_a_session_opens_with_no_body_at_all(proxy: Proxy) -> None:
+    for response in (
+        await proxy.http.post("/rl/v1/start_session"),
+        await proxy.http.get("/rl/v1/start_session", params={"mode": "eval", "task_id": "t"}),
+    ):
+        assert response.status_code == 200, response.text
+
+
+async def test_bad_rewards(proxy: Proxy) -> None:
+    session = await proxy.open()
+    other = await proxy.open()
+    key = session["api_key"]
+    refusal(
+        await proxy.post("/rl/v1/set_reward", {"reward": 1}, key), 422, "no_interactions", "reward"
+    )
+    completion = (await proxy.complete(key))["id"]
+    foreign = (await proxy.complete(other["api_key"]))["id"]
+    for body in (
+        b'{"reward": NaN}',
+        b'{"reward": Infinity}',
+        b'{"reward": 1e999}',
+        b'{"reward": 1' + b"0" * 400 + b"}",
+        {"reward": "1.0"},
+        {"reward": None},
+        {"reward": True},
+        {},
+        {"reward": 1, "step": 2},
+    ):
+        response = await proxy.post("/rl/v1/set_reward", body, key)
+        no_json = isinstance(body, bytes)
+        refusal(response, 400, "invalid_json" if no_json else "invalid_request", "")
+    for reward in (1.000001e6, -1.000001e6, 1e300, -(10**9)):
+        # Finite, and yet one of them could make the loss of a whole batch infinite.
+        for path, field in (("set_reward", "reward"), ("finalize", "final_reward")):
+            response = await proxy.post(f"/rl/v1/{path}", {field: reward}, key)
+            refusal(response, 400, "invalid_request", "between -1e+06 and 1e+06")
+    final = await proxy.post("/rl/v1/finalize", b'{"final_reward": NaN}', key)
+    refusal(final, 400, "invalid_json", "")
+    final = await proxy.post("/rl/v1/finalize", {"final_reward": "1"}, key)
+    refusal(final, 400, "invalid_request", "")
+    for id in ("no-such-completion", foreign):
+        response = await proxy.post("/rl/v1/set_reward", {"reward": 1, "completion_id": id}, key)
+        refusal(response, 404, "completion_not_found", id)
+    two = {"reward": 1, "completion_id": completion, "interaction_id": "x"}
+    refusal(await proxy.post("/rl/v1/set_reward", two, key), 400, "invalid_request", "different")
+    refusal(await proxy.post("/rl/v1/finalize", {}, key), 422, "no_reward", "final_reward")
+    for one in await proxy.recorded(session["session_id"]):
+        assert one.reward is None
+    for bound in (1e6, -1e6):
+        response = await proxy.post("/rl/v1/set_reward", {"reward": bound}, key)
+        assert response.status_code == 200, response.text
+    response = await proxy.post("/rl/v1/set_reward", {"reward": -2}, key)
+    assert response.json() == {
+        "status": "success",
+        "session_id": session["session_id"],
+        "interaction_id": completion,
+        "reward": -2.0,
+    }
+
+
+async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine) -> None:
+    for mode in ("train", "eval"):
+        session = await proxy.finished_session(mode=mode)
+        key, before = session["api_key"], len(engine.requests)
+        if mode == "train":
+            # Its rewards may be revised until a trainer has it.
+            assert len(await proxy.lease()) == 1
+        for response in (
+            await proxy.call(key),
+            await proxy.call(key, stream=True),
+            await proxy.post("/rl/v1/set_reward", {"reward": 5}, key),
+            await proxy.post("/rl/v1/set_reward", {"final_reward": 5}, key),
+        ):
+            error = refusal(response, 410, "session_closed", "start a new session")
+            assert error["state"] == ("leased" if mode == "train" else "evaluated")
+        other = await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key)
+        refusal(other, 409, "already_finalized", "final reward is 1")
+        aborted = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key)
+        advice = "cannot be taken out" if mode == "train" else "nothing to abort"
+        refusal(aborted, 410, "session_closed", advice)
+        assert len(engine.requests) == before
+        (interaction,) = await proxy.recorded(session["session_id"])
+        assert interaction.reward is None
+
+
+async def test_an_empty_trajectory_is_not_finalized(proxy: Proxy) -> None:
+    session = await proxy.open()
+    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
+    refusal(response, 422, "no_interactions", "abort it")
+
+
+async def test_no_session_and_wrong_keys(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    prefix, rank, lane, mac = key.rsplit(".", 3)
+    refusal(await proxy.call(None), 401, "no_session", "start_session")
+    for bad in (
+        key[:-1],
+        key + "0",
+        f"{prefix}.{rank}.{lane}.{'0' * 32}",
+        f"{prefix}.{rank}.{'0' * 24}.{mac}",
+        f"{prefix}.7.{lane}.{mac}",
+        f"{prefix}.{rank}.{lane}.{mac[:16]}",
+        "sk-v1.",
+        "sk-v1.٠." + lane + "." + mac,
+    ):
+        if bad.isascii():
+            response = await proxy.call(bad)
+            refusal(response, 401, "invalid_api_key", "not valid")
+        response = await proxy.post(f"/{bad}{CHAT}", {"messages": HELLO})
+        refusal(response, 401, "invalid_api_key", "not valid")
+    signed_elsewhere = signer(proxy).mint(0)[1]
+    refusal(await proxy.call(signed_elsewhere), 401, "invalid_api_key", "not valid")
+    response = await proxy.post(f"/ses-0-nothere{CHAT}", {"messages": HELLO})
+    refusal(response, 404, "session_not_found", "ses-0-nothere")
+    assert engine.requests == []
+
+
+async def test_two_sessions_in_one_request(proxy: Proxy) -> None:
+    one, two = await proxy.open(), await proxy.open()
+    key = one["api_key"]
+    calls = [
+        proxy.post(CHAT, {"messages": HELLO}, key, **{"x-any-agent-session": two["session_id"]}),
+        proxy.post(CHAT, {"messages": HELLO}, key, **{"x-api-key": two["api_key"]}),
+        proxy.post(
+            f"/{key}{CHAT}", {"messages": HELLO}, **{"x-any-agent-session": two["session_id"]}
+        ),
+        proxy.post("/rl/v1/set_reward", {"reward": 1, "session_id": two["session_id"]}, key),
+        proxy.post(f"/rl/v1/finalize?session_id={two['session_id']}", {"final_reward": 1}, key),
+        proxy.post(
+            f"/rl/v1/finalize?session_id={two['session_id']}", {"session_id": one["session_id"]}
+        ),
+    ]
+    for response in await asyncio.gather(*calls):
+        refusal(response, 400, "session_mismatch", "")
+    for session in (one, two):
+        assert await proxy.recorded(session["session_id"]) == []
+    # The same session named twice is no contradiction.
+    response = await proxy.post(
+        CHAT, {"messages": HELLO}, key, **{"x-any-agent-session": one["session_id"]}
+    )
+    assert response.status_code == 200
+
+
+async def test_a_prompt_over_the_context(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("engine.context_length=64")
+    await proxy.admit(5)
+    session = await proxy.open()
+    long = [{"role": "user", "content": "many words " * 100}]
+    for stream in (False, True):
+        response = await proxy.call(session["api_key"], long, stream=stream)
+        refusal(response, 400, "context_length_exceeded", "shorten")
+    assert engine.requests == []
+    assert await proxy.recorded(session["session_id"]) == []
+
+
+async def test_bodies_over_the_limit(start: Start) -> None:
+    proxy = await start("server.max_body_bytes=4096")
+    await proxy.admit(5)
+    session = await proxy.open()
+    big = b'{"messages": "' + b"x" * 5000 + b'"}'
+
+    async def pieces() -> Any:
+        for at in range(0, len(big), 1000):
+            yield big[at : at + 1000]
+
+    headers = {"Authorization": f"Bearer {session['api_key']}", "content-type": "application/json"}
+    for path in (CHAT, "/rl/v1/set_reward"):
+        for content in (big, pieces()):
+            response = await proxy.http.post(path, content=content, headers=headers)
+            refusal(response, 413, "payload_too_large", "max_body_bytes")
+    assert (await proxy.call(session["api_key"])).status_code == 200
+    many = {f"x-{k}": "y" * 1000 for k in range(40)}
+    response = await proxy.http.get("/v1/models", headers=many)
+    assert response.status_code in (400, 413, 431)
+
+
+async def test_open_mode_serves_this_machine_only(proxy: Proxy) -> None:
+    port = urlsplit(proxy.url).port
+    for name, value, ok in (
+        ("host", "example.org", False),
+        ("host", f"127.0.0.1.example.org:{port}", False),
+        ("host", "127.evil.example", False),
+        ("host", "[::1", False),
+        ("host", f"localhost:{port}", True),
+        ("host", f"[::1]:{port}", True),
+        ("host", "127.8.8.8", True),
+        ("origin", "http://example.org", False),
+        ("origin", "null", False),
+        ("origin", "http://127.0.0.1.nip.example", False),
+        ("origin", f"http://localhost:{port}", True),
+        ("origin", "http://127.0.0.1:3000", True),
+    ):
+        response = await proxy.http.get("/rl/v1/run", headers={name: value})
+        assert response.status_code == (200 if ok else 403), (name, value)
+        if not ok:
+            refusal(response, 403, "forbidden", "server.admin_key")
+
+
+async def test_admin_key_mode(start: Start) -> None:
+    proxy = await start("server.admin_key=operator-secret")
+    await proxy.admit(5)
+    session = await proxy.open()
+    key = session["api_key"]
+    routes = [
+        ("POST", "/rl/v1/start_session"),
+        ("GET", "/rl/v1/start_session"),
+        ("GET", "/rl/v1/capacity"),
+        ("PUT", "/rl/v1/capacity"),
+        ("POST", "/rl/v1/lease"),
+        ("POST", "/rl/v1/ack"),
+        ("POST", "/rl/v1/export_trajectories"),
+        ("POST", "/rl/v1/pause"),
+        ("POST", "/rl/v1/resume"),
+        ("POST", "/rl/v1/version"),
+        ("PUT", "/rl/v1/run"),
+        ("GET", "/rl/v1/sessions"),
+    ]
+    async with httpx.AsyncClient(base_url=proxy.url) as stranger:
+        for method, path in routes:
+            for headers, status, code in (
+                ({}, 401, "invalid_api_key"),
+                ({"Authorization": "Bearer wrong-secret"}, 401, "invalid_api_key"),
+                ({"Authorization": f"Bearer {key}"}, 403, "forbidden"),
+                ({"x-api-key": key}, 403, "forbidden"),
+            ):
+                response = await stranger.request(method, path, headers=headers)
+                refusal(response, status, code, "")
+        # Without the operator's key an id is worth nothing.
+        id = session["session_id"]
+        body = {"messages": HELLO, "max_tokens": 2}
+        for response in (
+            await stranger.post(CHAT, json=body),
+            await stranger.post(CHAT, json=body, headers={"x-any-agent-session": id}),
+            await stranger.post(f"/{id}{CHAT}", json=body),
+            await stranger.post("/rl/v1/finalize", json={"session_id": id, "final_reward": 1}),
+            await stranger.get(f"/rl/v1/sessions/{id}"),
+        ):
+            assert response.status_code == 401, response.text
+        # A page elsewhere may be the agent: keys, not origins, decide now.
+        answer = await stranger.post(f"/{key}{CHAT}", json=body, headers={"host": "gpu.example"})
+        assert answer.status_code == 200, answer.text
+    # The operator may name any session.
+    response = await proxy.post(CHAT, body, **{"x-any-agent-session": id})
+    assert response.status_code == 200
+    # One session's key sees nothing of another's.
+    other = await proxy.open()
+    async with httpx.AsyncClient(base_url=proxy.url) as stranger:
+        response = await stranger.get(
+            f"/rl/v1/sessions/{id}", headers={"Authorization": f"Bearer {other['api_key']}"}
+        )
+        refusal(response, 404, "session_not_found", "")
+
+
+async def test_allowlist(proxy: Proxy) -> None:
+    response = await proxy.http.get("/health/liveliness")
+    assert (response.status_code, response.text) == (200, "litellm /health/liveliness")
+    for path in (
+        "/settings",
+        "/routes",
+        "/debug/memory",
+        "/key/generate",
+        "/ui",
+        "/config/yaml",
+        "//settings",
+        "/v1/settings",
+        "/health/liveliness/../../settings",
+    ):
+        for method in ("GET", "POST"):
+            response = await proxy.http.request(method, path)
+            refusal(response, 404, "not_found", "no route")
+    response = await proxy.http.get(CHAT)
+    assert response.status_code == 405
+
+
+@pytest.mark.parametrize("settings", [(), ("server.admin_key=operator-secret",)])
+async def test_health_needs_no_key(start: Start, settings: tuple[str, ...]) -> None:
+    proxy = await start(*settings)
+    async with httpx.AsyncClient(base_url=proxy.url) as stranger:
+        assert (await stranger.get("/healthz")).json()["status"] == "ok"
+        assert (await stranger.get("/readyz")).json() == {"status": "ready", "version": 0}
+        assert (await stranger.get("/health/liveliness")).status_code == 200

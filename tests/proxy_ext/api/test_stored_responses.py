@@ -1,0 +1,288 @@
+"""Answers of `/v1/responses` told again, deleted, named; and what is refused, in OpenAI's shape."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import openai
+import orjson
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import parsed_request as completions_asked
+from any_agent.completions.responses import ResponsesEncoder
+from any_agent.types import Continuation
+from tests.proxy_ext.api.test_chat import say
+from tests.support.openai_agent import (
+    CALL,
+    PATH,
+    TOOLS,
+    agent_of,
+    create,
+    output_of,
+    post,
+    refused,
+    said_back,
+)
+from tests.support.proxy import Proxy
+from tests.support.proxy_fixtures import Restart, Start
+from tests.support.scripted_engine import ScriptedEngine
+
+
+async def test_an_answer_is_told_again_as_it_was(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    proxy = await restart()
+    session = await proxy.open()
+    key = session["api_key"]
+    asked: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "tools": TOOLS,
+        "tool_choice": "auto",
+        "metadata": {"a": "b"},
+        "reasoning": {"effort": None, "summary": "auto"},
+        "include": ["message.output_text.logprobs"],
+        "top_logprobs": 1,
+        "temperature": 0.5,
+        "store": False,
+        "user": "somebody",
+    }
+    bodies = []
+    for more in ({}, {"stop": "four"}, {"max_output_tokens": 3}):
+        say(engine, chat, f"one two three four {CALL}")
+        response = await post(proxy, key, **{**asked, "max_output_tokens": 100, **more})
+        assert response.status_code == 200, response.text
+        bodies.append(response.json())
+    bodies.append((await post(proxy, key)).json())
+    again = await restart()
+    again.http.headers["authorization"] = f"Bearer {key}"
+    for body in bodies:
+        told = await again.http.get(f"{PATH}/{body['id']}")
+        assert told.json() == body
+
+
+async def test_what_it_was_an_answer_to(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    say(engine, chat, CALL)
+    first = await create(proxy, key, instructions="Be brief.", tools=TOOLS)
+    second = await create(
+        proxy,
+        key,
+        instructions="Be brief.",
+        tools=TOOLS,
+        previous_response_id=first.id,
+        input=[output_of(first.output[0], "7"), {"role": "user", "content": "And?"}],
+        max_output_tokens=2,
+    )
+    async with agent_of(proxy, key) as agent:
+        page = await agent.responses.input_items.list(second.id, order="asc", limit=3)
+        items = [item async for item in page]
+        assert [item.type for item in items] == [
+            "message",
+            "function_call",
+            "function_call_output",
+            "message",
+        ]
+        newest = await agent.responses.input_items.list(second.id)
+        assert [item.id for item in newest.data] == [item.id for item in reversed(items)]
+        with pytest.raises(openai.BadRequestError):
+            await agent.responses.input_items.list(second.id, after="msg_x")
+        with pytest.raises(openai.BadRequestError):
+            await agent.responses.input_items.list(second.id, limit=0)
+        with pytest.raises(openai.BadRequestError):
+            await agent.get(f"/responses/{first.id}?stream=true", cast_to=object)
+
+
+@pytest.mark.parametrize(
+    "limit", ["0", "101", "000000001999", "000000001" + "9" * 5000, "0100", "-1", "1.0", "２", ""]
+)
+async def test_a_page_has_few_items(proxy: Proxy, limit: str) -> None:
+    key = (await proxy.open())["api_key"]
+    id = (await post(proxy, key, input=[{"role": "user", "content": "a"}] * 130)).json()["id"]
+    proxy.http.headers["authorization"] = f"Bearer {key}"
+    path = f"{PATH}/{id}/input_items"
+    refused(await proxy.http.get(path, params={"limit": limit}), 400, WRONG, "limit")
+    page = await proxy.http.get(path, params={"limit": "100"})
+    assert len(page.json()["data"]) == 100
+
+
+async def test_a_long_answer_is_told_again_off_the_loop(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    key = (await proxy.open(mode="eval"))["api_key"]
+    fields = {"include": ["message.output_text.logprobs"], "top_logprobs": 3, "temperature": 0}
+    bodies = [
+        (await post(proxy, key, max_output_tokens=most, **more)).json()
+        for most, more in ((8, fields), (7, fields), (8, {"top_logprobs": 3}))
+    ]
+    threads: list[threading.Thread] = []
+    whole = ResponsesEncoder.whole
+
+    def noted(*args: Any) -> bytes:
+        threads.append(threading.current_thread())
+        return whole(*args)
+
+    monkeypatch.setattr(completions_asked, "_MANY_ENTRIES", 8 * 4 - 1)
+    monkeypatch.setattr(ResponsesEncoder, "whole", noted)
+    for body in bodies:
+        told = await proxy.http.get(f"{PATH}/{body['id']}", headers={"x-api-key": key})
+        assert told.json() == body
+    assert [thread is threading.main_thread() for thread in threads] == [False, True, True]
+
+
+async def test_what_was_not_looked_at_is_not_recorded(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [FIND]}
+    response = await post(proxy, key, tools=TOOLS, tool_choice={**allowed, "junk": "x" * 10**6})
+    refused(response, 400, UNKNOWN, "tool_choice.junk")
+    wanted = {"type": "json_schema", "name": "n" * 10**6, "schema": {"type": "object"}}
+    refused(await post(proxy, key, text={"format": wanted}), 400, WRONG, "text.format.name")
+    assert not await proxy.recorded(session["session_id"])
+    say(engine, chat, "hi")
+    body = (await post(proxy, key, tools=TOOLS, tool_choice=allowed)).json()
+    assert body["tool_choice"] == allowed
+    (interaction,) = await proxy.recorded(session["session_id"])
+    assert len(orjson.dumps(interaction.request)) < 1000
+    told = await proxy.http.get(f"{PATH}/{body['id']}", headers={"x-api-key": key})
+    assert told.json() == body
+
+
+async def test_a_system_message_that_an_earlier_request_had_in_one_with_the_instructions(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    user, more = ({"role": "user", "content": text} for text in ("Say a number.", "Another."))
+    say(engine, chat, "4")
+    first = await create(proxy, key, input=[{"role": "system", "content": "A\nB"}, user])
+    say(engine, chat, "5")
+    given: list[Any] = [{"role": "system", "content": "B"}, user, *said_back(first), more]
+    second = await create(proxy, key, instructions="A", input=given)
+    say(engine, chat, "6")
+    await create(proxy, key, instructions="A", input=[more], previous_response_id=second.id)
+    say(engine, chat, "7")
+    await create(proxy, key, input=[more], previous_response_id=second.id)
+    one, two, three, four = await proxy.recorded(session["session_id"])
+    assert (two.parent_id, three.parent_id) == (one.id, two.id), three.branch_reason
+    assert three.message_delta == [more]
+    # Without the instructions, what belongs to the conversation stays.
+    assert (four.continuation, four.branch_reason) == (Continuation.ROOT, "system_changed")
+    said = [message["content"] for message in four.message_delta]
+    assert said == ["B", "Say a number.", "4", "Another.", "5", "Another."]
+    proxy.http.headers["authorization"] = f"Bearer {key}"
+    assert (await proxy.http.get(f"{PATH}/{second.id}")).json()["instructions"] == "A"
+    page = await proxy.http.get(f"{PATH}/{second.id}/input_items", params={"order": "asc"})
+    assert [item["role"] for item in page.json()["data"]] == ["system", "user", "assistant", "user"]
+    assert page.json()["data"][0]["content"] == [{"type": "input_text", "text": "B"}]
+
+
+async def test_a_deleted_answer(restart: Restart) -> None:
+    proxy = await restart()
+    session = await proxy.open()
+    key = session["api_key"]
+    first = (await post(proxy, key)).json()
+    second = (await post(proxy, key, previous_response_id=first["id"])).json()
+    async with agent_of(proxy, key) as agent:
+        await agent.responses.delete(first["id"])
+        with pytest.raises(openai.NotFoundError):
+            await agent.responses.delete(first["id"])
+    proxy = await restart()
+    async with agent_of(proxy, key) as agent:
+        with pytest.raises(openai.NotFoundError):
+            await agent.responses.retrieve(first["id"])
+        # What went on from it is there.
+        assert (await agent.responses.retrieve(second["id"])).id == second["id"]
+    again = await post(proxy, key, previous_response_id=first["id"])
+    refused(again, 404, "previous_response_not_found", "previous_response_id")
+    assert (await post(proxy, key, previous_response_id=second["id"])).status_code == 200
+    # It is trained on all the same.
+    response = await proxy.post(
+        "/rl/v1/finalize", {"final_reward": 1, "session_id": session["session_id"]}, key
+    )
+    assert response.status_code == 200, response.text
+    (trajectory,) = await proxy.lease()
+    assert [i.id for i in trajectory.interactions][:2] == [first["id"], second["id"]]
+    closed = await proxy.http.delete(f"{PATH}/{second['id']}", headers={"x-api-key": key})
+    refused(closed, 410, "session_closed", None)
+
+
+async def test_another_sessions_answers_are_not_there(proxy: Proxy) -> None:
+    mine, other = [(await proxy.open())["api_key"] for _ in range(2)]
+    id = (await post(proxy, other)).json()["id"]
+    chatted = (await proxy.complete(mine))["id"]
+    for previous in (id, "resp_x", "", "x" * 600):
+        response = await post(proxy, mine, previous_response_id=previous)
+        if len(previous) > 512:
+            refused(response, 400, "invalid_request", "previous_response_id")
+        else:
+            refused(response, 404, "previous_response_not_found", "previous_response_id")
+    item = {"type": "item_reference", "id": f"msg_{id.removeprefix('resp_')}_0"}
+    refused(await post(proxy, mine, input=[item]), 404, "item_not_found", "input[0]")
+    headers = {"authorization": f"Bearer {mine}"}
+    for known in (id, "resp_x", chatted):
+        for path in (known, f"{known}/input_items"):
+            response = await proxy.http.get(f"{PATH}/{path}", headers=headers)
+            refused(response, 404, "response_not_found", "response_id")
+        response = await proxy.http.delete(f"{PATH}/{known}", headers=headers)
+        refused(response, 404, "response_not_found", "response_id")
+
+
+async def test_without_texts_nothing_is_named(start: Start) -> None:
+    proxy = await start("sessions.store_content=false")
+    await proxy.admit(5)
+    key = (await proxy.open())["api_key"]
+    id = (await post(proxy, key)).json()["id"]
+    response = await post(proxy, key, previous_response_id=id)
+    assert "whole conversation" in refused(
+        response, 400, "content_not_stored", "previous_response_id"
+    )
+    response = await proxy.http.get(f"{PATH}/{id}", headers={"x-api-key": key})
+    refused(response, 400, "content_not_stored", "response_id")
+
+
+WEB = {"type": "web_search"}
+FIND = {"type": "function", "name": "find"}
+UNKNOWN = "unsupported_parameter"
+WRONG = "invalid_request"
+
+
+@pytest.mark.parametrize(
+    ("fields", "code", "param"),
+    [
+        ({"input": ...}, WRONG, "input"),
+        ({"input": []}, WRONG, "input"),
+        ({"input": 3}, WRONG, "input"),
+        ({"input": [{"type": "computer_call_output"}]}, UNKNOWN, "input[0]"),
+        ({"input": [{"role": "user", "content": [3]}]}, WRONG, "input[0].content[0]"),
+        ({"tools": [WEB]}, UNKNOWN, "tools"),
+        ({"tools": [{"type": "mcp", "server_label": "x"}]}, UNKNOWN, "tools"),
+        ({"tools": [{"type": "function"}]}, WRONG, "tools"),
+        ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, UNKNOWN, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, WRONG, "tool_choice"),
+        ({"background": True}, UNKNOWN, "background"),
+        ({"conversation": "conv_1"}, UNKNOWN, "conversation"),
+        ({"prompt": {"id": "p"}}, UNKNOWN, "prompt"),
+        ({"truncation": "auto"}, UNKNOWN, "truncation"),
+        ({"messages": []}, UNKNOWN, "messages"),
+        ({"n": 2}, UNKNOWN, "n"),
+        ({"include": ["everything"]}, UNKNOWN, "include"),
+        ({"text": {"format": {"type": "xml"}}}, UNKNOWN, "text.format"),
+        ({"text": {"format": {"type": "json_schema", "name": "x"}}}, WRONG, "text.format"),
+        ({"max_output_tokens": 0}, WRONG, "max_output_tokens"),
+        ({"instructions": ["x"]}, WRONG, "instructions"),
+        ({"stream": "yes"}, WRONG, "stream"),
+        ({"input": "many words " * 3000}, "context_length_exceeded", "input"),
+    ],
+)
+async def test_refusals(proxy: Proxy, fields: dict[str, Any], code: str, param: str) -> None:
+    session = await proxy.open()
+    response = await post(proxy, session["api_key"], **fields)
+    refused(response, 400, code, param)
+    assert not await proxy.recorded(session["session_id"])

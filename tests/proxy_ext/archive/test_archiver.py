@@ -1,0 +1,333 @@
+"""The sweep: what no resume needs goes from the journal to an archive, once, killed or not."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import Conflict, StoreUnavailable
+from any_agent.types import Interaction, SessionState
+from proxy_ext.archive import archiver as sweep
+from proxy_ext.archive import files
+from proxy_ext.archive.files import ArchiveWriter
+from proxy_ext.archive.records import read_record
+from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
+from proxy_ext.journal.rows import EXPORT_OWNER
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import LeaseManager
+from tests.proxy_ext.archive.test_files import archives_of
+from tests.support.archives import CALLS, Rank
+
+BOUNDARIES = ("writing", "intended", "unnamed", "named", "before the transaction")
+BOUNDARIES += ("after the transaction",)
+
+
+@pytest.fixture
+async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
+    rank = await Rank(tmp_path).start()
+    yield rank
+    await rank.stop()
+
+
+def archived(rank: Rank) -> list[str]:
+    lines = archives_of(rank.folder / "archive").all()
+    return [read_record(line).session["id"] for line in lines]
+
+
+async def content(rank: Rank, id: str) -> str:
+    row = await rank.journal.session(id)
+    assert row is not None
+    assert bool(await rank.journal.interactions(id)) is (row.content == "stored")
+    return row.content
+
+
+async def test_what_ended_is_moved_whole(rank: Rank) -> None:
+    await rank.add("a")
+    await rank.add("b", SessionState.EVALUATED)
+    assert await rank.archive.sweep() == 2
+    assert await rank.archive.sweep() == 0
+    assert archived(rank) == ["a", "b"]
+    assert [await content(rank, id) for id in "ab"] == ["archived", "archived"]
+    line = archives_of(rank.folder / "archive").find(1, "a")
+    assert line is not None
+    record = read_record(line)
+    assert [i.reward for i in record.interactions] == [0.0, 0.125, 0.25]
+    assert [(r["value"], r["by"], r["at"]) for r in record.rewards][1] == (0.125, "me", 5.0)
+    assert record.session["metadata"] == {"é": [1, None]}
+    assert (record.session["state"], record.session["final_reward"]) == ("aborted", 2.0)
+    # The row stays: its state, its reward, its group's name.
+    row = await rank.journal.session("a")
+    assert row is not None and (row.state, row.final_reward) == (SessionState.ABORTED, 2.0)
+
+
+async def test_what_a_resume_needs_stays(rank: Rank) -> None:
+    await rank.add("old", SessionState.TRAINED, step=4)
+    await rank.add("new", SessionState.TRAINED, step=5)
+    await rank.add("stale", SessionState.REJECTED, step=5)
+    await rank.add("unknown", SessionState.TRAINED, owner="trainer")
+    await rank.add("dull", SessionState.REJECTED)
+    assert await rank.archive.sweep() == 1
+    assert archived(rank) == ["dull"]
+    rank.oldest_step = 4
+    assert await rank.archive.sweep() == 1
+    assert archived(rank) == ["old", "dull"]
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
+    replayed = await leases.replay(["new", "stale"], "again")
+    assert [(t.session_id, len(t.interactions)) for t in replayed] == [("new", 3), ("stale", 3)]
+    # They are the trainer's again, whatever the oldest checkpoint is by now.
+    rank.oldest_step = 9
+    assert await rank.archive.sweep() == 0
+    with pytest.raises(Conflict, match="old is trained, its content archived"):
+        await leases.replay(["old"], "again")
+
+
+async def test_what_was_exported_is_moved(rank: Rank) -> None:
+    """No resume asks for it: whoever exported it trains elsewhere, without steps of ours."""
+    await rank.add("exported", SessionState.TRAINED, owner=EXPORT_OWNER)
+    assert await rank.archive.sweep() == 1
+
+
+async def test_nothing_is_moved_before_its_time(rank: Rank) -> None:
+    await rank.add("a")
+    rank.archive._keep = 60
+    assert await rank.archive.sweep() == 0
+    rank.archive._keep = 5
+    assert await rank.archive.sweep() == 1
+
+
+async def test_batches_are_bounded(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    for k in range(7):
+        await rank.add(f"s{k}")
+    monkeypatch.setattr(sweep, "_BATCH", 3)
+    assert [await rank.archive.sweep() for _ in range(4)] == [3, 3, 1, 0]
+    ends = [name.rpartition("-")[0] for name in rank.files]
+    assert ends == ["rank-0-1-3", "rank-0-4-6", "rank-0-7-7"]
+    for k in range(7, 10):
+        await rank.add(f"s{k}")
+    monkeypatch.setattr(sweep, "_BATCH_BYTES", 1)
+    assert [await rank.archive.sweep() for _ in range(4)] == [1, 1, 1, 0]
+    assert rank.archive.sessions == len(archived(rank)) == 10
+    sizes = [path.stat().st_size for path in (rank.folder / "archive").iterdir()]
+    assert rank.archive.bytes == sum(sizes)
+    await rank.stop()
+    again = await rank.start()
+    assert (again.archive.sessions, again.archive.bytes) == (10, sum(sizes))
+
+
+async def test_a_replay_waits_for_the_sweep_and_is_refused(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Or comes first, and the sweep leaves the session alone."""
+    rank.oldest_step = 4
+    await rank.add("a", SessionState.TRAINED, step=4)
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
+    finish, reached, go = ArchiveWriter.finish, asyncio.Event(), asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def slow(writer: ArchiveWriter) -> int:
+        loop.call_soon_threadsafe(reached.set)
+        asyncio.run_coroutine_threadsafe(go.wait(), loop).result(10)
+        return finish(writer)
+
+    monkeypatch.setattr(ArchiveWriter, "finish", slow)
+    sweeping = asyncio.create_task(rank.archive.sweep())
+    await reached.wait()
+    replay = asyncio.create_task(leases.replay(["a"], "again"))
+    await asyncio.sleep(0)
+    go.set()
+    assert await sweeping == 1
+    with pytest.raises(Conflict):
+        await replay
+    assert await content(rank, "a") == "archived"
+
+
+async def test_one_that_is_trained_on_again_is_left_alone(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rank.oldest_step = 4
+    await rank.add("a", SessionState.TRAINED, step=4)
+    await rank.add("b")
+    leases = LeaseManager(rank.sessions, Fence(rank.journal), ttl=60)
+    found = rank.archive._batch
+
+    async def late() -> Any:
+        batch = await found()
+        await leases.replay(["a"], "again")
+        return batch
+
+    monkeypatch.setattr(rank.archive, "_batch", late)
+    assert await rank.archive.sweep() == 1
+    assert archived(rank) == ["b"]
+    assert await content(rank, "a") == "stored"
+
+
+async def test_a_failed_write_is_made_up_for(rank: Rank, monkeypatch: pytest.MonkeyPatch) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    commit = rank.journal.commit
+
+    async def failing(*statements: Any) -> None:
+        if any(isinstance(s, ArchiveContent) for s in statements):
+            raise StoreUnavailable("no space left")
+        await commit(*statements)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(rank.journal, "commit", failing)
+        with pytest.raises(StoreUnavailable):
+            await rank.archive.sweep()
+    assert rank.archive.sessions == rank.archive.bytes == 0
+    assert await content(rank, "a") == "stored"
+    await rank.add("c")
+    assert await rank.archive.sweep() == 3
+    assert archived(rank) == ["a", "b", "c"]
+    assert len(rank.files) == 1 and rank.files[0].startswith("rank-0-1-3-")
+
+
+async def test_a_full_disk_leaves_all_in_the_journal(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await rank.add("a")
+
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(ArchiveWriter, "add", full)
+        with pytest.raises(OSError, match="No space"):
+            await rank.archive.sweep()
+    assert rank.files == []
+    assert await rank.archive.sweep() == 1
+
+
+async def test_one_that_cannot_be_written_holds_up_no_other(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b", "c"):
+        await rank.add(id)
+    unpack = sqlite.unpack_interaction
+
+    def of_a_later_format(data: bytes) -> Interaction:
+        if b"a-1" in data:
+            raise ValueError("format: 3 is expected")
+        return unpack(data)
+
+    monkeypatch.setattr(sqlite, "unpack_interaction", of_a_later_format)
+    monkeypatch.setattr(sweep, "_BATCH", 1)
+    while await rank.archive.sweep() or archived(rank) != ["b", "c"]:
+        pass
+    assert await rank.archive.sweep() == 0
+
+
+async def test_a_full_disk_keeps_nothing_of_a_deletion(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    before = rank.files
+
+    def full(_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(files, "fsync", full)
+        with pytest.raises(OSError, match="No space"):
+            await rank.archive.remove("a")
+    assert rank.files == before
+    assert archived(rank) == ["a", "b"]
+
+
+async def test_looks_are_rare_and_come_again_soon_after_a_failure(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each may make a file: a day's content is not to be in thousands."""
+    waits: list[float] = []
+    outcomes = iter([None, None, OSError(28, "No space left on device"), None])
+
+    async def sleep(seconds: float) -> None:
+        waits.append(seconds)
+
+    async def sweep_all() -> None:
+        outcome = next(outcomes, asyncio.CancelledError())
+        if outcome is not None:
+            raise outcome
+
+    monkeypatch.setattr(asyncio, "sleep", sleep)
+    monkeypatch.setattr(rank.archive, "_sweep_all", sweep_all)
+    rank.archive._keep = 24 * 3600.0
+    with pytest.raises(asyncio.CancelledError):
+        await rank.archive.run()
+    assert waits == [30.0, 900.0, 900.0, 30.0, 900.0]
+
+
+async def test_an_archived_session_is_deleted_for_good(rank: Rank) -> None:
+    for id in ("a", "b", "c"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    before = rank.archive.bytes
+    await rank.journal.commit(EraseContent(("b",)), *await rank.archive.remove("b"))
+    assert archived(rank) == ["a", "c"]
+    assert await content(rank, "b") == "deleted"
+    (file,) = (rank.folder / "archive").iterdir()
+    assert rank.archive.bytes == file.stat().st_size < before
+    # As after a crash before the journal knew of it.
+    assert await rank.archive.remove("b")
+    await rank.archive.remove("none")
+
+
+@pytest.mark.parametrize("where", BOUNDARIES)
+async def test_killed_at_each_boundary(tmp_path: Path, where: str) -> None:
+    rank = await Rank(tmp_path, oldest_step=99).start()
+    for k in range(5):
+        await rank.add(f"s{k}", SessionState.TRAINED, step=k)
+    await rank.stop()
+    for _ in range(2):  # and once more while it recovers
+        process = await asyncio.create_subprocess_exec(
+            *(sys.executable, "-m", "tests.support.archive_killed", str(tmp_path), where),
+            stderr=asyncio.subprocess.PIPE,
+        )
+        _, said = await process.communicate()
+        if where != "after the transaction":
+            assert process.returncode == -signal.SIGKILL, said
+    rank = await rank.start()
+    # Meanwhile there is more: the next file would be another one.
+    await rank.add("late", SessionState.TRAINED, step=9)
+    while await rank.archive.sweep():
+        pass
+    assert archived(rank) == [*(f"s{k}" for k in range(5)), "late"]
+    assert rank.archive.sessions == 6
+    for line in archives_of(tmp_path / "archive").all():
+        assert len(read_record(line).interactions) == CALLS
+    names = [name for name in rank.files if not name.startswith(".")]
+    assert names == rank.files
+    assert len(names) == (2 if where == "after the transaction" else 1)
+    assert rank.archive.bytes == sum(
+        path.stat().st_size for path in (tmp_path / "archive").iterdir()
+    )
+    await rank.stop()
+
+
+async def test_the_journal_does_not_grow_for_ever(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sweep, "_PAUSE", 0.0)
+    sizes = []
+    for turn in range(8):
+        for k in range(20):
+            await rank.add(f"s{turn}-{k}", text="x" * 20_000)
+        await rank.archive._sweep_all()
+        sizes.append(rank.journal.size())
+    # What one turn needed, the next one uses again; rows without content are small.
+    assert sizes[-1] < 2 * sizes[0]
+    assert rank.archive.sessions == 160
+    monkeypatch.setattr(sweep, "_FREE", 0)
+    await rank.archive._sweep_all()
+    await rank.stop()
+    assert rank.journal.size() < sizes[0] / 4
+    await rank.start()

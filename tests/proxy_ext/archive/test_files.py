@@ -1,0 +1,212 @@
+"""Records as lines, lines in files: exact, readable with zcat, and damage costs one line."""
+
+from __future__ import annotations
+
+import gzip
+import json
+import re
+import subprocess
+from dataclasses import fields, replace
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import pytest
+
+from any_agent.types import Interaction, id_array, logprob_array
+from proxy_ext.archive.files import (
+    ArchiveFolder,
+    ArchiveWriter,
+    head_of,
+    list_archives,
+    read_lines,
+    remove_from,
+    remove_partial,
+)
+from proxy_ext.archive.records import read_record, record_line
+from proxy_ext.journal.rows import RewardRow
+from tests.support.journal import make_interaction, make_row
+
+ODD = {"text": "lone \ud800, é, \u2028", "big": 2**80, "deep": [[[None]]]}
+
+
+def line(number: int, text: str = "x") -> bytes:
+    return record_line(number, make_row(f"s{number}", metadata={"text": text}), [], [])
+
+
+def write(folder: Path, *numbers: int, text: str = "x", rank: int = 0) -> Path:
+    writer = ArchiveWriter(folder, rank, {"experiment": "e"})
+    for number in numbers:
+        writer.add(number, line(number, text))
+    size = writer.finish()
+    path = folder / writer.name
+    assert path.stat().st_size == size
+    return path
+
+
+def numbers(lines: list[bytes]) -> list[int | None]:
+    heads = map(head_of, lines)
+    return [None if head is None else head.number for head in heads]
+
+
+def archives_of(folder: Path) -> ArchiveFolder:
+    return ArchiveFolder(lambda: list_archives(folder, 0), pytest.fail)
+
+
+def test_a_record_is_what_was_recorded() -> None:
+    random = np.random.default_rng(0)
+    interaction = replace(
+        make_interaction("i", "s"),
+        prompt_delta_ids=id_array([0, 2**31 - 1]),
+        output_ids=id_array(range(1000)),
+        output_logprobs=logprob_array(-np.exp(random.normal(size=1000) * 9)),
+        output_versions=id_array([-1] * 1000),
+        output_message={"role": "assistant", "content": None, "odd": ODD},
+        request={"recorded": ODD},
+        reward=0.1,
+    )
+    gconfig = interaction.gconfig.new(stop=("x",), logit_bias=((7, -1.5),), grammar="{}")
+    interaction = replace(interaction, gconfig=gconfig)
+    row = make_row("s", final_reward=0.3, tenant="acme", step=7, reason="\udfff", metadata=ODD)
+    rewards = [RewardRow("i", "format", 0.1, "session", 5.5), RewardRow(None, None, 0.3, "me", 6)]
+    found = read_record(record_line(12, row, rewards, [interaction]))
+    assert (found.number, found.session["id"], found.session["metadata"]) == (12, "s", ODD)
+    assert (found.session["step"], found.session["tenant"]) == (7, "acme")
+    assert [r["by"] for r in found.rewards] == ["session", "me"]
+    (again,) = found.interactions
+    for field in fields(Interaction):
+        mine, other = getattr(interaction, field.name), getattr(again, field.name)
+        if isinstance(mine, np.ndarray):
+            assert mine.dtype == other.dtype and np.array_equal(mine, other), field.name
+        else:
+            assert mine == other, field.name
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["{}", "[]", "3", "null", "{", '{"number":1,"session":{"id":"x"},"rewards":[]}', "[" * 99999],
+)
+def test_what_is_no_record_is_said_to_be_none(text: str) -> None:
+    with pytest.raises(ValueError):
+        read_record(text.encode())
+
+
+def test_any_tool_can_read_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 3, 5)
+    shown = subprocess.run(["zcat", path], capture_output=True, check=True).stdout
+    assert shown == gzip.decompress(path.read_bytes())
+    first, *records = map(json.loads, shown.splitlines())
+    assert first == {"archive": 1, "rank": 0, "experiment": "e"}
+    assert [record["session"]["id"] for record in records] == ["s3", "s5"]
+    assert re.fullmatch(r"rank-0-3-5-[0-9a-f]{8}\.jsonl\.gz", path.name)
+    assert list_archives(tmp_path, 1) == list_archives(tmp_path / "none", 0) == []
+
+
+def test_a_file_is_not_there_before_it_is_whole(tmp_path: Path) -> None:
+    writer = ArchiveWriter(tmp_path, 0, {})
+    writer.add(1, line(1))
+    assert list_archives(tmp_path, 0) == []
+    writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+    left = ArchiveWriter(tmp_path, 0, {})
+    other = ArchiveWriter(tmp_path, 1, {})
+    remove_partial(tmp_path, 0)
+    assert list(tmp_path.iterdir()) == [other.partial]
+    left.abandon()
+    other.abandon()
+
+
+def test_nothing_is_left_of_a_file_without_room(tmp_path: Path) -> None:
+    """Also of what was not even written when it was given up."""
+    with open("/dev/full", "wb") as full:
+        writer = ArchiveWriter(tmp_path, 0, {})
+        writer._file.close()
+        writer._file = full
+        writer.add(1, b"x")
+        with pytest.raises(OSError, match="No space"):
+            full.flush()
+        writer.abandon()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_damage_costs_one_line(tmp_path: Path) -> None:
+    texts = ["".join(Random(k).choices("abcdefghij", k=3000)) for k in range(5)]
+    writer = ArchiveWriter(tmp_path, 0, {})
+    for k, text in enumerate(texts):
+        writer.add(k + 1, line(k + 1, text))
+    writer.finish()
+    path = tmp_path / writer.name
+    whole = path.read_bytes()
+    for at in range(200, len(whole), 997):
+        for damaged in (whole[:at] + bytes([whole[at] ^ 0x55]) + whole[at + 1 :], whole[:at]):
+            path.write_bytes(damaged)
+            reports: list[str] = []
+            found = numbers(list(read_lines(path, reports.append)))
+            assert len(reports) <= 1 and all("damaged at byte" in r for r in reports)
+            if len(damaged) == len(whole):
+                # A flipped bit may also hit what gzip does not look at.
+                assert len(found) == 6 - len(reports)
+            assert found == sorted(found, key=lambda n: n or 0)
+    path.write_bytes(b"")
+    assert list(read_lines(path, pytest.fail)) == []
+    path.write_bytes(b"nothing of ours")
+    reports = []
+    assert list(read_lines(path, reports.append)) == [] and len(reports) == 1
+
+
+def test_one_pass_in_the_order_of_numbers(tmp_path: Path) -> None:
+    write(tmp_path, 1, 2, 9)
+    write(tmp_path, 3, 5, 7)
+    write(tmp_path, 4)
+    write(tmp_path, 10, 11)
+    write(tmp_path, 6, rank=1)
+    assert numbers(list(archives_of(tmp_path).all())) == [1, 2, 3, 4, 5, 7, 9, 10, 11]
+    archives = archives_of(tmp_path)
+    found = {n: archives.find(n, f"s{n}") for n in (2, 4, 6, 7, 8, 9)}
+    assert [n for n, line in found.items() if line is not None] == [2, 4, 7, 9]
+    assert all(line is None or head_of(line) == (n, f"s{n}") for n, line in found.items())
+    # Written while the pass is under way.
+    write(tmp_path, 8, 12)
+    after = [archives.find(n, f"s{n}") is not None for n in (11, 12, 13)]
+    assert after == [True, True, False]
+    assert list(archives_of(tmp_path / "none").all()) == []
+
+
+def test_a_number_that_two_journals_used(tmp_path: Path) -> None:
+    """The first one was lost, and counting began anew."""
+    write(tmp_path, 1, 2)
+    writer = ArchiveWriter(tmp_path, 0, {})
+    other = record_line(1, make_row("other"), [], [])
+    writer.add(1, other)
+    writer.finish()
+    assert len(list_archives(tmp_path, 0)) == 2
+    assert archives_of(tmp_path).find(1, "other") == other
+    assert archives_of(tmp_path).find(1, "s1") == line(1)
+    assert archives_of(tmp_path).find(1, "third") is None
+    assert numbers(list(archives_of(tmp_path).all())) == [1, 1, 2]
+
+
+def test_a_session_is_taken_out_of_a_file(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, 2, 3, text="secret")
+    (file,) = list_archives(tmp_path, 0)
+    before = path.stat().st_size
+    assert remove_from(file, "s9", pytest.fail) == 0
+    assert path.stat().st_size == before
+    gone = remove_from(file, "s2", pytest.fail)
+    assert path.stat().st_size == before - gone
+    assert numbers(list(read_lines(path, pytest.fail))) == [None, 1, 3]
+    for number in (1, 3):
+        remove_from(file, f"s{number}", pytest.fail)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_taking_one_out_keeps_what_is_damaged(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, 2, 3)
+    (file,) = list_archives(tmp_path, 0)
+    data = bytearray(path.read_bytes())
+    data[-20] ^= 0x55
+    path.write_bytes(data)
+    reports: list[str] = []
+    assert remove_from(file, "s1", reports.append) > 0
+    assert len(reports) == 1
+    assert path.read_bytes().endswith(bytes(data[-40:]))

@@ -1,0 +1,33 @@
+"""Calls under way: their callers always hear of their end."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from any_agent.completions import parse_chat
+from any_agent.errors import SessionClosed
+from any_agent.types import GenerationHyperparameters, SessionMode
+from tests.support.proxy import HELLO, Proxy
+
+
+async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> None:
+    service = proxy.service
+    sampling = GenerationHyperparameters(max_new_tokens=8)
+    chat = parse_chat({"messages": HELLO}, mode=SessionMode.EVAL, sampling=sampling, model="m")
+    opened = await proxy.open()
+    session = service.sessions.live[opened["session_id"]]
+    prepared, place = service.completer.prepare(chat, None), service.calls.enter()
+    listener = service.calls.start(prepared, session, stream=False, place=place)
+    # A finalize that was scheduled in the same moment: the call's task has not run at all.
+    listener.call.abort("the session was ended")
+    async with asyncio.timeout(60):
+        with pytest.raises(SessionClosed, match="the session was ended"):
+            await listener.next()
+    listener.place = place
+    await service.calls.release(listener)
+    assert len(service.calls) == 0
+    assert service.calls.places.taken == 0
+    assert service.calls.stats.ended["train", "aborted"] == 1
+    assert not session.calls

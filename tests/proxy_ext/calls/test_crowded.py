@@ -1,0 +1,229 @@
+"""Whoever is turned away is told when to come again: each place where that happens, over HTTP."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.errors import StoreBusy, StoreFull
+from proxy_ext.journal import Statement
+from tests.support.proxy import HELLO, Proxy, turned_away, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+
+async def open_raw(proxy: Proxy, **fields: Any) -> httpx.Response:
+    return await proxy.post("/rl/v1/start_session", fields)
+
+
+# -- calls -----------------------------------------------------------------------------------------
+
+
+@asynccontextmanager
+async def held_calls(
+    proxy: Proxy, engine: ScriptedEngine, keys: list[str], **fields: Any
+) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
+    """One call of each key that the engine does not answer until the context ends."""
+    events = [engine.hold(1) for _ in keys]
+    calls = [asyncio.create_task(proxy.call(key, **fields)) for key in keys]
+    try:
+        await until(lambda: len(engine.running) == len(keys))
+        yield calls
+    finally:
+        for event in events:
+            event.set()
+        await asyncio.wait(calls)
+
+
+async def test_calls_are_bounded_by_what_the_engine_samples_at_once(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    small = ScriptedEngine(decode=engine.decode, slots=2)
+    async with small.serve() as url:
+        proxy = await start("rollout.max_concurrent=3", engine_url=url)
+        assert proxy.service.calls.places.limit == 4
+        keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(5)]
+        async with held_calls(proxy, small, keys[:4]) as calls:
+            turned_away(await proxy.call(keys[4]), 429, "too_many_calls")
+            assert small.most_running == 4
+        assert [call.result().status_code for call in calls] == [200] * 4
+        await until(lambda: proxy.service.calls.places.taken == 0)
+        await proxy.complete(keys[4])
+        shown = (await proxy.http.get("/metrics")).text
+        assert 'any_agent_calls_limit{rank="0"} 4' in shown
+        assert 'any_agent_calls_refused_total{rank="0"} 1' in shown
+
+
+@pytest.mark.parametrize(
+    "slots, settings, limit",
+    [
+        (None, (), 1024),
+        (4, ("server.max_inflight_calls=5", "rollout.max_concurrent=64"), 5),
+        (4, ("rollout.max_concurrent=64",), 64),
+        (4, ("rollout.max_concurrent=8",), 8),
+        (600, ("rollout.max_concurrent=8",), 1024),
+    ],
+)
+async def test_how_many_calls_are_taken(
+    start: Start, engine: ScriptedEngine, slots: int | None, settings: tuple[str, ...], limit: int
+) -> None:
+    engine.slots = slots
+    assert (await start(*settings)).service.calls.places.limit == limit
+
+
+async def test_every_way_out_of_a_call_gives_its_place_back(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    proxy = await start("server.max_inflight_calls=2", "server.retry_grace=0.1")
+    places = proxy.service.calls.places
+    key = (await proxy.open(mode="eval"))["api_key"]
+    await proxy.complete(key)
+    await proxy.stream(key)
+    assert (await proxy.call("sk-v1.0.wrong")).status_code == 401
+    assert (await proxy.call(key, n=3)).status_code == 400
+    assert (await proxy.post("/v1/chat/completions", b"no json", key)).status_code == 400
+    engine.fail("status")
+    assert (await proxy.call(key)).status_code == 503
+    await until(lambda: places.taken == 0)
+    for marked in ({}, {"x-stainless-retry-count": "0"}):
+        for stream in (False, True):
+            # Its client leaves. One whose SDK marks retries has a while to come again.
+            event = engine.hold(1)
+            body = {"model": "m", "messages": HELLO, "max_tokens": 4, "stream": stream}
+            headers = {"Authorization": f"Bearer {key}", **marked}
+            with pytest.raises(httpx.ReadTimeout):
+                async with proxy.http.stream(
+                    "POST",
+                    "/v1/chat/completions",
+                    json=body,
+                    headers=headers,
+                    timeout=httpx.Timeout(60, read=0.3),
+                ) as response:
+                    await response.aread()
+            await until(lambda: places.taken == 0)
+            event.set()
+    first = await proxy.open(mode="eval")
+    async with held_calls(proxy, engine, [first["api_key"]]):
+        assert places.taken == 1
+        await proxy.post("/rl/v1/finalize", {}, first["api_key"])
+        await until(lambda: places.taken == 0)
+
+
+async def test_a_refused_call_costs_nothing(start: Start, engine: ScriptedEngine) -> None:
+    """Not even a look at its body."""
+    proxy = await start("server.max_inflight_calls=1")
+    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
+    async with held_calls(proxy, engine, keys[:1]):
+        garbage = await proxy.post("/v1/chat/completions", b"{" * 100, keys[1])
+        turned_away(garbage, 429, "too_many_calls")
+
+
+async def test_an_engine_that_refuses_or_is_away(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("engine.update_wait=0.2")
+    key = (await proxy.open(mode="eval"))["api_key"]
+    engine.fail("status", status=503)
+    turned_away(await proxy.call(key), 503, "engine_unavailable")
+    await proxy.http.post("/rl/v1/pause", json={"ttl": 30})
+    turned_away(await proxy.call(key), 503, "engine_unavailable")
+    await proxy.http.post("/rl/v1/resume", json={})
+    await proxy.complete(key)
+    await engine.die()
+    turned_away(await proxy.call(key), 503, "engine_unavailable")
+    turned_away(await proxy.http.get("/readyz"), 503, "engine_unavailable")
+
+
+# -- opens -----------------------------------------------------------------------------------------
+
+
+async def test_opens_without_a_slot_or_a_place_in_the_queue(start: Start) -> None:
+    proxy = await start("sessions.max_waiting=2", "sessions.max_wait=0.2")
+    turned_away(await open_raw(proxy), 429, "no_capacity")
+    turned_away(await open_raw(proxy, task_id="t", wait=0.05), 429, "no_capacity")
+    answers = await asyncio.gather(*(open_raw(proxy, wait=60) for _ in range(4)))
+    for answer in answers:
+        turned_away(answer, 429, "no_capacity")
+    said = [answer.json()["error"]["message"] for answer in answers]
+    assert sum("too many sessions wait" in text for text in said) == 2
+    assert (await proxy.capacity())["waiting"] == 0
+
+
+async def test_sessions_that_are_open_are_bounded(start: Start) -> None:
+    proxy = await start("sessions.max_open=2")
+    session = await proxy.open(mode="eval")
+    await proxy.open(mode="eval")
+    turned_away(await open_raw(proxy, mode="eval"), 429, "too_many_sessions")
+    again = await start("sessions.max_open=2")
+    turned_away(await open_raw(again, mode="eval"), 429, "too_many_sessions")
+    await again.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"])
+    await again.open(mode="eval")
+
+
+# -- the store, the process, what stands in front --------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "error, status, code",
+    [
+        (StoreBusy("too many writes wait"), 503, "store_busy"),
+        (StoreFull("no space left"), 507, "store_full"),
+    ],
+)
+async def test_a_store_that_takes_nothing(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch, error: Exception, status: int, code: str
+) -> None:
+    session = await proxy.open(mode="eval")
+    key = session["api_key"]
+    await proxy.complete(key)
+    done = await proxy.open(mode="eval")
+    await proxy.complete(done["api_key"])
+
+    async def refuse(*_: Statement) -> None:
+        raise error
+
+    monkeypatch.setattr(proxy.service.journal, "commit", refuse)
+    turned_away(await open_raw(proxy, mode="eval"), status, code)
+    turned_away(await open_raw(proxy), status, code)
+    turned_away(await proxy.call(key), status, code)
+    turned_away(await proxy.post("/rl/v1/set_reward", {"reward": 1}, key), status, code)
+    turned_away(await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key), status, code)
+    path = f"/rl/v1/sessions/{session['session_id']}"
+    turned_away(await proxy.post(f"{path}/abort", {}, key), status, code)
+    await until(lambda: proxy.service.calls.places.taken == 0)
+    monkeypatch.undo()
+    await proxy.complete(key)
+    assert (await proxy.capacity())["reserved"] == 0, "the slot was given back"
+
+
+async def test_a_proxy_that_stops(proxy: Proxy) -> None:
+    key = (await proxy.open(mode="eval"))["api_key"]
+    await proxy.service.drain()
+    turned_away(await proxy.call(key), 503, "draining")
+    turned_away(await open_raw(proxy), 503, "draining")
+
+
+async def test_too_many_requests_at_once(proxy: Proxy) -> None:
+    bounds = proxy.front.bounds
+    bounds.most_requests = 0
+    turned_away(await proxy.http.get("/healthz"), 503, "too_many_requests")
+    bounds.most_requests = 10
+    assert (await proxy.http.get("/healthz")).status_code == 200
+    assert bounds.requests == 0
+
+
+async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> None:
+    bounds = proxy.front.bounds
+    bounds.most_bytes = 50_000
+    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
+    long = [{"role": "system", "content": " " * 40_000}, *HELLO]
+    alone = await proxy.call(keys[0], long)
+    assert alone.status_code in (200, 400), alone.text
+    async with held_calls(proxy, engine, keys[:1]):
+        assert 0 < bounds.bytes < 1000
+        bounds.most_bytes = 1000
+        turned_away(await proxy.call(keys[1], long), 503, "too_many_bytes")
+    await until(lambda: bounds.requests == 0 and bounds.bytes == 0)

@@ -1,0 +1,389 @@
+"""Engines that die, clients that leave, sessions that end while a call is under way."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncGenerator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+from starlette.types import Message
+
+from any_agent.engine.model_fingerprint import shape_of
+from any_agent.errors import StoreUnavailable
+from proxy_ext.journal import Statement
+from proxy_ext.web.exchange import EventStream
+from tests.support.proxy import HELLO, Proxy, noticed_hang_up, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+from tests.support.scripted_run import FaultKind
+
+_UNTRUE = ("disagree", "spans")
+"""What an engine answers that can be read and cannot be true."""
+BOTH = pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+
+
+async def raw_call(proxy: Proxy, key: str, **fields: Any) -> asyncio.StreamWriter:
+    """Send a call over a bare connection, whose end the test controls."""
+    host, port = proxy.url.removeprefix("http://").split(":")
+    _, writer = await asyncio.open_connection(host, int(port))
+    body = orjson.dumps({"messages": HELLO, "max_tokens": 8, **fields})
+    head = (
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}:{port}\r\n"
+        f"Authorization: Bearer {key}\r\nContent-Type: application/json\r\n"
+        f"Content-Length: {len(body)}\r\n\r\n"
+    )
+    writer.write(head.encode() + body)
+    await writer.drain()
+    return writer
+
+
+def hang_up(writer: asyncio.StreamWriter) -> None:
+    writer.transport.abort()
+
+
+class SlowJournal:
+    """Holds the next commits until told to go on."""
+
+    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.go = asyncio.Event()
+        self.waiting = 0
+        self._commit: Callable[..., Awaitable[None]] = proxy.service.journal.commit
+        monkeypatch.setattr(proxy.service.journal, "commit", self._held)
+
+    async def _held(self, *statements: Statement) -> None:
+        self.waiting += 1
+        await self.go.wait()
+        await self._commit(*statements)
+
+
+@BOTH
+async def test_a_dead_engine(start: Start, stream: bool) -> None:
+    other = ScriptedEngine()
+    async with other.serve() as url:
+        proxy = await start("engine.update_wait=0.1", engine_url=url)
+        await proxy.admit(5)
+        session = await proxy.open()
+    response = await proxy.call(session["api_key"], stream=stream)
+    assert response.status_code == 503
+    assert int(response.headers["retry-after"]) >= 1
+    assert "x-should-retry" not in response.headers
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert (await proxy.http.get("/readyz")).status_code == 503
+    assert (await proxy.http.get("/healthz")).status_code == 200
+    assert await proxy.recorded(session["session_id"]) == []
+
+
+@BOTH
+async def test_an_engine_that_is_killed_and_restarted(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    """The agent notices nothing; its tokens say who sampled them."""
+    session = await proxy.open()
+    key = session["api_key"]
+    engine.hold(3)
+    if stream:
+        call: asyncio.Task[Any] = asyncio.create_task(proxy.stream(key))
+    else:
+        call = asyncio.create_task(proxy.complete(key))
+    await until(lambda: any(len(r.ids) == 3 for r in engine.running.values()))
+    await engine.die()
+    await until(lambda: proxy.service.engine.away)
+    late = asyncio.create_task(proxy.complete(key, max_tokens=2))
+    assert (await proxy.http.get("/readyz")).status_code == 503
+    await engine.revive("4")
+    await asyncio.gather(call, late)
+    recorded = {len(i.output_ids): i for i in await proxy.recorded(session["session_id"])}
+    known = 3 if stream else 0
+    assert recorded[8].output_versions.tolist() == [0] * known + [4] * (8 - known)
+    assert recorded[2].output_versions.tolist() == [4, 4]
+    # What is told of the version follows.
+    response = await proxy.call(key)
+    assert response.headers["x-any-agent-version"] == "4"
+    assert (await proxy.open())["version"] == 4
+    assert (await proxy.http.get("/readyz")).json() == {"status": "ready", "version": 4}
+
+
+@pytest.mark.parametrize("kind", ["status", "nan", "null", "disagree", "garbage", "no_json"])
+async def test_an_engine_that_fails_mid_call(
+    proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
+) -> None:
+    session = await proxy.open()
+    engine.fail(kind)
+    response = await proxy.call(session["api_key"])
+    # What cannot be true is not tried again; what cannot be read may be another time.
+    status, code = (500, "engine_mismatch") if kind in _UNTRUE else (503, "engine_unavailable")
+    assert (response.status_code, response.json()["error"]["code"]) == (status, code)
+    assert await proxy.recorded(session["session_id"]) == []
+    # The session goes on.
+    await proxy.complete(session["api_key"])
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+@pytest.mark.parametrize(
+    "kind", ["error_event", "nan", "null", "disagree", "garbage", "spans", "no_json"]
+)
+async def test_an_engine_that_fails_mid_stream(
+    proxy: Proxy, engine: ScriptedEngine, kind: FaultKind
+) -> None:
+    session = await proxy.open()
+    engine.fail(kind, after=3)
+    events, done = await proxy.stream(session["api_key"])
+    assert not done
+    code = "engine_mismatch" if kind in _UNTRUE else "engine_unavailable"
+    assert events[-1]["error"]["code"] == code
+    assert all(e["choices"][0]["finish_reason"] is None for e in events[:-1])
+    assert await proxy.recorded(session["session_id"]) == []
+    _, done = await proxy.stream(session["api_key"])
+    assert done
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+@BOTH
+async def test_ids_that_the_model_does_not_have(
+    start: Start, engine: ScriptedEngine, tiny_model_dir: Path, stream: bool
+) -> None:
+    """No forward pass over them could be made, by any trainer."""
+    proxy = await start(shape=shape_of(str(tiny_model_dir)))
+    await proxy.admit(5)
+    session = await proxy.open()
+    key = session["api_key"]
+    engine.fail("unknown_id", after=3)
+    if stream:
+        events, done = await proxy.stream(key)
+        assert not done
+        error = events[-1]["error"]
+    else:
+        response = await proxy.call(key)
+        assert response.status_code == 500
+        error = response.json()["error"]
+    assert error["code"] == "engine_mismatch"
+    assert "1000000, which is no id of the model's" in error["message"]
+    assert await proxy.recorded(session["session_id"]) == []
+    await proxy.complete(key)
+
+
+@BOTH
+@pytest.mark.parametrize("how", ["finalize", "abort"])
+async def test_ending_a_session_aborts_its_calls(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool, how: str
+) -> None:
+    session = await proxy.open()
+    key, id = session["api_key"], session["session_id"]
+    first = await proxy.complete(key)
+    engine.hold(2)
+    if stream:
+        call: asyncio.Task[Any] = asyncio.create_task(proxy.stream(key))
+    else:
+        call = asyncio.create_task(proxy.call(key))
+    await until(lambda: any(len(r.ids) == 2 for r in engine.running.values()))
+    if how == "finalize":
+        response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    else:
+        response = await proxy.post(f"/rl/v1/sessions/{id}/abort", {}, key)
+    assert response.status_code == 200, response.text
+    assert response.json()["interactions"] == 1
+    if stream:
+        events, done = await call
+        assert not done
+        error = events[-1]["error"]
+    else:
+        answer = await call
+        assert answer.status_code == 410
+        error = answer.json()["error"]
+    assert error["code"] == "session_closed"
+    assert "session was ended" in error["message"]
+    await until(lambda: engine.aborted, "the engine's request was not cancelled")
+    await until(lambda: not engine.running)
+    assert [i.id for i in await proxy.recorded(id)] == [first["id"]]
+
+
+@BOTH
+async def test_a_client_that_hangs_up_ends_its_generation(
+    proxy: Proxy, engine: ScriptedEngine, stream: bool
+) -> None:
+    session = await proxy.open()
+    for at in (0, 3):
+        engine.aborted.clear()
+        engine.hold(at)
+        writer = await raw_call(proxy, session["api_key"], stream=stream)
+        await until(lambda at=at: any(len(r.ids) == at for r in engine.running.values()))
+        hang_up(writer)
+        await until(lambda: not engine.running, "the generation went on")
+        await until(lambda: engine.aborted)
+        await until(lambda: not len(proxy.service.calls))
+    assert await proxy.recorded(session["session_id"]) == []
+    # It was no fault of the session's.
+    await proxy.complete(session["api_key"])
+
+
+@BOTH
+async def test_an_answer_that_reached_nobody_is_not_trained_on(
+    proxy: Proxy, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    first = await proxy.complete(session["api_key"])
+    slow = SlowJournal(proxy, monkeypatch)
+    noticed = noticed_hang_up(monkeypatch)
+    writer = await raw_call(proxy, session["api_key"], stream=stream)
+    await until(lambda: slow.waiting)
+    hang_up(writer)
+    async with asyncio.timeout(60):
+        await noticed.wait()
+    slow.go.set()
+
+    async def marked() -> bool:
+        recorded = await proxy.recorded(session["session_id"])
+        return len(recorded) == 2 and recorded[1].untrainable_reason == "undelivered"
+
+    await until(marked, "the interaction was not marked undelivered")
+    # A reward without an id is for the last one that the agent got.
+    response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
+    assert response.json()["interaction_id"] == first["id"]
+    await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    (trajectory,) = await proxy.lease()
+    assert [i.trainable for i in trajectory.interactions] == [True, False]
+
+
+@BOTH
+async def test_an_answer_is_durable_before_it_ends(
+    proxy: Proxy, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    slow = SlowJournal(proxy, monkeypatch)
+    ends: list[Any] = []
+
+    async def call() -> None:
+        if stream:
+            events, _ = await proxy.stream(session["api_key"])
+            ends.append([e for e in events if e["choices"][0]["finish_reason"]])
+        else:
+            ends.append(await proxy.complete(session["api_key"]))
+
+    task = asyncio.create_task(call())
+    await until(lambda: slow.waiting)
+    await proxy.http.get("/healthz")
+    assert not ends
+    slow.go.set()
+    await task
+    assert ends[0]
+
+
+@BOTH
+async def test_a_store_that_fails_fails_the_call(
+    proxy: Proxy, stream: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    await proxy.complete(key)
+
+    async def broken(*_: Statement) -> None:
+        raise StoreUnavailable("the disk is full", retry_after=5)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.journal, "commit", broken)
+        if stream:
+            events, done = await proxy.stream(key)
+            assert not done
+            assert events[-1]["error"]["code"] == "store_unavailable"
+        else:
+            response = await proxy.call(key)
+            assert response.status_code == 503
+            assert response.json()["error"]["code"] == "store_unavailable"
+            assert response.headers["retry-after"] == "5"
+        for path, body in (
+            ("/rl/v1/set_reward", {"reward": 3}),
+            ("/rl/v1/finalize", {"final_reward": 1}),
+        ):
+            assert (await proxy.post(path, body, key)).status_code == 503
+        assert (await proxy.http.post("/rl/v1/start_session", json={})).status_code == 503
+        grouped = {"group_id": "g", "group_size": 2}
+        assert (await proxy.http.post("/rl/v1/start_session", json=grouped)).status_code == 503
+    # Nothing of it is remembered: neither calls and rewards, nor slots, nor the group.
+    info = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
+    assert (info["state"], info["interactions"], info["rewards"]) == ("open", 1, {})
+    now = await proxy.capacity()
+    assert (now["admitted"], now["reserved"], now["running"]) == (1, 0, 1)
+    await proxy.open(group_id="g", group_size=2)
+    response = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    assert response.status_code == 200
+
+
+async def test_calls_under_way_are_bounded(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start("server.max_inflight_calls=2")
+    await proxy.admit(5)
+    session = await proxy.open()
+    go = [engine.hold(1), engine.hold(1)]
+    calls = [asyncio.create_task(proxy.call(session["api_key"])) for _ in go]
+    await until(lambda: len(engine.running) == 2)
+    response = await proxy.call(session["api_key"])
+    assert response.status_code == 429
+    assert response.json()["error"]["code"] == "too_many_calls"
+    assert response.headers["retry-after"]
+    for event in go:
+        event.set()
+    assert [(await call).status_code for call in calls] == [200, 200]
+
+
+async def test_a_client_that_sends_half_a_body_is_cut_off(start: Start) -> None:
+    proxy = await start("server.client_timeout=1")
+    await proxy.admit(5)
+    session = await proxy.open()
+    host, port = proxy.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        f"POST /v1/chat/completions HTTP/1.1\r\nHost: {host}\r\n"
+        f"Authorization: Bearer {session['api_key']}\r\nContent-Length: 100\r\n\r\n{{".encode()
+    )
+    async with asyncio.timeout(60):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 400")
+    writer.close()
+
+
+async def test_a_client_that_reads_nothing_is_cut_off() -> None:
+    ended: list[str] = []
+
+    async def events() -> AsyncGenerator[bytes]:
+        try:
+            while True:
+                yield b"data: x\n\n"
+        finally:
+            ended.append("events")
+
+    async def finish() -> None:
+        ended.append("finish")
+
+    async def send(message: Message) -> None:
+        if message["type"] == "http.response.body":
+            await asyncio.Event().wait()
+
+    async def receive() -> Message:
+        raise AssertionError("nothing is read")
+
+    stream = EventStream(events(), {}, finish=finish, send_timeout=0.01)
+    with pytest.raises(TimeoutError):
+        await stream({"type": "http"}, receive, send)
+    assert ended == ["events", "finish"]
+
+
+async def test_an_unexpected_failure_is_an_answer(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+
+    def broken(*_: Any, **__: Any) -> None:
+        raise RuntimeError("secret detail")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.completer, "prepare", broken)
+        response = await proxy.call(session["api_key"])
+    assert response.status_code == 500
+    assert "secret" not in response.text
+    assert response.json()["error"]["code"] == "internal_error"
+    with monkeypatch.context() as patched:
+        patched.setattr(proxy.service.completer, "run", broken)
+        response = await proxy.call(session["api_key"])
+    assert response.status_code == 500
+    await proxy.complete(session["api_key"])

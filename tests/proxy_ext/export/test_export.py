@@ -1,0 +1,386 @@
+"""`any-agent export`: each session once, in order, from journals and archives, whole or said so."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import sqlite3
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from contextlib import closing
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from any_agent.cli.export import _STATES
+from any_agent.config import load_config
+from any_agent.protocol import rl as protocol
+from any_agent.types import SessionState
+from proxy_ext.archive.files import ArchiveFolder, ArchiveWriter, read_lines
+from proxy_ext.archive.records import read_record
+from proxy_ext.export import reader as reading
+from proxy_ext.export.reader import ExportFilter
+from proxy_ext.journal import EraseContent
+from tests.support.archives import CALLS, Exported, Rank, archive_now
+from tests.support.proxy import HELLO
+from tests.support.proxy_fixtures import Start
+
+TRIAL = Path("u") / "e" / "t"
+PAGE = 16_384
+
+
+def export(root: Path, *arguments: str) -> Exported:
+    settings = [f"root={root}", "user=u", "experiment=e", "trial=t"]
+    return Exported(load_config(None, settings, {}), *arguments)
+
+
+@pytest.fixture
+async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
+    rank = await Rank(tmp_path / TRIAL).start()
+    yield rank
+    await rank.stop()
+
+
+async def fill(rank: Rank) -> None:
+    """Some archived, some not, in turns."""
+    await rank.add("a")
+    await rank.add("b", SessionState.TRAINED, step=9)
+    await rank.add("c", SessionState.EVALUATED)
+    await rank.archive.sweep()
+    await rank.add("d", SessionState.TRAINED, step=2)
+    await rank.add("e", SessionState.OPEN)
+
+
+@pytest.mark.parametrize("serving", [True, False])
+async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> None:
+    await fill(rank)
+    if not serving:
+        await rank.stop()
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (0, list("abcde")), done.said
+    assert "5 sessions (2 of them from archives)" in done.said
+    for line in done.lines:
+        record = read_record(json.dumps(line).encode())
+        assert len(record.interactions) == len(record.rewards) == CALLS
+        assert record.session["metadata"] == {"é": [1, None]}
+    states = ["aborted", "trained", "evaluated", "trained", "open"]
+    assert [line["session"]["state"] for line in done.lines] == states
+    if not serving:
+        await rank.start()
+        assert (await rank.sessions.by_id("e")).state is SessionState.OPEN
+
+
+async def test_filters(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
+    assert export(tmp_path, "--task", "none").ids == []
+    assert export(tmp_path, "--rank", "0", "--since", "1970-01-01").ids == list("abcde")
+    assert export(tmp_path, "--since", "12h").ids == []
+    for wrong in (
+        ["--rank", "1"],
+        ["--since", "soon"],
+        ["--style", "odd"],
+        ["--discount", "2", "--style", "concat"],
+        ["--state", "done"],
+        ["trial=other"],
+    ):
+        done = export(tmp_path, *wrong)
+        assert (done.code, done.lines) == (2, []), wrong
+        assert "error:" in done.said and "Traceback" not in done.said
+
+
+async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
+    with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
+        for wanted in (
+            ExportFilter(),
+            ExportFilter(("trained", "open")),
+            ExportFilter(task_id="t", since=1.0),
+        ):
+            sql, values = reading._query(wanted)
+            values |= {"number": 1, "last": 9}
+            plan = connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
+            assert [row[3].partition("(")[0] for row in plan] == [
+                "SEARCH sessions USING INTEGER PRIMARY KEY "
+            ]
+
+
+async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:
+    await rank.add("a")
+    other = await Rank(tmp_path / TRIAL, number=1).start()
+    await other.add("b")
+    await other.archive.sweep()
+    await rank.add("c")
+    await other.stop()
+    done = export(tmp_path)
+    assert sorted(done.ids) == list("abc")
+    assert export(tmp_path, "--rank", "1").ids == ["b"]
+
+
+async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    await rank.stop()
+    for path in (tmp_path / TRIAL / "journal").iterdir():
+        path.unlink()
+    assert export(tmp_path).ids == ["a", "c"]
+    assert export(tmp_path, "--state", "aborted").ids == ["a"]
+    await rank.start()
+
+
+async def test_a_journal_that_began_anew(rank: Rank, tmp_path: Path) -> None:
+    """The numbers of its sessions are those of others in the archives."""
+    await fill(rank)
+    await rank.stop()
+    for path in (tmp_path / TRIAL / "journal").iterdir():
+        path.unlink()
+    await rank.start()
+    for id in ("x", "y"):
+        await rank.add(id)
+        await rank.archive.sweep()
+    await rank.add("z")
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (0, ["a", "c", "x", "y", "z"]), done.said
+
+
+async def test_what_is_deleted_is_not_there(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    for id in ("a", "b"):
+        more = await rank.archive.remove(id) if id == "a" else []
+        await rank.journal.commit(EraseContent((id,)), *more)
+    assert export(tmp_path).ids == list("cde")
+
+
+async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
+    for id in ("a", "b", "c"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    await rank.add("d")
+    (path,) = (tmp_path / TRIAL / "archive").iterdir()
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 0x55
+    path.write_bytes(data)
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (1, ["a", "c", "d"])
+    assert "damaged at byte" in done.said and "session b is in no archive" in done.said
+    path.unlink()
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (1, ["d"])
+
+
+async def test_damage_in_the_journal_costs_one_session(rank: Rank, tmp_path: Path) -> None:
+
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.stop()
+    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    change(path, "UPDATE interactions SET data = x'00' WHERE session_id = 'a'")
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (1, ["b"])
+    assert "session a is damaged in the journal" in done.said
+    change(path, "PRAGMA user_version = 1")
+    done = export(tmp_path)
+    assert (done.code, done.lines) == (1, [])
+    assert "start the service once" in done.said
+    for other in path.parent.iterdir():
+        other.unlink()
+    path.write_bytes(b"no journal" * 1000)
+    done = export(tmp_path)
+    assert done.code == 1 and "cannot be read" in done.said
+    path.unlink()
+    await rank.start()
+
+
+async def test_what_is_missing_from_the_journal_costs_one_session(
+    rank: Rank, tmp_path: Path
+) -> None:
+    for id in ("a", "b", "c", "d"):
+        await rank.add(id, text=id * 12_000)
+    await rank.stop()
+    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    change(path, f"UPDATE sessions SET recorded = {CALLS}")
+    change(path, "DELETE FROM interactions WHERE id = 'a-1'")
+    content = bytearray(path.read_bytes())
+    page = content.index(b"c" * 12_000) // PAGE * PAGE
+    content[page : page + PAGE] = bytes(PAGE)
+    path.write_bytes(content)
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (1, ["b", "d"]), done.said
+    assert "session a is damaged in the journal: 2 of 3 interactions are there" in done.said
+    assert "session c is damaged in the journal: database disk image is malformed" in done.said
+    await rank.start()
+
+
+async def test_what_is_archived_outlives_its_row(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    await rank.stop()
+    path = tmp_path / TRIAL / "journal" / "rank-0.sqlite"
+    with closing(sqlite3.connect(path)) as connection:
+        sql = "SELECT rootpage FROM sqlite_master WHERE name = 'sessions'"
+        (page,) = connection.execute(sql).fetchone()
+    content = bytearray(path.read_bytes())
+    content[(page - 1) * PAGE : page * PAGE] = bytes(PAGE)
+    path.write_bytes(content)
+    await rank.start()
+    rows = [(await rank.sessions.by_id(id)).row for id in "abcde"]
+    assert {row.reason for row in rows} == {"damaged"}
+    assert [row.id for row in rows if row.content == "archived"] == ["a", "c"]
+    done = export(tmp_path)
+    assert (done.code, done.ids) == (0, ["a", "c"])
+
+
+async def test_what_is_deleted_meanwhile_is_not_missed(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    journal = rank.folder / "journal" / "rank-0.sqlite"
+    find = ArchiveFolder.find
+
+    def deleted(self: ArchiveFolder, number: int, session_id: str) -> bytes | None:
+        if session_id == "b":
+            return find(self, number, session_id)
+        change(journal, "UPDATE sessions SET content = 'deleted' WHERE id = 'a'")
+        return None
+
+    monkeypatch.setattr(ArchiveFolder, "find", deleted)
+    said: list[str] = []
+    found = reading.read_rank(journal, rank.folder / "archive", 0, ExportFilter(), said.append)
+    assert [each.session_id for each in found] == ["b"]
+    assert said == []
+
+
+def change(path: Path, sql: str) -> None:
+    with closing(sqlite3.connect(path)) as connection, connection:
+        connection.execute(sql)
+
+
+async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> None:
+    await fill(rank)
+    out = tmp_path / "out.jsonl"
+    done = export(tmp_path, "--out", str(out))
+    assert (done.code, done.lines) == (0, [])
+    assert len(out.read_text().splitlines()) == 5
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    # What is no file is written to, and stays what it is.
+    out = tmp_path / "link"
+    out.symlink_to("/dev/stdout")
+    assert export(tmp_path, "--out", str(out)).ids == list("abcde")
+    assert out.is_symlink()
+
+
+async def test_more_files_at_once_than_a_process_may_usually_open(
+    rank: Rank, tmp_path: Path
+) -> None:
+    """Each with a session that took very long."""
+    folder, files = rank.folder / "archive", 60
+    await rank.add("a")
+    await rank.archive.sweep()
+    (line,) = [line for line in read_lines(next(folder.iterdir()), print) if b'"number"' in line]
+    for k in range(1, files):
+        writer = ArchiveWriter(folder, 0, {})
+        for number in (k + 1, files + k):
+            head = b'{"number":%d,"session":{"id": "s%d"' % (number, number)
+            writer.add(number, line.replace(b'{"number":1,"session":{"id": "a"', head))
+        writer.finish()
+    (rank.folder / "journal" / "rank-0.sqlite").unlink()
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (50, limits[1]))
+    try:
+        done = export(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    assert (done.code, len(done.ids)) == (0, 2 * files - 1), done.said
+
+
+async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
+    for k in range(40):
+        await rank.add(f"s{k}")
+    leave(tmp_path)
+
+
+def leave(tmp_path: Path) -> None:
+    settings = f"root={tmp_path} user=u experiment=e trial=t"
+    command = f"{sys.executable} -m any_agent.cli export {settings} | head -c 10"
+    script = f"{command}; exit ${{PIPESTATUS[0]}}"
+    done = subprocess.run(["bash", "-c", script], capture_output=True, timeout=60)
+    assert done.returncode == 141, done.stderr
+    assert b"Traceback" not in done.stderr and b"Error" not in done.stderr
+
+
+@pytest.mark.parametrize("style", ["individual", "concat", "messages"])
+async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, style: str) -> None:
+    proxy = await start("user=u", "experiment=e", "trial=t")
+    keys = [(await proxy.open(mode="eval", task_id=str(k)))["api_key"] for k in range(3)]
+    for key in keys:
+        await proxy.complete(key)
+    await proxy.post("/rl/v1/set_reward", {"reward": 0}, keys[1])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0}, keys[2])
+    field = "reward" if style == "messages" else "rewards"
+    found = {line["task_id"]: line[field] for line in export(tmp_path, "--style", style).lines}
+    assert found == {"0": None, "1": 0.0, "2": 0.0}
+
+
+async def test_styles(start: Start, tmp_path: Path) -> None:
+    options = ("user=u", "experiment=e", "trial=t")
+    proxy = await start(*options)
+    await proxy.admit(9)
+    session = await proxy.open(mode="eval", task_id="t")
+    key = session["api_key"]
+    first = await proxy.complete(key)
+    asked = [*HELLO, first["choices"][0]["message"], {"role": "user", "content": "Again."}]
+    second = await proxy.complete(key, asked)
+    await proxy.post("/rl/v1/set_reward", {"reward": 1, "completion_id": first["id"]}, key)
+    await proxy.post("/rl/v1/finalize", {"final_reward": 2}, key)
+    for archived in (False, True):
+        if archived:
+            assert await archive_now(proxy) == 1
+        one, two = export(tmp_path, "--style", "individual", "--discount", "0.5").lines
+        assert (one["interaction_id"], two["interaction_id"]) == (first["id"], second["id"])
+        assert (one["rewards"], two["rewards"]) == (2.0, 2.0)
+        assert (one["session_id"], one["task_id"]) == (session["session_id"], "t")
+        assert sum(one["loss_mask"]) == 8 and one["versions"].count(-1) == one["loss_mask"].count(0)
+        (row,) = export(tmp_path, "--style", "concat").lines
+        assert row["input_ids"] == two["input_ids"]
+        assert sum(row["loss_mask"]) == 16
+        (talk,) = export(tmp_path, "--style", "messages").lines
+        assert [m["role"] for m in talk["messages"]] == ["user", "assistant"] * 2
+        assert talk["reward"] == 2.0
+        # The run's own discount, 1 by default.
+        one, two = export(tmp_path, "--style", "individual").lines
+        assert (one["rewards"], two["rewards"]) == (3.0, 2.0)
+    (tmp_path / TRIAL / "config.yaml").write_text("train:\n  discount: 0.25\n")
+    one, _ = export(tmp_path, "--style", "individual").lines
+    assert one["rewards"] == 1.5
+
+
+async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path) -> None:
+    proxy = await start("user=u", "experiment=e", "trial=t")
+    session = await proxy.open(mode="eval")
+    answer = await proxy.complete(session["api_key"])
+    # Nothing follows the recorded answer: rendered anew, which is no part of a single row.
+    await proxy.complete(session["api_key"], [*HELLO, answer["choices"][0]["message"]])
+    other = await proxy.open(mode="eval")
+    await proxy.complete(other["api_key"])
+    done = export(tmp_path, "--style", "concat")
+    assert [line["session_id"] for line in done.lines] == [other["session_id"]]
+    assert done.code == 1
+    assert f"session {session['session_id']} is left out" in done.said
+    assert "export with style individual" in done.said
+
+
+def test_the_states_are_all_there_are() -> None:
+    assert set(_STATES) == set(SessionState) == set(get_args(protocol.State))
+
+
+def test_it_imports_no_torch(tmp_path: Path) -> None:
+    code = (
+        "import sys, runpy; sys.argv = ['x', 'root=/nowhere']\n"
+        "try: runpy.run_module('proxy_ext.export', run_name='__main__')\n"
+        "except SystemExit: pass\n"
+        "print(sorted({m.split('.')[0] for m in sys.modules} & {'torch', 'litellm', 'fastapi'}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout.strip() == "[]", done.stderr

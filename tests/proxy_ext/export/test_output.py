@@ -1,0 +1,149 @@
+"""`any-agent export --out`: files are replaced whole, what is no file is written to."""
+
+from __future__ import annotations
+
+import os
+import resource
+import stat
+import subprocess
+import sys
+import threading
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from any_agent.errors import ConfigError
+from proxy_ext.export.output import output
+from tests.proxy_ext.export.test_export import TRIAL, export
+from tests.support.archives import Rank
+
+LINES = [b"one\n", b"two\n"]
+
+
+@pytest.fixture
+async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
+    rank = await Rank(tmp_path / TRIAL).start()
+    yield rank
+    await rank.stop()
+
+
+def write(name: object) -> None:
+    with output(str(name)) as out:
+        for line in LINES:
+            out.write(line)
+
+
+def test_a_file_is_replaced_whole(tmp_path: Path) -> None:
+    path = tmp_path / "out"
+    path.write_text("before")
+    path.chmod(0o600)
+    before = path.stat()
+    with pytest.raises(ZeroDivisionError), output(str(path)) as out:
+        out.write(LINES[0])
+        raise ZeroDivisionError
+    assert path.read_text() == "before" and os.listdir(tmp_path) == ["out"]
+    write(path)
+    assert path.read_bytes() == b"".join(LINES) and os.listdir(tmp_path) == ["out"]
+    assert path.stat().st_ino != before.st_ino and path.stat().st_mode == before.st_mode
+
+
+@pytest.mark.parametrize("there", [True, False])
+def test_where_a_link_leads(tmp_path: Path, there: bool) -> None:
+    target, link = tmp_path / "there" / "target", tmp_path / "link"
+    target.parent.mkdir()
+    if there:
+        target.write_text("before")
+    link.symlink_to("there/target")
+    write(link)
+    assert link.is_symlink() and target.read_bytes() == b"".join(LINES)
+    assert os.listdir(target.parent) == ["target"]
+
+
+@pytest.mark.parametrize("linked", [True, False])
+def test_a_pipe_is_written_to(tmp_path: Path, linked: bool) -> None:
+    pipe = name = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    if linked:
+        name = tmp_path / "link"
+        name.symlink_to(pipe)
+    got: list[bytes] = []
+    reader = threading.Thread(target=lambda: got.append(pipe.read_bytes()), daemon=True)
+    reader.start()
+    write(name)
+    reader.join(30)
+    assert got == [b"".join(LINES)]
+    assert stat.S_ISFIFO(pipe.stat().st_mode) and name.is_symlink() == linked
+
+
+def test_a_reader_of_a_pipe_that_leaves(tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    reader = os.open(pipe, os.O_RDONLY | os.O_NONBLOCK)
+    with pytest.raises(BrokenPipeError), output(str(pipe)) as out:
+        os.close(reader)
+        out.write(bytes(1 << 20))
+    assert stat.S_ISFIFO(pipe.stat().st_mode)
+
+
+def test_a_file_that_is_open_and_deleted(tmp_path: Path) -> None:
+    with open(tmp_path / "gone", "wb+") as file:
+        (tmp_path / "gone").unlink()
+        write(f"/dev/fd/{file.fileno()}")
+        assert file.read() == b"".join(LINES)
+    assert os.listdir(tmp_path) == []
+
+
+def test_names_of_no_file(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "loop").symlink_to("loop")
+    for name, says in {
+        f"{tmp_path}": "names a folder: name a file in it",
+        f"{tmp_path}/new/": "names a folder",
+        "": "names a folder",
+        f"{tmp_path}/no/out": f"there is no folder {tmp_path}/no; make it first",
+        f"{tmp_path}/file/out": "Not a directory",
+        f"{tmp_path}/loop": "symbolic links",
+    }.items():
+        with pytest.raises(ConfigError) as refused:
+            write(name)
+        assert says in refused.value.message and name in refused.value.message
+        assert ".partial" not in refused.value.message
+
+
+async def test_a_folder_is_wrong_input(rank: Rank, tmp_path: Path) -> None:
+    await rank.add("a")
+    for name in (tmp_path, tmp_path / "no" / "out"):
+        done = export(tmp_path, "--out", str(name))
+        assert done.code == 2 and done.said.startswith("error: --out ") and str(name) in done.said
+
+
+def to_standard_output(root: Path) -> subprocess.CompletedProcess[bytes]:
+    settings = f"root={root} user=u experiment=e trial=t"
+    command = [sys.executable, "-m", "any_agent.cli", "export", *settings.split()]
+    with open(root / "standard", "wb") as file:
+        return subprocess.run(command, stdout=file, stderr=subprocess.PIPE, timeout=60)
+
+
+async def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
+    """As on a full disk, but for the limit on a file's size."""
+    for id in "abc":
+        await rank.add(id, text=id * 50_000)
+    await rank.stop()
+    path = tmp_path / "out"
+    path.write_text("before")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (200_000, limits[1]))
+    try:
+        done = export(tmp_path, "--out", str(path))
+        standard = to_standard_output(tmp_path)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    said = "File too large"
+    assert done.code == 1
+    assert done.said == f"error: cannot write {path}: {said}; what was there before is unchanged\n"
+    assert path.read_text() == "before"
+    assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
+    assert standard.returncode == 1
+    assert standard.stderr.decode() == f"error: cannot write the standard output: {said}\n"
+    await rank.start()

@@ -1,0 +1,193 @@
+"""What of a body reaches a provider: what its API has, and nothing that the operator decides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from any_agent.errors import AnyAgentError, InvalidRequest, UnsupportedParameter
+from proxy_ext.frozen.provider import FrozenApi
+from proxy_ext.frozen.provider_requests import checked
+from tests.support.proxy import HELLO
+
+GOOD: dict[FrozenApi, dict[str, Any]] = {
+    "chat": {"messages": HELLO},
+    "completions": {"prompt": "a"},
+    "responses": {"input": "a"},
+    "messages": {"messages": HELLO, "max_tokens": 4},
+    "embeddings": {"input": ["a"]},
+}
+# Of LiteLLM's arguments those that say where a call goes, how often, or with what.
+NEVER = ["api_base", "base_url", "api_key", "api_version", "num_retries", "max_retries"]
+NEVER += ["fallbacks", "custom_llm_provider", "mock_response", "model_info", "litellm_params"]
+NEVER += ["extra_headers", "extra_body", "timeout", "organization", "client", "litellm_metadata"]
+NEVER += ["litellm_logging_obj", "proxy_server_request", "guardrails", "vertex_credentials"]
+NEVER += ["aws_access_key_id", "api_type", "drop_params", "model_list", "cache", "ssl_verify"]
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda below: (
+        st.lists(below, max_size=3) | st.dictionaries(st.text(max_size=6), below, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = ["messages", "prompt", "input", "system", "tools", "stream", "stream_options", "n"]
+FIELDS += [
+    "functions",
+    "max_tokens",
+    "temperature",
+    "previous_response_id",
+    "instructions",
+    "metadata",
+]
+
+
+def check(api: FrozenApi, **more: Any) -> Any:
+    return checked(api, {"model": "judge", **GOOD[api], **more})
+
+
+@pytest.mark.parametrize("name", NEVER)
+@pytest.mark.parametrize("api", GOOD)
+def test_what_never_reaches_a_provider(api: FrozenApi, name: str) -> None:
+    with pytest.raises(UnsupportedParameter) as raised:
+        check(api, **{name: "x"})
+    assert raised.value.param == name
+
+
+@pytest.mark.parametrize("api", GOOD)
+def test_what_does(api: FrozenApi) -> None:
+    asked = check(api, metadata={"a": 1}, user="u") if api != "messages" else check(api)
+    assert "metadata" not in asked.params and "model" not in asked.params
+    assert asked.params.items() >= GOOD[api].items()
+    assert asked.recorded.get("metadata") == (None if api == "messages" else {"a": 1})
+
+
+def test_a_name_that_is_nearly_right() -> None:
+    with pytest.raises(UnsupportedParameter, match="did you mean temperature"):
+        check("chat", temprature=1)
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "param"),
+    [
+        ("chat", {"messages": []}, "messages"),
+        ("chat", {"messages": "a"}, "messages"),
+        ("chat", {"messages": [{"role": 1}]}, "messages[0]"),
+        ("chat", {"messages": [{"role": "user", "content": [1]}]}, "messages[0]"),
+        ("chat", {"messages": [{"role": "assistant", "tool_calls": [1]}]}, "messages[0]"),
+        ("chat", {"stream": "yes"}, "stream"),
+        ("chat", {"stream_options": [1]}, "stream_options"),
+        ("chat", {"n": 0}, "n"),
+        ("chat", {"max_tokens": True}, "max_tokens"),
+        ("chat", {"temperature": "hot"}, "temperature"),
+        ("chat", {"tools": [1]}, "tools"),
+        ("completions", {"prompt": {}}, "prompt"),
+        ("responses", {"input": [1]}, "input"),
+        ("responses", {"previous_response_id": 1}, "previous_response_id"),
+        ("responses", {"tools": {}}, "tools"),
+        ("chat", {"tools": [{"type": "function"}]}, "tools"),
+        ("chat", {"functions": "a"}, "functions"),
+        ("chat", {"functions": [{}]}, "functions"),
+        ("embeddings", {"input": {}}, "input"),
+        ("embeddings", {"dimensions": 0}, "dimensions"),
+    ],
+)
+def test_shapes_that_nobody_takes(api: FrozenApi, more: dict[str, Any], param: str) -> None:
+    with pytest.raises(InvalidRequest) as raised:
+        check(api, **more)
+    assert (raised.value.param or "").startswith(param)
+
+
+SCHEMA = {"type": "object", "properties": {}}
+TOOLS: dict[FrozenApi, list[dict[str, Any]]] = {
+    "chat": [
+        {"type": "function", "function": {"name": "web_search", "parameters": SCHEMA}},
+        {"type": "custom", "custom": {"name": "b"}},
+    ],
+    "responses": [
+        {"type": "function", "name": "a", "parameters": SCHEMA, "strict": True},
+        {"type": "custom", "name": "b", "format": {"type": "text"}},
+    ],
+    "messages": [
+        {"name": "web_search", "input_schema": SCHEMA, "cache_control": {"type": "ephemeral"}},
+        {"type": "custom", "name": "b", "description": "B", "input_schema": SCHEMA},
+    ],
+}
+BUILT_IN = [
+    "web_search",
+    "web_search_preview",
+    "file_search",
+    "code_interpreter",
+    "mcp",
+    "computer",
+]
+BUILT_IN += ["image_generation", "local_shell", "shell", "apply_patch", "tool_search", "namespace"]
+BUILT_IN += [
+    "web_search_20250305",
+    "web_fetch_20250910",
+    "code_execution_20250522",
+    "bash_20250124",
+]
+BUILT_IN += ["mcp_toolset", "advisor_20260301", "computer_use", "url", "litellm"]
+
+
+@pytest.mark.parametrize("api", TOOLS)
+def test_functions_of_the_agents_own(api: FrozenApi) -> None:
+    assert check(api, tools=TOOLS[api]).params["tools"] == TOOLS[api]
+    for tool in TOOLS[api]:
+        # A provider may take another field for a tool of its own.
+        with pytest.raises(UnsupportedParameter, match="'googleSearch' does not reach"):
+            check(api, tools=[{**tool, "googleSearch": {}}])
+
+
+@pytest.mark.parametrize("kind", BUILT_IN)
+@pytest.mark.parametrize("api", TOOLS)
+def test_tools_that_somebody_else_runs(api: FrozenApi, kind: str) -> None:
+    for more in ({}, {"server_url": "https://x.example"}, {"function": {"name": "a"}}):
+        with pytest.raises(UnsupportedParameter, match=f"the tool '{kind}' does not reach") as said:
+            check(api, tools=[*TOOLS[api], {"type": kind, "name": "a", **more}])
+        assert said.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    ("api", "more", "says"),
+    [
+        ("chat", {"tools": [{"googleSearch": {}}]}, "the tool 'googleSearch'"),
+        ("chat", {"tools": [{"type": ["function"]}]}, "the tool"),
+        ("chat", {"tools": [{}]}, "the tool"),
+        ("chat", {"functions": [{"googleSearch": {}}]}, "the tool 'googleSearch'"),
+        ("chat", {"web_search_options": {}}, "web_search_options does not reach"),
+        *[
+            (api, {"service_tier": "priority"}, "service_tier does not reach")
+            for api in ("chat", "responses", "messages")
+        ],
+        ("responses", {"input": [{"type": "additional_tools", "tools": []}]}, "tools in an item"),
+    ],
+)
+def test_what_costs_beside_tokens(api: FrozenApi, more: dict[str, Any], says: str) -> None:
+    with pytest.raises(UnsupportedParameter, match=says):
+        check(api, **more)
+
+
+def test_a_search_by_its_name_alone() -> None:
+    with pytest.raises(InvalidRequest, match="input_schema must be an object"):
+        check("messages", tools=[{"name": "web_search"}])
+
+
+@pytest.mark.parametrize("api", GOOD)
+@settings(max_examples=60, deadline=None)
+@given(more=st.dictionaries(st.sampled_from(FIELDS) | st.text(max_size=5), JSON, max_size=4))
+def test_any_body_is_taken_or_refused(api: FrozenApi, more: dict[str, Any]) -> None:
+    body = {**GOOD[api], **more, "model": "judge"}
+    try:
+        asked = checked(api, body)
+    except AnyAgentError as error:
+        assert error.status == 400
+        return
+    assert asked.params.keys() <= body.keys()
+    assert not asked.params.keys() & {*NEVER, "model", "metadata"}
+    assert all(asked.params[name] is body[name] for name in asked.params)
+    assert type(asked.stream) is bool

@@ -1,0 +1,62 @@
+"""What was said in a session, as whoever grades it from outside gets it."""
+
+from __future__ import annotations
+
+import pytest
+
+from any_agent.errors import Conflict, NotFound
+from proxy_ext.sessions.grading import graded_session
+from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy_fixtures import Start
+
+
+async def talk(proxy: Proxy, **fields: object) -> dict[str, str]:
+    """A session of two turns and a branch."""
+    session = await proxy.open(**fields)
+    first = await proxy.complete(session["api_key"])
+    answer = first["choices"][0]["message"]
+    more = [*HELLO, answer, {"role": "user", "content": "Another."}]
+    await proxy.complete(session["api_key"], more)
+    await proxy.complete(session["api_key"], [{"role": "user", "content": "And now for what?"}])
+    return session
+
+
+async def test_it_is_what_the_services_own_grader_is_given(proxy: Proxy) -> None:
+    session = await talk(proxy, task_id="t", metadata={"answer": 5})
+    content = await proxy.client.session_content(session["session_id"], session["api_key"])
+    live = proxy.service.sessions.live[session["session_id"]]
+    given = content.graded()
+    assert given == graded_session(live)
+    assert [len(one["messages"]) for one in given["interactions"]] == [1, 3, 1]
+    assert given["metadata"] == {"answer": 5}
+
+
+async def test_it_is_its_owners(start: Start) -> None:
+    proxy = await start("server.admin_key=the-operators")
+    await proxy.admit(10)
+    mine, other = await talk(proxy), await talk(proxy)
+    assert (await proxy.client.session_content(mine["session_id"])).interactions
+    with pytest.raises(NotFound, match="there is no session"):
+        await proxy.client.session_content(mine["session_id"], other["api_key"])
+    answer = await proxy.http.get(
+        f"/rl/v1/sessions/{mine['session_id']}/content", headers={"Authorization": "Bearer no"}
+    )
+    assert answer.status_code == 401
+
+
+async def test_what_is_deleted_is_not_there(proxy: Proxy) -> None:
+    session = await talk(proxy)
+    await proxy.client.delete_session(session["session_id"])
+    with pytest.raises(Conflict, match="is deleted"):
+        await proxy.client.session_content(session["session_id"])
+    with pytest.raises(NotFound):
+        await proxy.client.session_content("no-such-0-1")
+
+
+async def test_a_run_that_keeps_no_texts_has_nothing_to_show(start: Start) -> None:
+    proxy = await start("sessions.store_content=false")
+    await proxy.admit(10)
+    session = await talk(proxy)
+    with pytest.raises(Conflict, match=r"sessions\.store_content") as refused:
+        await proxy.client.session_content(session["session_id"])
+    assert refused.value.code == "content_not_stored"

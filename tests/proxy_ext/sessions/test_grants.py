@@ -1,0 +1,209 @@
+"""What is opened on a grant is its granter's: polls never get it, and no training need go on."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.errors import StoreUnavailable
+from any_agent.protocol.rl import GRANT_ONLY_HEADER
+from any_agent.types import SessionState
+from proxy_ext.api.rl import areal
+from proxy_ext.journal.rows import EXPORT_OWNER, GRANT_OWNER
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.areal_client import ArealClient, Episode
+from tests.support.proxy import Proxy, until
+from tests.support.proxy_fixtures import Start
+
+
+async def granted(client: ArealClient, *, end: bool = True) -> Episode:
+    """An episode on a grant, with a call and a reward."""
+    await client.grant_capacity()
+    episode = await client.start("task")
+    await episode.chat("x")
+    await episode.set_last_reward(1.0)
+    if end:
+        await episode.end()
+    return episode
+
+
+async def state_of(proxy: Proxy, episode: Episode) -> tuple[SessionState, str | None]:
+    row = (await proxy.service.sessions.by_id(episode.session_id)).row
+    return row.state, row.owner
+
+
+async def test_a_poll_never_gets_it_also_after_a_restart(proxy: Proxy, start: Start) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        waiting = asyncio.create_task(proxy.lease(wait=60))
+        episode = await granted(client)
+        ours = await proxy.finished_session()
+        assert [t.session_id for t in await waiting] == [ours["session_id"]]
+        assert await proxy.lease() == []
+    again = await start()
+    await again.admit(1000)
+    assert await again.lease() == []
+    assert await state_of(again, episode) == (SessionState.FINALIZED, GRANT_OWNER)
+    async with ArealClient(again.url, None) as client:
+        assert len(await client.export(episode.session_id)) == 1
+    assert await state_of(again, episode) == (SessionState.TRAINED, EXPORT_OWNER)
+
+
+async def test_a_trainer_that_names_it_is_told_why_not(proxy: Proxy) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client)
+    for more in ({}, {"replay": True}):
+        body = {"owner": "trainer", "session_ids": [episode.session_id], **more}
+        response = await proxy.http.post("/rl/v1/lease", json=body)
+        code = "not_replayable" if more else "on_a_grant"
+        refusal(response, 409, code, episode.session_id)
+    assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
+    response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
+    error = refusal(response, 400, "invalid_request", "no trainer may be named")
+    assert error["param"] == "owner"
+
+
+async def test_what_an_export_gives_back_stays_its_granters(proxy: Proxy) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client)
+    id, leases = episode.session_id, proxy.service.leases
+    await proxy.export(id)
+    assert leases.held_by(EXPORT_OWNER) == {id}
+    # Neither a trainer's messages nor a second export end it.
+    await proxy.admit(1000)
+    assert len(await proxy.export(id)) == 1
+    assert await state_of(proxy, episode) == (SessionState.LEASED, GRANT_OWNER)
+    await leases.give_back([id], EXPORT_OWNER)
+    assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
+    assert await proxy.lease() == []
+    await proxy.export(id)
+    body = {"owner": EXPORT_OWNER, "trained": [id]}
+    assert (await proxy.http.post("/rl/v1/ack", json=body)).status_code == 200
+    assert await state_of(proxy, episode) == (SessionState.TRAINED, EXPORT_OWNER)
+
+
+async def test_it_is_not_in_the_trainers_way(proxy: Proxy, start: Start) -> None:
+    """Nobody may ever export it: the trainer must not wait for that."""
+
+    async def counted(proxy: Proxy) -> tuple[int, int, int]:
+        now = await proxy.capacity()
+        return now["running"], now["buffered"], now["reserved"]
+
+    async with ArealClient(proxy.url, None) as client:
+        ended, going_on = await granted(client), await granted(client, end=False)
+        assert await counted(proxy) == (0, 0, 0)
+        await proxy.export(ended.session_id)
+        assert await counted(proxy) == (0, 0, 0)
+        await proxy.open()
+        await proxy.finished_session()
+        assert await counted(proxy) == (1, 1, 0)
+    again = await start()
+    assert await counted(again) == (1, 1, 0)
+    response = await again.post("/rl/v1/finalize", {}, going_on.api_key)
+    assert response.json()["state"] == "finalized"
+    assert await counted(again) == (1, 1, 0)
+
+
+@pytest.mark.parametrize("how", ["veto", "delete"])
+async def test_what_nobody_exports_can_be_ended(proxy: Proxy, how: str) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client)
+    path = f"/rl/v1/sessions/{episode.session_id}"
+    if how == "veto":
+        response = await proxy.post(f"{path}/veto", {})
+    else:
+        response = await proxy.http.delete(path)
+    assert response.json()["state"] == "rejected"
+    assert not proxy.service.sessions.live
+    assert (await proxy.capacity())["buffered"] == 0
+
+
+@pytest.mark.parametrize("finished", [False, True])
+async def test_without_a_training_a_grant_is_needed(start: Start, finished: bool) -> None:
+    proxy = await start(training=finished)
+    if finished:
+        await proxy.client.set_run("finished", step=3, checkpoint=None)
+    body = {"task_id": "task"}
+    refusal(await proxy.post("/rl/start_session", body), 409, "run_finished", "")
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client)
+        refusal(await proxy.post("/rl/start_session", body), 409, "run_finished", "")
+        # Grants are not for our own opens.
+        await client.grant_capacity()
+        refusal(await proxy.post("/rl/v1/start_session", {}), 409, "run_finished", "")
+        assert len(await client.export(episode.session_id)) == 1
+
+
+async def test_without_a_training_the_next_episode_waits_for_its_grant(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(areal, "_SLICE", 0.05)
+    proxy = await start(training=False)
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client, end=False)
+        following = asyncio.create_task(client.start("task", api_key=episode.api_key))
+
+        async def ended() -> bool:
+            return (await state_of(proxy, episode))[0] is SessionState.FINALIZED
+
+        await until(ended)
+        await client.grant_capacity()
+        assert (await following).session_id == "task-0-1"
+
+
+async def test_a_grant_that_another_open_takes_is_not_counted_on(start: Start) -> None:
+    proxy = await start(training=False)
+    async with ArealClient(proxy.url, None) as client:
+        await client.grant_capacity()
+        body: dict[str, Any] = {"task_id": "task"}
+        opens = (proxy.post("/rl/start_session", body) for _ in range(4))
+        answers: list[httpx.Response] = await asyncio.gather(*opens)
+    assert sorted(answer.status_code for answer in answers) == [200, 409, 409, 409]
+
+
+async def test_a_grant_that_is_not_used_can_be_taken_back(proxy: Proxy, start: Start) -> None:
+    async with ArealClient(proxy.url, None) as client:
+        assert await client.grant_capacity() == {"capacity": 1}
+        assert (await proxy.capacity())["grants"] == 1
+        back = {"change": -1}
+        for body, left in (({"of": "run"}, 1), (back | {"of": "run"}, 0), (back, 0)):
+            response = await proxy.post("/grant_capacity", body)
+            assert response.json() == {"capacity": left}
+        refusal(await proxy.post("/grant_capacity", back), 409, "no_grant", "no granted slot")
+        refusal(await proxy.post("/grant_capacity", {"change": 2}), 400, "invalid_request", "")
+        assert (await proxy.capacity())["grants"] == 0
+    again = await start()
+    assert (await again.capacity())["grants"] == 0
+
+
+async def test_what_is_taken_back_stays_if_that_cannot_be_written(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def fail(*_: object) -> None:
+        raise StoreUnavailable("no room")
+
+    async with ArealClient(proxy.url, None) as client:
+        await client.grant_capacity()
+        with monkeypatch.context() as broken:
+            broken.setattr(proxy.service.journal, "commit", fail)
+            response = await proxy.post("/grant_capacity", {"change": -1})
+            assert response.json()["error"]["code"] == "store_unavailable"
+        await proxy.admit(0)
+        assert (await client.start("task")).session_id == "task-0-0"
+
+
+async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) -> None:
+    """The session before goes on: nobody was given the next one."""
+    async with ArealClient(proxy.url, None) as client:
+        episode = await granted(client, end=False)
+        body = {"task_id": "task", "api_key": episode.api_key}
+        for more, headers in (({"grant_only": True}, {}), ({}, {GRANT_ONLY_HEADER: "1"})):
+            response = await proxy.post("/rl/start_session", body | more, **headers)
+            refusal(response, 429, "no_capacity", "no slot is granted here")
+        assert (await state_of(proxy, episode))[0] is SessionState.OPEN
+        await client.grant_capacity()
+        response = await proxy.post("/rl/start_session", body, **{GRANT_ONLY_HEADER: "1"})
+        assert response.json()["session_id"] == "task-0-1"
+        assert (await state_of(proxy, episode))[0] is SessionState.FINALIZED

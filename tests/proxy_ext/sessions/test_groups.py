@@ -1,0 +1,380 @@
+"""Groups and their slots, whatever happens to members, openers, the store and the process."""
+
+from __future__ import annotations
+
+import asyncio
+import tempfile
+import time
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from any_agent.auth.access import Caller, Scope
+from any_agent.config import Config, load_config
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    StoreUnavailable,
+    TooManyRequests,
+    Unprocessable,
+)
+from any_agent.keys import KeySigner
+from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.admission import close_groups as closing
+from proxy_ext.admission.close_groups import close_groups
+from proxy_ext.admission.open_session import SessionOpener
+from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
+from proxy_ext.leases.fence import Fence
+from proxy_ext.leases.leases import LeaseManager
+from proxy_ext.run_state import RunState
+from proxy_ext.sessions import groups, session_store
+from proxy_ext.sessions import session as clock
+from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
+from proxy_ext.sessions.groups import Group
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.rewards import RewardBook
+from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
+from tests.support.journal import make_interaction
+
+OWNER = "trainer"
+GROUP_TIMEOUT = 1000.0
+SIZE = 3
+LEAST = 2
+NAMES = ("a", "b", None)
+"""Of groups by name; None: by task."""
+
+
+class World:
+    """Time that a test sets, also for the ages of what the journal holds."""
+
+    def __init__(self, patch: pytest.MonkeyPatch) -> None:
+        self.passed = 0.0
+        self._born: dict[str, float] = {}
+        clocked = SimpleNamespace(monotonic=lambda: time.monotonic() + self.passed)
+        patch.setattr(groups, "time", clocked)
+        patch.setattr(closing, "time", clocked)
+        age = clock.session_age
+        patch.setattr(
+            session_store, "session_age", lambda row: age(row) + self.passed - self._of(row)
+        )
+
+    def _of(self, row: SessionRow) -> float:
+        """How late it was when a session was opened; it is looked at after each step."""
+        return self._born.setdefault(row.id, self.passed)
+
+    def look(self, rows: list[SessionRow]) -> None:
+        for row in rows:
+            self._of(row)
+
+
+class Rank:
+    """One rank's sessions over a journal on disk, without HTTP."""
+
+    def __init__(self, folder: Path, config: Config, world: World, random: Random) -> None:
+        self._path = folder / "rank-0.sqlite"
+        self._config = config
+        self._world = world
+        self._random = random
+        self.limit = 0
+        self.waiting: set[asyncio.Task[Any]] = set()
+        self.handed_out: dict[str, set[str]] = {}
+        """Members of each group that was leased, as they were then."""
+        self._may_come_again: set[str] = set()
+        """Groups whose leases ran out."""
+        self.small: set[str] = set()
+        """Groups that were rejected for their size."""
+
+    async def start(self) -> None:
+        """A proxy's start; what an earlier one had in memory is gone."""
+        config = self._config.sessions
+        self.journal = SQLiteJournal(self._path)
+        self.sessions = sessions = SessionStore(self.journal, config, SessionIds(0), rank=0)
+        await sessions.recover(lease_ttl=3600)
+        sessions.admission.set_limit(self.limit, 3600)
+        self.leases = LeaseManager(sessions, Fence(self.journal), ttl=3600)
+        rewards = RewardBook(sessions, config)
+        self.endings = SessionEnder(
+            sessions, rewards, config, needed=lambda _: False, unarchive=_nothing_archived
+        )
+        late = LateRewardWaiter(sessions, self.endings, config, None)
+        self.expiry = SessionExpirer(sessions, self.endings, late)
+        run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
+        quotas = TenantQuotas(
+            lambda _: QuotaLimits(open_sessions=20),
+            ranks=1,
+            open_sessions=sessions.counts.undecided_of,
+        )
+        self.opening = SessionOpener(
+            sessions,
+            self.endings,
+            KeySigner(bytes(32)),
+            config,
+            run=run,
+            quotas=quotas,
+            largest_group=8,
+            public_url="http://here",
+        )
+
+    async def settled(self) -> None:
+        """Wait until nothing is being written: the journal does one thing after the other."""
+        for _ in range(4):
+            await self.journal.meta("nothing")
+            await asyncio.sleep(0)
+
+    # -- steps -----------------------------------------------------------------------------------
+
+    async def do(self, step: str) -> None:
+        action: Callable[[], Awaitable[None]] = getattr(self, f"_{step}")
+        await action()
+        await self.settled()
+        self._world.look([s.row for s in self.sessions.live.values()])
+
+    def _body(self, wait: float) -> StartSession:
+        name = self._random.choice(NAMES)
+        size = self._random.choice((1, SIZE, SIZE, SIZE))
+        if self._random.random() < 0.2:
+            return StartSession(wait=wait)
+        if name is None:
+            return StartSession(task_id="t", group_size=SIZE, wait=wait)
+        # One that closed is closed for good: its successor has a new name, now and then the old.
+        number = self._random.choice((0, len(self.handed_out) + len(self.small)))
+        return StartSession(group_id=f"{name}{number}-{size}", group_size=size, wait=wait)
+
+    def _caller(self) -> Caller:
+        tenant = self._random.choice(("alice", None))
+        return Caller(Scope.TENANT if tenant else Scope.ADMIN, "somebody", tenant)
+
+    async def _admit(self) -> None:
+        self.limit += self._random.randint(1, 4)
+        self.sessions.admission.set_limit(self.limit, 3600)
+
+    async def _open(self) -> None:
+        with suppress(TooManyRequests, Conflict):
+            await self._opened(0.0)
+
+    async def _open_later(self) -> None:
+        task = asyncio.create_task(self._opened(30.0))
+        self.waiting.add(task)
+        task.add_done_callback(self.waiting.discard)
+        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+
+    async def _opened(self, wait: float) -> None:
+        caller = self._caller()
+        answer = await self.opening.open(self._body(wait), caller)
+        session = self.sessions.live[answer.session_id]
+        assert session.row.tenant == caller.tenant
+        interaction = make_interaction(f"i-{session.id}", session.id)
+        await self.sessions.record(session, interaction, session.id.encode(), None)
+
+    async def _leave(self) -> None:
+        """Somebody who waits for a slot goes away."""
+        for task in list(self.waiting)[:1]:
+            task.cancel()
+            await asyncio.wait([task])
+
+    async def _leave_while_writing(self) -> None:
+        task = asyncio.create_task(self._opened(0.0))
+        for _ in range(self._random.randint(1, 4)):
+            await asyncio.sleep(0)
+        task.cancel()
+        await asyncio.wait([task])
+        if not task.cancelled():
+            task.exception()
+
+    async def _fail_to_open(self) -> None:
+        async def full(*_: Statement) -> None:
+            raise StoreUnavailable("no space left")
+
+        with pytest.MonkeyPatch.context() as patch, suppress(AnyAgentError):
+            patch.setattr(self.journal, "commit", full)
+            await self._opened(0.0)
+
+    async def _time_while_writing(self) -> None:
+        """Every group's time runs out while a member is being written, which fails or not."""
+        commit, fails = self.journal.commit, self._random.random() < 0.5
+
+        async def slow(*statements: Statement) -> None:
+            patch.undo()
+            await self._time()
+            if fails:
+                raise StoreUnavailable("no space left")
+            await commit(*statements)
+
+        with pytest.MonkeyPatch.context() as patch, suppress(AnyAgentError):
+            patch.setattr(self.journal, "commit", slow)
+            await self._opened(0.0)
+
+    def _some(self, *states: SessionState) -> list[RecordedSession]:
+        found = [s for s in self.sessions.live.values() if s.state in states]
+        self._random.shuffle(found)
+        return found[: self._random.randint(1, 3)]
+
+    async def _finalize(self) -> None:
+        for session in self._some(SessionState.OPEN, SessionState.AWAITING_REWARD):
+            # One that its opener left has no call.
+            with suppress(Unprocessable):
+                await self.endings.finalize(session, {None: 1.0}, by="a test")
+
+    async def _await_reward(self) -> None:
+        for session in self._some(SessionState.OPEN):
+            await self.endings.await_reward(session, 60.0, by="a test")
+
+    async def _abort(self) -> None:
+        for session in self._some(SessionState.OPEN, SessionState.AWAITING_REWARD)[:1]:
+            await self.endings.abort(session, "by a test")
+
+    async def _expire(self) -> None:
+        for session in self._some(SessionState.OPEN)[:1]:
+            await self.endings.expire(session, "by a test")
+
+    async def _veto(self) -> None:
+        for session in self._some(SessionState.FINALIZED)[:1]:
+            await self.endings.veto(session, "by a test")
+
+    async def _sweep(self) -> None:
+        small = {g.id for g in self.sessions.groups.all() if g.too_small}
+        await close_groups(self.sessions, self.expiry)
+        self.small |= small
+
+    async def _time(self) -> None:
+        """Every group's time runs out."""
+        self._world.passed += 2 * GROUP_TIMEOUT
+        await self._sweep()
+        await self._sweep()
+
+    async def _lease(self) -> None:
+        most = self._random.randint(1, 3)
+        handed: dict[str, set[str]] = {}
+        for trajectory in await self.leases.lease(Lease(owner=OWNER, wait=0, max_groups=most)):
+            handed.setdefault(trajectory.group_id, set()).add(trajectory.session_id)
+        for group_id, members in handed.items():
+            await self._check_handed_out(group_id, members)
+
+    async def _check_handed_out(self, group_id: str, members: set[str]) -> None:
+        rows = await self.journal.group(group_id)
+        if not rows:
+            return
+        assert not {row.state for row in rows} & {
+            SessionState.OPEN,
+            SessionState.AWAITING_REWARD,
+            SessionState.FINALIZED,
+        }, "a group is handed out whole"
+        if group_id in self.handed_out:
+            assert group_id in self._may_come_again, "a group is handed out once"
+            self._may_come_again.discard(group_id)
+        else:
+            assert len(members) >= min(LEAST, rows[0].group_size)
+        assert group_id not in self.small
+        self.handed_out[group_id] = {row.id for row in rows}
+
+    async def _train(self) -> None:
+        for group in self._leased_groups()[:1]:
+            ids = [s.id for s in group]
+            stale = [Rejection(session_id=ids[0], reason="stale")]
+            await self.leases.ack(Ack(owner=OWNER, trained=ids[1:], rejected=stale))
+
+    async def _lapse(self) -> None:
+        for group in self._leased_groups()[:1]:
+            for session in group:
+                session.lease_expires = 0.0
+            self._may_come_again.add(group[0].row.group_id or group[0].id)
+        await self.leases.expire()
+
+    def _leased_groups(self) -> list[list[RecordedSession]]:
+        by_group: dict[str, list[RecordedSession]] = {}
+        for session in self.sessions.live.values():
+            if session.state is SessionState.LEASED:
+                by_group.setdefault(session.row.group_id or session.id, []).append(session)
+        return list(by_group.values())
+
+    async def _restart(self) -> None:
+        for task in list(self.waiting):
+            task.cancel()
+            await asyncio.wait([task])
+        await self.journal.close()
+        await self.start()
+
+    # -- what always holds -------------------------------------------------------------------------
+
+    async def check(self) -> None:
+        admission, counts = self.sessions.admission, self.sessions.counts
+        held = self.sessions.groups.reserved + sum(g.promised for g in self._groups)
+        assert admission.admitted == counts.created[SessionMode.TRAIN] + held
+        assert admission.admitted <= self.limit
+        assert counts.undecided == sum(
+            number
+            for (_, state), number in counts.now.items()
+            if state in (SessionState.OPEN, SessionState.AWAITING_REWARD)
+        )
+        for group in self._groups:
+            assert group.room >= 0 and len(group.members) <= group.size
+            assert not group.done, "it would be kept for ever"
+        for group_id, members in self.handed_out.items():
+            rows = await self.journal.group(group_id)
+            assert {row.id for row in rows} == members, "nobody joins what was handed out"
+
+    @property
+    def _groups(self) -> list[Group]:
+        return self.sessions.groups.all()
+
+
+async def _nothing_archived(_: str) -> tuple[Statement, ...]:
+    return ()
+
+
+STEPS = [
+    *("admit", "open", "open_later", "leave", "leave_while_writing", "fail_to_open"),
+    *("finalize", "await_reward", "abort", "expire", "veto", "sweep", "time"),
+    "time_while_writing",
+    *("lease", "train", "lapse", "restart"),
+]
+OFTEN = [*STEPS, *["admit", "lease", "train"] * 2, *["open"] * 8, *["finalize"] * 6]
+
+
+async def walk(folder: Path, steps: list[str], seed: int) -> Rank:
+    settings = (
+        f"sessions.group_timeout={GROUP_TIMEOUT}",
+        f"sessions.min_group_size={LEAST}",
+        f"sessions.group_size={SIZE}",
+        "rollout.batch_size=8",
+    )
+    with pytest.MonkeyPatch.context() as patch:
+        rank = Rank(folder, load_config(None, settings, {}), World(patch), Random(seed))
+        await rank.start()
+        try:
+            for step in steps:
+                await rank.do(step)
+                await rank.check()
+            return rank
+        finally:
+            for task in list(rank.waiting):
+                task.cancel()
+            await rank.settled()
+            await rank.journal.close()
+
+
+@settings(max_examples=40, deadline=None)
+@given(steps=st.lists(st.sampled_from(OFTEN), max_size=60), seed=st.integers(0, 10**6))
+@example(steps=["admit", "open"] * 8 + STEPS * 2, seed=3)
+def test_slots_and_groups_are_right_whatever_happens(steps: list[str], seed: int) -> None:
+    with tempfile.TemporaryDirectory() as folder:
+        asyncio.run(walk(Path(folder), steps, seed))
+
+
+def test_a_long_walk_sees_groups_of_every_fate(tmp_path: Path) -> None:
+    random = Random(1)
+    rank = asyncio.run(walk(tmp_path, random.choices(OFTEN, k=900), 1))
+    assert len(rank.handed_out) > 5, "groups are handed out"
+    assert len(rank.small) > 3, "groups are too small"
+    assert rank.sessions.counts.now["train", SessionState.TRAINED] > 3

@@ -1,0 +1,198 @@
+"""Ids and sampling seeds: random, or the same whenever the run's seed and the opens are."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.auth.access import ANYONE
+from any_agent.chat import ChatFormat
+from any_agent.errors import StoreUnavailable
+from any_agent.keys import rank_of_session
+from any_agent.protocol.rl import StartSession
+from proxy_ext.sessions.ids import SessionIds
+from tests.support.proxy import HELLO, Proxy, config_for, running_proxy, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
+
+
+def test_names_follow_from_the_seed() -> None:
+    def some(rank: int, seed: int) -> list[Any]:
+        names = SessionIds(rank, seed)
+        sessions = [names.single() for _ in range(3)]
+        sessions += [names.member(group, number) for group in ("g", "h") for number in range(3)]
+        return [*sessions, *(names.sampling_seed(sessions[0], number) for number in range(3))]
+
+    assert some(1, 7) == some(1, 7)
+    everything = [item for rank in (0, 1) for seed in (7, 8) for item in some(rank, seed)]
+    assert len(set(everything)) == len(everything)
+    assert [rank_of_session(id) for id in some(1, 7)[:9]] == [1] * 9
+    assert all(0 <= seed < 2**31 for seed in some(1, 7)[9:])
+
+
+def test_a_members_name_follows_from_its_group_alone() -> None:
+    """So openers of other groups may come before it, or after."""
+    names, other = SessionIds(0, 7), SessionIds(0, 7)
+    for k in range(3):
+        other.single()
+        other.member(other.generation("another", ()), k)
+    assert names.member("g", 1) == other.member("g", 1)
+    assert names.generation("t", ()) == other.generation("t", ())
+    assert names.single() != other.single()
+
+
+def test_generations_of_one_moment_differ() -> None:
+    names = SessionIds(0, 7)
+    taken: list[str] = []
+    for _ in range(3):
+        taken.append(names.generation("t", taken))
+    assert len(set(taken)) == 3
+    again = SessionIds(0, 7)
+    # What nobody got into does not count; what somebody did is used once.
+    assert again.generation("t", ()) == again.generation("t", ()) == taken[0]
+    again.member(taken[0], 0)
+    assert again.generation("t", ()) == taken[1]
+
+
+def test_without_a_seed_they_are_random() -> None:
+    one, other = SessionIds(0), SessionIds(0)
+    assert one.single() != other.single()
+    assert one.member("g", 0) != other.member("g", 0)
+    assert one.generation("t", ()) != other.generation("t", ())
+    assert one.sampling_seed("s", 0) is None
+
+
+async def run(root: Path, chat: ChatFormat, *settings: str, leave: int = 6) -> list[Any]:
+    """Some agents, one after the other; what they were named and sampled with."""
+    engine = ScriptedEngine(decode=chat.decode)
+    out: list[Any] = []
+    async with engine.serve():
+        config = config_for(root, *settings)
+        for part in (range(leave), range(leave, 6)):  # the proxy is started again in between
+            async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+                await proxy.admit(100)
+                out += [await agent(proxy, number) for number in part]
+    return [*out, [r["sampling_params"].get("sampling_seed") for r in engine.requests]]
+
+
+async def agent(proxy: Proxy, number: int) -> tuple[str, str | None]:
+    fields: dict[str, Any] = [{}, {"mode": "eval"}, {"task_id": "t", "group_size": 2}][number % 3]
+    session = await proxy.open(**fields)
+    messages = list(HELLO)
+    for _ in range(2):
+        answer = await proxy.complete(session["api_key"], messages)
+        messages += [answer["choices"][0]["message"], *HELLO]
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, session["api_key"])
+    return session["session_id"], session["group_id"]
+
+
+async def test_the_same_agents_get_the_same_names_and_seeds(
+    tmp_path: Path, chat: ChatFormat
+) -> None:
+    first = await run(tmp_path / "a", chat, *DETERMINISTIC)
+    assert first == await run(tmp_path / "b", chat, *DETERMINISTIC)
+    # A restart of the proxy changes nothing.
+    assert first == await run(tmp_path / "c", chat, *DETERMINISTIC, leave=3)
+    seeds = first[-1]
+    assert len(set(seeds)) == len(seeds) == 12
+    other = await run(tmp_path / "d", chat, "rollout.deterministic=true", "train.seed=8")
+    assert not {item for item, _ in first[:6]} & {item for item, _ in other[:6]}
+    random = await run(tmp_path / "e", chat)
+    assert random[-1] == [None] * 12
+
+
+async def crowd(root: Path, chat: ChatFormat, order: list[int]) -> dict[str, set[str]]:
+    """Openers of three tasks at once, in some order; the sessions' ids by their groups."""
+    engine = ScriptedEngine(decode=chat.decode)
+    async with engine.serve():
+        config = config_for(root, *DETERMINISTIC)
+        async with running_proxy(config, chat, engine_url=engine.url) as proxy:
+            opening = [
+                asyncio.create_task(proxy.open(task_id=f"t{k % 3}", group_size=2, wait=30))
+                for k in order
+            ]
+            # One does not wait for long enough.
+            hasty = {"task_id": "t0", "group_size": 2, "wait": 0}
+            assert (await proxy.http.post("/rl/v1/start_session", json=hasty)).status_code == 429
+            await proxy.admit(100)
+            groups: dict[str, set[str]] = {}
+            for session in await asyncio.gather(*opening):
+                groups.setdefault(session["group_id"], set()).add(session["session_id"])
+    return groups
+
+
+async def test_openers_of_other_groups_change_no_ids(tmp_path: Path, chat: ChatFormat) -> None:
+    order = list(range(12))
+    groups = await crowd(tmp_path / "a", chat, order)
+    assert [len(ids) for ids in groups.values()] == [2] * 6
+    assert groups == await crowd(tmp_path / "b", chat, order[::-1])
+    assert groups == await crowd(tmp_path / "c", chat, [*order[6:], *order[:6]])
+
+
+@pytest.mark.parametrize("fields", [{}, {"task_id": "t"}, {"group_id": "g"}], ids=repr)
+async def test_what_the_journal_never_got_is_not_named_twice(
+    start: Start, monkeypatch: pytest.MonkeyPatch, fields: dict[str, Any]
+) -> None:
+    """However many openings failed."""
+    fields = fields | {"group_size": 8} if fields else fields
+
+    async def begin() -> Proxy:
+        proxy = await start(*DETERMINISTIC, "rollout.batch_size=8", "rollout.max_concurrent=8")
+        await proxy.admit(100)
+        return proxy
+
+    async def fail(proxy: Proxy, times: int) -> None:
+        async def full(*_: Any) -> None:
+            raise StoreUnavailable("full")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(proxy.service.journal, "commit", full)
+            for _ in range(times):
+                with pytest.raises(StoreUnavailable):
+                    await proxy.service.opening.open(StartSession(**fields), ANYONE)
+
+    proxy = await begin()
+    opened = set()
+    for times in (1, 1100, 0):
+        await fail(proxy, times)
+        opened.add((await proxy.open(**fields))["session_id"])
+    await proxy.service.journal.close()
+    again = await begin()
+    await fail(again, 1100)  # as often as before: what comes next was there already
+    opened |= {(await again.open(**fields))["session_id"] for _ in range(4)}
+    assert len(opened) == len(again.service.sessions.live) == 7
+
+
+async def test_calls_at_once_have_seeds_of_their_own(start: Start, engine: ScriptedEngine) -> None:
+    proxy = await start(*DETERMINISTIC)
+    await proxy.admit(1)
+    session = await proxy.open()
+    await asyncio.gather(*(proxy.complete(session["api_key"]) for _ in range(4)))
+    await proxy.complete(session["api_key"])
+    seeds = {r["sampling_params"]["sampling_seed"] for r in engine.requests}
+    assert len(seeds) == 5
+    (recorded, *_) = await proxy.recorded(session["session_id"])
+    assert recorded.gconfig.seed in seeds
+
+
+async def test_a_call_that_ends_unrecorded_gives_its_seed_to_no_sibling(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    """The next one must not be a clone of the one that was recorded meanwhile."""
+    proxy = await start(*DETERMINISTIC)
+    await proxy.admit(1)
+    session = await proxy.open()
+    engine.hold(3)
+    left = asyncio.create_task(proxy.complete(session["api_key"]))
+    await until(lambda: engine.requests)
+    await proxy.complete(session["api_key"])
+    left.cancel()
+    await until(lambda: not proxy.service.sessions.live[session["session_id"]].calls)
+    await proxy.complete(session["api_key"])
+    seeds = [i.gconfig.seed for i in await proxy.recorded(session["session_id"])]
+    assert len(set(seeds)) == 2

@@ -1,0 +1,310 @@
+"""Sessions whose trees are in the journal alone, and read again when they are wanted."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+
+from any_agent.chat import chain_keys
+from any_agent.errors import StoreUnavailable
+from any_agent.record import InteractionTree, strip_content
+from any_agent.types import Interaction, Trajectory
+from proxy_ext.journal import StoredInteraction
+from proxy_ext.sessions.session import RecordedSession, add_to_tree
+from proxy_ext.sessions.tree_cache import TreeCache
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Start
+from tests.support.records import make_interaction
+from tests.support.scripted_engine import ScriptedEngine
+
+COLD = "sessions.hot_bytes=0"
+"""Whatever is not in use is let go."""
+
+# -- the same as if they had stayed in memory ------------------------------------------------------
+
+
+class Talk:
+    """What an agent knows of its session: the conversations that it may go on with."""
+
+    def __init__(self, opened: dict[str, Any]) -> None:
+        self.id, self.key = opened["session_id"], opened["api_key"]
+        self.histories: list[list[dict[str, Any]]] = [HELLO]
+        self.completions: list[str] = []
+
+    async def call(self, proxy: Proxy, rng: random.Random) -> None:
+        """Go on with any of them, so that the session becomes a tree."""
+        messages = rng.choice(self.histories[-4:])
+        fields = {"stream": True} if rng.random() < 0.3 else {}
+        if fields:
+            events, done = await proxy.stream(self.key, messages)
+            assert done
+            deltas = [e["choices"][0]["delta"] for e in events if e["choices"]]
+            answer = {
+                "role": "assistant",
+                "content": "".join(d.get("content") or "" for d in deltas),
+            }
+            self.completions.append(events[0]["id"])
+        else:
+            told = await proxy.complete(self.key, messages)
+            answer = {"role": "assistant", "content": told["choices"][0]["message"]["content"]}
+            self.completions.append(told["id"])
+        said = {"role": "user", "content": f"go on {rng.randrange(1000)}"}
+        self.histories.append([*messages, answer, said])
+
+    async def reward(self, proxy: Proxy, rng: random.Random) -> None:
+        body: dict[str, Any] = {"reward": rng.random()}
+        if rng.random() < 0.5:
+            body["completion_id"] = rng.choice(self.completions)
+        response = await proxy.post("/rl/v1/set_reward", body, self.key)
+        assert response.status_code == 200, response.text
+
+
+def plain(interactions: Sequence[Interaction]) -> list[Any]:
+    """Interactions without what is another one in every run: ids and times."""
+    places = {i.id: place for place, i in enumerate(interactions)}
+    return [
+        (
+            places.get(i.parent_id or ""),
+            i.prompt_delta_ids.tobytes(),
+            i.output_ids.tobytes(),
+            i.output_logprobs.tobytes(),
+            i.output_versions.tobytes(),
+            i.message_delta,
+            i.output_message,
+            i.continuation,
+            i.branch_reason,
+            i.untrainable_reason,
+            i.reward,
+        )
+        for i in interactions
+    ]
+
+
+async def walk(proxy: Proxy, engine: ScriptedEngine, seed: int) -> tuple[list[Any], list[Any]]:
+    """Some sessions in turns: the prompts that the engine got, and what the trainer is handed."""
+    rng, trees = random.Random(seed), proxy.service.sessions.trees
+    engine.requests.clear()
+    talks = [Talk(await proxy.open()) for _ in range(4)]
+    for _ in range(40):
+        # Nobody is at work now, so with COLD nothing stays.
+        trees._trim()
+        talk = rng.choice(talks)
+        if talk.completions and rng.random() < 0.3:
+            await talk.reward(proxy, rng)
+        else:
+            await talk.call(proxy, rng)
+    for talk in talks:
+        trees._trim()
+        if not talk.completions:
+            await talk.call(proxy, rng)
+        ended = await proxy.post("/rl/v1/finalize", {"final_reward": rng.random()}, talk.key)
+        assert ended.json()["interactions"] == len(talk.completions)
+    order = [talk.id for talk in talks]
+    trees._trim()
+    leased: list[Trajectory] = []
+    while len(leased) < len(talks):
+        leased += await proxy.lease(wait=60)
+        trees._trim()
+    leased.sort(key=lambda t: order.index(t.session_id))
+    assert [t.session_id for t in leased] == order
+    prompts = [request["input_ids"] for request in engine.requests]
+    return prompts, [(plain(t.interactions), t.final_reward) for t in leased]
+
+
+@pytest.mark.parametrize("seed", range(2))
+async def test_a_session_that_was_let_go_is_the_same(
+    start: Start, engine: ScriptedEngine, tmp_path: Any, seed: int
+) -> None:
+    warm = await start(f"root={tmp_path / 'warm'}")
+    await warm.admit(100)
+    cold = await start(f"root={tmp_path / 'cold'}", COLD)
+    await cold.admit(100)
+    assert await walk(cold, engine, seed) == await walk(warm, engine, seed)
+    assert cold.service.sessions.trees.read > 20
+    assert warm.service.sessions.trees.read == 0
+
+
+# -- what is read, and when ------------------------------------------------------------------------
+
+
+async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
+    first = await start()
+    await first.admit(100)
+    for _ in range(3):
+        session = await first.open()
+        await first.complete(session["api_key"])
+    # As after a kill: the first one has written everything that it acknowledged.
+    proxy = await start()
+    trees = proxy.service.sessions.trees
+    listed = (await proxy.http.get("/rl/v1/sessions")).json()
+    assert session["session_id"] in str(listed)
+    assert (len(trees), trees.read) == (0, 0)
+    answer = await proxy.complete(session["api_key"])
+    assert trees.read == 1
+    response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
+    assert response.json()["interaction_id"] == answer["id"]
+    assert trees.read == 1
+
+
+class Reads:
+    """Holds the journal's reads of interactions, and counts them."""
+
+    def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.count = 0
+        self.go = asyncio.Event()
+        self.error: Exception | None = None
+        self._read = proxy.service.journal.interactions
+        monkeypatch.setattr(proxy.service.journal, "interactions", self._held, raising=True)
+
+    async def _held(self, session_id: str) -> Any:
+        self.count += 1
+        await self.go.wait()
+        if self.error is not None:
+            raise self.error
+        return await self._read(session_id)
+
+
+async def one(proxy: Proxy) -> tuple[RecordedSession, TreeCache]:
+    """A session with a call, let go."""
+    opened = await proxy.open()
+    await proxy.complete(opened["api_key"])
+    session = proxy.service.sessions.live[opened["session_id"]]
+    await until(lambda: not session.calls)
+    trees = proxy.service.sessions.trees
+    trees._trim()
+    assert not session.warm
+    return session, trees
+
+
+@pytest.fixture
+async def cold(start: Start) -> Proxy:
+    proxy = await start(COLD)
+    await proxy.admit(100)
+    return proxy
+
+
+async def test_whoever_wants_it_shares_one_reading(
+    cold: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, trees = await one(cold)
+    reads = Reads(cold, monkeypatch)
+    waiting = [asyncio.create_task(trees.load(session)) for _ in range(5)]
+    await until(lambda: reads.count)
+    # One that leaves takes it from nobody.
+    waiting[0].cancel()
+    reads.go.set()
+    await asyncio.gather(*waiting[1:])
+    assert reads.count == 1
+    assert len(session.tree) == 1
+
+
+async def test_a_store_that_cannot_be_read_is_told_and_asked_again(
+    cold: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session, trees = await one(cold)
+    reads = Reads(cold, monkeypatch)
+    reads.go.set()
+    reads.error = StoreUnavailable("it burns", retry_after=1)
+    with pytest.raises(StoreUnavailable):
+        await trees.load(session)
+    assert not session.warm
+    reads.error = None
+    await trees.load(session)
+    assert session.warm
+
+
+async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine) -> None:
+    session, trees = await one(cold)
+    await trees.load(session)
+    async with session.lock:
+        trees._trim()
+        assert session.warm
+    with trees.pinned(session):
+        trees._trim()
+        assert session.warm
+    release = engine.hold(at=1)
+    key = cold.service.opening._signer.key_of(lane_of(session))
+    call = asyncio.create_task(cold.complete(key))
+    await until(lambda: session.calls)
+    trees._trim()
+    assert session.warm
+    release.set()
+    await call
+    await until(lambda: not session.calls)
+    trees._trim()
+    assert not session.warm
+    assert trees.bytes == len(trees) == 0
+
+
+def lane_of(session: RecordedSession) -> Any:
+    from any_agent.keys import Lane
+
+    return Lane(0, session.row.lane)
+
+
+async def test_what_nobody_has_wanted_for_longest_goes_first(start: Start) -> None:
+    proxy = await start()
+    await proxy.admit(100)
+    trees = proxy.service.sessions.trees
+    opened = [await proxy.open() for _ in range(3)]
+    for session in opened:
+        await proxy.complete(session["api_key"])
+    first, second, third = (proxy.service.sessions.live[s["session_id"]] for s in opened)
+    await until(lambda: not any(s.calls for s in (first, second, third)))
+    each = trees.bytes // 3
+    await trees.load(first)
+    trees._budget = trees.bytes - 1
+    trees._trim()
+    assert [s.warm for s in (first, second, third)] == [True, False, True]
+    assert trees.bytes <= trees._budget
+    # Ended ones count no more.
+    await proxy.post("/rl/v1/sessions/x/abort".replace("x", third.id), {}, opened[2]["api_key"])
+    assert trees.bytes < 2 * each
+    assert len(trees) == 1
+
+
+async def test_a_tree_that_was_not_loaded_is_not_an_empty_one(cold: Proxy) -> None:
+    session, _ = await one(cold)
+    with pytest.raises(RuntimeError, match="was not loaded"):
+        len(session.tree)
+
+
+# -- keys of earlier versions ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", [None, b"k" * 16])
+@pytest.mark.parametrize("texts", [True, False])
+def test_keys_of_earlier_journals_are_reckoned_anew(key: bytes | None, texts: bool) -> None:
+    asked = [{"role": "system", "content": "s"}, {"role": "user", "content": "u"}]
+    said: list[dict[str, Any]] = [
+        {
+            "role": "assistant",
+            "content": "",
+            "tool_calls": [{"id": n, "function": {"name": "f", "arguments": "{}"}} for n in "ab"],
+        },
+        {"role": "assistant", "content": "done"},
+    ]
+    results = [{"role": "tool", "content": n, "tool_call_id": n} for n in "ba"]
+    root = make_interaction("r", message_delta=asked, output_message=said[0])
+    child = make_interaction("c", "r", message_delta=results, output_message=said[1])
+    tree = InteractionTree()
+    for interaction in (root, child):
+        kept = interaction if texts else strip_content(interaction)
+        add_to_tree(tree, StoredInteraction(kept, key))
+    expected = chain_keys([*asked, said[0], *results, said[1]], None)
+    assert (tree.key("r"), tree.key("c")) == ((expected[2], expected[5]) if texts else (key, key))
+
+
+async def test_the_budget_counts_what_was_told_of_the_likeliest_tokens(proxy: Proxy) -> None:
+    """They take several times as much as everything else."""
+    sizes = []
+    for fields in ({}, {"logprobs": True, "top_logprobs": 20}):
+        session = await proxy.open()
+        before = proxy.service.sessions.trees.bytes
+        await proxy.complete(session["api_key"], max_tokens=500, **fields)
+        sizes.append(proxy.service.sessions.trees.bytes - before)
+    assert sizes[1] - sizes[0] > 500 * 20 * 8

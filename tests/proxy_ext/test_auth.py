@@ -1,0 +1,258 @@
+"""Keys of tenants, trainers and operators at a running proxy."""
+
+from __future__ import annotations
+
+import asyncio
+import socket
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.auth.access import signer_of
+from any_agent.auth.key_store import KeptScope, create_key, revoke_key
+from any_agent.client.rl_client import RLClient
+from any_agent.errors import StartupError
+from any_agent.keys_commands import run as run_keys
+from any_agent.launcher.trial import trial_dir
+from proxy_ext.web import permissions as scopes
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Start
+
+CHAT = "/v1/chat/completions"
+ADMIN = "server.admin_key=operator-secret"
+
+
+def keys_of(proxy: Proxy) -> Path:
+    return trial_dir(proxy.service.config).keys
+
+
+def made(proxy: Proxy, scope: KeptScope = "tenant", **fields: Any) -> str:
+    return create_key(keys_of(proxy), scope, **fields)[0]
+
+
+async def asked(
+    proxy: Proxy, method: str, path: str, key: str = "", body: Any = None, **headers: str
+) -> httpx.Response:
+    """With this key alone."""
+    if key:
+        headers["authorization"] = f"Bearer {key}"
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=60) as http:
+        return await http.request(method, path, json=body, headers=headers)
+
+
+async def opened(proxy: Proxy, key: str, **body: Any) -> dict[str, Any]:
+    response = await asked(proxy, "POST", "/rl/v1/start_session", key, body)
+    assert response.status_code == 200, response.text
+    return dict(response.json())
+
+
+@pytest.fixture
+async def closed(start: Start) -> Proxy:
+    """With an admin key, and room for sessions."""
+    proxy = await start(ADMIN)
+    await proxy.admit(1000)
+    return proxy
+
+
+async def test_a_tenant_has_its_own_sessions(closed: Proxy) -> None:
+    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
+    hers, his = await opened(closed, alice), await opened(closed, bob)
+    nobodys = await closed.open()
+    for key, session in ((alice, hers), (bob, his)):
+        response = await asked(closed, "GET", "/rl/v1/sessions", key)
+        assert [s["session_id"] for s in response.json()] == [session["session_id"]]
+    everything = {s["session_id"] for s in (await closed.http.get("/rl/v1/sessions")).json()}
+    assert everything == {s["session_id"] for s in (hers, his, nobodys)}
+    # Without any session's key: model calls, rewards and the end name the session.
+    named = {"x-any-agent-session": hers["session_id"]}
+    body = {"messages": HELLO, "max_tokens": 2}
+    assert (await asked(closed, "POST", CHAT, alice, body, **named)).status_code == 200
+    response = await asked(closed, "POST", CHAT, alice, body)
+    assert response.status_code == 401 and response.json()["error"]["code"] == "no_session"
+    ending = {"session_id": hers["session_id"], "final_reward": 1.0}
+    for key, status in ((bob, 404), (alice, 200)):
+        response = await asked(closed, "POST", "/rl/v1/finalize", key, ending)
+        assert response.status_code == status, response.text
+    row = await closed.service.journal.session(hers["session_id"])
+    assert row is not None and row.tenant == "alice"
+    assert row.opened_by is not None and row.opened_by.startswith("tenant alice (key ")
+    assert alice not in str(row)
+
+
+async def test_groups_of_tenants_do_not_meet(closed: Proxy) -> None:
+    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
+    for key in (alice, bob):
+        for _ in range(2):
+            await opened(closed, key, group_id="g", group_size=2)
+    for key in (alice, bob):
+        response = await asked(closed, "POST", "/rl/v1/start_session", key, {"group_id": "g"})
+        assert response.status_code == 409, "both groups are full"
+
+
+async def test_a_lane_is_its_tenants(closed: Proxy) -> None:
+    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
+    hers = await opened(closed, alice)
+    end = f"/rl/v1/sessions/{hers['session_id']}/abort"
+    assert (await asked(closed, "POST", end, alice, {})).status_code == 200
+    again = {"api_key": hers["api_key"]}
+    response = await asked(closed, "POST", "/rl/v1/start_session", bob, again)
+    assert response.status_code == 401
+    assert (await opened(closed, alice, **again))["api_key"] == hers["api_key"]
+    # The key names the lane's newest session, and with its id an earlier one.
+    path = f"/rl/v1/sessions/{hers['session_id']}"
+    response = await asked(closed, "GET", path, hers["api_key"])
+    assert (response.status_code, response.json()["state"]) == (200, "aborted")
+
+
+async def test_a_session_that_is_not_ones_own_is_not_there(closed: Proxy) -> None:
+    """The answer is the same, but for the name."""
+    alice, bob = made(closed, tenant="alice"), made(closed, tenant="bob")
+    hers, his = await opened(closed, alice), await opened(closed, bob)
+    there, absent = hers["session_id"], f"ses-0-{'0' * 16}"
+    for key in (bob, his["api_key"]):
+        for method, path, header in (
+            ("GET", "/rl/v1/sessions/{}", ""),
+            ("POST", "/rl/v1/sessions/{}/abort", ""),
+            ("DELETE", "/rl/v1/sessions/{}", ""),
+            ("POST", "/rl/v1/finalize?session_id={}", ""),
+            ("POST", CHAT, "{}"),
+        ):
+            answers = []
+            for id in (there, absent):
+                headers = {"x-any-agent-session": header.format(id)} if header else {}
+                body = {"messages": HELLO} if header else {}
+                r = await asked(closed, method, path.format(id), key, body, **headers)
+                answers.append((r.status_code, r.text.replace(id, "ID")))
+            assert answers[0] == answers[1], (method, path)
+            assert answers[0][0] in (400, 404)
+    response = await asked(closed, "GET", f"/rl/v1/sessions/{there}", alice)
+    assert response.json()["state"] == "open"
+    # Names that are keys are never repeated.
+    for name in (bob, his["api_key"][:-1] + "x", "sk-what-is-this"):
+        response = await asked(closed, "POST", CHAT, alice, {}, **{"x-any-agent-session": name})
+        assert response.status_code in (401, 404) and name not in response.text
+
+
+async def test_keys_made_and_revoked_while_it_runs(closed: Proxy) -> None:
+    path, known = keys_of(closed), "/rl/v1/run"
+    key, kept = create_key(path, "tenant", tenant="alice")
+    assert (await asked(closed, "GET", known, key)).status_code == 200
+    session = await opened(closed, key)
+    revoke_key(path, kept.id)
+
+    async def refused() -> bool:
+        return (await asked(closed, "GET", known, key)).status_code == 401
+
+    await until(refused, "the end of the key")
+    # Its sessions go on with their own keys.
+    assert (await closed.call(session["api_key"])).status_code == 200
+
+
+async def test_the_first_admin_key_closes_an_open_service(start: Start) -> None:
+    proxy = await start()
+    await proxy.admit(5)
+    assert (await asked(proxy, "GET", "/rl/v1/capacity")).status_code == 200
+    page = {"origin": "https://evil.example"}
+    assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 403
+    session = await proxy.open()
+    key = made(proxy, "admin")
+
+    async def is_closed() -> bool:
+        return (await asked(proxy, "GET", "/rl/v1/capacity")).status_code == 401
+
+    await until(is_closed, "the end of open mode")
+    assert (await asked(proxy, "GET", "/rl/v1/capacity", "DUMMY")).status_code == 401
+    assert (await asked(proxy, "GET", "/rl/v1/capacity", key)).status_code == 200
+    assert (await asked(proxy, "GET", "/healthz", **page)).status_code == 200
+    assert (await proxy.call(session["api_key"])).status_code == 200
+    by_id = await asked(proxy, "POST", f"/{session['session_id']}{CHAT}", "", {"messages": HELLO})
+    assert by_id.status_code == 401, "ids are worth nothing now"
+
+
+async def test_session_keys_outlive_a_rotation_unless_told_not_to(closed: Proxy) -> None:
+    from any_agent.cli.main import _parser
+
+    config = closed.service.config
+    where = [f"root={config.root}", f"user={config.user}"]
+
+    def rotate(*arguments: str) -> None:
+        run_keys(_parser().parse_args(["keys", "rotate", *arguments, *where]))
+
+    session = await closed.open()
+    rotate()
+    newer = await until(lambda: _open_with_another_secret(closed, session))
+    for one in (session, newer):
+        assert (await closed.call(one["api_key"])).status_code == 200
+    # The run's trainer follows at once: nothing that it does fails meanwhile.
+    own = signer_of(trial_dir(config))
+    before = own.run_key
+    async with RLClient(closed.url, admin_key=lambda: own.run_key, trust_env=False) as trainer:
+        await trainer.get_capacity()
+        rotate("--drop-old")
+        await trainer.get_capacity()
+    assert (await asked(closed, "GET", "/rl/v1/capacity", before)).status_code == 401
+
+    async def void() -> bool:
+        calls = [await closed.call(one["api_key"]) for one in (session, newer)]
+        return all(call.status_code == 401 for call in calls)
+
+    await until(void, "the end of the older keys")
+    assert (await closed.call((await closed.open())["api_key"])).status_code == 200
+
+
+async def _open_with_another_secret(proxy: Proxy, earlier: dict[str, Any]) -> Any:
+    """A new session, once keys are signed with a secret that is not the earlier one's."""
+    session = await proxy.open()
+    signer = proxy.service.auth.access.signer
+    lane = signer.verify(session["api_key"])
+    assert lane is not None
+    return session if len(list(signer.keys_of(lane))) == 2 else None
+
+
+async def test_refusals_do_not_wait_for_the_body(closed: Proxy) -> None:
+    """A megabyte was announced, and nothing of it sent."""
+    session = await closed.open()
+    for key, status in (("", 401), ("garbage-key", 401), (session["api_key"], 403)):
+        head = "POST /rl/v1/start_session HTTP/1.1\r\nHost: x\r\nContent-Length: 1000000\r\n"
+        head += f"Authorization: Bearer {key}\r\n\r\n" if key else "\r\n"
+        reader, writer = await asyncio.open_connection(
+            "127.0.0.1", int(closed.url.rpartition(":")[2])
+        )
+        writer.write(head.encode())
+        async with asyncio.timeout(60):
+            line = await reader.readline()
+        assert line.startswith(f"HTTP/1.1 {status} ".encode()), line
+        writer.close()
+
+
+async def test_paths_are_the_tables_or_none(closed: Proxy) -> None:
+    """What a framework may take for one of our routes is none, or is held to the table."""
+    for path in (
+        "/rl/v1/capacity/",
+        "/rl/v1/capacity%0A",
+        "//rl/v1/capacity",
+        "/RL/v1/capacity",
+        "/rl/v1/capacity;x",
+        "/rl/v1/sessions/a/b",
+        "/rl/v1/sessions/",
+        "/rl/v1/sessions//abort",
+        "/rl/v1/../v1/capacity",
+    ):
+        with socket.create_connection(("127.0.0.1", int(closed.url.rpartition(":")[2]))) as wire:
+            wire.sendall(f"GET {path} HTTP/1.0\r\nHost: x\r\n\r\n".encode())
+            answer = await asyncio.to_thread(wire.recv, 1000)
+        assert answer.startswith((b"HTTP/1.1 404 ", b"HTTP/1.1 401 ")), (path, answer)
+    assert (await asked(closed, "PUT", "/rl/v1/lease")).status_code == 405
+    response = await asked(closed, "GET", "/sk-tenant.00000000.1234567890abcdef1234567890")
+    assert response.status_code == 404 and "1234567890" not in response.text
+
+
+def test_a_route_without_a_scope_is_an_error() -> None:
+    from fastapi import FastAPI
+
+    app = FastAPI()
+    app.add_api_route("/rl/v1/new", lambda: None, methods=["POST"])
+    with pytest.raises(StartupError, match="POST /rl/v1/new"):
+        scopes.check_routes(app.routes)

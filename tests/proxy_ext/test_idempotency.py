@@ -1,0 +1,288 @@
+"""`Idempotency-Key`: whose it is, what it is good for, and what is kept for it."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.errors import StoreFull
+from any_agent.keys import rank_of_session
+from any_agent.launcher.trial import trial_dir
+from any_agent.types import SessionState
+from proxy_ext import idempotency
+from proxy_ext.idempotency import KEPT_SECONDS
+from proxy_ext.journal import PutAnswer
+from tests.support.proxy import Proxy, until
+from tests.support.proxy_fixtures import Start
+
+START = "/rl/v1/start_session"
+ADMIN = "operator-secret-4711"
+
+
+def keyed(key: str) -> dict[str, str]:
+    return {"idempotency-key": key}
+
+
+async def opens(proxy: Proxy) -> int:
+    return sum((await proxy.service.journal.counts()).values())
+
+
+async def test_the_same_again_is_answered_as_before(proxy: Proxy) -> None:
+    first = await proxy.post(START, {"task_id": "t", "metadata": {"a": 1}}, **keyed("k"))
+    # The order of the fields and white space say nothing.
+    body = b'{ "metadata": {"a": 1},\n "task_id": "t" }'
+    again = await proxy.post(START, body, **keyed("k"))
+    assert (first.status_code, again.status_code) == (200, 200)
+    assert again.content == first.content
+    assert again.headers["content-type"] == first.headers["content-type"]
+    assert again.headers["idempotent-replayed"] == "true"
+    assert "idempotent-replayed" not in first.headers
+    assert await opens(proxy) == 1
+    other = await proxy.post(START, {"task_id": "t", "metadata": {"a": 1}}, **keyed("k2"))
+    assert other.json()["session_id"] != first.json()["session_id"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [(START, {"task_id": "u"}), (f"{START}?ttl=9", {"task_id": "t"}), (START, b'{"task_id": "t"')],
+    ids=["body", "query", "no json"],
+)
+async def test_the_key_of_another_request_is_refused(proxy: Proxy, path: str, body: Any) -> None:
+    assert (await proxy.post(START, {"task_id": "t"}, **keyed("k"))).status_code == 200
+    refused = await proxy.post(path, body, **keyed("k"))
+    if body == b'{"task_id": "t"':
+        assert refused.status_code == 400
+    else:
+        assert refused.status_code == 422
+        assert refused.json()["error"]["code"] == "idempotency_mismatch"
+        assert refused.headers["x-should-retry"] == "false"
+    assert await opens(proxy) == 1
+
+
+@pytest.mark.parametrize("key", ["", "a b", "k" * 256, "ü"])
+async def test_what_is_no_key(proxy: Proxy, key: str) -> None:
+    headers = {"idempotency-key": key.encode()}
+    answer = await proxy.http.post(START, json={}, headers=headers)  # type: ignore[arg-type]
+    assert answer.status_code == 400
+    assert answer.json()["error"]["code"] == "bad_idempotency_key"
+    assert await opens(proxy) == 0
+
+
+async def test_two_keys_are_none(proxy: Proxy) -> None:
+    headers = [("idempotency-key", "a"), ("idempotency-key", "b")]
+    answer = await proxy.http.post(START, json={}, headers=headers)
+    assert answer.json()["error"]["code"] == "bad_idempotency_key"
+
+
+@pytest.mark.parametrize("depth", [300, 2000, 20_000])
+async def test_deep_bodies_are_refused_as_without_a_key(proxy: Proxy, depth: int) -> None:
+    body = b'{"metadata": {"a": ' + b"[" * depth + b"]" * depth + b"}}"
+    plain, with_key = await proxy.post(START, body), await proxy.post(START, body, **keyed("k"))
+    assert plain.status_code == with_key.status_code == 400
+    assert plain.content == with_key.content
+    # The key was good for nothing yet.
+    assert (await proxy.post(START, {}, **keyed("k"))).status_code == 200
+
+
+async def test_long_bodies_are_the_same_by_their_bytes(proxy: Proxy) -> None:
+    session = await proxy.open()
+    body = b'{"reason": "a"' + b" " * (1 << 20) + b"}"
+    path = f"/rl/v1/sessions/{session['session_id']}/abort"
+    first, again = [
+        await proxy.post(path, body, session["api_key"], **keyed("k")) for _ in range(2)
+    ]
+    assert first.status_code == 200
+    assert again.content == first.content
+
+
+async def test_a_key_belongs_to_its_caller_and_path(start: Start) -> None:
+    proxy = await start(f"server.admin_key={ADMIN}")
+    await proxy.admit(10)
+    sessions = [await proxy.open() for _ in range(2)]
+    for session in sessions:
+        await proxy.complete(session["api_key"])
+    for session in sessions:
+        reward = await proxy.post(
+            "/rl/v1/set_reward", {"reward": 1}, session["api_key"], **keyed("k")
+        )
+        assert reward.json()["session_id"] == session["session_id"]
+        ended = await proxy.post("/rl/v1/finalize", {}, session["api_key"], **keyed("k"))
+        assert ended.json()["session_id"] == session["session_id"]
+        # Who holds no key of this service has no answers here, either.
+        forged = await proxy.post(
+            "/rl/v1/finalize", {}, session["api_key"][:-1] + "x", **keyed("k")
+        )
+        assert forged.status_code == 401
+
+
+async def test_only_what_was_done_is_kept(proxy: Proxy) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    refused = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **keyed("k"))
+    assert refused.status_code == 422
+    await proxy.complete(key)
+    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **keyed("k"))
+    assert done.status_code == 200
+    again = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **keyed("k"))
+    assert again.content == done.content
+    # Without the key, or with a new one, it is told as it is now, and so is that kept.
+    veto = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/veto", {}, key)
+    assert veto.status_code == 200
+    for headers in ({}, keyed("k2"), keyed("k2")):
+        late = await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key, **headers)
+        assert (late.status_code, late.json()["state"]) == (200, "rejected")
+    assert late.headers["idempotent-replayed"] == "true"
+
+
+async def test_no_key_is_stored(proxy: Proxy) -> None:
+    prefixed = await proxy.post(START, {}, **keyed("k"))
+    session = prefixed.json()
+    await proxy.complete(session["api_key"])
+    # Also not where it stands in the path.
+    path = f"/{session['api_key']}/rl/v1/finalize"
+    body = {"final_reward": 1}
+    first, again = [await proxy.post(path, body, **keyed("f")) for _ in range(2)]
+    assert first.status_code == 200, first.text
+    assert first.content == again.content
+    assert (await proxy.post(START, {}, **keyed("k"))).json()["api_key"] == session["api_key"]
+    secret = session["api_key"].rpartition(".")[2].encode()
+    folder = trial_dir(proxy.service.config).path / "journal"
+    stored = b"".join(p.read_bytes() for p in folder.rglob("*") if p.is_file())
+    assert session["session_id"].encode() in stored
+    assert secret not in stored
+
+
+async def test_a_restart_forgets_nothing(start: Start) -> None:
+    first = await start()
+    await first.admit(5)
+    opened = await first.post(START, {"mode": "eval"}, **keyed("k"))
+    key = opened.json()["api_key"]
+    ended = await first.post("/rl/v1/finalize", {}, key, **keyed("k"))
+    second = await start()
+    assert (await second.post(START, {"mode": "eval"}, **keyed("k"))).status_code == 200
+    again = await second.post("/rl/v1/finalize", {}, key, **keyed("k"))
+    assert again.content == ended.content
+    assert await opens(second) == 1
+
+
+async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+    service = proxy.service
+    fresh = await proxy.post(START, {}, **keyed("fresh"))
+    scope = f"anyone POST {START}"
+    assert await service.journal.answer(scope, "fresh") is not None
+    old = time.time() - KEPT_SECONDS - 1
+    await service.journal.commit(PutAnswer(scope, "old", b"", 200, b"", old))
+    monkeypatch.setattr(idempotency, "_SWEEP_EVERY", 0.0)
+    await service.answers.sweep()
+    assert await service.journal.answer(scope, "old") is None
+    assert (await proxy.post(START, {}, **keyed("fresh"))).content == fresh.content
+
+
+async def test_equal_requests_take_turns(start: Start) -> None:
+    """The first waits for a slot; those that ask meanwhile get its answer."""
+    proxy = await start()
+    body = {"wait": 20}
+    asked = [asyncio.create_task(proxy.post(START, body, **keyed("k"))) for _ in range(5)]
+    await until(lambda: proxy.service.sessions.admission.waiting == 1)
+    await until(lambda: proxy.service.answers._waiting == 4)
+    assert proxy.service.sessions.admission.waiting == 1
+    await proxy.admit(5)
+    answers = await asyncio.gather(*asked)
+    assert {a.status_code for a in answers} == {200}
+    assert len({a.content for a in answers}) == 1
+    assert await opens(proxy) == 1
+    assert not proxy.service.answers._turns
+
+
+async def test_a_waiting_request_goes_on_when_the_first_leaves(start: Start) -> None:
+    proxy = await start()
+    body = {"wait": 20}
+    first = asyncio.create_task(proxy.post(START, body, **keyed("k")))
+    await until(lambda: proxy.service.sessions.admission.waiting == 1)
+    second = asyncio.create_task(proxy.post(START, body, **keyed("k")))
+    await until(lambda: proxy.service.answers._waiting == 1)
+    first.cancel()
+    await until(lambda: proxy.service.answers._waiting == 0)
+    await proxy.admit(5)
+    assert (await second).status_code == 200
+    assert await opens(proxy) == 1
+
+
+async def test_an_opener_that_leaves_finds_its_session(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its open was being written; with a key it comes back for the answer."""
+    journal = proxy.service.journal
+    commit, writing, go_on = journal.commit, asyncio.Event(), asyncio.Event()
+
+    async def slow(*statements: Any) -> None:
+        writing.set()
+        await go_on.wait()
+        await commit(*statements)
+
+    monkeypatch.setattr(journal, "commit", slow)
+    asked = asyncio.create_task(proxy.post(START, {}, **keyed("k")))
+    await writing.wait()
+    asked.cancel()
+    await asyncio.gather(asked, return_exceptions=True)
+    again = asyncio.create_task(proxy.post(START, {}, **keyed("k")))
+    await until(lambda: proxy.service.answers._waiting == 1)
+    go_on.set()
+    session = (await again).json()
+    assert await opens(proxy) == 1
+    live = proxy.service.sessions.live[session["session_id"]]
+    assert live.state is SessionState.OPEN
+    assert rank_of_session(live.id) == 0
+
+
+async def test_too_many_that_wait(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "_MAX_WAITING", 1)
+    proxy = await start()
+    asked = [asyncio.create_task(proxy.post(START, {"wait": 20}, **keyed("k"))) for _ in range(2)]
+    await until(lambda: proxy.service.answers._waiting == 1)
+    refused = await proxy.post(START, {"wait": 20}, **keyed("k"))
+    assert refused.status_code == 503
+    assert refused.json()["error"]["code"] == "idempotency_busy"
+    assert refused.headers["retry-after"] == "2"
+    await proxy.admit(5)
+    assert len({a.content for a in await asyncio.gather(*asked)}) == 1
+
+
+async def test_one_that_waits_too_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(idempotency, "_LONGEST_WAIT", 0.05)
+    proxy = await start()
+    first = asyncio.create_task(proxy.post(START, {"wait": 20}, **keyed("k")))
+    await until(lambda: proxy.service.sessions.admission.waiting == 1)
+    refused = await proxy.post(START, {"wait": 20}, **keyed("k"))
+    assert refused.json()["error"]["code"] == "idempotency_busy"
+    await proxy.admit(5)
+    assert (await first).status_code == 200
+
+
+async def test_effect_and_answer_are_written_together_or_not_at_all(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    await proxy.complete(session["api_key"])
+    journal = proxy.service.journal
+    commit = journal.commit
+    seen: list[tuple[str, ...]] = []
+
+    async def full(*statements: Any) -> None:
+        seen.append(tuple(type(s).__name__ for s in statements))
+        raise StoreFull("the disk is full", retry_after=5)
+
+    async def finalize() -> httpx.Response:
+        body = {"final_reward": 1}
+        return await proxy.post("/rl/v1/finalize", body, session["api_key"], **keyed("k"))
+
+    monkeypatch.setattr(journal, "commit", full)
+    assert (await finalize()).status_code == 507
+    (together,) = [names for names in seen if "PutAnswer" in names]
+    assert len(together) > 1
+    monkeypatch.setattr(journal, "commit", commit)
+    assert (await finalize()).status_code == 200

@@ -1,0 +1,331 @@
+"""What a scrape of one rank shows, and to whom."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+from any_agent.completions.untrainable import REASONS
+from any_agent.types import SessionState
+from proxy_ext.metrics import METRICS
+from tests.support.archives import archive_now
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+
+class Scrape:
+    """The samples of one answer."""
+
+    def __init__(self, text: str) -> None:
+        self.families = list(text_string_to_metric_families(text))
+        self._samples = [s for family in self.families for s in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        """The sum over the samples that have these labels; an error if there is none."""
+        found = [
+            s.value for s in self._samples if s.name == name and labels.items() <= s.labels.items()
+        ]
+        assert found, f"no {name} with {labels}"
+        return sum(found)
+
+    def labels(self, name: str, label: str) -> set[str]:
+        return {s.labels[label] for s in self._samples if s.name == name}
+
+
+async def scrape(proxy: Proxy) -> Scrape:
+    response = await proxy.http.get("/metrics")
+    assert response.status_code == 200, response.text
+    assert response.headers["content-type"].startswith("text/plain; version=0.0.4")
+    return Scrape(response.text)
+
+
+def require_balance(now: Scrape) -> None:
+    for mode in ("train", "eval"):
+        created = now("any_agent_sessions_created_total", mode=mode)
+        assert created == now("any_agent_sessions", mode=mode)
+
+
+async def test_every_metric_of_the_table_is_shown(proxy: Proxy) -> None:
+    shown = {f.name: f.type for f in (await scrape(proxy)).families}
+    assert {m.name.removesuffix("_total"): m.kind for m in METRICS} == {
+        name: kind for name, kind in shown.items() if name.startswith("any_agent_")
+    }
+    assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
+    assert "process_resident_memory_bytes" in shown
+
+
+async def test_sessions_balance_and_survive_a_restart(start: Start, proxy: Proxy) -> None:
+    finished = [await proxy.finished_session() for _ in range(3)]
+    await proxy.finished_session(mode="eval")
+    aborted = await proxy.open()
+    await proxy.post(f"/rl/v1/sessions/{aborted['session_id']}/abort", {}, aborted["api_key"])
+    await proxy.open()
+    await proxy.lease()
+    await proxy.client.ack(owner="trainer", trained=[finished[0]["session_id"]], rejected=[])
+    for one in (proxy, await start()):
+        now = await scrape(one)
+        require_balance(now)
+        assert now("any_agent_sessions_created_total", mode="train") == 5
+        assert now("any_agent_sessions_created_total", mode="eval") == 1
+        states = {state: now("any_agent_sessions", state=state, rank="0") for state in SessionState}
+        assert {state: number for state, number in states.items() if number} == {
+            "open": 1,
+            "finalized": 2,
+            "trained": 1,
+            "aborted": 1,
+            "evaluated": 1,
+        }
+
+
+async def test_sessions_balance_at_every_scrape_under_load(proxy: Proxy) -> None:
+    over = asyncio.Event()
+
+    async def watch() -> int:
+        seen = 0
+        while not over.is_set():
+            require_balance(await scrape(proxy))
+            seen += 1
+        return seen
+
+    async def consume() -> None:
+        while not over.is_set():
+            ids = [t.session_id for t in await proxy.lease(wait=0.1)]
+            await proxy.client.ack(owner="trainer", trained=ids, rejected=[])
+
+    async with asyncio.TaskGroup() as tasks:
+        scrapes = tasks.create_task(watch())
+        tasks.create_task(consume())
+        modes = ("train", "eval")
+        load = [proxy.finished_session(mode=modes[k % 4 == 0]) for k in range(40)]
+        await asyncio.gather(*load)
+
+        async def all_trained() -> bool:
+            return (await scrape(proxy))("any_agent_sessions", state="trained") == 30
+
+        await until(all_trained)
+        over.set()
+    assert scrapes.result() > 3
+
+
+async def test_calls_tokens_and_continuations(proxy: Proxy, engine: ScriptedEngine) -> None:
+    chat = proxy.service.completer.chat
+    session = await proxy.open()
+    key = session["api_key"]
+    end = chat.stop_token_ids[0]
+    prompts = []
+    messages: list[Any] = list(HELLO)
+    for turn in range(3):
+        engine.say([*chat.tokenizer.encode(f"turn {turn}"), end])
+        answer = await proxy.complete(key, messages, max_tokens=30, temperature=0.5)
+        prompts.append(answer["usage"]["prompt_tokens"])
+        messages += [answer["choices"][0]["message"], {"role": "user", "content": "go on"}]
+    # The same conversation with nothing new, and another one.
+    await proxy.stream(key, messages[:2])
+    await proxy.stream(key, [{"role": "user", "content": "something else"}])
+    now = await scrape(proxy)
+    assert now("any_agent_calls_total", mode="train", outcome="completed") == 5
+    assert now("any_agent_calls_total", outcome="failed") == 0
+    shown = {
+        how: now("any_agent_interactions_total", mode="train", continuation=how)
+        for how in ("first", "exact", "branch", "root")
+    }
+    assert shown == {"first": 1, "exact": 2, "branch": 1, "root": 1}
+    assert now.labels("any_agent_branches_total", "reason") == {
+        "new_conversation",
+        "no_new_message",
+    }
+    assert now("any_agent_branches_total") == 2
+    recorded = await proxy.recorded(session["session_id"])
+    sampled = sum(len(i.output_ids) for i in recorded)
+    assert now("any_agent_output_tokens_total", mode="train") == sampled
+    assert now("any_agent_prompt_tokens_total", mode="train") > sum(prompts)
+    assert now("any_agent_overrides_total", parameter="temperature") == 3
+    assert now("any_agent_call_seconds_count") == 5
+    assert now("any_agent_first_token_seconds_count") == 2
+    assert now("any_agent_journal_writes_total") >= 6
+    assert now("any_agent_journal_commit_seconds_count") >= 6
+
+
+async def test_why_interactions_are_never_trained_on(proxy: Proxy) -> None:
+    train, graded = await proxy.open(), await proxy.open(mode="eval")
+    for asked in (
+        {},
+        {"temperature": 0},
+        {"presence_penalty": 1},
+        {"logit_bias": {"5": 1}, "n": 3},
+        {"response_format": {"type": "json_object"}},
+    ):
+        await proxy.complete(train["api_key"], **asked)
+        # Nothing is lost where nothing is trained on.
+        await proxy.complete(graded["api_key"], **asked)
+    reasons = [i.untrainable_reason for i in await proxy.recorded(train["session_id"])]
+    assert reasons == [None, None, "penalty", *["logit_bias"] * 3, "grammar"]
+    now = await scrape(proxy)
+    shown = {
+        reason: now("any_agent_untrainable_interactions_total", reason=reason)
+        for reason in now.labels("any_agent_untrainable_interactions_total", "reason")
+    }
+    assert shown.keys() == set(REASONS)
+    assert {reason: n for reason, n in shown.items() if n} == {
+        "penalty": 1,
+        "logit_bias": 3,
+        "grammar": 1,
+    }
+
+
+async def test_calls_that_end_otherwise(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    engine.fail("status", status=400)
+    assert (await proxy.call(session["api_key"])).status_code == 400
+    engine.hold(1)
+    call = asyncio.create_task(proxy.call(session["api_key"]))
+
+    async def running() -> bool:
+        return (await scrape(proxy))("any_agent_calls_running") == 1
+
+    await until(running)
+    id = session["session_id"]
+    await proxy.post(f"/rl/v1/sessions/{id}/abort", {}, session["api_key"])
+    await call
+    now = await scrape(proxy)
+    assert now("any_agent_calls_running") == 0
+    assert now("any_agent_calls_total", outcome="failed", mode="train") == 1
+    assert now("any_agent_calls_total", outcome="aborted", mode="train") == 1
+    assert now("any_agent_calls_total", outcome="completed") == 0
+
+
+async def test_calls_without_a_session_are_counted_apart(start: Start) -> None:
+    proxy = await start(training=False)
+    assert (await proxy.call(None)).status_code == 200
+    now = await scrape(proxy)
+    assert now("any_agent_calls_total", mode="none", outcome="completed") == 1
+    assert now("any_agent_output_tokens_total", mode="none") > 0
+    assert now("any_agent_interactions_total") == 0
+
+
+async def test_slots_and_refused_opens(start: Start) -> None:
+    proxy = await start()
+    await proxy.admit(3)
+    await proxy.open(task_id="t", group_size=2)
+    await proxy.open()
+    response = await proxy.http.post("/rl/v1/start_session", json={})
+    assert response.status_code == 429
+    await proxy.http.post("/rl/v1/start_session", json={"group_size": 2})
+    now = await scrape(proxy)
+    assert now("any_agent_slots_admitted") == 3
+    assert now("any_agent_slots_limit") == 3
+    assert now("any_agent_slots_reserved") == 1
+    assert now("any_agent_opens_refused_total", code="no_capacity") == 1
+    assert now("any_agent_opens_refused_total", code="invalid_request") == 1
+    waiter = asyncio.create_task(proxy.open(wait=60))
+
+    async def waiting() -> bool:
+        return (await scrape(proxy))("any_agent_slots_waiting") == 1
+
+    await until(waiting)
+    await proxy.admit(4)
+    await waiter
+    await proxy.client.set_run("finished", step=1, checkpoint=None)
+    await proxy.http.post("/rl/v1/start_session", json={})
+    now = await scrape(proxy)
+    assert now("any_agent_slots_waiting") == 0
+    assert now("any_agent_opens_refused_total", code="run_finished") == 1
+
+
+async def test_weight_updates(proxy: Proxy, engine: ScriptedEngine) -> None:
+    assert (await scrape(proxy))("any_agent_update_pauses_total") == 0
+    for version in (3, 4):
+        await proxy.client.pause(ttl=60)
+        await proxy.client.pause(ttl=60)  # repeated, as after a lost answer
+        during = (await scrape(proxy))("any_agent_update_pause_seconds_total")
+        assert during > 0
+        engine.weight_version = str(version)
+        await proxy.client.publish_version(version=version, path="w", step=version)
+        await proxy.client.resume()
+    now = await scrape(proxy)
+    assert now("any_agent_weight_version", rank="0") == 4
+    assert now("any_agent_update_pauses_total") == 2
+    after = now("any_agent_update_pause_seconds_total")
+    assert after >= during
+    assert (await scrape(proxy))("any_agent_update_pause_seconds_total") == after
+
+
+async def test_an_engine_that_dies(proxy: Proxy, engine: ScriptedEngine) -> None:
+    key = (await proxy.open())["api_key"]
+    assert (await scrape(proxy))("any_agent_engine_up") == 1
+    engine.hold(2)
+    call = asyncio.create_task(proxy.stream(key))
+    await until(lambda: engine.requests)
+    await engine.die()
+
+    async def away() -> bool:
+        return (await scrape(proxy))("any_agent_engine_up") == 0
+
+    await until(away)
+    await engine.revive()
+    await call
+    now = await scrape(proxy)
+    assert now("any_agent_engine_up") == 1
+    assert now("any_agent_resubmissions_total", reason="death") == 1
+    assert now("any_agent_resubmissions_total", reason="update") == 0
+
+
+async def test_answers_that_reached_nobody(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    answer = await proxy.complete(session["api_key"])
+    live = proxy.service.sessions.live[session["session_id"]]
+    await proxy.service.sessions.mark_undelivered(live, live.tree[answer["id"]])
+    await proxy.service.sessions.mark_undelivered(live, live.tree[answer["id"]])
+    assert (await scrape(proxy))("any_agent_undelivered_answers_total") == 1
+
+
+@pytest.mark.parametrize("bearer", [None, "wrong-key-of-mine", "session"])
+async def test_with_an_admin_key_metrics_need_it(start: Start, bearer: str | None) -> None:
+    proxy = await start("server.admin_key=admin-key-1")
+    assert (await proxy.http.get("/metrics")).status_code == 200
+    if bearer == "session":
+        bearer = (await proxy.open(mode="eval"))["api_key"]
+    headers = {"authorization": f"Bearer {bearer}" if bearer else ""}
+    response = await proxy.http.get("/metrics", headers=headers)
+    assert response.status_code in (401, 403)
+    assert "any_agent" not in response.text
+
+
+async def test_two_ranks_in_a_process_share_nothing(start: Start) -> None:
+    one, two = await start(), await start(rank=1)
+    await one.admit(5)
+    await one.open()
+    first, second = await scrape(one), await scrape(two)
+    assert first("any_agent_sessions_created_total", rank="0") == 1
+    assert second("any_agent_sessions_created_total", rank="1") == 0
+    assert first.labels("any_agent_sessions", "rank") == {"0"}
+
+
+async def test_what_is_in_memory_and_what_was_read_again(start: Start) -> None:
+    proxy = await start("sessions.hot_bytes=0")
+    session = await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    # Another one that wants room.
+    await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    now = await scrape(proxy)
+    assert now("any_agent_tree_reads_total") == proxy.service.sessions.trees.read >= 1
+    assert now("any_agent_tree_bytes") == proxy.service.sessions.trees.bytes
+
+
+async def test_where_the_bytes_are(start: Start) -> None:
+    proxy = await start()
+    session = await proxy.open(mode="eval")
+    await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    before = await scrape(proxy)
+    assert before("any_agent_journal_bytes") > 4096
+    assert before("any_agent_archived_sessions") == before("any_agent_archive_bytes") == 0
+    await archive_now(proxy)
+    now = await scrape(proxy)
+    assert now("any_agent_archived_sessions") == 1
+    assert now("any_agent_archive_bytes") > 100

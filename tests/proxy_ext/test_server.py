@@ -1,0 +1,243 @@
+"""What a rank tells the others of itself: while it serves, with its load, and at its end."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import uvicorn
+
+from any_agent.rundir import heartbeat as presence
+from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
+from any_agent.runtime.ports import listen
+from proxy_ext.server import DrainingServer, entry_of
+from tests.support.proxy import Proxy, until
+from tests.support.scripted_engine import ScriptedEngine
+
+
+class Rank:
+    """Describes itself, with the number of the description as its version."""
+
+    def __init__(self) -> None:
+        self.told = 0
+
+    def __call__(self) -> RegistryEntry:
+        self.told += 1
+        return RegistryEntry(name="rank-3", boot_id="b", url="http://x", pid=1, version=self.told)
+
+
+@pytest.fixture(autouse=True)
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(presence, "HEARTBEAT", 0.01)
+
+
+def entry(folder: Path) -> RegistryEntry | None:
+    registry = Registry(folder)
+    registry.refresh()
+    return registry.get("rank-3")
+
+
+def version(folder: Path) -> int:
+    found = entry(folder)
+    return found.version if found else 0
+
+
+class App:
+    """An app with one call that ends when the test says so, and a record of what happens."""
+
+    def __init__(self) -> None:
+        self.events: list[str] = []
+        self.called = asyncio.Event()
+        self.answer = asyncio.Event()
+
+    async def __call__(self, scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] == "lifespan":
+            for event in ("startup", "shutdown"):
+                await receive()
+                self.events.append(event)
+                await send({"type": f"lifespan.{event}.complete"})
+            return
+        self.called.set()
+        await self.answered(send)
+
+    async def answered(self, send: Any) -> None:
+        await self.answer.wait()
+        await send({"type": "http.response.start", "status": 200, "headers": []})
+        await send({"type": "http.response.body", "body": b"answer"})
+
+
+@pytest.fixture
+async def app() -> AsyncIterator[App]:
+    app = App()
+    yield app
+    app.answer.set()
+
+
+def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> DrainingServer:
+    config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
+
+    async def drain() -> None:
+        pass
+
+    return DrainingServer(config, folder, Rank(), drain, drain_timeout=drain_timeout)
+
+
+async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
+    tmp_path: Path, app: App
+) -> None:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: version(tmp_path))
+    assert app.events == ["startup"]
+    async with httpx.AsyncClient() as http:
+        call = asyncio.create_task(http.get(url))
+        await app.called.wait()
+        server.should_exit = True
+        # Told while a call is still being answered, so that no new ones are sent here.
+        await until(lambda: (last := entry(tmp_path)) and last.state == "stopping")
+        assert not call.done()
+        assert app.events == ["startup"]
+        app.answer.set()
+        assert (await call).text == "answer"
+    await serving
+    assert app.events == ["startup", "shutdown"]
+
+
+async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient() as http:
+        call = asyncio.create_task(http.get(url))
+        await app.called.wait()
+        server.handle_exit(signal.SIGTERM, None)
+        await until(lambda: (last := entry(tmp_path)) and last.state == "stopping")
+        # It goes on beating, so that nobody takes it for dead meanwhile.
+        beats = version(tmp_path)
+        await until(lambda: version(tmp_path) > beats + 2)
+        # A request that comes now is answered, too.
+        late = asyncio.create_task(http.get(url))
+        app.answer.set()
+        assert (await call).text == (await late).text == "answer"
+    await serving
+    assert app.events == ["startup", "shutdown"]
+    # uvicorn would raise the signal again, and the process die of it.
+    assert server._captured_signals == []
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+async def test_a_second_signal_ends_it_at_once(
+    tmp_path: Path, app: App, second: signal.Signals, caplog: pytest.LogCaptureFixture
+) -> None:
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient(timeout=60) as http:
+        call = asyncio.create_task(http.get(url))
+        await app.called.wait()
+        server.handle_exit(signal.SIGTERM, None)
+        server.handle_exit(second, None)
+        cut = await call
+    assert (cut.status_code, cut.json()["error"]["code"]) == (503, "draining")
+    assert int(cut.headers["retry-after"]) >= 1
+    await serving
+    assert app.events == ["startup", "shutdown"]
+    assert "Traceback" not in caplog.text
+
+
+async def test_an_answer_that_has_begun_is_cut_not_ended(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Endless(App):
+        async def answered(self, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            await asyncio.Event().wait()
+
+    app = Endless()
+    listener = listen("127.0.0.1", 0)
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    async with httpx.AsyncClient(timeout=60) as http:
+        with pytest.raises(httpx.RemoteProtocolError, match="incomplete"):
+            async with http.stream("GET", url) as response:
+                async for _ in response.aiter_bytes():
+                    server.handle_exit(signal.SIGINT, None)
+    await serving
+    assert "Traceback" not in caplog.text
+
+
+async def test_a_client_that_never_reads_is_awaited_for_so_long(tmp_path: Path) -> None:
+    class Torrent(App):
+        async def answered(self, send: Any) -> None:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            while True:
+                part = bytes(1 << 20)
+                await send({"type": "http.response.body", "body": part, "more_body": True})
+
+    app = Torrent()
+    listener = listen("127.0.0.1", 0)
+    port = listener.getsockname()[1]
+    server = present(app, tmp_path, drain_timeout=0.2)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    _, writer = await asyncio.open_connection("127.0.0.1", port, limit=1)
+    writer.write(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+    await app.called.wait()
+    server.handle_exit(signal.SIGTERM, None)
+    async with asyncio.timeout(30):
+        await serving
+    assert app.events == ["startup", "shutdown"]
+    writer.transport.abort()
+
+
+async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> None:
+    async def broken(scope: Any, receive: Any, send: Any) -> None:
+        await receive()
+        await send({"type": "lifespan.startup.failed"})
+
+    listener = listen("127.0.0.1", 0)
+    server = present(broken, tmp_path)
+    with pytest.raises(SystemExit):
+        await server._serve([listener])
+    listener.close()
+    assert entry(tmp_path) is None
+
+
+async def test_an_entry_tells_load_and_version(proxy: Proxy, engine: ScriptedEngine) -> None:
+    session = await proxy.open()
+    await proxy.open()
+    await proxy.finished_session()
+    await proxy.client.publish_version(version=7, path="/w", step=7)
+    told = entry_of(proxy.service, url="http://127.0.0.1:9", boot_id="life")
+    assert (told.name, told.boot_id, told.url, told.pid) == (
+        "rank-0",
+        "life",
+        "http://127.0.0.1:9",
+        os.getpid(),
+    )
+    assert (told.state, told.engine_url, told.version) == ("ready", engine.url, 7)
+    assert told.load == PartLoad(open=2, waiting=0, calls=0)
+    release = engine.hold(at=1)
+    call = asyncio.create_task(proxy.complete(session["api_key"]))
+    await until(lambda: entry_of(proxy.service, url="", boot_id="").load.calls == 1)
+    release.set()
+    await call
+    await proxy.admit(0)
+    waits = asyncio.create_task(proxy.open(wait=30))
+    await until(lambda: entry_of(proxy.service, url="", boot_id="").load.waiting == 1)
+    waits.cancel()

@@ -1,0 +1,116 @@
+"""Bodies that are deep or long: refused early, or read without stopping the others."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from typing import Any
+
+import pytest
+
+from any_agent.completions import Prepared
+from any_agent.completions import json_body as bodies
+from any_agent.completions import prepare as begin
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Start
+
+CHAT = "/v1/chat/completions"
+
+
+@pytest.mark.parametrize("container", ["list", "object"])
+async def test_nesting_is_bounded(proxy: Proxy, container: str) -> None:
+    key = (await proxy.open())["api_key"]
+    for levels, status in ((60, 200), (65, 400), (200, 400)):
+        deep: Any = "x"
+        for _ in range(levels - 2):  # the body itself is the first, metadata the second
+            deep = [deep] if container == "list" else {"a": deep}
+        body = {"messages": HELLO, "max_tokens": 2, "metadata": {"a": deep}}
+        response = await proxy.post(CHAT, body, key)
+        assert response.status_code == status, (levels, response.text)
+        if status == 400:
+            assert response.json()["error"]["code"] == "too_deep"
+
+
+@pytest.mark.parametrize(
+    ("body", "code"),
+    [
+        (b"[" * 1000 + b"]" * 1000, "too_deep"),
+        (b'{"metadata": ' + b'{"a": ' * 5000 + b"1" + b"}" * 5000 + b"}", "too_deep"),
+        (b'{"ttl": NaN}', "invalid_json"),
+        (b'{"ttl": 1e400}', "invalid_json"),
+        (b'{"ttl": -Infinity}', "invalid_json"),
+        (b'{"ttl": %s}' % (b"9" * 5000), "invalid_json"),
+        (b'{"metadata": {"a": "\\ud800"}}', "invalid_json"),
+        (b'{"metadata": {"a": "\xff"}}', "invalid_json"),
+        (b"\xef\xbb\xbf{}", "invalid_json"),
+    ],
+)
+async def test_rl_bodies_are_read_strictly(proxy: Proxy, body: bytes, code: str) -> None:
+    response = await proxy.post("/rl/v1/start_session", body)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["code"] == code
+    assert not proxy.service.sessions.live
+
+
+async def test_an_error_does_not_grow_with_its_cause(proxy: Proxy) -> None:
+    response = await proxy.post("/rl/v1/start_session", {"x" * 100_000: 1})
+    assert response.status_code == 400
+    assert len(response.content) < 1000
+
+
+async def test_what_cannot_fit_is_refused_unread(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    proxy = await start("engine.context_length=64")
+    await proxy.admit(1)
+    key = (await proxy.open())["api_key"]
+
+    def never(*_: Any, **__: Any) -> None:
+        raise AssertionError("it was rendered")
+
+    monkeypatch.setattr(proxy.service.completer.chat, "render", never)
+    for stream in (False, True):
+        response = await proxy.call(
+            key, [{"role": "user", "content": "w " * 50_000}], stream=stream
+        )
+        assert response.status_code == 400, response.text
+        assert response.json()["error"]["code"] == "context_length_exceeded"
+
+
+async def test_a_long_body_does_not_stop_the_others(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    session = await proxy.open()
+    completer = proxy.service.completer
+    prepare, begun, go = completer.prepare, threading.Event(), threading.Event()
+    told: list[bool] = []
+
+    def slow(*args: Any) -> Prepared:
+        begun.set()
+        told.append(go.wait(60))
+        return prepare(*args)
+
+    monkeypatch.setattr(completer, "prepare", slow)
+    monkeypatch.setattr(begin, "LONG_TEXT", 5)
+    body = {"messages": HELLO, "max_tokens": 2}
+    call = asyncio.create_task(proxy.post(CHAT, body, session["api_key"]))
+    await until(begun.is_set)
+    assert (await proxy.http.get("/healthz")).status_code == 200
+    go.set()
+    assert (await call).status_code == 200
+    assert told == [True]
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+async def test_more_values_than_can_be_read_at_once_are_refused(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bodies, "MAX_VALUES", 2000)
+    key = (await proxy.open())["api_key"]
+    ids = b'{"prompt": [' + b"20," * 1000 + b"20]}"
+    assert (await proxy.post("/v1/completions", ids, key)).status_code == 200
+    response = await proxy.post("/v1/completions", b"[" + b"[]," * 1500 + b"[]]", key)
+    refusal(response, 413, "too_many_values", "2000 values")
+    padded = b'{"prompt": "a", "max_tokens": 2' + b" " * 5000 + b"}"
+    assert (await proxy.post("/v1/completions", padded, key)).status_code == 200

@@ -1,0 +1,300 @@
+from __future__ import annotations
+
+import base64
+from dataclasses import fields
+from typing import Any
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from any_agent.record import (
+    pack_interaction,
+    pack_trajectories,
+    unpack_interaction,
+    unpack_trajectories,
+)
+from any_agent.record.codec import FIELDS
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    Trajectory,
+    id_array,
+    logprob_array,
+)
+from tests.support.records import Make
+
+TEXT = st.text(st.characters(), max_size=8)
+FINITE = st.floats(allow_nan=False, allow_infinity=False)
+JSON: st.SearchStrategy[Any] = st.recursive(
+    st.none() | st.booleans() | st.integers() | FINITE | TEXT,
+    lambda c: st.lists(c, max_size=3) | st.dictionaries(TEXT, c, max_size=3),
+    max_leaves=6,
+)
+OBJECT = st.dictionaries(TEXT, JSON, max_size=3)
+INT32 = st.integers(-(2**31), 2**31 - 1)
+GCONFIG = st.builds(
+    GenerationHyperparameters,
+    max_new_tokens=st.integers(0, 2**40),
+    temperature=FINITE,
+    top_p=FINITE,
+    top_k=st.integers(-1, 100),
+    stop=st.lists(TEXT, max_size=2).map(tuple),
+    stop_token_ids=st.lists(INT32, max_size=2).map(tuple),
+    ignore_eos=st.booleans(),
+    seed=st.none() | st.integers(0, 2**31 - 1),
+    min_p=st.just(0.0) | FINITE,
+    frequency_penalty=st.just(0.0) | FINITE,
+    presence_penalty=st.just(0.0) | FINITE,
+    repetition_penalty=st.just(1.0) | FINITE,
+    logit_bias=st.lists(st.tuples(INT32, FINITE), max_size=2).map(tuple),
+    grammar=st.none() | TEXT,
+)
+
+
+@st.composite
+def interactions(draw: st.DrawFn) -> Interaction:
+    tokens = draw(st.lists(st.tuples(INT32, st.floats(width=32), INT32), max_size=5))
+    return Interaction(
+        id=draw(TEXT),
+        session_id=draw(TEXT),
+        parent_id=draw(st.none() | TEXT),
+        prompt_delta_ids=id_array(draw(st.lists(INT32, max_size=5))),
+        output_ids=id_array([t for t, _, _ in tokens]),
+        output_logprobs=logprob_array([p for _, p, _ in tokens]),
+        output_versions=id_array([v for _, _, v in tokens]),
+        message_delta=draw(st.lists(OBJECT, max_size=2)),
+        output_message=draw(OBJECT),
+        finish_reason=draw(TEXT),
+        gconfig=draw(GCONFIG),
+        model=draw(TEXT),
+        tools=draw(st.none() | st.lists(OBJECT, max_size=2)),
+        continuation=draw(st.sampled_from(Continuation)),
+        branch_reason=draw(st.none() | TEXT),
+        untrainable_reason=draw(st.none() | TEXT),
+        reward=draw(st.none() | FINITE),
+        request=draw(OBJECT),
+        created_at=draw(FINITE),
+    )
+
+
+def same(a: Interaction, b: Interaction) -> bool:
+    for f in fields(Interaction):
+        x, y = getattr(a, f.name), getattr(b, f.name)
+        if isinstance(x, np.ndarray):
+            if x.dtype != y.dtype or x.tobytes() != y.tobytes() or not y.flags.writeable:
+                return False
+        elif x != y:
+            return False
+    return True
+
+
+@settings(max_examples=100, deadline=None)
+@given(i=interactions())
+def test_an_interaction_comes_back(i: Interaction) -> None:
+    packed = pack_interaction(i)
+    assert same(i, unpack_interaction(packed))
+    assert pack_interaction(unpack_interaction(packed)) == packed
+
+
+@settings(max_examples=30, deadline=None)
+@given(items=st.lists(interactions(), max_size=3), metadata=OBJECT, final=st.none() | FINITE)
+def test_trajectories_come_back(
+    items: list[Interaction], metadata: dict[str, Any], final: float | None
+) -> None:
+    sent = [
+        Trajectory("s", "g", items, final, task_id="t", metadata=metadata),
+        Trajectory("s2", "s2", []),
+    ]
+    got = unpack_trajectories(pack_trajectories(sent))
+    assert [(t.session_id, t.group_id, t.task_id, t.final_reward) for t in got] == [
+        ("s", "g", "t", final),
+        ("s2", "s2", None, None),
+    ]
+    assert got[0].metadata == metadata
+    assert all(same(a, b) for a, b in zip(items, got[0].interactions, strict=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(at=st.integers(0), bit=st.integers(0, 7), cut=st.booleans())
+def test_damaged_bytes_are_a_value_error(make: Make, at: int, bit: int, cut: bool) -> None:
+    data = bytearray(pack_interaction(make("a", reward=1.0, tools=[{"type": "function"}])))
+    at %= len(data)
+    if cut:
+        del data[at:]
+    else:
+        data[at] ^= 1 << bit
+    try:
+        unpack_interaction(bytes(data))
+    except ValueError as e:
+        assert str(e)
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("id", 5),
+        ("parent_id", b"x"),
+        ("prompt_delta_ids", b"123"),
+        ("prompt_delta_ids", [1, 2]),
+        ("output_versions", b"1234"),
+        ("output_logprobs", b""),
+        ("message_delta", "{}"),
+        ("message_delta", "[5]"),
+        ("output_message", "[]"),
+        ("output_message", "nonsense"),
+        ("tools", "5"),
+        ("request", "null"),
+        ("reward", True),
+        ("reward", float("nan")),
+        ("created_at", float("inf")),
+        ("continuation", "sideways"),
+        ("continuation", []),
+        ("gconfig", {}),
+        ("finish_reason", None),
+    ],
+)
+def test_a_wrong_field_is_named(make: Make, field: str, value: Any) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    plain["interaction"][FIELDS.index(field)] = value
+    with pytest.raises(ValueError, match=rf"^interaction\.{field}"):
+        unpack_interaction(msgpack.packb(plain))
+    del plain["interaction"][FIELDS.index(field)]
+    with pytest.raises(ValueError, match=r"^interaction has 18 values instead of 19"):
+        unpack_interaction(msgpack.packb(plain))
+
+
+RUNS = np.array([2, 7], "<i4").tobytes()
+
+
+@pytest.mark.parametrize(
+    "runs",
+    [
+        [2],
+        [1, 7],
+        [3, 7],
+        [0, 7, 2, 8],
+        [-1, 7, 3, 8],
+        [1, 7, 1, 7],
+        [2**31 - 1, 1, 2**31 - 1, 2, 4, 3],
+        [],
+    ],
+)
+def test_wrong_runs_of_versions(make: Make, runs: list[int]) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    at = FIELDS.index("output_versions")
+    assert plain["interaction"][at] == RUNS
+    plain["interaction"][at] = np.array(runs, "<i4").tobytes()
+    with pytest.raises(ValueError, match=r"^interaction\.output_versions"):
+        unpack_interaction(msgpack.packb(plain))
+
+
+def test_versions_take_no_room_while_they_stay_the_same(make: Make) -> None:
+    one = make("a", output=range(1000))
+    two = make("a", output=range(2000))
+    assert len(pack_interaction(two)) - len(pack_interaction(one)) == 1000 * 8
+    changed = make("a", output=range(1000), output_versions=id_array([1] * 400 + [2] * 600))
+    assert len(pack_interaction(changed)) - len(pack_interaction(one)) == 8
+
+
+def test_texts_take_their_own_bytes(make: Make) -> None:
+    plain, accents = make("a", asked="e" * 1000), make("a", asked="é" * 1000)
+    assert len(pack_interaction(accents)) - len(pack_interaction(plain)) == 1000
+    strange = make("a", asked="\ud800", request={"large": 2**70})
+    assert same(unpack_interaction(pack_interaction(strange)), strange)
+
+
+def test_the_named_format_is_read(make: Make) -> None:
+    """As version 1 of the journal has it."""
+    i = make("a", output_versions=id_array([1, 2]), tools=[{"type": "function"}])
+    values = msgpack.unpackb(pack_interaction(i))["interaction"]
+    named = dict(zip(FIELDS, values, strict=True))
+    named["output_versions"] = i.output_versions.tobytes()
+    older = [f.name for f in fields(i.gconfig)][:8]
+    named["gconfig"] = {name: getattr(i.gconfig, name) for name in older}
+    old = msgpack.packb({"format": 2, "interaction": named})
+    assert same(unpack_interaction(old), i)
+    del named["model"]
+    with pytest.raises(ValueError, match=r"^interaction\.model is missing"):
+        unpack_interaction(msgpack.packb({"format": 2, "interaction": named}))
+    with pytest.raises(ValueError, match="unknown field 'extra'"):
+        wrong = named | {"model": "m", "extra": 1}
+        unpack_interaction(msgpack.packb({"format": 2, "interaction": wrong}))
+    with pytest.raises(ValueError, match="format"):
+        unpack_trajectories(msgpack.packb({"format": 2, "trajectories": []}))
+
+
+GOLDEN = """
+gqZmb3JtYXQDq2ludGVyYWN0aW9u3AAToWKhc6FhpHN0b3CmZ3B0LTRvwNklc2FtcGxlZCBmcm9tIGEgdHJ1bmNhdGVk
+IGRpc3RyaWJ1dGlvbss/4AAAAAAAAMs/+AAAAAAAAMQMAQAAAAIAAAADAAAAxAwHAAAACAAAAAkAAADEDAAAAL4AAIC+
+AADAvsQQAgAAAAMAAAABAAAABAAAANkhW3sicm9sZSI6InVzZXIiLCJjb250ZW50Ijoiw6k/In1d2Sl7InJvbGUiOiJh
+c3Npc3RhbnQiLCJjb250ZW50IjoiYW5zd2VyIGIifbVbeyJ0eXBlIjoiZnVuY3Rpb24ifV3ZInsib3ZlcnJpZGRlbiI6
+eyJ0ZW1wZXJhdHVyZSI6MC4yfX2lZXhhY3SYQMs/5mZmZmZmZss/7MzMzMzMzQXDC5GheJEC
+"""
+"""An interaction as format 3 has it, in the journals of earlier releases."""
+
+
+def test_what_was_written_in_format_3_is_read(make: Make) -> None:
+    expected = make(
+        "b",
+        "a",
+        asked="é?",
+        output=(7, 8, 9),
+        output_versions=id_array([3, 3, 4]),
+        tools=[{"type": "function"}],
+        reward=0.5,
+        request={"overridden": {"temperature": 0.2}},
+        untrainable_reason="sampled from a truncated distribution",
+        created_at=1.5,
+        model="gpt-4o",
+        gconfig=GenerationHyperparameters(64, 0.7, 0.9, 5, ("x",), (2,), True, 11),
+    )
+    written = base64.b64decode(GOLDEN)
+    assert same(unpack_interaction(written), expected)
+    # What bends nothing takes no more room than before.
+    assert len(pack_interaction(expected)) == len(written)
+
+
+@pytest.mark.parametrize(
+    ("at", "value"),
+    [
+        (8, "0"),
+        (11, None),
+        (12, {}),
+        (12, [5]),
+        (12, [[1]]),
+        (12, [[1.5, 1.0]]),
+        (12, [[1, "x"]]),
+        (13, 5),
+    ],
+)
+def test_a_wrong_setting_that_bends_the_distribution(make: Make, at: int, value: Any) -> None:
+    bent = GenerationHyperparameters(min_p=0.1, logit_bias=((5, -1.0),), grammar="{}")
+    plain = msgpack.unpackb(pack_interaction(make("a", gconfig=bent)))
+    settings = plain["interaction"][-1]
+    assert len(settings) == 14
+    settings[at] = value
+    with pytest.raises(ValueError, match=r"^interaction\.gconfig\."):
+        unpack_interaction(msgpack.packb(plain))
+
+
+def test_unknown_fields_and_formats(make: Make) -> None:
+    plain = msgpack.unpackb(pack_interaction(make("a")))
+    with pytest.raises(ValueError, match="interaction has 20 values instead of 19"):
+        unpack_interaction(msgpack.packb(plain | {"interaction": [*plain["interaction"], 1]}))
+    with pytest.raises(ValueError, match="unknown field 'extra'"):
+        unpack_interaction(msgpack.packb(plain | {"extra": 1}))
+    with pytest.raises(ValueError, match="format"):
+        unpack_interaction(msgpack.packb(plain | {"format": 1}))
+    with pytest.raises(ValueError, match="trajectories"):
+        unpack_trajectories(pack_interaction(make("a")))
+    with pytest.raises(ValueError, match=r"trajectories\[0\]\.interactions\[0\]\.id"):
+        body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
+        body["trajectories"][0]["interactions"][0][FIELDS.index("id")] = 1
+        unpack_trajectories(msgpack.packb(body))
+    for data in (b"", b"\x80", b"\xc1", b"nonsense", msgpack.packb([1]), b"\x91" * 5000):
+        with pytest.raises(ValueError):
+            unpack_interaction(data)

@@ -1,0 +1,110 @@
+from __future__ import annotations
+
+import json
+
+import numpy as np
+import pytest
+
+from any_agent.errors import InvalidRequest, Unprocessable
+from any_agent.record import (
+    InteractionTree,
+    concat_rows,
+    export_rows,
+    individual_rows,
+    interaction_row,
+    propagate_rewards,
+    to_json,
+    to_tensors,
+)
+from any_agent.types import Continuation
+from tests.support.records import Make
+
+DTYPES = {
+    "input_ids": np.int32,
+    "loss_mask": np.int32,
+    "logprobs": np.float32,
+    "versions": np.int32,
+    "attention_mask": np.bool_,
+    "rewards": np.float32,
+}
+
+
+@pytest.fixture
+def tree(make: Make) -> InteractionTree:
+    return InteractionTree.from_interactions(
+        [
+            make("a", prompt=[1, 2], output=[3, 4], reward=0.5),
+            make("b.0", "a", asked="q", prompt=[5], output=[6]),
+            make("b.1", "a", asked="q", prompt=[5], output=[7]),
+            make("c", "b.1", prompt=[8], output=[9], untrainable_reason="grammar"),
+            make("d", "a", prompt=[10], output=[11, 12]),
+        ]
+    )
+
+
+def test_one_interaction(tree: InteractionTree) -> None:
+    row = interaction_row(tree, "b.1", 2.0)
+    assert {k: v.dtype.type for k, v in row.items()} == DTYPES
+    assert to_json(row) == {
+        "input_ids": [1, 2, 3, 4, 5, 7],
+        "loss_mask": [0, 0, 0, 0, 0, 1],
+        "logprobs": [0.0, 0.0, 0.0, 0.0, 0.0, -0.125],
+        "versions": [-1, -1, -1, -1, -1, 7],
+        "attention_mask": [True] * 6,
+        "rewards": 2.0,
+    }
+    json.dumps(to_json(row))
+
+
+def test_tensors(tree: InteractionTree) -> None:
+    import torch
+
+    tensors = to_tensors(interaction_row(tree, "a", 2.0))
+    assert [t.dtype for t in tensors.values()] == [
+        torch.int32, torch.int32, torch.float32, torch.int32, torch.bool, torch.float32,
+    ]  # fmt: skip
+    assert tensors["rewards"].shape == ()
+    assert {t.shape for n, t in tensors.items() if n != "rewards"} == {torch.Size([4])}
+
+
+def test_individual(tree: InteractionTree) -> None:
+    rewards = propagate_rewards(tree, final_reward=1.0)
+    rows = individual_rows(tree, rewards)
+    assert {id: int(row["loss_mask"].sum()) for id, row in rows.items()} == {
+        "a": 2, "b.0": 0, "b.1": 1, "c": 0, "d": 2,
+    }  # fmt: skip
+    assert {id: float(row["rewards"]) for id, row in rows.items()} == pytest.approx(rewards)
+    assert (rows["c"]["versions"] != -1).sum() == 1
+    for id, row in rows.items():
+        assert row["input_ids"].tolist() == [*tree.prompt_ids(id), *tree[id].output_ids]
+
+
+def test_concat(tree: InteractionTree) -> None:
+    rows = concat_rows(tree, propagate_rewards(tree, final_reward=1.0))
+    assert rows.keys() == {"c", "d"}
+    c = rows["c"]
+    assert c["input_ids"].tolist() == [1, 2, 3, 4, 5, 7, 8, 9]
+    assert c["loss_mask"].tolist() == [0, 0, 1, 1, 0, 1, 0, 0]
+    assert c["versions"].tolist() == [-1, -1, 7, 7, -1, 7, -1, 7]
+    assert c["logprobs"].tolist() == [0, 0, -0.125, -0.25, 0, -0.125, 0, -0.125]
+
+
+def test_concat_is_refused_where_a_path_is_not_exact(make: Make) -> None:
+    tree = InteractionTree.from_interactions(
+        [
+            make("a"),
+            make("b", continuation=Continuation.BRANCH, branch_reason="reasoning was cut"),
+            make("c", "b"),
+        ]
+    )
+    with pytest.raises(Unprocessable, match=r"interaction b .*reasoning was cut"):
+        concat_rows(tree, propagate_rewards(tree))
+    assert len(individual_rows(tree, propagate_rewards(tree))) == 3
+
+
+def test_styles(tree: InteractionTree) -> None:
+    rewards = propagate_rewards(tree)
+    assert export_rows(tree, rewards, "individual").keys() == {n.id for n in tree}
+    assert export_rows(tree, rewards, "concat").keys() == {"c", "d"}
+    with pytest.raises(InvalidRequest, match="use individual or concat"):
+        export_rows(tree, rewards, "other")

@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from any_agent.record import InteractionTree
+from any_agent.types import Continuation
+from tests.support.records import Make
+
+
+def test_a_path_is_put_together(make: Make) -> None:
+    tree = InteractionTree()
+    tree.add(make("a", prompt=[1, 2], output=[3]), b"ka")
+    tree.add(make("b", "a", prompt=[4], output=[5, 6]), b"kb")
+    tree.add(make("c", "b", prompt=[7], output=[8]), b"kc")
+    ids = tree.prompt_ids("c")
+    assert ids.tolist() == [1, 2, 3, 4, 5, 6, 7]
+    assert ids.dtype == np.int32
+    assert [m["content"] for m in tree.messages("c")] == ["a", "answer a", "b", "answer b", "c"]
+    assert [n.id for n in tree.path("c")] == ["a", "b", "c"]
+    assert [n.id for n in tree] == ["a", "b", "c"]
+    assert (len(tree), "a" in tree, "x" in tree) == (3, True, False)
+    assert [n.id for n in tree.children("a")] == ["b"]
+    assert [n.id for n in tree.children(None)] == ["a"]
+    assert [n.id for n in tree.leaves()] == ["c"]
+    assert tree["b"].id == "b"
+    assert tree.get("x") is None
+    assert tree.key("b") == b"kb"
+
+
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 99), st.lists(st.integers(0, 9), max_size=4),
+                  st.lists(st.integers(0, 9), max_size=4)), min_size=1, max_size=15)
+)  # fmt: skip
+def test_prompts_are_those_given_at_creation(
+    make: Make, turns: list[tuple[int, list[int], list[int]]]
+) -> None:
+    tree = InteractionTree()
+    prompts: list[list[int]] = []
+    outputs: list[list[int]] = []
+    for n, (up, delta, output) in enumerate(turns):
+        parent = up % n if n and up % 3 else None
+        before = [] if parent is None else prompts[parent] + outputs[parent]
+        prompts.append(before + delta)
+        outputs.append(output)
+        id = None if parent is None else str(parent)
+        tree.add(make(str(n), id, prompt=delta, output=output))
+    for n, prompt in enumerate(prompts):
+        assert tree.prompt_ids(str(n)).tolist() == prompt
+    again = InteractionTree.from_interactions(tree, [None] * len(tree))
+    assert [n.id for n in again.leaves()] == [n.id for n in tree.leaves()]
+
+
+def test_a_thousand_turns(make: Make) -> None:
+    tree = InteractionTree()
+    for n in range(1500):
+        tree.add(make(str(n), str(n - 1) if n else None), str(n).encode())
+    assert len(tree.prompt_ids("1499")) == 1500 * 5 - 2
+    assert len(tree.messages("1499")) == 1500 * 2 - 1
+
+
+def test_what_said_the_same(make: Make) -> None:
+    said, head, other = b"m" * 16, b"h" * 16, b"o" * 16
+    tree = InteractionTree()
+    tree.add(make("a"), said + head)
+    tree.add(make("b"), said + other)
+    tree.add(make("c"), b"n" * 16 + head)
+    tree.add(make("d"))
+    assert [i.id for i in tree.that_said(said + head)] == ["a", "b"]
+    assert [i.id for i in tree.that_said(b"x" * 32)] == []
+    assert tree.knows_head(b"x" * 16 + head)
+    assert not tree.knows_head(said + b"x" * 16)
+    assert (tree.key("a"), tree.key("d")) == (said + head, None)
+
+
+@given(
+    turns=st.lists(
+        st.tuples(st.integers(0, 99), st.integers(0, 3), st.integers(0, 3)), max_size=25
+    ),
+    asked=st.lists(st.integers(0, 24), max_size=40),
+)  # fmt: skip
+def test_paths_are_prompts_and_outputs_in_whatever_order_they_are_asked_for(
+    make: Make, turns: list[tuple[int, int, int]], asked: list[int]
+) -> None:
+    tree = InteractionTree()
+    for n, (up, delta, output) in enumerate(turns):
+        parent = str(up % n) if n and up % 5 else None
+        prompt, said = (
+            [100 * n + k for k in range(delta)],
+            [100 * n + 50 + k for k in range(output)],
+        )
+        tree.add(make(str(n), parent, prompt=prompt, output=said))
+    for at in asked:
+        if str(at) in tree:
+            node = tree[str(at)]
+            expected = [*tree.prompt_ids(node.id).tolist(), *node.output_ids.tolist()]
+            ids = tree.path_ids(node.id)
+            assert (ids.tolist(), ids.dtype) == (expected, np.int32)
+    # Never more than a few paths.
+    assert tree.extra_bytes <= 4 * 4 * sum(d + o for _, d, o in turns)
+
+
+def test_a_path_that_goes_on_is_kept_once(make: Make) -> None:
+    tree = InteractionTree()
+    for n in range(20):
+        tree.add(make(str(n), str(n - 1) if n else None))
+        assert tree.extra_bytes == 4 * (5 * n if n else 0)
+        ids = tree.path_ids(str(n))
+        assert tree.extra_bytes == ids.nbytes == 4 * 5 * (n + 1)
+        assert tree.path_ids(str(n)) is ids
+    with pytest.raises(ValueError, match="read-only"):
+        ids[0] = 1
+
+
+def test_last_is_what_the_agent_got(make: Make) -> None:
+    tree = InteractionTree()
+    with pytest.raises(LookupError):
+        tree.last()
+    tree.add(make("a", finish_reason="abort"))
+    assert tree.last().id == "a"
+    tree.add(make("b"))
+    tree.add(make("c", untrainable_reason="undelivered"))
+    assert tree.last().id == "b"
+
+
+def test_what_cannot_be_added(make: Make) -> None:
+    tree = InteractionTree()
+    tree.add(make("a"), b"a")
+    with pytest.raises(ValueError, match="recorded already"):
+        tree.add(make("a"), b"a")
+    with pytest.raises(ValueError, match="parent x is not recorded"):
+        tree.add(make("b", "x"), b"b")
+    with pytest.raises(ValueError, match="continuation"):
+        tree.add(make("b", "a", continuation=Continuation.BRANCH), b"b")
+    with pytest.raises(ValueError, match="continuation"):
+        tree.add(make("b", continuation=Continuation.EXACT), b"b")
+    assert len(tree) == 1

@@ -1,0 +1,159 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from any_agent.record import discarded, propagate_rewards, session_score
+from any_agent.types import Interaction
+from tests.support.records import Make
+
+
+def test_worked_example(make: Make) -> None:
+    """Design: right; wrong then right; wrong, wrong; wrong, wrong; discount 0.9."""
+    sessions = [
+        [make("a", reward=1.0)],
+        [make("a", reward=0.0), make("b", "a", reward=1.0)],
+        [make("a", reward=0.0), make("b", "a", reward=0.0)],
+        [make("a", reward=0.0), make("b", "a", reward=0.0)],
+    ]
+    rs = [propagate_rewards(s, discount=0.9) for s in sessions]
+    assert [list(r.values()) for r in rs] == [[1.0], [0.9, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    scores = [session_score(s, r) for s, r in zip(sessions, rs, strict=True)]
+    assert scores == pytest.approx([1.0, 0.95, 0.0, 0.0])
+
+
+def test_final_reward_reaches_every_leaf(make: Make) -> None:
+    """Compaction roots and sub-agents share the outcome."""
+    nodes = [make("a"), make("b", "a", reward=0.5), make("root2"), make("c", "root2")]
+    r = propagate_rewards(nodes, discount=0.5, final_reward=2.0)
+    assert r == {"a": 1.25, "b": 2.5, "root2": 1.0, "c": 2.0}
+
+
+def test_choices_that_nobody_continued(make: Make) -> None:
+    nodes = [make("p"), *(make(f"c.{k}", "p", asked="q") for k in range(3)), make("d", "c.1")]
+    assert discarded(nodes) == {"c.0", "c.2"}
+    r = propagate_rewards(nodes, final_reward=1.0)
+    assert r == {"p": 1.0, "c.0": 0.0, "c.1": 1.0, "c.2": 0.0, "d": 1.0}
+    assert session_score(nodes, r) == 1.0
+
+
+def test_roots_with_other_tools_are_no_choices(make: Make) -> None:
+    """Sub-agents that are asked the same but can do other things are no retries of each other."""
+    search, write = ([{"type": "function", "function": {"name": n}}] for n in ("search", "write"))
+    nodes = [make("a", asked="q", tools=search), make("b", asked="q", tools=write)]
+    nodes += [make("c", asked="q", tools=search), make("d", "a")]
+    assert discarded(nodes) == {"c"}
+    assert propagate_rewards(nodes, final_reward=1.0) == {"a": 1.0, "b": 1.0, "c": 0.0, "d": 1.0}
+
+
+def test_choices_of_which_none_was_continued_all_count(make: Make) -> None:
+    nodes = [make("p"), make("c.0", "p", asked="q", reward=1.0), make("c.1", "p", asked="q")]
+    assert discarded(nodes) == set()
+    r = propagate_rewards(nodes)
+    assert r == {"p": 0.5, "c.0": 1.0, "c.1": 0.0}
+
+
+def test_a_retried_orphan_at_the_root(make: Make) -> None:
+    nodes = [make("lost", asked="q"), make("kept", asked="q"), make("next", "kept")]
+    assert discarded(nodes) == {"lost"}
+    assert session_score(nodes, propagate_rewards(nodes, final_reward=1.0)) == 1.0
+
+
+def test_branches_that_ask_differently_all_count(make: Make) -> None:
+    nodes = [make("p"), make("a", "p"), make("b", "p"), make("c", "b")]
+    assert discarded(nodes) == set()
+    assert propagate_rewards(nodes, final_reward=1.0)["a"] == 1.0
+
+
+def test_without_texts_a_request_is_known_by_its_ids(make: Make) -> None:
+    nodes = [
+        make("a", prompt=[1], message_delta=[]),
+        make("b", prompt=[1], message_delta=[]),
+        make("c", prompt=[2], message_delta=[]),
+        make("d", "b"),
+    ]
+    assert discarded(nodes) == {"a"}
+
+
+@pytest.mark.parametrize(
+    "lost", [{"finish_reason": "abort"}, {"untrainable_reason": "undelivered"}]
+)
+def test_what_the_agent_never_got(make: Make, lost: dict[str, str]) -> None:
+    """Its parent is a leaf then, and its phantom 0 does not halve a mean."""
+    alone = [make("a"), make("b", "a", **lost)]
+    assert discarded(alone) == {"b"}
+    assert propagate_rewards(alone, discount=0.5, final_reward=1.0) == {"a": 1.0, "b": 0.0}
+    beside = [make("a"), make("b", "a", asked="q", **lost), make("c", "a", asked="q", reward=1.0)]
+    assert propagate_rewards(beside) == {"a": 1.0, "b": 0.0, "c": 1.0}
+    # Continued or rewarded by name, it did reach somebody.
+    assert discarded([*alone, make("c", "b")]) == set()
+    assert discarded([make("a"), make("b", "a", reward=0.0, **lost)]) == set()
+    chain = [make("a"), make("b", "a", **lost), make("c", "b", **lost)]
+    assert discarded(chain) == {"b", "c"}
+
+
+def test_a_score_counts_what_can_be_trained(make: Make) -> None:
+    nodes = [make("a", reward=1.0), make("b", "a", untrainable_reason="grammar", reward=1.0)]
+    r = propagate_rewards(nodes)
+    assert r == {"a": 2.0, "b": 1.0}
+    assert session_score(nodes, r) == 2.0
+    assert session_score(nodes[1:], {"b": 1.0}) is None
+    assert session_score([], {}) is None
+
+
+def test_a_long_path_needs_no_recursion(make: Make) -> None:
+    nodes = [make("0")] + [make(str(n), str(n - 1)) for n in range(1, 3000)]
+    assert propagate_rewards(nodes, final_reward=1.0)["0"] == 1.0
+
+
+TREES = st.lists(
+    st.tuples(
+        st.integers(0, 30),
+        st.sampled_from("xy"),
+        st.none() | st.integers(-2, 2).map(float),
+        st.sampled_from(["stop", "stop", "abort"]),
+    ),
+    min_size=1,
+    max_size=12,
+)
+
+
+@settings(max_examples=300, deadline=None)
+@given(shape=TREES, discount=st.sampled_from([0.0, 0.9, 1.0]), final=st.none() | st.just(1.0))
+def test_equals_the_recursive_definition(
+    make: Make,
+    shape: list[tuple[int, str, float | None, str]],
+    discount: float,
+    final: float | None,
+) -> None:
+    nodes: list[Interaction] = []
+    for n, (up, asked, reward, finish) in enumerate(shape):
+        parent = nodes[up % n].id if n and up % 3 else None
+        nodes.append(make(str(n), parent, asked=asked, reward=reward, finish_reason=finish))
+
+    def below(id: str | None) -> list[Interaction]:
+        return [n for n in nodes if n.parent_id == id]
+
+    def gone(n: Interaction) -> bool:
+        twins = [t for t in below(n.parent_id) if t.message_delta == n.message_delta]
+        if not below(n.id) and any(below(t.id) for t in twins):
+            return True
+        phantom = n.finish_reason == "abort" and n.reward is None
+        return phantom and all(gone(c) for c in below(n.id))
+
+    def r(n: Interaction) -> float:
+        if gone(n):
+            return n.reward or 0.0
+        children = [r(c) for c in below(n.id) if not gone(c)]
+        if not children:
+            return (n.reward or 0.0) + (final or 0.0)
+        return (n.reward or 0.0) + discount * sum(children) / len(children)
+
+    assert discarded(nodes) == {n.id for n in nodes if gone(n)}
+    got = propagate_rewards(nodes, discount=discount, final_reward=final)
+    assert got == pytest.approx({n.id: r(n) for n in nodes})
+    copies = [replace(n) for n in nodes]
+    assert propagate_rewards(copies, discount=discount, final_reward=final) == got

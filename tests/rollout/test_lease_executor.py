@@ -1,0 +1,223 @@
+"""The executor against a scripted service."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+from any_agent.config import RolloutConfig
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    EngineUnavailable,
+    ServiceUnavailable,
+    StaleOwner,
+    StoreUnavailable,
+    Unauthenticated,
+    from_response,
+)
+from any_agent.protocol.rl import Rejection
+from any_agent.rollout import LeaseExecutor, RankClients
+from any_agent.rollout import lease_executor as module
+from any_agent.types import Trajectory
+from any_agent.workflow import Episode
+from tests.support.lease_executor import Scripted, Service, until
+
+CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
+
+
+def episode(name: str, size: int = 2) -> Episode:
+    return [Trajectory(f"{name}-{k}", name, []) for k in range(size)]
+
+
+class OneRank:
+    """Stands for `RankClients`: whatever the session's name."""
+
+    def __init__(self, service: Service) -> None:
+        self.clients = (service,)
+
+    def __len__(self) -> int:
+        return 1
+
+    def home(self, session_id: str) -> int:
+        return 0
+
+    all = RankClients.all
+
+    async def close(self) -> None:
+        await self.clients[0].close()
+
+
+class Lab:
+    def __init__(
+        self,
+        reject: Callable[[Episode], str | None] = lambda _: None,
+        workflow: Scripted | None = None,
+    ) -> None:
+        self.service, self.workflow = Service(), workflow or Scripted()
+        self.executor = LeaseExecutor(
+            lambda: OneRank(self.service),  # type: ignore[arg-type,return-value]
+            lambda _, owner: self.workflow,
+            CONFIG,
+            owner="me",
+            reject=reject,
+        )
+        self.executor.start()
+        self.executor.begin()
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    lab = Lab(reject=lambda e: "dull" if e[0].group_id.startswith("dull") else None)
+    yield lab
+    lab.executor.stop()
+    assert lab.service.closed
+
+
+def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
+    lab.workflow.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
+    batch = lab.executor.prepare_batch(timeout=60)
+    assert [e[0].group_id for e in batch] == ["a", "b", "c"]
+    said = "2 of 4 sessions came; no agent has a session open, or waits for one"
+    until(lambda: len(lab.executor._buffer) == 1 and lab.executor.capacity is not None)
+    with pytest.raises(TimeoutError, match=said):
+        lab.executor.prepare_batch(timeout=0.01)
+    lab.workflow.give(episode("e"))
+    assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=60)] == ["d", "e"]
+
+
+def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
+    until(lambda: lab.service.limits[-1:] == [8])  # min(8, 2 * 4) on top of 0 admitted
+    lab.service.state |= {"admitted": 6, "running": 4, "buffered": 2}
+    lab.workflow.give(episode("a"))
+    until(lambda: lab.service.limits[-1] == 6 + min(8 - 4, 8 - 6))
+    until(lambda: lab.service.held[-1] == ["a-0", "a-1"])
+    lab.executor.ack(["a-0"], [Rejection(session_id="a-1", reason="stale")])
+    assert lab.service.acks == [(["a-0"], ["a-1"])]
+    until(lambda: lab.service.held[-1] == [])
+
+
+def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
+    lab.workflow.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
+    batch = lab.executor.prepare_batch(timeout=60)
+    assert [e[0].group_id for e in batch] == ["a", "b"]
+    until(lambda: len(lab.service.acks) == 2)
+    assert [rejected for _, rejected in lab.service.acks] == [
+        ["dull1-0", "dull1-1"],
+        ["dull2-0", "dull2-1"],
+    ]
+    assert lab.executor.rejected == {"dull": 4}
+
+
+def test_a_service_that_is_away_for_a_moment(lab: Lab) -> None:
+    lab.service.failures = {"capacity": [ServiceUnavailable("away")] * 2}
+    lab.workflow.give(EngineUnavailable("away"), episode("a"), episode("b"))
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
+
+
+def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
+    lab.service.failures = {"ack": [StoreUnavailable("full")] * 2}
+    lab.workflow.give(episode("dull"), episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=60)
+    until(lambda: lab.service.acks == [([], ["dull-0", "dull-1"])])
+    lab.service.failures = {"ack": [StoreUnavailable("full")]}
+    lab.executor.ack(["a-0", "a-1"], [])
+    assert lab.service.acks[-1] == (["a-0", "a-1"], [])
+
+
+def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
+    lab.workflow.give(episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=60)
+    lab.service.failures = {"ack": [Conflict("lease lost")]}
+    lab.executor.ack(["a-0"], [])
+    until(lambda: "a-0" not in lab.service.held[-1])
+
+
+def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
+    """The service ends all or none, so they would be handed out, and trained on, again."""
+    lab.workflow.give(episode("a"), episode("b"))
+    lab.executor.prepare_batch(timeout=60)
+    lab.service.lost = {"a-1"}
+    lab.executor.ack(["a-0", "a-1", "b-0"], [Rejection(session_id="b-1", reason="stale")])
+    assert lab.service.acks == [(["a-0"], []), (["b-0"], []), ([], ["b-1"])]
+    until(lambda: lab.service.held[-1] == [])
+
+
+def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> None:
+    """One agent's data must not end the training of all."""
+
+    def judge(episode: Episode) -> str | None:
+        if episode[0].group_id.startswith("odd"):
+            raise ValueError("the reward of interaction 3 is nan")
+        return None
+
+    lab = Lab(reject=judge)
+    # More of them than there are polls.
+    lab.workflow.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
+    batch = lab.executor.prepare_batch(timeout=60)
+    assert [e[0].group_id for e in batch] == ["a", "b"]
+    until(lambda: len(lab.service.acks) == 10)
+    assert lab.executor.rejected == {"unusable": 20}
+    assert sorted(id for _, rejected in lab.service.acks for id in rejected) == sorted(
+        f"odd{k}-{i}" for k in range(10) for i in range(2)
+    )
+    lab.executor.stop()
+
+
+def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
+    lab = Lab()
+    lab.workflow.give(Unauthenticated("wrong key"))
+    with pytest.raises(Unauthenticated):
+        lab.executor.prepare_batch(timeout=60)
+    lab.executor.stop()
+
+
+def test_an_internal_error_of_one_poll_ends_nothing(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_POLL_AGAIN_AFTER", 0.0)
+    odd = from_response(500, b"odd", None)
+    for name in ("a", "b"):
+        # A good answer in between begins the count anew.
+        lab.workflow.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
+    lab.workflow.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
+    with pytest.raises(AnyAgentError, match="odd"):
+        lab.executor.prepare_batch(timeout=60)
+
+
+@pytest.mark.parametrize("error", [TimeoutError, InterruptedError, asyncio.CancelledError])
+def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
+    error: type[BaseException],
+) -> None:
+    class Failing(Scripted):
+        async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+            raise error
+
+    lab = Lab(workflow=Failing())
+    with pytest.raises(RuntimeError, match=error.__name__):
+        lab.executor.prepare_batch(timeout=60)
+    lab.executor.stop()
+
+
+def test_stopping_ends_polls_at_once() -> None:
+    lab = Lab()
+    assert lab.workflow.started.wait(60)
+    lab.executor.stop()
+    assert not lab.executor._thread.started
+
+
+@pytest.mark.parametrize("where", ["capacity", "ack"])
+def test_a_trainer_that_another_took_over_from_ends(
+    monkeypatch: pytest.MonkeyPatch, where: str
+) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.0)
+    lab = Lab()
+    lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
+    lab.executor.ack(["a-0"], [], step=1)
+    with pytest.raises(StaleOwner):
+        lab.executor.prepare_batch(timeout=60)
+    lab.executor.stop()

@@ -1,0 +1,225 @@
+"""The executor over two ranks: who is told what, and what one of them that is away may hold up."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.client.rl_client import RLClient
+from any_agent.config import RolloutConfig
+from any_agent.errors import Conflict, NotFound, ServiceUnavailable
+from any_agent.protocol.rl import Rejection
+from any_agent.record import pack_trajectories
+from any_agent.rollout import Consumed, LeaseExecutor, RankClients
+from any_agent.rollout import lease_executor as module
+from any_agent.types import Trajectory
+from any_agent.workflow import Episode, RolloutWorkflow
+from tests.support.lease_executor import Scripted, Service, until
+
+
+def sid(rank: int, number: int) -> str:
+    return f"ses-{rank}-{number:016x}"
+
+
+def group(rank: int, name: str, *numbers: int) -> Episode:
+    return [Trajectory(sid(rank, number), name, []) for number in numbers]
+
+
+class Home(Service):
+    """A rank that can be asked for sessions by their ids."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.away = False
+        self.replayed: list[list[str]] = []
+
+    async def ack(
+        self, *, owner: str, trained: list[str], rejected: list[Rejection], step: int | None = None
+    ) -> int:
+        if self.away:
+            raise ServiceUnavailable("away")
+        return await super().ack(owner=owner, trained=trained, rejected=rejected, step=step)
+
+    async def replay(self, *, owner: str, session_ids: list[str]) -> bytes:
+        assert owner == "me"
+        if self.lost & set(session_ids):
+            raise Conflict("one of them is open")
+        self.replayed.append(session_ids)
+        return pack_trajectories([Trajectory(id, "g", []) for id in session_ids])
+
+
+class Fleet(RankClients):
+    def __init__(self, *services: Service) -> None:
+        super().__init__(Path("nowhere"), 0)
+        self.clients = services
+
+
+class Lab:
+    def __init__(self, *, begin: bool = True, **settings: Any) -> None:
+        self.consumed: dict[str, Consumed] = {}
+        self.services = (Home(), Home())
+        self.workflows: dict[RLClient, Scripted] = {s: Scripted() for s in self.services}
+        config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
+        self.executor = LeaseExecutor(
+            lambda: Fleet(*self.services),
+            self.workflow,
+            RolloutConfig(**config),
+            owner="me",
+            consumed=self.consumed,
+        )
+        self.executor.start()
+        if begin:
+            self.executor.begin()
+
+    def workflow(self, client: RLClient, owner: str) -> RolloutWorkflow:
+        return self.workflows[client]
+
+    def give(self, rank: int, *episodes: Episode) -> None:
+        self.workflows[self.services[rank]].give(*episodes)
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    lab = Lab()
+    yield lab
+    lab.executor.stop()
+    assert all(service.closed for service in lab.services)
+
+
+def test_each_rank_hears_of_its_own_sessions(lab: Lab) -> None:
+    zero, one = lab.services
+    lab.give(0, group(0, "a", 1, 2))
+    lab.give(1, group(1, "b", 1, 2))
+    assert len(lab.executor.prepare_batch(timeout=60)) == 2
+    until(lambda: zero.held[-1] == [sid(0, 1), sid(0, 2)])
+    until(lambda: one.held[-1] == [sid(1, 1), sid(1, 2)])
+    stale = Rejection(session_id=sid(1, 2), reason="stale")
+    lab.executor.ack([sid(1, 1), sid(0, 1), sid(0, 2)], [stale])
+    assert zero.acks == [([sid(0, 1), sid(0, 2)], [])]
+    assert one.acks == [([sid(1, 1)], [sid(1, 2)])]
+    until(lambda: zero.held[-1] == one.held[-1] == [])
+
+
+def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.2)
+    zero, one = lab.services
+    lab.give(0, group(0, "a", 1, 2), group(0, "a2", 3))
+    lab.give(1, group(1, "b", 1))
+    lab.executor.prepare_batch(timeout=60)
+    one.away = True
+    lab.executor.ack([sid(0, 1), sid(1, 1)], [])
+    lab.executor.ack([sid(0, 2)], [])
+    assert [trained for trained, _ in zero.acks] == [[sid(0, 1)], [sid(0, 2)]]
+    # Not lost: its lease is held, and it is told once it is back.
+    until(lambda: one.held[-1] == [sid(1, 1)])
+    one.away = False
+    until(lambda: one.acks == [([sid(1, 1)], [])])
+    until(lambda: one.held[-1] == [])
+
+
+def test_a_rank_that_is_back_soon_is_told_before_the_end(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.05)
+    _, one = lab.services
+    one.away = True
+    lab.executor.ack([sid(0, 1), sid(1, 1)], [])
+    lab.executor.flush()
+    assert one.acks == []
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 10.0)
+    one.away = False
+    lab.executor.flush()
+    assert one.acks == [([sid(1, 1)], [])]
+
+
+def test_a_step_waits_only_a_moment_for_a_rank_that_is_away() -> None:
+    """One that restarts may take a minute; with a step a second, that would be most of the run."""
+    assert module._ACK_TIMEOUT <= 5
+
+
+def test_a_session_that_is_gone_does_not_keep_the_others(lab: Lab) -> None:
+    zero, _ = lab.services
+    lab.give(0, group(0, "a", 1, 2, 3, 4))
+    lab.executor.prepare_batch(timeout=60)
+    zero.failures = {"ack": [NotFound("no such session"), NotFound("no such session")]}
+    lab.executor.ack([sid(0, 1), sid(0, 2)], [])
+    assert zero.acks == [([sid(0, 2)], [])]
+    until(lambda: zero.held[-1] == [sid(0, 3), sid(0, 4)])
+
+
+def test_what_is_handed_out_twice_is_taken_once(lab: Lab) -> None:
+    """Its lease had run out, or the rank thought that its answer was lost."""
+    lab.give(0, group(0, "a", 1, 2), group(0, "a", 1, 2), group(0, "a", 2))
+    lab.give(0, group(0, "b", 3, 4))
+    batch = lab.executor.prepare_batch(timeout=60)
+    assert [[t.session_id for t in e] for e in batch] == [
+        [sid(0, 1), sid(0, 2)],
+        [sid(0, 3), sid(0, 4)],
+    ]
+
+
+def test_what_a_step_took_is_acknowledged_again_and_nothing_more(lab: Lab) -> None:
+    """Its acknowledgement was lost with the trainer that sent it."""
+    zero, one = lab.services
+    lab.consumed |= {
+        sid(0, 1): Consumed(7),
+        sid(0, 2): Consumed(7, "stale"),
+        sid(1, 1): Consumed(6),
+        sid(1, 4): Consumed(None, "not_finite"),
+    }
+    lab.give(0, group(0, "a", 1, 2), group(0, "new", 5, 6))
+    lab.give(1, group(1, "b", 1, 2, 3, 4))
+    batch = lab.executor.prepare_batch(timeout=60)
+    assert {t.session_id for e in batch for t in e} == {sid(0, 5), sid(0, 6), sid(1, 2), sid(1, 3)}
+    until(lambda: zero.acks == [([sid(0, 1)], [sid(0, 2)])])
+    until(lambda: one.acks == [([sid(1, 1)], []), ([], [sid(1, 4)])])
+    assert (zero.steps, one.steps) == ([7], [6, None])
+    until(lambda: zero.held[-1] == [sid(0, 5), sid(0, 6)])
+
+
+def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
+    lab = Lab(begin=False)
+    zero, one = lab.services
+    ids = [sid(rank, number) for number in range(100) for rank in (1, 0)]
+    found = lab.executor.replay(ids, timeout=60)
+    assert found.keys() == set(ids)
+    assert [len(part) for part in zero.replayed] == [64, 36]
+    assert one.replayed[0][:2] == [sid(1, 0), sid(1, 1)]
+    until(lambda: len(zero.held[-1]) == len(one.held[-1]) == 100)
+    assert {*zero.limits, *one.limits} == {0}
+    assert not any(workflow.started.is_set() for workflow in lab.workflows.values())
+    zero.lost = {ids[1]}
+    with pytest.raises(Conflict, match="open"):
+        lab.executor.replay(ids, timeout=60)
+    # Nobody will settle them: the ranks take them back.
+    until(lambda: zero.held[-1] == one.held[-1] == [])
+    lab.executor.begin()
+    until(lambda: zero.limits[-1] == one.limits[-1] == 4)
+    assert all(workflow.started.wait(60) for workflow in lab.workflows.values())
+    lab.executor.stop()
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_batches_are_sorted_where_that_is_asked_for(deterministic: bool) -> None:
+    lab = Lab(deterministic=deterministic)
+    lab.give(0, group(0, "b", 2, 1))
+    until(lambda: len(lab.executor._buffer) == 1)
+    lab.give(1, group(1, "a", 4, 3))
+    batch = lab.executor.prepare_batch(timeout=60)
+    ids = [t.session_id for episode in batch for t in episode]
+    came = [sid(0, 2), sid(0, 1), sid(1, 4), sid(1, 3)]
+    assert ids == ([*came[:1:-1], *came[1::-1]] if deterministic else came)
+    lab.executor.stop()
+
+
+async def test_stopping_ends_an_ack_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.05)
+    lab = Lab()
+    lab.services[1].away = True
+    await asyncio.to_thread(lab.executor.ack, [sid(1, 1)], [])
+    async with asyncio.timeout(60):
+        await asyncio.to_thread(lab.executor.stop)

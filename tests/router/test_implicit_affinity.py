@@ -1,0 +1,215 @@
+"""Model calls of agents that open no sessions go to the home of their conversation."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import AsyncIterator
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.auth.access import run_dir_of
+from any_agent.auth.key_store import create_key
+from any_agent.protocol.conversation_key import rank_tag, task_of
+from router import implicit_affinity as conversations
+from router.affinity import home_of
+from router.implicit_affinity import HomeRank, ImplicitAffinity
+from tests.router.conftest import StartLab
+from tests.support.proxy import until
+from tests.support.router import Lab, Received
+
+PATH = "/v1/chat/completions"
+IMPLICIT = ("sessions.implicit=true", "sessions.grader=tests.support.graders.by_length")
+SYSTEM = {"role": "system", "content": "Be brief."}
+
+
+def said(k: int, *more: str) -> list[dict[str, Any]]:
+    return [SYSTEM, *({"role": "user", "content": text} for text in (f"Task {k}", *more))]
+
+
+def home(body: dict[str, Any]) -> int:
+    return home_of(task_of(body), 2)
+
+
+async def ranks_of(lab: Lab, path: str, body: Any, key: str | None = None) -> list[int]:
+    """Which ranks got it, of four times."""
+    for rank in lab.ranks:
+        rank.received.clear()
+    for _ in range(4):
+        assert (await lab.post(path, body, key)).status_code == 200
+    return sorted({rank.number for rank in lab.ranks if rank.received})
+
+
+@pytest.fixture
+async def pair(start_lab: StartLab) -> Lab:
+    return await start_lab(*IMPLICIT, ranks=2)
+
+
+async def test_a_conversation_stays_whichever_api_it_comes_by(pair: Lab) -> None:
+    homes = set()
+    for k in range(8):
+        body = {"messages": said(k)}
+        homes.add(home(body))
+        for path, each in (
+            (PATH, body),
+            ("/chat/completions", {"messages": said(k, "more", "and more")}),
+            ("/v1/responses", {"instructions": "Be brief.", "input": f"Task {k}"}),
+            ("/v1/messages", {"system": "Be brief.", "messages": said(k)[1:]}),
+        ):
+            assert await ranks_of(pair, path, each) == [home(body)], (k, path)
+    assert homes == {0, 1}
+
+
+async def test_a_response_names_its_rank(pair: Lab) -> None:
+    for rank in (0, 1):
+        id = f"resp_{rank_tag(rank)}{'ab' * 14}"
+        body = {"input": "more", "previous_response_id": id}
+        assert await ranks_of(pair, "/v1/responses", body) == [rank]
+        for path in (f"/v1/responses/{id}", f"/responses/{id}/input_items"):
+            before = len(pair.ranks[rank].received)
+            for _ in range(3):
+                assert (await pair.get(path)).status_code == 200
+            assert len(pair.ranks[rank].received) == before + 3
+    # Of a rank that there is not: the home of the conversation says what is wrong.
+    body = {"input": "more", "previous_response_id": f"resp_{rank_tag(9)}abcd"}
+    assert await ranks_of(pair, "/v1/responses", body) == [home(body)]
+
+
+async def test_what_is_sent_arrives_as_it_was(pair: Lab) -> None:
+    long = {"messages": said(1, "x" * 300_000)}
+    assert await ranks_of(pair, PATH, long) == [home(long)]
+    rank = pair.ranks[home(long)]
+    assert rank.received[0].json == long
+    for odd in (b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000):
+        response = await pair.http.post(PATH, content=odd)
+        assert response.status_code == 200
+    bodies = [r.body for each in pair.ranks for r in each.received]
+    assert {b"", b"{", b"[]", b'{"messages": 1}', b'"text"', b"[" * 2000} <= set(bodies)
+
+
+async def test_calls_that_name_a_session_go_where_it_is(pair: Lab) -> None:
+    body = {"messages": said(2)}
+    for rank in (0, 1):
+        assert await ranks_of(pair, PATH, body, pair.key(rank)) == [rank]
+        assert await ranks_of(pair, f"/{pair.key(rank)}{PATH}", body) == [rank]
+
+
+async def test_without_it_ranks_take_turns(start_lab: StartLab) -> None:
+    lab = await start_lab(ranks=2)
+    assert await ranks_of(lab, PATH, {"messages": said(1)}) == [0, 1]
+
+
+async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> None:
+    lab = await start_lab(*IMPLICIT, "server.admin_key=operator-secret-4711", ranks=2)
+    key = create_key(run_dir_of(lab.config).keys, "tenant", tenant="alice")[0]
+    body = {"messages": said(3)}
+    assert await ranks_of(lab, PATH, body, key) == [home(body)]
+    # Refused by its head, without a look at its body.
+    assert await ranks_of(lab, PATH, body) == [0, 1]
+
+
+LONG = {"messages": said(4, "x" * 190_000)}
+
+
+def held(lab: Lab) -> HomeRank:
+    return lab.router._conversations.held
+
+
+def keep_waiting(lab: Lab) -> asyncio.Event:
+    """No rank answers before it is set."""
+    go_on = asyncio.Event()
+
+    async def wait(received: Received) -> None:
+        await go_on.wait()
+        await received.answer()
+
+    for rank in lab.ranks:
+        rank.handler = wait
+    return go_on
+
+
+def forwarded(lab: Lab) -> int:
+    return sum(len(rank.received) for rank in lab.ranks)
+
+
+@pytest.fixture
+async def tight(start_lab: StartLab) -> Lab:
+    """Holds 1.6 MB."""
+    return await start_lab(*IMPLICIT, "server.max_body_bytes=200000", ranks=2)
+
+
+async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> None:
+    go_on = keep_waiting(tight)
+    asked: list[asyncio.Task[httpx.Response]] = []
+
+    def settled() -> tuple[int, int]:
+        return forwarded(tight), sum(task.done() for task in asked)
+
+    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-one")) for _ in range(6)]
+    await until(lambda: settled() == (4, 2))
+    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-two")) for _ in range(6)]
+    await until(lambda: settled() == (8, 4))
+    assert {task.result().status_code for task in asked if task.done()} == {503}
+    assert (await tight.post(PATH, LONG, "sk-three")).status_code == 503
+    short = asyncio.create_task(tight.post(PATH, {"messages": said(4)}, "sk-one"))
+    go_on.set()
+    assert (await short).status_code == 200
+    assert [(await task).status_code for task in asked].count(200) == 8
+    assert (held(tight).all, held(tight).by_key) == (0, {})
+    assert (await tight.post(PATH, LONG, "sk-one")).status_code == 200
+
+
+async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) -> None:
+    async def parts(content: bytes) -> AsyncIterator[bytes]:
+        for at in range(0, len(content), 50_000):
+            yield content[at : at + 50_000]
+
+    async def ask(content: bytes) -> int:
+        return (await tight.http.post(PATH, content=parts(content))).status_code
+
+    go_on = keep_waiting(tight)
+    small = b'{"messages": [{"role": "user", "content": "hi"}]}'
+    asked = [asyncio.create_task(ask(small)) for _ in range(20)]
+    await until(lambda: forwarded(tight) == 20)
+    assert held(tight).all == 0
+    long = small + b" " * 80_000
+    asked.append(asyncio.create_task(ask(long)))
+    await until(lambda: forwarded(tight) == 21)
+    assert held(tight).all == len(long)
+    go_on.set()
+    assert {await task for task in asked} == {200}
+    assert held(tight).all == 0
+
+
+async def test_an_upload_has_its_time(tight: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(conversations, "_UPLOAD", 0.05)
+    for length in ("content-length: 190000", "transfer-encoding: chunked"):
+        wire = await tight.connect()
+        await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
+        assert "400" in (await wire.head()).split("\r\n")[0]
+        wire.close()
+    assert held(tight).all == 0
+
+
+async def test_a_thread_has_the_body_until_its_end(
+    tight: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    begun, go_on = threading.Event(), threading.Event()
+
+    def read(*_: object) -> int:
+        begun.set()
+        go_on.wait(30)
+        return 0
+
+    monkeypatch.setattr(ImplicitAffinity, "_rank", read)
+    asked = asyncio.create_task(tight.post(PATH, LONG))
+    try:
+        await until(begun.is_set)
+        asked.cancel()
+        await until(lambda: not tight.router.stats.running)
+        assert held(tight).all > 190_000
+    finally:
+        go_on.set()
+    await until(lambda: not held(tight).all)

@@ -1,0 +1,310 @@
+"""Acks, exports and leases of sessions that live on several ranks."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+from urllib.parse import urlencode
+
+import httpx
+import pytest
+
+from any_agent.client.rl_client import RLClient
+from router import lease as leasing
+from tests.router.conftest import StartLab
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Lab, Received, answer_empty
+
+A, B, C = "ses-0-000000000000000a", "ses-1-000000000000000b", "ses-0-000000000000000c"
+NOTHING = b"HTTP/1.1 204 No Content\r\n\r\n"
+
+
+async def ack(received: Received) -> None:
+    body = received.json
+    await received.answer({"acked": len(body["trained"]) + len(body["rejected"])})
+
+
+async def export(received: Received) -> None:
+    rows = {id: {"row": id} for id in received.json["session_ids"]}
+    await received.answer({"style": "concat", "discount": 0.5, "trajectories": rows})
+
+
+# -- ack and export ----------------------------------------------------------------------------
+
+
+async def test_acks_are_split_and_counted(pair: Lab) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    rejected = [{"session_id": C, "reason": "stale"}]
+    body = {"owner": "me", "trained": [A, B], "rejected": rejected}
+    assert (await pair.post("/rl/v1/ack", body)).json() == {"acked": 3}
+    assert pair.ranks[0].received[0].json == {"owner": "me", "trained": [A], "rejected": rejected}
+    assert pair.ranks[1].received[0].json == {"owner": "me", "trained": [B], "rejected": []}
+
+
+@pytest.mark.parametrize("where", ["header", "query"])
+async def test_a_session_that_is_named_beside_changes_nothing(pair: Lab, where: str) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    query, headers = (f"?session_id={B}", {}) if where == "query" else ("", {NAMED: B})
+    data = {"owner": "me", "trained": [A, B]}
+    answer = await pair.post(f"/rl/v1/ack{query}", data, **headers)
+    assert answer.json() == {"acked": 2}
+    pair.ranks[0].handler = answer_empty
+    wanted = {"owner": "me", "session_ids": [A]}
+    assert (await pair.post(f"/rl/v1/lease{query}", wanted, **headers)).status_code == 200
+    assert [len(rank.received) for rank in pair.ranks] == [2, 1]
+
+
+NAMED = "X-Any-Agent-Session"
+
+
+async def test_an_ack_waits_for_its_rank(pair: Lab) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    await pair.ranks[0].kill()
+    call = asyncio.create_task(pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]}))
+    await until(lambda: pair.router.ranks.waiting == 1, "it waits")
+    await pair.restart(pair.ranks[0])
+    assert (await call).json() == {"acked": 2}
+
+
+async def test_an_ack_that_one_rank_refuses(pair: Lab) -> None:
+    async def lost(received: Received) -> None:
+        await received.answer({"error": {"code": "lease_lost"}}, status=409)
+
+    pair.ranks[0].handler = ack
+    pair.ranks[1].handler = lost
+    response = await pair.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
+    assert response.status_code == 409
+    assert response.json() == {"error": {"code": "lease_lost"}}
+
+
+async def test_an_ack_whose_rank_stays_away(start_lab: StartLab) -> None:
+    lab = await start_lab("server.rank_wait=0.3", ranks=2)
+    for rank in lab.ranks:
+        rank.handler = ack
+    await lab.ranks[1].kill()
+    response = await lab.post("/rl/v1/ack", {"owner": "me", "trained": [A, B]})
+    assert response.status_code == 503
+    assert response.headers["retry-after"]
+
+
+async def test_exports_are_merged_in_the_order_asked_for(pair: Lab) -> None:
+    for rank in pair.ranks:
+        rank.handler = export
+    response = await pair.post("/rl/v1/export_trajectories", {"session_ids": [C, B, A]})
+    assert response.json() == {
+        "style": "concat",
+        "discount": 0.5,
+        "trajectories": {id: {"row": id} for id in (C, B, A)},
+    }
+    assert list(response.json()["trajectories"]) == [C, B, A]
+
+
+async def test_an_export_of_one_rank_is_passed_on(pair: Lab) -> None:
+    pair.ranks[0].handler = export
+    body = b'{"session_ids": ["%s", "%s"]}' % (A.encode(), C.encode())
+    await pair.post("/rl/v1/export_trajectories", body)
+    assert pair.ranks[0].received[0].body == body
+    assert not pair.ranks[1].received
+
+
+@pytest.mark.parametrize("path", ["/rl/v1/ack", "/rl/v1/export_trajectories", "/rl/v1/lease"])
+@pytest.mark.parametrize(
+    "body",
+    [b"{", b"[]", b'{"trained": 7, "session_ids": 7, "wait": "x"}', b'{"session_ids": ["x"]}'],
+)
+async def test_malformed_bodies_are_a_ranks_business(pair: Lab, path: str, body: bytes) -> None:
+    await pair.post(path, body)
+    assert [r.body for rank in pair.ranks for r in rank.received] == [body]
+
+
+async def test_sessions_of_a_rank_that_is_none(pair: Lab) -> None:
+    stranger = "ses-5-0000000000000000"
+    for path, body in (
+        ("/rl/v1/ack", {"owner": "me", "trained": [A, stranger]}),
+        ("/rl/v1/export_trajectories", {"session_ids": [A, stranger]}),
+        ("/rl/v1/lease", {"owner": "me", "session_ids": [stranger]}),
+    ):
+        response = await pair.post(path, body)
+        assert response.status_code == 404
+        assert response.json()["error"]["code"] == "unknown_rank"
+    assert not any(rank.received for rank in pair.ranks)
+
+
+# -- lease -------------------------------------------------------------------------------------
+
+
+class Shelf:
+    """What a rank has ready."""
+
+    def __init__(self, rank: FakeRank) -> None:
+        self.ready: asyncio.Queue[bytes] = asyncio.Queue()
+        self.waits: list[float] = []
+        rank.handler = self._handle
+
+    async def _handle(self, received: Received) -> None:
+        wait = float(received.json["wait"])
+        self.waits.append(wait)
+        try:
+            if wait:
+                async with asyncio.timeout(wait):
+                    found = await self.ready.get()
+            else:
+                found = self.ready.get_nowait()
+        except (TimeoutError, asyncio.QueueEmpty):
+            await received.send(NOTHING)
+            return
+        head = b"HTTP/1.1 200 OK\r\ncontent-type: application/x-msgpack\r\ncontent-length: %d\r\n"
+        await received.send(head % len(found) + b"\r\n" + found)
+
+
+async def lease(lab: Lab, **fields: Any) -> httpx.Response:
+    return await lab.post("/rl/v1/lease", {"owner": "me", **fields})
+
+
+async def test_what_is_ready_is_handed_out_at_once(pair: Lab) -> None:
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    for k in range(3):
+        shelves[k % 2].ready.put_nowait(b"group %d" % k)
+    found = [await lease(pair, wait=0) for _ in range(4)]
+    assert sorted(r.content for r in found) == [b"", b"group 0", b"group 1", b"group 2"]
+    assert [r.status_code for r in found] == [200, 200, 200, 204]
+    assert found[0].headers["content-type"] == "application/x-msgpack"
+
+
+async def test_ranks_are_emptied_in_turn(pair: Lab) -> None:
+    for rank in pair.ranks:
+        shelf = Shelf(rank)
+        for _ in range(3):
+            shelf.ready.put_nowait(b"%d" % rank.number)
+    found = [(await lease(pair, wait=0)).content for _ in range(6)]
+    assert sorted(found[:2]) == sorted(found[2:4]) == [b"0", b"1"]
+
+
+async def test_a_poll_of_ranks_that_only_hang_up(start_lab: StartLab) -> None:
+    """It is neither made over and over, nor without an end."""
+
+    async def die(received: Received) -> None:
+        received.die()
+
+    lab = await start_lab("server.rank_wait=0.5", ranks=2)
+    for rank in lab.ranks:
+        rank.handler = die
+        lab.silent.add(rank.number)
+    assert (await lease(lab, wait=0)).status_code == 503
+    assert [len(rank.received) for rank in lab.ranks] == [1, 1]
+
+
+async def test_a_poll_sees_every_rank(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing, "_SLICE", 0.05)
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    for number in (0, 1, 1, 0):
+        call = asyncio.create_task(lease(pair, wait=60))
+        seen = [len(shelf.waits) for shelf in shelves]
+        await until(
+            lambda seen=seen: all(len(s.waits) > n + 2 for s, n in zip(shelves, seen, strict=True)),
+            "both ranks are polled",
+        )
+        shelves[number].ready.put_nowait(b"group")
+        assert (await call).content == b"group"
+
+
+async def test_a_poll_without_a_wait_of_its_own_waits(pair: Lab) -> None:
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    call = asyncio.create_task(lease(pair))
+    await until(lambda: any(wait > 0 for shelf in shelves for wait in shelf.waits), "it waits")
+    shelves[0].ready.put_nowait(b"group")
+    assert (await call).content == b"group"
+
+
+async def test_a_poll_survives_a_rank(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(leasing, "_SLICE", 0.05)
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    call = asyncio.create_task(lease(pair, wait=60))
+    await until(lambda: all(shelf.waits for shelf in shelves), "both ranks are polled")
+    await pair.ranks[0].kill()
+    await until(lambda: pair.router.ranks.live == [1], "the death is noticed")
+    shelves[1].ready.put_nowait(b"group")
+    assert (await call).content == b"group"
+
+
+async def test_a_poller_that_leaves_is_handed_nothing(pair: Lab) -> None:
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    wire = await pair.connect()
+    body = b'{"owner": "me", "wait": 60}'
+    await wire.send(
+        b"POST /rl/v1/lease HTTP/1.1\r\nHost: localhost\r\nContent-Length: %d\r\n\r\n%s"
+        % (len(body), body)
+    )
+    await until(lambda: any(wait > 0 for shelf in shelves for wait in shelf.waits), "it waits")
+    wire.close()
+    await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the poll is ended")
+
+
+async def test_sessions_by_name_come_from_their_rank(pair: Lab) -> None:
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    shelves[1].ready.put_nowait(b"it")
+    response = await lease(pair, wait=0, session_ids=[B], replay=True)
+    assert response.content == b"it"
+    assert pair.ranks[1].received[0].json["replay"] is True
+    assert not pair.ranks[0].received
+    response = await lease(pair, wait=0, session_ids=[A, B])
+    assert response.status_code == 400
+    assert "ranks 0, 1" in response.json()["error"]["message"]
+
+
+async def test_a_refused_lease_is_passed_on(pair: Lab) -> None:
+    async def refuse(received: Received) -> None:
+        await received.answer({"error": {"code": "forbidden"}}, status=403)
+
+    for rank in pair.ranks:
+        rank.handler = refuse
+    assert (await lease(pair, wait=5)).status_code == 403
+
+
+async def test_the_client_speaks_to_a_router_as_to_a_rank(pair: Lab) -> None:
+    """What the trainer's and the drivers' client makes of merged answers."""
+    shelves = [Shelf(rank) for rank in pair.ranks]
+    shelves[0].ready.put_nowait(b"group")
+    async with RLClient(f"http://127.0.0.1:{pair.port}") as client:
+        assert await client.lease(owner="me", wait=0) == b"group"
+        for rank in pair.ranks:
+            rank.handler = ack
+        assert await client.ack(owner="me", trained=[A, B], rejected=[]) == 2
+
+
+# -- queries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("form", ["each", "json"])
+async def test_sessions_in_a_query_are_split(pair: Lab, form: str) -> None:
+    for rank in pair.ranks:
+        rank.handler = export
+    names = [("session_ids", id) for id in (A, B, C)]
+    if form == "json":
+        names = [("session_ids", json.dumps([A, B, C]))]
+    query = urlencode([*names, ("discount", "0.5")])
+    response = await pair.post(f"/rl/v1/export_trajectories?{query}", b"")
+    assert list(response.json()["trajectories"]) == [A, B, C]
+    first, second = (rank.received[0] for rank in pair.ranks)
+    assert (first.json, second.json) == ({"session_ids": [A, C]}, {"session_ids": [B]})
+    assert first.target == second.target == "/rl/v1/export_trajectories?discount=0.5"
+
+
+async def test_an_ack_and_a_poll_by_query(pair: Lab) -> None:
+    for rank in pair.ranks:
+        rank.handler = ack
+    answer = await pair.post(f"/rl/v1/ack?owner=me&trained={A}&trained={B}", b"")
+    assert answer.json() == {"acked": 2}
+
+    async def nothing(received: Received) -> None:
+        await received.send(NOTHING)
+
+    for rank in pair.ranks:
+        rank.handler = nothing
+    assert (await pair.post("/rl/v1/lease?owner=me&wait=0", b"")).status_code == 204
+    assert pair.ranks[0].received[-1].json == {"wait": 0.0}
+    assert pair.ranks[0].received[-1].target == "/rl/v1/lease?owner=me"

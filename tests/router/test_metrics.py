@@ -1,0 +1,269 @@
+"""One scrape of the router shows every part of the run."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from typing import Any
+
+import httpx
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import router.metrics as metrics_module
+from any_agent.auth.key_store import create_key
+from any_agent.launcher.trial import trial_dir
+from any_agent.rundir.registry import RegistryEntry, publish
+from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric
+from router.metrics import METRICS, merged
+from router.stats import CLIENT_LEFT
+from tests.router.conftest import StartLab
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Lab, Received
+
+ADMIN = "admin-key-1"
+SESSIONS = Metric("any_agent_sessions", "gauge", "Sessions.", ("state",))
+
+
+class Shown:
+    """A scrape's samples."""
+
+    def __init__(self, text: str) -> None:
+        self.families = list(text_string_to_metric_families(text))
+        self.samples = [s for family in self.families for s in family.samples]
+
+    def __call__(self, name: str, **labels: str) -> float:
+        return sum(
+            s.value for s in self.samples if s.name == name and labels.items() <= s.labels.items()
+        )
+
+    def up(self) -> dict[str, float]:
+        return {s.labels["part"]: s.value for s in self.samples if s.name == "any_agent_up"}
+
+
+async def scrape(lab: Lab, key: str | None = None) -> Shown:
+    answer = await lab.get("/metrics", key)
+    assert answer.status_code == 200, answer.text
+    assert answer.headers["content-type"] == CONTENT_TYPE
+    return Shown(answer.text)
+
+
+def shows_metrics(rank: FakeRank, sessions: int) -> None:
+    """The rank answers /metrics as a proxy does, and everything else with {}."""
+    name = str(rank.number)
+    shown = Exposition(f"rank-{name}", lambda: [(SESSIONS, {("open",): sessions})], rank=name)
+
+    async def handler(received: Received) -> None:
+        if received.target != "/metrics":
+            return await received.answer()
+        body = shown.render()
+        head = f"HTTP/1.1 200 OK\r\ncontent-type: {CONTENT_TYPE}\r\ncontent-length: {len(body)}"
+        await received.send(f"{head}\r\n\r\n".encode() + body)
+
+    rank.handler = handler
+
+
+def present(lab: Lab, url: str, state: str = "ready") -> None:
+    """Write the trainer's registry entry."""
+    fields = {"name": "trainer", "boot_id": "t", "url": url, "pid": 1, "state": state}
+    publish(lab.registry, RegistryEntry.model_validate(fields))
+    lab.router.ranks._registry.refresh()
+
+
+async def test_all_parts_in_one_answer(pair: Lab) -> None:
+    for rank in pair.ranks:
+        shows_metrics(rank, sessions=rank.number + 3)
+    trainer = FakeRank(9)
+    shows_metrics(trainer, sessions=0)
+    await trainer.start()
+    present(pair, trainer.url)
+    now = await scrape(pair)
+    await trainer.kill()
+    assert now.up() == {"rank-0": 1, "rank-1": 1, "trainer": 1}
+    assert now("any_agent_sessions", rank="0", state="open") == 3
+    assert now("any_agent_sessions", rank="1", state="open") == 4
+    names = [family.name for family in now.families]
+    assert len(names) == len(set(names))
+    parts = {s.labels["part"] for s in now.samples if s.name == "process_cpu_seconds_total"}
+    assert parts == {"router", "rank-0", "rank-1", "rank-9"}
+    keys = [(s.name, tuple(sorted(s.labels.items()))) for s in now.samples]
+    assert len(keys) == len(set(keys))
+
+
+async def test_every_metric_of_the_table_is_shown(lab: Lab) -> None:
+    await lab.get("/v1/models")
+    shown = {f.name: f.type for f in (await scrape(lab)).families}
+    assert {m.name.removesuffix("_total"): m.kind for m in METRICS} == {
+        name: kind for name, kind in shown.items() if name.startswith("any_agent_")
+    }
+    assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
+
+
+async def test_parts_that_do_not_answer(pair: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(metrics_module, "_TIMEOUT", 0.2)
+    first, second = pair.ranks
+    shows_metrics(first, sessions=1)
+    never = asyncio.Event()
+
+    async def hang(_: Received) -> None:
+        await never.wait()
+
+    async def fail(received: Received) -> None:
+        await received.answer({"error": "x"}, status=500)
+
+    async def other(received: Received) -> None:
+        await received.answer({"any_agent_sessions": 1})
+
+    async def die(received: Received) -> None:
+        received.die()
+
+    for handler in (hang, fail, other, die):
+        second.handler = handler
+        now = await scrape(pair)
+        assert now.up() == {"rank-0": 1, "rank-1": 0}
+        assert now("any_agent_sessions") == 1
+    await second.kill()
+    assert (await scrape(pair)).up() == {"rank-0": 1, "rank-1": 0}
+
+
+async def test_a_trainer_is_missed_unless_it_is_done(lab: Lab) -> None:
+    shows_metrics(lab.ranks[0], 0)
+    assert (await scrape(lab)).up() == {"rank-0": 1}
+    present(lab, "http://127.0.0.1:1")
+    assert (await scrape(lab)).up() == {"rank-0": 1, "trainer": 0}
+    present(lab, "http://127.0.0.1:1", "stopping")
+    assert (await scrape(lab)).up() == {"rank-0": 1}
+
+
+async def test_with_an_admin_key_it_is_needed_and_not_handed_on(start_lab: StartLab) -> None:
+    lab = await start_lab(f"server.admin_key={ADMIN}")
+    shows_metrics(lab.ranks[0], 1)
+    for key in (None, "nonsense-key"):
+        answer = await lab.get("/metrics", key)
+        assert answer.status_code == 401
+        assert "any_agent_sessions" not in answer.text
+    assert not lab.ranks[0].received
+    assert (await scrape(lab, ADMIN)).up() == {"rank-0": 1}
+    answer = await lab.get("/metrics", **{"x-api-key": ADMIN})
+    assert answer.status_code == 200
+    for received in lab.ranks[0].received:
+        assert received.values("authorization") == [f"Bearer {lab.signer.run_key}"]
+
+
+async def test_keys_of_the_trial_open_it_by_their_scope(start_lab: StartLab) -> None:
+    lab = await start_lab()
+    path = trial_dir(lab.config).keys
+    shows_metrics(lab.ranks[0], 1)
+    trainer, tenant = create_key(path, "trainer")[0], create_key(path, "tenant", tenant="a")[0]
+    assert (await lab.get("/metrics")).status_code == 200, "open mode"
+    assert (await lab.get("/metrics", tenant)).status_code == 403
+    admin = create_key(path, "admin")[0]
+
+    async def closed() -> bool:
+        return (await lab.get("/metrics")).status_code == 401
+
+    await until(closed, "the end of open mode")
+    assert (await lab.get("/metrics", "DUMMY")).status_code == 401
+    assert (await lab.get("/healthz", origin="https://evil.example")).status_code == 200
+    for key in (trainer, admin, lab.signer.run_key):
+        assert (await scrape(lab, key)).up() == {"rank-0": 1}
+    refused = await until(lambda: _audited(lab), "the audit log")
+    assert refused[0]["status"] == 403 and refused[0]["claimed"] == tenant.split(".")[1]
+    assert "sk-" not in str(refused)
+
+
+def _audited(lab: Lab) -> list[dict[str, Any]]:
+    path = trial_dir(lab.config).audit / "router.jsonl"
+    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+
+
+async def test_requests_are_counted(lab: Lab) -> None:
+    key = lab.key(0)
+    await lab.post("/v1/chat/completions", {"model": "x"}, key)
+    await lab.post(f"/{key}/chat/completions?a=b", {"model": "x"})
+    await lab.get("/v1/invented/by/a/client", key)
+    await lab.get("/v1/models", "sk-v1.0.forged")
+    now = await scrape(lab)
+    assert now("any_agent_router_requests_total", route="completions", status="200") == 2
+    assert now("any_agent_router_requests_total", route="other", status="200") == 1
+    assert now("any_agent_router_requests_total", route="models", status="200") == 1
+    assert now("any_agent_router_requests_running") == 1  # this very scrape
+    assert now("any_agent_router_received_bytes_total") == 2 * len('{"model": "x"}')
+    assert now("any_agent_router_sent_bytes_total") > 400
+    assert (await scrape(lab))("any_agent_router_requests_total", route="metrics") == 1
+
+
+async def test_what_goes_wrong_is_counted(pair: Lab) -> None:
+    key = pair.key(0)
+    rank = pair.ranks[0]
+
+    async def die(received: Received) -> None:
+        received.die()
+
+    async def die_amid(received: Received) -> None:
+        await received.begin()
+        await received.chunk(b"data: x\n\n")
+        received.die()
+
+    rank.handler = die
+    assert (await pair.post("/v1/chat/completions", {}, key)).status_code == 502
+    rank.handler = die_amid
+    with pytest.raises(httpx.RemoteProtocolError):
+        await pair.post("/v1/chat/completions", {}, key)
+    now = await scrape(pair)
+    assert now("any_agent_router_replies_lost_total") == 1
+    assert now("any_agent_router_answers_aborted_total") == 1
+    assert now("any_agent_router_requests_total", route="completions", status="502") == 1
+
+    came, never = asyncio.Event(), asyncio.Event()
+
+    async def hold(_: Received) -> None:
+        came.set()
+        await never.wait()
+
+    rank.handler = hold
+    call = asyncio.create_task(pair.post("/v1/chat/completions", {}, key))
+    await came.wait()
+    call.cancel()
+    await until(lambda: pair.router.stats.ended["completions", CLIENT_LEFT])
+    await rank.kill()
+    pair.router.ranks.failed(0)
+    waiting = asyncio.create_task(pair.post("/v1/chat/completions", {}, key))
+
+    async def waits() -> bool:
+        return (await scrape(pair))("any_agent_router_requests_waiting") == 1
+
+    await until(waits)
+    rank.handler = FakeRank().handler
+    await pair.restart(rank)
+    assert (await waiting).status_code == 200
+    assert (await scrape(pair))("any_agent_router_requests_waiting") == 0
+    assert pair.router.stats.running == 0
+
+
+def test_merging_keeps_families_together() -> None:
+    one = ["# HELP a_total A.", "# TYPE a_total counter", 'a_total{rank="0"} 1.0']
+    one += ["# HELP b B", "# TYPE b gauge", "b 2"]
+    two = [
+        "# HELP b Other words.",
+        "# TYPE b gauge",
+        'b{rank="1"} 3',
+        "# HELP c ",
+        "# TYPE c gauge",
+    ]
+    assert merged(["\n".join(one), "\n".join(two)]).splitlines() == [
+        *one,
+        'b{rank="1"} 3',
+        "# HELP c ",
+        "# TYPE c gauge",
+    ]
+
+
+def test_merging_takes_nothing_that_is_no_sample() -> None:
+    assert merged(
+        ["<html>\n# x\nhello 1\n", "#\n# HELP \n# HELP a x\nb 1\na 1\n"]
+    ).splitlines() == [
+        "# HELP ",
+        "# HELP a x",
+        "a 1",
+    ]

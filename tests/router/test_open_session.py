@@ -1,0 +1,398 @@
+"""Where sessions are opened, over ranks that have slots or have none."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Callable
+
+import pytest
+
+from any_agent.rundir.registry import PartLoad
+from router.affinity import home_of
+from tests.router.conftest import StartLab
+from tests.support.proxy import until
+from tests.support.router import FakeRank, Handler, Lab, Received
+
+START = "/rl/v1/start_session"
+NO_SLOT = {"error": {"code": "no_capacity"}}
+
+
+def slots(rank: FakeRank, count: int = 0) -> Callable[[int], None]:
+    """Have a rank open so many sessions, and more when the result is called; the rest waits."""
+    free = asyncio.Semaphore(count)
+
+    async def handler(received: Received) -> None:
+        wait = float((received.json if received.body else {}).get("wait", 0))
+        try:
+            if wait or not free.locked():
+                async with asyncio.timeout(wait or None):
+                    await free.acquire()
+                await received.answer({"rank": rank.number})
+                return
+        except TimeoutError:
+            pass
+        await received.answer(NO_SLOT, status=429, headers={"Retry-After": "2"})
+
+    rank.handler = handler
+
+    def more(number: int = 1) -> None:
+        for _ in range(number):
+            free.release()
+
+    return more
+
+
+def opened(lab: Lab) -> list[int]:
+    return [len(rank.received) for rank in lab.ranks]
+
+
+# -- groups and keys ---------------------------------------------------------------------------
+
+
+async def test_groups_and_tasks_go_home(start_lab: StartLab) -> None:
+    lab = await start_lab(ranks=3)
+    for k in range(12):
+        for fields in ({"group_id": f"g{k}"}, {"group_id": f"g{k}", "task_id": "t"}):
+            await lab.post(START, fields)
+        await lab.post(START, {"task_id": f"t{k}"})
+        await lab.get(f"{START}?group_id=g{k}&task_id=t")
+    for rank in lab.ranks:
+        for received in rank.received:
+            fields = (
+                received.json
+                if received.body
+                else dict(pair.split("=") for pair in received.target.partition("?")[2].split("&"))
+            )
+            assert home_of(fields.get("group_id") or fields["task_id"], 3) == rank.number
+
+
+async def test_a_groups_home_is_waited_for(pair: Lab) -> None:
+    """Another rank would be another group."""
+    home = pair.ranks[home_of("g", 2)]
+    await home.kill()
+    call = asyncio.create_task(pair.post(START, {"group_id": "g"}))
+    await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
+    await pair.restart(home)
+    assert (await call).status_code == 200
+    assert len(home.received) == 1
+
+
+async def test_an_idempotency_key_has_one_home(start_lab: StartLab) -> None:
+    """It may have a slot or none: what another rank answered before, it does not know."""
+    lab = await start_lab(ranks=3)
+    for rank in lab.ranks:
+        slots(rank, 1)
+    answers = [
+        await lab.post(START, {"wait": 0}, **{"Idempotency-Key": f"k{k % 10}"}) for k in range(20)
+    ]
+    assert opened(lab) != [0, 0, 0]
+    for rank in lab.ranks:
+        for received in rank.received:
+            (key,) = received.values("idempotency-key")
+            assert home_of(f"key {key}", 3) == rank.number
+            assert received.json == {"wait": 0}
+    assert sum(opened(lab)) == 20
+    assert {answer.status_code for answer in answers} == {200, 429}
+
+
+async def test_a_keys_home_is_waited_for(pair: Lab) -> None:
+    home = pair.ranks[home_of("key k", 2)]
+    await home.kill()
+    call = asyncio.create_task(pair.post(START, {}, **{"Idempotency-Key": "k"}))
+    await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
+    await pair.restart(home)
+    assert (await call).status_code == 200
+    assert len(home.received) == 1
+
+
+async def test_a_group_binds_more_than_an_idempotency_key(pair: Lab) -> None:
+    for k in range(8):
+        await pair.post(START, {"group_id": "g"}, **{"Idempotency-Key": f"k{k}"})
+    assert len(pair.ranks[home_of("g", 2)].received) == 8
+
+
+async def test_an_earlier_key_goes_to_its_rank(pair: Lab) -> None:
+    for _ in range(3):
+        await pair.post(START, {"api_key": pair.key(1)})
+    assert opened(pair) == [0, 3]
+
+
+async def test_an_earlier_key_of_another_rank_than_the_groups(pair: Lab) -> None:
+    key = pair.key(1 - home_of("g", 2))
+    response = await pair.post(START, {"api_key": key, "group_id": "g"})
+    assert response.status_code == 409
+    assert response.json()["error"]["code"] == "lane_on_other_rank"
+    assert key not in response.text
+
+
+async def test_eval_sessions_of_a_task_go_anywhere(pair: Lab) -> None:
+    for _ in range(4):
+        await pair.post(START, {"mode": "eval", "task_id": "t", "group_id": "g"})
+    assert opened(pair) == [2, 2]
+
+
+async def test_a_session_key_opens_nothing_and_any_rank_says_so(pair: Lab) -> None:
+    async def refuse(received: Received) -> None:
+        await received.answer(status=403)
+
+    for rank in pair.ranks:
+        rank.handler = refuse
+    for _ in range(4):
+        assert (await pair.post(START, {}, pair.key(1))).status_code == 403
+    assert opened(pair) == [2, 2]
+
+
+async def test_a_session_that_is_named_beside_a_group_does_not_move_it(pair: Lab) -> None:
+    """Else a group opened from inside another session would be split over ranks."""
+    home = home_of("g", 2)
+    for query, headers in (
+        ("", {"X-Any-Agent-Session": f"ses-{1 - home}-0123456789abcdef"}),
+        (f"?session_id=ses-{1 - home}-0123456789abcdef", {}),
+    ):
+        await pair.post(START + query, {"group_id": "g"}, **headers)
+    assert len(pair.ranks[home].received) == 2
+
+
+# -- the others --------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("ranks", [2, 3])
+async def test_opens_are_spread_evenly(start_lab: StartLab, ranks: int) -> None:
+    """Of each kind, whatever the other kind does in between."""
+    lab = await start_lab(ranks=ranks)
+    modes = ["train", "eval", "eval"]
+    await asyncio.gather(*(lab.post(START, {"mode": modes[k % 3]}) for k in range(30)))
+    for mode in set(modes):
+        counts = [sum(r.json["mode"] == mode for r in rank.received) for rank in lab.ranks]
+        assert max(counts) - min(counts) <= 1, counts
+
+
+async def test_a_full_rank_is_passed_by(pair: Lab) -> None:
+    slots(pair.ranks[0])
+    slots(pair.ranks[1], 10)
+    answers = [await pair.post(START, {"metadata": {"k": k}, "wait": 5}) for k in range(6)]
+    assert [a.json() for a in answers] == [{"rank": 1}] * 6
+    assert sorted(r.json["metadata"]["k"] for r in pair.ranks[1].received) == [0, 1, 2, 3, 4, 5]
+    assert all(r.json["wait"] == 0 for rank in pair.ranks for r in rank.received)
+
+
+async def test_with_no_slot_anywhere_it_waits_at_one(pair: Lab) -> None:
+    more = [slots(rank) for rank in pair.ranks]
+    call = asyncio.create_task(pair.post(START, {"wait": 14}))
+    await until(lambda: sum(opened(pair)) == 3, "it waits")
+    waits = {r.number: [x.json["wait"] for x in r.received] for r in pair.ranks}
+    (at,) = (number for number, tried in waits.items() if len(tried) == 2)
+    assert waits[1 - at] == [0]
+    assert waits[at][0] == 0
+    assert 0 < waits[at][1] <= 14
+    more[at]()
+    assert (await call).json() == {"rank": at}
+
+
+async def test_waiting_opens_are_spread_too(pair: Lab) -> None:
+    more = [slots(rank) for rank in pair.ranks]
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(10)]
+    await until(lambda: sum(opened(pair)) == 30, "all of them wait")
+    for release in more:
+        release(5)
+    found = Counter(answer.json()["rank"] for answer in await asyncio.gather(*calls))
+    assert found == {0: 5, 1: 5}
+
+
+async def test_it_waits_where_fewer_do_now(pair: Lab) -> None:
+    """What the registry says of the queues is up to a second old."""
+    more = [slots(rank) for rank in pair.ranks]
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(4)]
+    await until(lambda: sum(opened(pair)) == 12, "all of them wait")
+    more[0](2)
+    await until(lambda: sum(call.done() for call in calls) == 2, "two are served")
+    before = opened(pair)
+    calls += [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(2)]
+    await until(lambda: sum(opened(pair)) == 18, "all of them wait")
+    assert [now - then for now, then in zip(opened(pair), before, strict=True)] == [4, 2]
+    for release in more:
+        release(2)
+    await asyncio.gather(*calls)
+
+
+async def test_it_waits_where_others_do_not(pair: Lab) -> None:
+    """Waiting opens that did not come through this router are known from the registry."""
+    pair.ranks[0].load = PartLoad(waiting=8)
+    pair.tell()
+    more = [slots(rank) for rank in pair.ranks]
+    await until(lambda: pair.router.ranks.entry(0).load.waiting == 8, "the load is read")  # type: ignore[union-attr]
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(3)]
+    await until(lambda: sum(opened(pair)) == 9, "all of them wait")
+    more[1](3)
+    assert [(await call).json()["rank"] for call in calls] == [1, 1, 1]
+
+
+async def test_the_last_answer_is_429(pair: Lab) -> None:
+    for rank in pair.ranks:
+        slots(rank)
+    for body in ({}, {"wait": 0}, {"wait": 0.3}):
+        response = await pair.post(START, body)
+        assert response.status_code == 429
+        assert response.headers["retry-after"] == "2"
+        assert response.json() == NO_SLOT
+    # Without a wait it is asked for once at each, as it came.
+    assert pair.ranks[0].received[0].body == b"{}"
+
+
+async def test_by_query(pair: Lab) -> None:
+    for rank in pair.ranks:
+
+        async def full(received: Received) -> None:
+            await received.answer(NO_SLOT, status=429)
+
+        rank.handler = full
+    await pair.get(f"{START}?mode=train&wait=30&metadata=")
+    targets = [r.target for rank in pair.ranks for r in rank.received]
+    assert len(targets) == 3
+    assert sum("wait=0&" in target or target.endswith("wait=0") for target in targets) == 2
+    assert all("mode=train" in target and "metadata=" in target for target in targets)
+
+
+async def test_a_dead_rank_is_passed_by(pair: Lab) -> None:
+    await pair.ranks[0].kill()
+    for _ in range(4):
+        assert (await pair.post(START, {})).status_code == 200
+    assert opened(pair) == [0, 4]
+
+
+async def test_no_rank_at_all_is_waited_for(pair: Lab) -> None:
+    for rank in pair.ranks:
+        await rank.kill()
+    call = asyncio.create_task(pair.post(START, {}))
+    await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
+    await pair.restart(pair.ranks[1])
+    assert (await call).status_code == 200
+
+
+async def test_an_opener_that_leaves_waits_no_more(pair: Lab) -> None:
+    for rank in pair.ranks:
+        slots(rank)
+    wire = await pair.connect()
+    await wire.send(
+        b"POST /rl/v1/start_session HTTP/1.1\r\nHost: localhost\r\nContent-Length: 12\r\n\r\n"
+        b'{"wait": 60}'
+    )
+    await until(lambda: sum(opened(pair)) == 3, "it waits")
+    wire.close()
+    await until(lambda: any(rank.left.is_set() for rank in pair.ranks), "the rank is told")
+
+
+def refuses(code: str, status: int) -> Handler:
+    async def handler(received: Received) -> None:
+        await received.answer({"error": {"message": "no", "code": code}}, status=status)
+
+    return handler
+
+
+@pytest.mark.parametrize(
+    ("code", "status", "tried"),
+    [
+        ("run_finished", 409, 1),
+        # The session may be there all the same; a second one would be nobody's.
+        ("store_unavailable", 503, 1),
+        ("store_busy", 503, 2),
+    ],
+)
+async def test_other_refusals(pair: Lab, code: str, status: int, tried: int) -> None:
+    for rank in pair.ranks:
+        rank.handler = refuses(code, status)
+    assert (await pair.post(START, {"wait": 1})).status_code == status
+    assert sum(opened(pair)) == tried
+
+
+async def test_it_waits_only_where_a_slot_can_be_had(pair: Lab) -> None:
+    """Whoever was asked last, and wherever fewer seem to wait."""
+    more = slots(pair.ranks[0])
+    pair.ranks[1].handler = refuses("store_busy", 503)
+    calls = [asyncio.create_task(pair.post(START, {"wait": 14})) for _ in range(2)]
+    await until(lambda: opened(pair) == [4, 2], "both of them wait")
+    more(2)
+    assert [(await call).json() for call in calls] == [{"rank": 0}] * 2
+    assert opened(pair) == [4, 2]
+
+
+async def test_a_rank_without_a_slot_is_heard_before_one_that_is_busy(pair: Lab) -> None:
+    slots(pair.ranks[0])
+    pair.ranks[1].handler = refuses("store_busy", 503)
+    for _ in range(2):
+        assert (await pair.post(START, {})).status_code == 429
+
+
+@pytest.mark.parametrize("body", [b"{", b"[]", b"7", b'{"wait": "soon"}', b'{"wait": -1}'])
+async def test_malformed_opens_are_a_ranks_business(pair: Lab, body: bytes) -> None:
+    await pair.post(START, body)
+    assert [r.body for rank in pair.ranks for r in rank.received] == [body]
+
+
+# -- queries -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("field", ["group_id", "task_id"])
+async def test_an_open_by_query_goes_home(pair: Lab, field: str) -> None:
+    names = [f"g{k}" for k in range(8)]
+    for name in names:
+        await pair.post(f"{START}?{field}={name}", b"")
+        await pair.post(f"{START}?{field}={name}", {field: name})
+    homes = Counter(home_of(name, 2) for name in names)
+    assert opened(pair) == [2 * homes[0], 2 * homes[1]]
+    assert {r.target for rank in pair.ranks for r in rank.received} == {
+        f"{START}?{field}={name}" for name in names
+    }
+
+
+async def test_an_eval_by_query_needs_no_home(pair: Lab) -> None:
+    for _ in range(4):
+        await pair.post(f"{START}?task_id=t&mode=eval", b"")
+    assert opened(pair) == [2, 2]
+
+
+async def test_a_keys_rank_by_query_is_nobodys(pair: Lab) -> None:
+    """A key has no place in a URL; some rank says so."""
+    response = await pair.post(f"{START}?api_key={pair.key(1)}", b"")
+    assert response.status_code == 200
+    assert sum(opened(pair)) == 1
+
+
+async def test_a_wait_by_query_is_waited_in_slices(pair: Lab) -> None:
+    async def full(received: Received) -> None:
+        if received.json["wait"]:
+            await received.answer({"waited": received.json["wait"]})
+        else:
+            await received.answer(NO_SLOT, status=429)
+
+    for rank in pair.ranks:
+        rank.handler = full
+    answer = (await pair.post(f"{START}?wait=30&ttl=9", {"metadata": {"a": 1}})).json()
+    assert 0 < answer["waited"] <= 30
+    told = [r for rank in pair.ranks for r in rank.received]
+    assert {r.target for r in told} == {f"{START}?ttl=9"}
+    assert {r.json["wait"] for r in told} == {0, answer["waited"]}
+    assert all(r.json["metadata"] == {"a": 1} for r in told)
+
+
+@pytest.mark.parametrize(("wait", "status"), [(30, 400), (30.0, 400), (9.0, 200)])
+async def test_a_wait_that_differs_is_refused(pair: Lab, wait: float, status: int) -> None:
+    response = await pair.post(f"{START}?wait=9", {"wait": wait})
+    assert response.status_code == status
+    if status == 400:
+        assert response.json()["error"]["param"] == "wait"
+        assert opened(pair) == [0, 0]
+
+
+async def test_a_session_in_a_query_names_its_rank(pair: Lab) -> None:
+    for path in ("/rl/v1/set_reward", "/rl/v1/finalize", "/rl/set_reward", "/rl/end_session"):
+        await pair.post(f"{path}?session_id=ses-1-0123456789abcdef", b"")
+        await pair.post(path, {"session_id": "ses-1-0123456789abcdef"})
+    assert opened(pair) == [0, 8]
+
+
+async def test_a_query_is_bounded(pair: Lab) -> None:
+    response = await pair.post(f"{START}?{'a=1&' * 3000}", b"")
+    assert response.status_code == 400
+    assert opened(pair) == [0, 0]

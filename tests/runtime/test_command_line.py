@@ -1,0 +1,83 @@
+"""Scripts that end by an error: what a person sees, and the exit code."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[2]
+
+
+def run(code: str, *arguments: str) -> tuple[int, str]:
+    """The exit code of a script, and what it wrote to standard error; it ended as scripts do."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+        timeout=60,
+    )
+    assert done.stdout == "at its end\n"
+    return done.returncode, done.stderr
+
+
+READS = """
+import atexit, sys
+atexit.register(print, "at its end", flush=True)
+from any_agent import GRPOConfig, load_expr_config
+config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
+"""
+
+
+def test_a_misspelled_setting_is_one_line() -> None:
+    code, said = run(READS, "train.stepz=3")
+    assert code == 2
+    assert said.startswith("error: ") and "train.steps" in said
+    assert "Traceback" not in said
+
+
+@pytest.mark.parametrize(("kind", "code"), [("TrainingError", 1), ("DatasetError", 2)])
+def test_an_error_of_ours_has_its_exit_code(kind: str, code: int) -> None:
+    script = f"{READS}\nfrom any_agent.errors import {kind}\nraise {kind}('it is so')"
+    assert run(script) == (code, "error: it is so\n")
+
+
+def test_the_trace_is_kept_for_debugging() -> None:
+    script = f"{READS}\nfrom any_agent.errors import TrainingError\nraise TrainingError('so')"
+    code, said = run(script, "log_level=debug")
+    assert code == 1
+    assert "Traceback" in said and said.endswith("TrainingError: so\n")
+
+
+def test_other_errors_keep_their_trace() -> None:
+    code, said = run(f"{READS}\nraise ZeroDivisionError('so')")
+    assert code == 1
+    assert "Traceback" in said and said.endswith("ZeroDivisionError: so\n")
+
+
+def test_a_hook_of_somebody_else_stays() -> None:
+    script = f"""
+import sys
+sys.excepthook = lambda *_: print("mine", file=sys.stderr)
+{READS}
+"""
+    assert run(script, "train.stepz=3") == (1, "mine\n")
+
+
+def test_whoever_types_keeps_his_session() -> None:
+    """With ``python -i`` the interpreter goes on after an error, and shows it whole."""
+    done = subprocess.run(
+        [sys.executable, "-i", "-c", READS, "train.stepz=3"],
+        input="print('still here')\n",
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        check=False,
+        timeout=60,
+    )
+    assert "still here" in done.stdout
+    assert "Traceback" in done.stderr

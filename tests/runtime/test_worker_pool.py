@@ -1,0 +1,111 @@
+"""Processes that run functions: what their owner sees of their deaths."""
+
+from __future__ import annotations
+
+import asyncio
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import ClassVar
+
+import pytest
+from pebble.pool.base_pool import PoolStatus
+
+from any_agent.config import SECRET_VARIABLES
+from any_agent.errors import ConfigError
+from any_agent.runtime import worker_main as worker_process
+from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, pack, unpicklable
+from tests.support import reward_functions as functions
+from tests.support.proxy import until
+
+
+async def test_closing_ends_calls_and_a_later_one_starts_anew(tmp_path: Path) -> None:
+    pool, begun = WorkerPool(1), tmp_path / "begun"
+    hanging = [pool.run(functions.hangs_at, str(begun), timeout=600) for _ in range(2)]
+    calls = [asyncio.create_task(one) for one in hanging]
+    await until(begun.exists, "one of them has begun")
+    await asyncio.to_thread(pool.close)
+    done, _ = await asyncio.wait(calls, timeout=60)
+    assert len(done) == 2
+    for call in calls:
+        with pytest.raises(WorkerCrashed):
+            call.result()
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    await asyncio.to_thread(pool.close)
+
+
+async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
+    pool = WorkerPool(1)
+    told = await pool.run(functions.variable, "OF_A_CALL", timeout=60, environ={"OF_A_CALL": "x"})
+    assert told == "x"
+    assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
+    assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
+    await asyncio.to_thread(pool.close)
+
+
+class Unclosed:
+    """As HTTP clients do, it wants to close itself in whatever event loop runs when it goes."""
+
+    gone_in: ClassVar[list[bool]] = []
+
+    def __init__(self) -> None:
+        self.itself = self
+
+    def __del__(self) -> None:
+        self.gone_in.append(asyncio._get_running_loop() is not None)
+
+
+async def leaves_one(fails: bool) -> None:
+    one = Unclosed()
+    if fails:
+        raise ValueError(one)
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_a_coroutine_leaves_is_gone_before_the_next_call(fails: bool) -> None:
+    Unclosed.gone_in.clear()
+    worker_process.call(pack(leaves_one, (fails,)), {})
+    assert Unclosed.gone_in == [False]
+
+
+def test_a_script_without_its_guard_is_told_so(tmp_path: Path) -> None:
+    """Its workers would run it anew, and fail."""
+    script = tmp_path / "script.py"
+    script.write_text(
+        "import asyncio, multiprocessing, sys\n"
+        "from any_agent.runtime.worker_pool import WorkerFailed, WorkerPool\n"
+        "if multiprocessing.parent_process(): sys.exit('this run is going on already')\n"
+        "try: asyncio.run(WorkerPool(1).run(len, 'x', timeout=60))\n"
+        "except WorkerFailed as error: print(error)\n"
+    )
+    out = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, timeout=120, check=True
+    )
+    assert 'keep what the script does under if __name__ == "__main__":' in out.stdout
+
+
+async def test_a_result_that_cannot_be_sent() -> None:
+    pool = WorkerPool(1)
+    with pytest.raises(WorkerFailed, match="lambda"):
+        await pool.run(functions.lambdas, timeout=60)
+    await asyncio.to_thread(pool.close)
+
+
+def test_what_cannot_be_sent_is_named() -> None:
+    lock = threading.Lock()
+    assert unpicklable({"a": [1, {"b": lock}]}, "data") == f"data['a'][1]['b'] ({lock!r})"
+    assert unpicklable([1, "x"]) is None
+    with pytest.raises(ConfigError, match="one worker at least"):
+        WorkerPool(0)
+
+
+async def test_a_pool_that_broke_while_it_was_idle_is_replaced() -> None:
+    pool = WorkerPool(1)
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    broken = pool._started()
+    broken._context.status = PoolStatus.ERROR
+    assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0
+    assert pool._started() is not broken
+    await asyncio.to_thread(pool.close)

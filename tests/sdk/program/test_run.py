@@ -1,0 +1,353 @@
+"""Programs as sessions: each call in its own, each session with its end."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import socket
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, TypeAlias
+
+import psutil
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.program.group import ProgramGroup
+from any_agent.sdk.program.report import as_json, exit_code, table
+from any_agent.sdk.program.reward import RewardSource
+from any_agent.sdk.program.run import ProgramRun, RunOptions
+from tests.support.proxy import until
+from tests.support.sdk.programs import agent, marks_itself
+from tests.support.sdk_fixtures import Serve, Served
+
+Make: TypeAlias = Callable[..., ProgramGroup]
+
+
+@pytest.fixture
+def make(tmp_path: Path, served: Served) -> Make:
+    def make(does: str = "ask()", **fields: Any) -> ProgramGroup:
+        options = {
+            "command": agent(tmp_path, does),
+            "service": ServiceAddress(served.url, served.tenant_key),
+            "folder": tmp_path,
+            "limit": 60.0,
+            "wait": 5.0,
+        }
+        return ProgramGroup(RunOptions(**options | fields))
+
+    return make
+
+
+async def only(runs: ProgramGroup) -> ProgramRun:
+    """The result of the only run."""
+    await runs.run()
+    (result,) = runs.results
+    return result
+
+
+async def reason(served: Served, result: ProgramRun) -> str:
+    """Why its session was thrown away."""
+    assert result.session_id is not None
+    info = await served.info(result.session_id)
+    assert info["state"] == "aborted"
+    return str(info["reason"])
+
+
+async def test_a_group_of_programs(make: Make, served: Served) -> None:
+    source = RewardSource(command='cat > /dev/null; echo "$ANY_AGENT_RUN_INDEX"')
+    runs = make('ask("I am " + os.environ["ANY_AGENT_RUN_INDEX"])', n=3, source=source, task_id="t")
+    await runs.run()
+    assert [run.state for run in runs.results] == ["finalized"] * 3
+    assert [run.reward for run in runs.results] == [0.0, 1.0, 2.0]
+    assert [(run.calls, run.exit_code) for run in runs.results] == [(1, 0)] * 3
+    assert exit_code(runs) == 0
+    groups = set()
+    for run in runs.results:
+        assert run.session_id is not None
+        info = await served.info(run.session_id)
+        groups.add(info["group_id"])
+        assert info["task_id"] == "t"
+        (call,) = await served.proxy.recorded(run.session_id)
+        assert call.message_delta[-1]["content"] == f"I am {run.run}"
+    assert groups == {runs.group_id}
+    trained = await served.proxy.lease()
+    assert {one.session_id for one in trained} == {run.session_id for run in runs.results}
+
+
+async def test_a_program_that_finalizes_its_session(make: Make) -> None:
+    url = 'os.environ["OPENAI_BASE_URL"].removesuffix("/v1") + "/rl/v1/finalize"'
+    result = await only(make(f'ask(); post({url}, {{"final_reward": 0.75}})'))
+    assert (result.state, result.reward, result.calls) == ("finalized", 0.75, 1)
+
+
+async def test_a_program_gets_its_session_and_nothing_else_of_ours(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
+    environ = {
+        **os.environ,
+        "ANY_AGENT_API_KEY": served.tenant_key,
+        "ANY_AGENT_SERVER__ADMIN_KEY": "operators",
+        "OPENAI_API_KEY": served.tenant_key,
+        "ANTHROPIC_AUTH_TOKEN": "a person's own",
+        "MINE": "stays",
+    }
+    does = "ask(); print(json.dumps(dict(os.environ)))"
+    result = await only(make(does, environ=environ, failure_reward=0, mode="eval"))
+    assert result.state == "finalized" and result.stdout is not None
+    env = json.loads((tmp_path / result.stdout).read_text())
+    assert served.tenant_key not in env.values() and "operators" not in env.values()
+    assert env["MINE"] == "stays"
+    assert env["OPENAI_BASE_URL"] == f"{served.url}/v1" == env["OPENAI_API_BASE"]
+    assert env["ANTHROPIC_BASE_URL"] == served.url
+    keys = ("OPENAI_API_KEY", "ANTHROPIC_API_KEY", "ANTHROPIC_AUTH_TOKEN")
+    assert len({env[name] for name in keys}) == 1 and env["OPENAI_API_KEY"].startswith("sk-v1.")
+    ours = {name: value for name, value in env.items() if name.startswith("ANY_AGENT_")}
+    assert ours == {
+        "ANY_AGENT_SESSION_ID": result.session_id,
+        "ANY_AGENT_RUN_INDEX": "0",
+        "ANY_AGENT_REWARD_FILE": str(tmp_path / f"{result.session_id}.reward"),
+    }
+
+
+async def test_rewards_are_given_in_their_authors_environment(make: Make, served: Served) -> None:
+    """A judge that a reward command asks is another model, under another key."""
+    env = {**os.environ, "OPENAI_API_KEY": "the-judges"}
+    command = '[ "$OPENAI_API_KEY" = the-judges ] && [ -n "$ANY_AGENT_SESSION_ID" ] && echo 1'
+    result = await only(make(source=RewardSource(command=command, env=env)))
+    assert (result.state, result.reward) == ("finalized", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("does", "said", "code"),
+    [
+        ("ask(); sys.exit('no luck')", "ended with exit code 1: no luck", 1),
+        ("ask(); sys.exit(os.environ['OPENAI_API_KEY'])", "ended with exit code 1: (its key)", 1),
+        ("ask(); os.kill(os.getpid(), 9)", "was killed by SIGKILL", -9),
+        ("ask(); time.sleep(600)", "took more than 6 s", None),
+    ],
+)
+async def test_a_run_that_fails_is_thrown_away(
+    make: Make, served: Served, does: str, said: str, code: int | None
+) -> None:
+    runs = make(does, limit=6 if code is None else 60)
+    result = await only(runs)
+    assert (result.state, result.error, result.exit_code) == ("failed", said, code)
+    assert await reason(served, result) == said
+    assert exit_code(runs) == 1
+    assert said in table(runs.results)
+
+
+async def test_a_failure_may_have_a_reward(make: Make, served: Served) -> None:
+    runs = make("ask(); sys.exit(4)", failure_reward=-1.0)
+    result = await only(runs)
+    assert (result.state, result.reward, result.exit_code) == ("finalized", -1.0, 4)
+    assert result.error == "ended with exit code 4"
+    assert exit_code(runs) == 0
+    result = await only(make("sys.exit(4)", failure_reward=-1.0))
+    assert result.state == "failed" and result.error is not None
+    assert "made no model call" in result.error
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_a_program_that_never_calls_the_model(make: Make, served: Served, mode: str) -> None:
+    result = await only(make("pass", source=RewardSource(command="echo 1"), mode=mode))
+    assert result.state == "failed"
+    assert "OPENAI_BASE_URL" in await reason(served, result)
+
+
+@pytest.mark.parametrize(
+    ("command", "said"),
+    [
+        ("echo fine", "the reward command says fine: that is no number"),
+        ("exit 3", "the reward command ended with exit code 3"),
+        ("sleep 600", "the reward command took more than 0.5 s"),
+    ],
+)
+async def test_a_reward_command_that_gives_none(
+    make: Make, served: Served, command: str, said: str
+) -> None:
+    source = RewardSource(command=command, limit=0.5 if "sleep" in command else 60)
+    result = await only(make(source=source, failure_reward=0.0))
+    assert (result.state, result.error) == ("failed", said)
+    assert await reason(served, result) == said
+
+
+async def test_a_reward_in_a_file(make: Make, served: Served, tmp_path: Path) -> None:
+    does = 'ask(); print(0.5, file=open(os.environ["ANY_AGENT_REWARD_FILE"], "w"))'
+    assert (await only(make(does))).reward == 0.5
+    source = RewardSource(file=str(tmp_path / "rewards" / "{run}.txt"))
+    (tmp_path / "rewards").mkdir()
+    runs = make(does, source=source, n=2)
+    await runs.run()
+    assert [run.reward for run in runs.results] == [0.5, 0.5]
+    assert (tmp_path / "rewards" / "1.txt").exists()
+    # What the run before wrote is not this one's.
+    result = await only(make(source=source))
+    assert result.state == "failed" and result.error is not None
+    assert result.error.startswith("did not write the reward file")
+
+
+async def test_a_program_may_reward_itself(make: Make, served: Served) -> None:
+    result = await only(make("ask(); reward(0.25)"))
+    assert (result.state, result.reward) == ("finalized", None)
+    assert result.session_id is not None
+    assert list((await served.info(result.session_id))["rewards"].values()) == [0.25]
+    result = await only(make("ask()"))
+    assert result.state == "failed" and result.error is not None
+    assert "--reward-cmd" in result.error and "$ANY_AGENT_REWARD_FILE" in result.error
+    assert "--reward-cmd" in await reason(served, result)
+
+
+async def test_a_grader_sees_what_was_said(make: Make, served: Served, tmp_path: Path) -> None:
+    (tmp_path / "said.py").write_text(
+        "def words(session):\n"
+        "    talk = session['interactions'][-1]\n"
+        "    assert talk['output_message']['role'] == 'assistant'\n"
+        "    return len(talk['messages'][0]['content'].split()) + session['metadata']['plus']\n"
+    )
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *filter(None, sys.path)])}
+    source = RewardSource(grader="said.words", env=env)
+    result = await only(make('ask("one two three")', source=source, metadata={"plus": 0.5}))
+    assert (result.state, result.reward) == ("finalized", 3.5)
+    with pytest.raises(ConfigError, match="has no attribute 'missing'"):
+        await make(source=RewardSource(grader="said.missing", env=env)).run()
+
+
+async def test_nothing_is_opened_for_a_program_that_is_not_there(make: Make) -> None:
+    runs = make(command=["no-such-program"])
+    with pytest.raises(ConfigError, match="there is no program no-such-program on the PATH"):
+        await runs.run()
+    assert runs.results[0].session_id is None
+
+
+async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_path: Path) -> None:
+    script = tmp_path / "script"
+    script.write_text("#!/no/such/interpreter\n")
+    script.chmod(0o755)
+    result = await only(make(command=[str(script)]))
+    assert (result.state, result.exit_code) == ("failed", None)
+    assert "cannot start" in await reason(served, result)
+
+
+async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("any_agent.sdk.program.group._ANSWERS_TIMEOUT", 0.1)
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        runs = make(n=4, service=ServiceAddress(f"http://127.0.0.1:{unused.getsockname()[1]}"))
+        await runs.run()
+    assert runs.stopped is not None and "is it running?" in runs.stopped.message
+    assert exit_code(runs) == 3
+    assert {run.state for run in runs.results} == {"not started"}
+
+
+async def test_a_key_that_is_not_taken(make: Make, served: Served) -> None:
+    for key in (None, "sk-tenant.none.of.theirs"):
+        runs = make(n=2, service=ServiceAddress(served.url, key))
+        await runs.run()
+        assert runs.stopped is not None and runs.stopped.status == 401
+        assert exit_code(runs) == 3
+
+
+async def test_something_else_at_the_url(make: Make) -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 5\r\n\r\nhello")
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        runs = make(service=ServiceAddress(f"http://127.0.0.1:{port}"))
+        await runs.run()
+    assert runs.stopped is not None and "is no service of any-agent" in runs.stopped.message
+    assert exit_code(runs) == 3
+
+
+async def test_a_service_of_another_version(make: Make, tmp_path: Path) -> None:
+    run = {"experiment": "e", "trial": "t", "user": "u", "model": "m", "state": "training"}
+    body = json.dumps({**run, "version": 0, "step": 0, "checkpoint": None}).encode()
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        head = b"HTTP/1.1 200 OK\r\nx-any-agent-api: 2\r\ncontent-length: %d\r\n\r\n" % len(body)
+        writer.write(head + body)
+        await writer.drain()
+        writer.close()
+
+    server = await asyncio.start_server(answer, "127.0.0.1", 0)
+    async with server:
+        port = server.sockets[0].getsockname()[1]
+        does = f"open({str(tmp_path / 'started')!r}, 'w')"
+        runs = make(does, service=ServiceAddress(f"http://127.0.0.1:{port}"))
+        await runs.run()
+    assert runs.stopped is not None and "speaks version 2" in runs.stopped.message
+    assert exit_code(runs) == 3
+    assert not (tmp_path / "started").exists()
+
+
+async def test_training_that_has_ended(make: Make, served: Served) -> None:
+    await served.proxy.client.set_run("finished", step=7, checkpoint=None)
+    runs = make()
+    await runs.run()
+    assert runs.stopped is not None and "has ended at step 7" in runs.stopped.message
+    assert exit_code(runs) == 3
+    assert (await only(make(mode="eval"))).state == "finalized"
+
+
+async def test_what_the_service_refuses_to_all_is_said_once(make: Make, served: Served) -> None:
+    runs = make(n=9)  # more than rollout.batch_size
+    await runs.run()
+    assert runs.stopped is not None and "group_size" in runs.stopped.message
+    assert exit_code(runs) == 2
+    assert all(run.session_id is None for run in runs.results)
+
+
+async def test_no_slot_is_a_run_that_failed(
+    make: Make, serve: Serve, served: Served, tmp_path: Path
+) -> None:
+    full = await serve(f"root={tmp_path / 'full'}", slots=0)
+    runs = make(service=ServiceAddress(full.url, full.tenant_key), wait=0.2)
+    result = await only(runs)
+    assert result.state == "failed" and exit_code(runs) == 1
+
+
+async def test_an_interrupt_keeps_what_is_finished(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
+    """And throws away what is under way, with its processes."""
+    never = marks_itself(tmp_path).replace("\n", "\n    ")
+    does = f'if os.environ["ANY_AGENT_RUN_INDEX"] == "0":\n    ask()\nelse:{never}'
+    runs = make(does, n=3, concurrency=2, source=RewardSource(command="echo 1"))
+    task = asyncio.create_task(runs.run())
+    await until(lambda: runs.results[0].state == "finalized" and (tmp_path / "pid").exists())
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    finished, *others = runs.results
+    assert await served.state(finished.session_id or "") == "finalized"
+    interrupted = [run for run in others if run.session_id is not None]
+    assert interrupted
+    for run in interrupted:
+        assert run.state == "interrupted"
+        assert await reason(served, run) == "any-agent run was interrupted"
+    assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
+
+
+async def test_the_report(make: Make, served: Served, tmp_path: Path) -> None:
+    does = 'ask(); sys.exit(os.environ["ANY_AGENT_RUN_INDEX"] == "1" and "\\x1b[2Jbad")'
+    runs = make(does, n=2, source=RewardSource(command="echo 0.5"))
+    await runs.run()
+    shown = table(runs.results)
+    assert shown.splitlines()[-1] == "1 of 2 finalized, mean reward 0.5"
+    assert "\x1b" not in shown and "[2Jbad" in shown
+    report = json.loads(as_json(runs, exit_code(runs)))
+    assert (report["exit_code"], report["finalized"], report["mean_reward"]) == (1, 1, 0.5)
+    assert [run["state"] for run in report["runs"]] == ["finalized", "failed"]
+    assert report["group_id"] == runs.group_id
+    for run in report["runs"]:
+        assert Path(run["stdout"]).parent == tmp_path

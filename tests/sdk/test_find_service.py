@@ -1,0 +1,144 @@
+"""Where the service is, with which key, and what is said of one that is none."""
+
+from __future__ import annotations
+
+import socket
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent import AgentSession
+from any_agent.errors import ConfigError, ServiceUnavailable, Unauthenticated, WrongService
+from any_agent.protocol.rl import API_HEADER
+from any_agent.sdk import find_service
+from any_agent.sdk.find_service import borrow_client, return_client
+from tests.support.sdk.hops import serving
+from tests.support.sdk_fixtures import Serve, Served
+
+URL, KEY = "http://10.0.0.1:8000", "sk-tenant.x"
+SESSION_KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+
+
+@pytest.mark.parametrize(
+    ("environ", "url", "key", "named_by"),
+    [
+        ({"ANY_AGENT_URL": URL, "OPENAI_BASE_URL": "http://no"}, URL, None, "ANY_AGENT_URL"),
+        ({"OPENAI_BASE_URL": f"{URL}/v1", "OPENAI_API_KEY": KEY}, URL, KEY, "OPENAI_BASE_URL"),
+        ({"ANY_AGENT_URL": f"{URL}/v1/", "OPENAI_API_KEY": KEY}, URL, KEY, "ANY_AGENT_URL"),
+        (
+            {"ANY_AGENT_URL": URL, "OPENAI_API_KEY": "no", "ANY_AGENT_API_KEY": KEY},
+            URL,
+            KEY,
+            "ANY_AGENT_URL",
+        ),
+        ({"ANY_AGENT_URL": f"{URL}/behind/v1"}, f"{URL}/behind", None, "ANY_AGENT_URL"),
+        ({"ANY_AGENT_URL": "", "OPENAI_BASE_URL": URL}, URL, None, "OPENAI_BASE_URL"),
+    ],
+)
+def test_what_the_environment_names(
+    environ: dict[str, str], url: str, key: str | None, named_by: str
+) -> None:
+    found = find_service(environ=environ)
+    assert (found.url, found.api_key, found.url_from) == (url, key, named_by)
+    assert KEY not in repr(found)
+
+
+def test_arguments_come_first() -> None:
+    environ = {"ANY_AGENT_URL": "http://no", "ANY_AGENT_API_KEY": "no"}
+    found = find_service(f"{URL}/v1", KEY, environ)
+    assert (found.url, found.api_key, found.key_from) == (URL, KEY, "api_key")
+
+
+@pytest.mark.parametrize(
+    ("environ", "said"),
+    [
+        ({}, "no service is named: pass url=, or set ANY_AGENT_URL"),
+        ({"ANY_AGENT_URL": "10.0.0.1:8000"}, "ANY_AGENT_URL is '10.0.0.1:8000', which is no URL"),
+        ({"ANY_AGENT_URL": "ftp://x"}, "begins with http:// or https://"),
+        ({"ANY_AGENT_URL": "http://[::1"}, "is no URL of a service"),
+        ({"ANY_AGENT_URL": "http://me:secret@host"}, "a user or a password before its host"),
+        ({"ANY_AGENT_URL": f"{URL}?key=secret"}, "without [?] or #"),
+        ({"OPENAI_BASE_URL": f"{URL}/{SESSION_KEY}/v1"}, "names one session in its path"),
+        (
+            {"OPENAI_BASE_URL": URL, "OPENAI_API_KEY": SESSION_KEY},
+            "OPENAI_API_KEY is the key of one session.*any-agent run",
+        ),
+    ],
+)
+def test_what_names_none(environ: dict[str, str], said: str) -> None:
+    with pytest.raises(ConfigError, match=said) as refused:
+        find_service(environ=environ)
+    assert "secret" not in str(refused.value)
+    assert SESSION_KEY not in str(refused.value)
+
+
+def test_keys_as_files_have_them() -> None:
+    assert find_service(URL, "sk-tenant.secret\n").api_key == "sk-tenant.secret"
+    assert find_service(URL, " \n").api_key is None
+    for key in ("sk-tenant secret", "sk-tenant\nsecret", "sk-tenant.secret\u2026"):
+        with pytest.raises(ConfigError, match="api_key is no key") as refused:
+            find_service(URL, key)
+        assert "secret" not in str(refused.value)
+
+
+async def test_nobody_is_there() -> None:
+    with socket.socket() as unused:
+        unused.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{unused.getsockname()[1]}"
+        with pytest.raises(ServiceUnavailable, match=f"{url} does not answer"):
+            async with AgentSession(url=url, retry_for=0.1):
+                pass
+
+
+async def test_somebody_else_is_there() -> None:
+    async with serving() as server:
+        with pytest.raises(WrongService, match=f"{server.url} .* is no service of any-agent"):
+            async with AgentSession(url=server.url):
+                pass
+
+
+async def test_a_service_that_wants_a_key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY")
+    with pytest.raises(Unauthenticated, match="wants a key: set ANY_AGENT_API_KEY"):
+        async with AgentSession():
+            pass
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")
+    with pytest.raises(Unauthenticated, match="the key of OPENAI_API_KEY") as refused:
+        async with AgentSession():
+            pass
+    assert "secret" not in str(refused.value)
+
+
+async def test_every_answer_names_its_version(served: Served) -> None:
+    async with httpx.AsyncClient(base_url=served.url) as http:
+        opened = await http.post(
+            "/rl/v1/start_session", headers={"Authorization": f"Bearer {served.tenant_key}"}
+        )
+        assert opened.status_code == 200
+        for response in (
+            opened,
+            await http.post("/rl/v1/start_session"),
+            await http.get("/rl/v1/run"),
+            await http.post("/rl/set_reward", content=b"{"),
+        ):
+            assert response.headers.get_list(API_HEADER) == ["1"]
+        assert API_HEADER not in (await http.get("/v1/models")).headers
+
+
+async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
+    served = await serve()
+    service = find_service(served.url, served.tenant_key)
+    first = borrow_client(service, retry_for=1.0)
+    assert borrow_client(service, retry_for=1.0) is first
+    assert borrow_client(find_service(served.url, "other"), retry_for=1.0) is not first
+    await return_client(service, retry_for=1.0)
+    assert (await first.run_info()).version == 0
+    connections: Any = first._http
+    session = connections._session
+    assert not session.closed
+    await return_client(service, retry_for=1.0)
+    assert session.closed
+    assert borrow_client(service, retry_for=1.0) is not first
+    await return_client(service, retry_for=1.0)
+    await return_client(find_service(served.url, "other"), retry_for=1.0)

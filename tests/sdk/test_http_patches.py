@@ -1,0 +1,411 @@
+"""Which requests of unmodified clients join a session, and that its key goes nowhere else."""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import subprocess
+import sys
+import threading
+import zipfile
+from collections.abc import AsyncIterator, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import aiohttp
+import httpx
+import pytest
+import requests
+
+from any_agent.sdk import session_context as ambient
+from any_agent.sdk.http_patches import patches
+from tests.support.sdk.hops import CLIENTS, Get, Server, serving
+
+KEY = "sk-v1.0.aaaaaaaaaaaaaaaaaaaaaaaa.bbbbbbbbbbbbbbbbbbbbbbbbbbbbbbbb"
+OTHER = "sk-v1.0.cccccccccccccccccccccccc.dddddddddddddddddddddddddddddddd"
+# aiohttp's own authentication, which there still is.
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning:tests.support.sdk.hops")
+OURS, OTHERS = f"Bearer {KEY}", f"Bearer {OTHER}"
+
+
+@contextmanager
+def in_session(url: str, key: str = KEY) -> Iterator[None]:
+    patches.acquire()
+    membership = ambient.join(url, key)
+    try:
+        yield
+    finally:
+        ambient.leave(membership)
+        patches.release()
+
+
+@pytest.fixture
+async def service() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.fixture
+async def elsewhere() -> AsyncIterator[Server]:
+    async with serving() as server:
+        yield server
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_calls_join(get: Get, service: Server, elsewhere: Server) -> None:
+    """Whatever key the client has of its own; and nobody else hears of the session's."""
+    own = {"Authorization": "Bearer sk-proj-mine", "x-api-key": "mine", "api-key": "mine"}
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", own)
+        await get(f"{elsewhere.url}/v1/models", own)
+    await get(f"{service.url}/v1/models", own)
+    assert service.keys[0] == OURS
+    assert not {"x-api-key", "api-key"} & set(service.seen[0][1])
+    assert KEY not in str(elsewhere.seen)
+    assert KEY not in str(service.seen[1])
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_a_redirect_takes_no_key_elsewhere(
+    get: Get, service: Server, elsewhere: Server
+) -> None:
+    service.redirects["/v1/models"] = f"{elsewhere.url}/v1/models"
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", {})
+    assert service.keys == [OURS]
+    assert [path for path, _ in elsewhere.seen] == ["/v1/models"]
+    assert KEY not in str(elsewhere.seen)
+
+
+@pytest.mark.parametrize("get", CLIENTS)
+async def test_each_hop_is_judged_by_itself(get: Get, service: Server, elsewhere: Server) -> None:
+    """To the service from elsewhere, and from an agents' route there to one that is none."""
+    elsewhere.redirects["/models"] = f"{service.url}/models"
+    service.redirects["/models"] = f"{service.url}/rl/v1/sessions"
+    with in_session(service.url):
+        await get(f"{elsewhere.url}/models", {})
+    assert KEY not in str(elsewhere.seen)
+    assert service.keys[0] == OURS
+    assert service.seen[1][0] == "/rl/v1/sessions"
+    assert KEY not in str(service.seen[1])
+
+
+async def test_another_name_of_the_host_is_another_origin(service: Server) -> None:
+    with in_session(service.url):
+        await CLIENTS[0](f"{service.url.replace('127.0.0.1', 'localhost')}/v1/models", {})
+    assert service.keys == [None]
+
+
+@pytest.mark.parametrize(
+    ("path", "joins"),
+    [
+        ("/v1/chat/completions", True),
+        ("/chat/completions", True),
+        ("/v1/responses/resp_1/input_items", True),
+        ("/v1/messages/count_tokens", True),
+        ("/v1/models/gpt-4o", True),
+        ("/rl/v1/set_reward", True),
+        ("/rl/v1/finalize", True),
+        ("/rl/end_session", True),
+        ("/rl/v1/start_session", False),
+        ("/rl/v1/sessions/ses-0-0123456789abcdef", False),
+        ("/rl/v1/lease", False),
+        ("/rl/v1/set_reward/x", False),
+        ("/grant_capacity", False),
+        ("/export_trajectories", False),
+        ("/metrics", False),
+        ("/v1", False),
+        ("/", False),
+        ("/v1/chat/../../other", False),
+        ("/v1/chat/%2e%2E/%2e%2e/other", False),
+        (f"/{KEY}/v1/chat/completions", False),
+        ("/ses-0-0123456789abcdef/v1/chat/completions", False),
+    ],
+)
+def test_paths(path: str, joins: bool) -> None:
+    membership = ambient.join("http://service:8000", OTHER)
+    found = ambient.key_for("http", "service", 8000, path, {})
+    ambient.leave(membership)
+    assert found == (OTHER if joins else None)
+
+
+@pytest.mark.parametrize(
+    ("url", "asked", "joins"),
+    [
+        ("https://service", ("https", "service", None, "/v1/models"), True),
+        ("https://service", ("https", "service", 443, "/v1/models"), True),
+        ("https://service", ("http", "service", 443, "/v1/models"), False),
+        ("https://service", ("https", "service", 8443, "/v1/models"), False),
+        ("https://service", ("https", "service.example.org", 443, "/v1/models"), False),
+        ("https://Service/base", ("https", "service", 443, "/base/v1/models"), True),
+        ("https://service/base", ("https", "service", 443, "/v1/models"), False),
+        ("https://service/base", ("https", "service", 443, "/based/v1/models"), False),
+        ("http://[::1]:8000", ("http", "::1", 8000, "/v1/models"), True),
+        ("http://bücher.example", ("http", "xn--bcher-kva.example", 80, "/v1/models"), True),
+    ],
+)
+def test_origins(url: str, asked: tuple[str, str, int | None, str], joins: bool) -> None:
+    membership = ambient.join(url, KEY)
+    found = ambient.key_for(*asked, {})
+    ambient.leave(membership)
+    assert found == (KEY if joins else None)
+
+
+@pytest.mark.parametrize(
+    "headers",
+    [
+        {"Authorization": OTHERS},
+        {"authorization": f"bearer  {OTHER}"},
+        {"x-api-key": OTHER},
+        {"X-Any-Agent-Session": "ses-0-0123456789abcdef"},
+    ],
+)
+@pytest.mark.parametrize("get", [CLIENTS[0], CLIENTS[2], CLIENTS[5], CLIENTS[7]])
+async def test_a_request_that_names_a_session_is_left_alone(
+    get: Get, headers: dict[str, str], service: Server
+) -> None:
+    with in_session(service.url):
+        await get(f"{service.url}/v1/models", headers)
+    name, value = next(iter(headers.items()))
+    assert service.seen[0][1][name.lower()] == value
+    assert KEY not in str(service.seen)
+
+
+async def test_requests_keep_no_key(service: Server) -> None:
+    """An object that is sent again, in another session or elsewhere, has nothing of this one."""
+    url = f"{service.url}/v1/models"
+    async with httpx.AsyncClient() as http:
+        request = http.build_request("GET", url)
+        for key in (KEY, OTHER):
+            with in_session(service.url, key):
+                await http.send(request)
+        assert "authorization" not in request.headers
+    prepared = requests.Request("GET", url).prepare()
+    with in_session(service.url), requests.Session() as session:
+        await asyncio.to_thread(session.send, prepared)
+    assert "authorization" not in prepared.headers
+    assert service.keys == [OURS, OTHERS, OURS]
+
+
+async def test_no_proxy_is_told_the_key_on_the_way_to_https() -> None:
+    """aiohttp asks it for the connection by a request that has the service's URL."""
+    heads: list[bytes] = []
+
+    async def proxy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        heads.append(await reader.readuntil(b"\r\n\r\n"))
+        writer.write(b"HTTP/1.1 502 No\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    async with await asyncio.start_server(proxy, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        url = "https://service.example:8443/v1/models"
+        with in_session("https://service.example:8443"):
+            async with aiohttp.ClientSession() as http:
+                with pytest.raises(aiohttp.ClientHttpProxyError):
+                    await http.get(url, proxy=f"http://127.0.0.1:{port}")
+    assert heads[0].startswith(b"CONNECT service.example:8443 ")
+    assert KEY.encode() not in heads[0]
+
+
+async def test_responses_and_errors_show_no_key(service: Server) -> None:
+    """Reports of errors show headers, and who tries again may send a response's request."""
+    url, nowhere = f"{service.url}/v1/models", "http://127.0.0.1:9/v1/models"
+    own = {"Authorization": "Bearer mine", "X-Api-Key": "mine"}
+    shown: list[Any] = []
+    with in_session(service.url):
+        async with httpx.AsyncClient(headers=own) as http:
+            shown.append((await http.get(url)).request.headers)
+        with httpx.Client(headers=own) as blocking:
+            shown.append((await asyncio.to_thread(blocking.get, url)).request.headers)
+        shown.append((await asyncio.to_thread(requests.get, url, headers=own)).request.headers)
+        async with aiohttp.ClientSession(headers=own) as session, session.get(url) as response:
+            shown.append(response.request_info.headers)
+    assert service.keys == [OURS] * 4
+    with in_session(nowhere.removesuffix("/v1/models")):
+        async with httpx.AsyncClient(headers=own) as http:
+            with pytest.raises(httpx.ConnectError) as failed:
+                await http.get(nowhere)
+        shown.append(failed.value.request.headers)
+        with pytest.raises(requests.ConnectionError) as refused:
+            await asyncio.to_thread(requests.get, nowhere, headers=own)
+        assert refused.value.request is not None
+        shown.append(refused.value.request.headers)
+    for headers in shown:
+        assert (headers["authorization"], headers["x-api-key"]) == ("Bearer mine", "mine")
+
+
+# -- contexts --------------------------------------------------------------------------------------
+
+
+async def test_contexts_are_apart(service: Server) -> None:
+    """Tasks, and threads that copy the context, are in; others, begun before or after, are not."""
+
+    async def ask(name: str) -> None:
+        await CLIENTS[0](f"{service.url}/models/{name}", {})
+
+    def blocking(name: str) -> None:
+        requests.get(f"{service.url}/models/{name}", timeout=10)
+
+    begun, go = asyncio.Event(), asyncio.Event()
+
+    async def ask_later() -> None:
+        begun.set()
+        await go.wait()
+        await ask("task-before")
+
+    before = asyncio.create_task(ask_later())
+    await begun.wait()
+    with in_session(service.url):
+        go.set()
+        await before
+        await asyncio.create_task(ask("task-in"))
+        await asyncio.to_thread(blocking, "thread-in")
+        context = contextvars.copy_context()
+        loop = asyncio.get_running_loop()
+        await loop.run_in_executor(None, context.run, blocking, "executor-in")
+        await loop.run_in_executor(None, blocking, "executor-out")
+        thread = threading.Thread(target=blocking, args=("thread-out",))
+        thread.start()
+        await asyncio.to_thread(thread.join)
+    keys = {path.rpartition("/")[2]: head.get("authorization") for path, head in service.seen}
+    assert keys == {
+        "task-before": None,
+        "task-in": OURS,
+        "thread-in": OURS,
+        "executor-in": OURS,
+        "executor-out": None,
+        "thread-out": None,
+    }
+
+
+async def test_the_innermost_session_has_the_calls(service: Server) -> None:
+    url = f"{service.url}/v1/models"
+    with in_session(service.url, OTHER):
+        await CLIENTS[0](url, {})
+        with in_session(service.url):
+            await CLIENTS[0](url, {})
+        await CLIENTS[0](url, {})
+    assert service.keys == [OTHERS, OURS, OTHERS]
+
+
+async def test_a_session_may_end_in_another_context(service: Server) -> None:
+    """As generators and fixtures do it; whoever began it goes on in it, and harms nobody."""
+    patches.acquire()
+    context = contextvars.copy_context()
+    membership = context.run(ambient.join, service.url, KEY)
+    ambient.leave(membership)
+    patches.release()
+    assert ambient.key_for("http", "127.0.0.1", None, "/v1/models", {}) is None
+
+
+def test_nobody_comes_back_to_a_session_that_was_left() -> None:
+    """Neither to one that was left first, nor to one that was left in another context."""
+
+    def key() -> str | None:
+        return ambient.key_for("http", "service", 80, "/v1/models", {})
+
+    first = ambient.join("http://service", KEY)
+    second = ambient.join("http://service", OTHER)
+    ambient.leave(first)
+    assert key() == OTHER
+    ambient.leave(second)
+    assert key() is None
+    kept = ambient.join("http://service", KEY)
+    contextvars.Context().run(ambient.leave, kept)
+    inner = ambient.join("http://service", OTHER)
+    assert inner.outer is None, "nor do they pile up"
+    ambient.leave(inner)
+    assert key() is None
+
+
+# -- patches ---------------------------------------------------------------------------------------
+
+PLACES: list[tuple[Any, str]] = [
+    (httpx.Client, "_send_single_request"),
+    (httpx.AsyncClient, "_send_single_request"),
+    (aiohttp.ClientRequest, "send"),
+    (requests.adapters.HTTPAdapter, "send"),
+]
+
+
+def now() -> list[Any]:
+    return [vars(owner)[name] for owner, name in PLACES]
+
+
+def test_the_last_session_takes_the_patches_off() -> None:
+    originals = now()
+    patches.acquire()
+    patched = now()
+    patches.acquire()
+    assert now() == patched
+    patches.release()
+    assert now() == patched
+    patches.release()
+    assert now() == originals
+    assert not set(map(id, originals)) & set(map(id, patched))
+
+
+async def test_somebody_elses_patch_stays(service: Server, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Below it ours has no effect when no session is open, and the next session works again."""
+    seen: list[str] = []
+    with in_session(service.url):
+        ours = httpx.AsyncClient._send_single_request
+
+        async def theirs(client: httpx.AsyncClient, request: httpx.Request) -> httpx.Response:
+            seen.append(request.url.path)
+            return await ours(client, request)
+
+        monkeypatch.setattr(httpx.AsyncClient, "_send_single_request", theirs)
+    assert httpx.AsyncClient._send_single_request is theirs
+    get = CLIENTS[2]
+    await get(f"{service.url}/v1/models", {})
+    with in_session(service.url, OTHER):
+        await get(f"{service.url}/v1/models", {})
+    await get(f"{service.url}/v1/models", {})
+    assert service.keys == [None, OTHERS, None]
+    assert len(seen) == 3
+
+
+LATE = """
+import sys
+from any_agent.sdk.http_patches import patches
+assert not {"aiohttp", "requests", "httpx2", "openai"} & set(sys.modules)
+patches.acquire()
+import aiohttp, requests, httpx2
+owners = [aiohttp.ClientRequest, requests.adapters.HTTPAdapter]
+clients = [httpx2.Client, httpx2.AsyncClient]
+def ours():
+    methods = [owner.send for owner in owners] + [one._send_single_request for one in clients]
+    return [hasattr(method, "__wrapped__") for method in methods]
+assert ours() == [True] * 4, ours()
+patches.release()
+assert ours() == [False] * 4, ours()
+assert not any("any_agent" in type(finder).__module__ for finder in sys.meta_path)
+"""
+
+
+def test_clients_that_are_imported_later_are_found() -> None:
+    subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
+
+
+ZIPPED = """
+import sys
+sys.path.insert(0, sys.argv[1])
+from any_agent.sdk.http_patches import patches
+patches.acquire()
+import aiohttp.client_reqrep, aiohttp.other
+assert hasattr(aiohttp.client_reqrep.ClientRequest.send, "__wrapped__")
+patches.release()
+"""
+
+
+def test_a_client_in_a_zip_file(tmp_path: Path) -> None:
+    """One loader is of all the modules there."""
+    archive = tmp_path / "all.zip"
+    with zipfile.ZipFile(archive, "w") as file:
+        file.writestr("aiohttp/__init__.py", "")
+        file.writestr("aiohttp/other.py", "")
+        send = "class ClientRequest:\n    async def send(self, conn): ...\n"
+        file.writestr("aiohttp/client_reqrep.py", send)
+    subprocess.run([sys.executable, "-c", ZIPPED, str(archive)], check=True, timeout=60)

@@ -1,0 +1,106 @@
+"""A rank's sessions and archives over a journal on disk, without HTTP; and their export."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from any_agent.config import Config, load_config
+from any_agent.types import SessionState
+from proxy_ext.archive.archiver import Archiver
+from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
+from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.session_store import SessionStore
+from tests.support.journal import make_interaction, make_row
+from tests.support.proxy import Proxy
+
+CALLS = 3
+
+
+@dataclass(eq=False)
+class Rank:
+    """One start of a rank."""
+
+    folder: Path
+    oldest_step: int | None = None
+    keep_seconds: float = 0.0
+    number: int = 0
+
+    async def start(self) -> Rank:
+        self.journal = SQLiteJournal(self.folder / "journal" / f"rank-{self.number}.sqlite")
+        config = load_config(None, [], {}).sessions
+        self.sessions = SessionStore(
+            self.journal, config, SessionIds(self.number), rank=self.number
+        )
+        await self.sessions.recover(lease_ttl=60)
+        self.archive = Archiver(
+            self.sessions,
+            self.folder / "archive",
+            about={"experiment": "e", "trial": "t"},
+            keep_seconds=self.keep_seconds,
+            oldest_step=lambda: self.oldest_step,
+        )
+        await self.archive.recover()
+        return self
+
+    async def stop(self) -> None:
+        await self.journal.close()
+
+    async def add(
+        self,
+        id: str,
+        state: SessionState = SessionState.ABORTED,
+        *,
+        step: int | None = None,
+        text: str = "hi",
+        **fields: Any,
+    ) -> None:
+        """An ended session of some calls, each of them rewarded."""
+        fields |= {"ended_at": time.time() - 10, "final_reward": 2.0}
+        row = make_row(id, state=state, step=step, **fields)
+        calls = [
+            replace(
+                make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None),
+                message_delta=[{"role": "user", "content": text}],
+                reward=k / 8,
+            )
+            for k in range(CALLS)
+        ]
+        await self.journal.commit(
+            PutSession(row),
+            *(PutInteraction(call) for call in calls),
+            *(SetReward(id, c.id, None, k / 8, "me", 5.0, k / 8) for k, c in enumerate(calls)),
+        )
+
+    @property
+    def files(self) -> list[str]:
+        folder = self.folder / "archive"
+        return sorted(path.name for path in folder.iterdir()) if folder.is_dir() else []
+
+
+class Exported:
+    """What one run of `any-agent export` did."""
+
+    def __init__(self, config: Config, *arguments: str) -> None:
+        names = ("root", "user", "experiment", "trial")
+        settings = [f"{name}={getattr(config, name)}" for name in names]
+        command = [sys.executable, "-m", "any_agent.cli", "export", *settings, *arguments]
+        done = subprocess.run(command, capture_output=True, timeout=60)
+        self.code, self.said = done.returncode, done.stderr.decode()
+        self.lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
+
+    @property
+    def ids(self) -> list[str]:
+        return [line["session"]["id"] for line in self.lines]
+
+
+async def archive_now(proxy: Proxy) -> int:
+    """A sweep over all that has ended, however lately."""
+    archive = proxy.service.archive
+    archive._keep = 0.0
+    return await archive.sweep()

@@ -1,0 +1,162 @@
+"""What a trainer relies on in SGLang's native API: log-probabilities, and weights that change.
+
+Everything is judged by a fresh forward pass, never by a status. A test class that inherits
+:class:`UpdatesContract` provides the fixtures ``url``, of an engine with the first of ``models`` as
+version 0, and ``models``, two folders of one shape; and how far the engine's numbers may be off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent.engine import SGLangEngine
+from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
+from any_agent.errors import ConfigError, InvalidRequest
+from any_agent.types import GenerationHyperparameters, ModelRequest
+from tests.support.engine.sglang_contract import IDS, body, call, events
+from tests.support.true_logprobs import TrueModel
+
+PREFIX = IDS * 40
+"""Long enough to be worth caching."""
+
+
+async def load(url: str, model: Path, version: int, *, flush: bool = True) -> None:
+    """By the folder; the engine says that it has done it."""
+    if flush:
+        # SGLang may be at the last step of what has ended already, and would not forget its cache.
+        assert (await call(url, "/flush_cache?timeout=30", {}))[0] == 200
+    update = {"model_path": str(model), "weight_version": str(version), "flush_cache": flush}
+    status, answer = await call(url, "/update_weights_from_disk", update)
+    assert status == 200 and answer["success"], answer
+
+
+def furthest(
+    model: TrueModel, prompt: Sequence[int], meta: dict[str, Any], part: slice, temperature: float
+) -> float:
+    """How far an answer's log-probabilities are off from a forward pass, at most, in a part."""
+    entries = meta["output_token_logprobs"]
+    ids = [entry[1] for entry in entries]
+    table = model.logprobs(prompt, ids, {"temperature": temperature})[part]
+    true = table.gather(-1, torch.tensor(ids[part])[:, None])[:, 0]
+    told = torch.tensor([entry[0] for entry in entries[part]])
+    return float((told - true).abs().max())
+
+
+class UpdatesContract:
+    rounding = 1e-3
+    """Nats that a log-probability may be off."""
+
+    @pytest.mark.parametrize("temperature", [1.0, 0.6])
+    async def test_logprobs_are_a_forward_pass(
+        self, url: str, models: list[Path], temperature: float
+    ) -> None:
+        for prompt in (IDS, PREFIX):
+            ask = body(temperature=temperature, max_new_tokens=30) | {"input_ids": prompt}
+            _, answer = await call(url, "/generate", ask)
+            off = furthest(
+                TrueModel(models[0]), prompt, answer["meta_info"], slice(None), temperature
+            )
+            assert off <= self.rounding
+
+    async def test_an_update_by_disk_is_there_at_once(self, url: str, models: list[Path]) -> None:
+        """The new weights' log-probabilities, also behind a prompt that the old ones cached."""
+        ask = body(max_new_tokens=20) | {"input_ids": PREFIX, "cache_salt": "same"}
+        for version, model in ((1, models[1]), (2, models[0])):
+            await call(url, "/generate", ask)
+            await load(url, model, version)
+            _, answer = await call(url, "/generate", ask)
+            meta = answer["meta_info"]
+            assert meta["weight_version"] == str(version)
+            assert furthest(TrueModel(model), PREFIX, meta, slice(None), 1.0) <= self.rounding
+
+    async def test_salts_keep_prefixes_apart(self, url: str, models: list[Path]) -> None:
+        """As versions need it that share an engine's cache: nobody meets another salt's prefix."""
+        ask = body(max_new_tokens=20) | {"input_ids": PREFIX}
+        await call(url, "/generate", ask | {"cache_salt": "old"})
+        await load(url, models[1], 1, flush=False)
+        _, answer = await call(url, "/generate", ask | {"cache_salt": "new"})
+        meta = answer["meta_info"]
+        assert meta["cached_tokens"] == 0
+        assert furthest(TrueModel(models[1]), PREFIX, meta, slice(None), 1.0) <= self.rounding
+
+    async def test_spans_tell_which_weights_sampled_a_token(
+        self, url: str, models: list[Path]
+    ) -> None:
+        """In place the cache stays, so what comes after is of both; what came before is exact."""
+        stream = events(url, body(max_new_tokens=500))
+        entries: list[Any] = []
+        paused = False
+        async for event in stream:
+            meta = event["meta_info"]
+            fresh = meta["completion_tokens"] - len(entries)
+            entries += meta["output_token_logprobs"][-fresh:] if fresh else []
+            if not paused:
+                paused = True
+                await call(url, "/pause_generation", {"mode": "in_place"})
+                try:
+                    await load(url, models[1], 1, flush=False)
+                finally:
+                    await call(url, "/continue_generation", {})
+        before, after = meta["weight_versions"]
+        cut = before["end"]
+        assert (before["start"], after["start"], after["end"]) == (0, cut, 500)
+        assert (before["version"], after["version"]) == ("0", "1")
+        whole = {"output_token_logprobs": entries}
+        assert furthest(TrueModel(models[0]), IDS, whole, slice(0, cut), 1.0) <= self.rounding
+        # With the old weights' cache the new ones say something between the two.
+        assert furthest(TrueModel(models[0]), IDS, whole, slice(cut, 500), 1.0) > self.rounding
+
+    async def test_a_paused_engine_keeps_what_comes_for_later(self, url: str) -> None:
+        await call(url, "/pause_generation", {"mode": "abort"})
+        try:
+            # It is asked what it has by whoever updates it.
+            status, info = await call(url, "/model_info", method="GET")
+            assert (status, info["weight_version"]) == (200, "0")
+            late = asyncio.create_task(call(url, "/generate", body()))
+            done, _ = await asyncio.wait([late], timeout=0.5)
+            assert not done
+        finally:
+            await call(url, "/continue_generation", {})
+        assert (await late)[0] == 200
+
+    async def test_bad_ids_never_reach_it(self, url: str, models: list[Path]) -> None:
+        """One of them ends a whole SGLang."""
+        shape = shape_of(str(models[0]))
+        size = shape.vocab_size
+        assert size is not None
+        client = SGLangEngine(url, decode=lambda _: "", shape=shape)
+        few = GenerationHyperparameters(max_new_tokens=3)
+        try:
+            for bad in (size, -1, 2**31 - 1):
+                with pytest.raises(InvalidRequest):
+                    await anext(client.generate(ModelRequest("bad", [5, bad], few), stream=True))
+            good = client.generate(ModelRequest("good", [0, size - 1], few), stream=False)
+            assert [chunk.stop_reason async for chunk in good][-1] in ("length", "stop")
+        finally:
+            await client.close()
+
+    async def test_another_model_is_found_out(self, url: str, models: list[Path]) -> None:
+        shape = shape_of(str(models[0]))
+        size = shape.vocab_size
+        assert size is not None
+        wrong = [
+            ModelFingerprint(size - 1),
+            ModelFingerprint(size + 1),
+            ModelFingerprint(size, "llama"),
+        ]
+        for one in (shape, *wrong):
+            client = SGLangEngine(url, decode=lambda _: "", shape=one)
+            try:
+                if one is shape:
+                    await client.require_model()
+                else:
+                    with pytest.raises(ConfigError, match="holds another model"):
+                        await client.require_model()
+            finally:
+                await client.close()

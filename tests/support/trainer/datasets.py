@@ -1,0 +1,72 @@
+"""A loop that is fed by a workflow on a dataset, without engines: what it samples is made up."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+
+from any_agent.config import Config
+from any_agent.rollout import WorkflowExecutor
+from any_agent.workflow import RolloutWorkflow, context
+from tests.support.trainer.loop import Lab
+from trainer.dataset_batches import DatasetBatches
+
+
+class Alternating(RolloutWorkflow):
+    """Every second run of an item is rewarded; what is sampled tells the item and which it was."""
+
+    def __init__(self, *, dull: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
+        self.runs: Counter[int] = Counter()
+        """By item."""
+        self._dull = dull
+        self._failing = failing
+
+    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+        n = data["n"]
+        turn = self.runs[n] % 2
+        self.runs[n] += 1
+        if n in self._failing:
+            raise RuntimeError(f"item {n} fails")
+        reward = 0.5 if n in self._dull else float(turn)
+        version = context.get().version
+        return {
+            "input_ids": torch.tensor([[5, 6, n, 8, 9 + turn]], dtype=torch.int32),
+            "loss_mask": torch.tensor([[0, 0, 0, 1, 1]], dtype=torch.int32),
+            "logprobs": torch.tensor([[0, 0, 0, -3, -3]], dtype=torch.float32),
+            "versions": torch.tensor([[-1, -1, -1, version, version]], dtype=torch.int32),
+            "attention_mask": torch.ones(1, 5, dtype=torch.bool),
+            "rewards": torch.tensor([reward], dtype=torch.float32),
+        }
+
+
+class DataLab(Lab):
+    """One start of such a run; ``before``: the start whose folder and ranks these are."""
+
+    def __init__(
+        self,
+        config: Config,
+        workflow: RolloutWorkflow | None = None,
+        *,
+        items: int = 10,
+        before: Lab | None = None,
+        accept: Callable[[Any], bool] | None = None,
+    ) -> None:
+        super().__init__(config, [], before=before)
+        self.workflow = workflow or Alternating()
+        self.source = DatasetBatches(
+            config,
+            [{"n": n} for n in range(items)],
+            self.workflow,
+            accept,
+            WorkflowExecutor(None, config.rollout),
+        )
+        self.trainer._source = self.source
+        self.trainer._publisher._updating = self.source.updating
+
+    @property
+    def left(self) -> Mapping[str, Any]:
+        """What is done with."""
+        return self.source.state()

@@ -1,0 +1,304 @@
+"""What processes that train together do in the tests; each function runs in all of them."""
+
+from __future__ import annotations
+
+import os
+import random
+import resource
+import signal
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from queue import Queue
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from any_agent.config import TrainConfig
+from any_agent.demo.models.tiny import make_model
+from any_agent.errors import TrainingError
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Lab, config_of, outcome
+from tests.support.trainer.policies import VOCAB, random_rows
+from trainer.checkpoint import list_checkpoints, save_checkpoint
+from trainer.from_config import policy_config
+from trainer.loss import LossConfig
+from trainer.packing import Batch, count_trained, micro_batches
+from trainer.parallel.balance import balanced
+from trainer.parallel.command_channel import CommandChannel, Leader
+from trainer.parallel.follower import Follower
+from trainer.parallel.sharding import whole_tensor
+from trainer.parallel.trainer_group import TrainerGroup, batches_of
+from trainer.parallel.world import World
+from trainer.policy import Policy, PolicyConfig
+
+CONFIG = PolicyConfig(lr=1e-3, threads=1)
+TRAIN = TrainConfig(lr=1e-3)
+
+Found = tuple[float, dict[str, Tensor]]
+
+
+def divided_policy(world: World, master: torch.dtype = torch.float64, **config: Any) -> Policy:
+    """As `small_policy`, its weights divided."""
+    torch.set_num_threads(1)
+    model = make_model(VOCAB, 0, hidden_size=32, layers=2, context=256)
+    return Policy(model.to(master), PolicyConfig(**config), world)
+
+
+def split(case: int) -> tuple[list[Any], int]:
+    """Some rows, and a token budget for a pass."""
+    chance = random.Random(case)
+    rows = random_rows(case, chance.randint(1, 12), longest=chance.choice([6, 24, 60]))
+    return rows, chance.choice([1, 24, 70, 10_000])
+
+
+def gradients_of(world: World, cases: int) -> list[Found]:
+    """Loss and whole gradients of each case's rows."""
+    policy = divided_policy(world)
+    return [_gradient(world, policy, case) for case in range(cases)]
+
+
+def under(
+    world: World, master: torch.dtype, configs: list[dict[str, Any]]
+) -> list[tuple[Found, dict[str, Tensor]]]:
+    """With each of these configurations: a loss and its gradients, and the weights after two
+    steps."""
+    out = []
+    for config in configs:
+        policy = divided_policy(world, master, lr=1e-3, **config)
+        found = _gradient(world, policy, 0)
+        for case in range(2):
+            batches, total = _share(world, case)
+            policy.step(batches, total)
+        out.append((found, weights_of(policy)))
+    return out
+
+
+def _share(world: World, case: int) -> tuple[list[Batch], int]:
+    """This process's batches, and the tokens of all."""
+    rows, budget = split(case)
+    parts = balanced(rows, world.size)
+    count = max(len(micro_batches(part, budget)) for part in parts)
+    return batches_of(parts[world.rank], budget, count), count_trained(rows)
+
+
+def _gradient(world: World, policy: Policy, case: int) -> Found:
+    batches, total = _share(world, case)
+    policy.optimizer.zero_grad(set_to_none=True)
+    stats = policy.accumulate(batches, total, LossConfig())
+    found = {n: whole_tensor(p.grad, world.device) for n, p in policy.model.named_parameters()}
+    return stats.loss, found if world.leads else {}
+
+
+def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
+    """``case(crew, *arguments)`` on the leader, while the others follow it."""
+    torch.set_num_threads(1)
+    if not world.leads:
+        Follower(world, CONFIG, TRAIN).follow()
+        return None
+    crew = TrainerGroup(world)
+    try:
+        return case(crew, *arguments)
+    finally:
+        crew.stop()
+
+
+def trained(crew: TrainerGroup, model: str, seeds: range, root: str) -> dict[str, Tensor]:
+    """Steps from a model, and a checkpoint of them; all that it holds."""
+    policy = crew.load(model, CONFIG)
+    for seed in seeds:
+        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
+    return weights_of(policy)
+
+
+def saved_again(crew: TrainerGroup, checkpoint: str, root: str) -> dict[str, Tensor]:
+    """A checkpoint loaded and written again, and what was loaded."""
+    policy, state = crew.load_checkpoint(Path(checkpoint), CONFIG)
+    save_checkpoint(Path(root), policy, Path(checkpoint), state)
+    return weights_of(policy)
+
+
+def gone_on(crew: TrainerGroup, checkpoint: str, seeds: range) -> dict[str, Tensor]:
+    policy, _ = crew.load_checkpoint(Path(checkpoint), CONFIG)
+    for seed in seeds:
+        policy.train(random_rows(seed, dtype=torch.float32), 60)
+    return weights_of(policy)
+
+
+def weights_of(policy: Policy) -> dict[str, Tensor]:
+    return {name: t.clone() for bucket in policy.buckets(3000) for name, t in bucket}
+
+
+def buckets_left_early(crew: TrainerGroup, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+    """Weights, the names of a few buckets that were not all asked for, and a step after that."""
+    policy = crew.load(model, CONFIG)
+    some = []
+    for bucket in policy.buckets(3000):
+        some.append([name for name, _ in bucket])
+        if len(some) == 2:
+            break
+    policy.train(random_rows(0, dtype=torch.float32), 60)
+    return weights_of(policy), some
+
+
+def not_finite(crew: TrainerGroup, model: str, broken: int) -> tuple[str, bool, int]:
+    """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
+    the steps made after a good one."""
+    policy = crew.load(model, CONFIG)
+    before = weights_of(policy)
+    rows = random_rows(3, 6, dtype=torch.float32)
+    rows[broken]["logprobs"][-1] = float("nan")
+    said = ""
+    try:
+        policy.train(rows, 60)
+    except FloatingPointError as error:
+        said = str(error)
+    after = weights_of(policy)
+    same = all(torch.equal(before[name], t) for name, t in after.items())
+    policy.train(random_rows(4, dtype=torch.float32), 60)
+    return said, same, policy.steps
+
+
+def killed(world: World) -> tuple[str, str]:
+    """What the leader is told, in the middle of something and while it waits, when another process
+    is gone."""
+    channel = CommandChannel(world)
+    if not world.leads:
+        while channel.receive()["do"] != "die":
+            channel.answer({})
+        os._exit(1)
+    told: Queue[BaseException] = Queue()
+    leader = Leader(channel, every=0.05)
+    leader.lost = told.put
+    said = "nothing"
+    try:
+        with leader.doing({"do": "die"}):
+            pass
+    except TrainingError as error:
+        said = error.message
+    return said, str(told.get(timeout=120))
+
+
+def run(
+    world: World,
+    settings: list[str],
+    first: int,
+    dies: int | None = None,
+    stops: int | None = None,
+) -> dict[str, Any] | None:
+    """A whole run on episodes from ``first`` on, and what the leader's last checkpoint holds.
+
+    ``dies``: the step in whose middle the last process is killed; ``stops``: the one in whose
+    middle all get SIGTERM.
+    """
+    config = config_of(settings)
+    torch.set_num_threads(1)
+    if not world.leads:
+        Dying(world, policy_config(config.train), config.train, dies, stops).follow()
+        return None
+    episodes = [pair(f"p{k}", turns=1 + k % 3) for k in range(config.train.steps)]
+    crew = Told(world)
+    crew.stops = stops
+    lab = Lab(config, episodes[first:], crew=crew)
+    lab.executor.journal |= {t.session_id: t for episode in episodes for t in episode}
+    signal.signal(signal.SIGTERM, lambda *_: lab.trainer.stop())
+    assert lab.trainer.train() == (stops is None)
+    crew.stop()
+    return outcome(lab) | {"steps": [line["step"] for line in lab.metrics]}
+
+
+class Told(TrainerGroup):
+    """Its process gets SIGTERM when it is about to lead this step."""
+
+    stops: int | None = None
+
+    def train(self, policy: Policy, *arguments: Any) -> Any:
+        if policy.steps + 1 == self.stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return super().train(policy, *arguments)
+
+
+class Dying(Follower):
+    """Killed, or told to end, which is its leader's affair, when it is about to make this step."""
+
+    def __init__(
+        self,
+        world: World,
+        settings: PolicyConfig,
+        train: TrainConfig,
+        dies: int | None,
+        stops: int | None,
+    ) -> None:
+        super().__init__(world, settings, train)
+        self._dies, self._stops = dies, stops
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+
+    def _step(self, command: Any) -> None:
+        step = self.policy.steps + 1
+        if step == self._dies:
+            os.kill(os.getpid(), signal.SIGKILL)
+        if step == self._stops:
+            os.kill(os.getpid(), signal.SIGTERM)
+        super()._step(command)
+
+
+def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[int], str] | None:
+    """What the leader is told where another process's disk is full, the checkpoints that are there
+    then, those after another step, and what is said of rows with nothing to train on."""
+    torch.set_num_threads(1)
+    if not world.leads:
+        Cramped(world, CONFIG, TRAIN).follow()
+        return None
+    crew = TrainerGroup(world)
+    policy = crew.load(model, CONFIG)
+    policy.train(random_rows(0, dtype=torch.float32), 60)
+    full = empty = ""
+    try:
+        save_checkpoint(Path(root), policy, Path(model), {})
+    except TrainingError as error:
+        full = error.message
+    first = [found.step for found in list_checkpoints(Path(root))]
+    try:
+        policy.train([], 60)
+    except ValueError as error:
+        empty = str(error)
+    policy.train(random_rows(1, dtype=torch.float32), 60)
+    save_checkpoint(Path(root), policy, Path(model), {})
+    crew.stop()
+    return full, first, [found.step for found in list_checkpoints(Path(root))], empty
+
+
+class Cramped(Follower):
+    """Its files may not be longer than a few bytes the first time, as on a disk that is full."""
+
+    room = 64
+
+    def _save(self, folder: Path) -> None:
+        before, most = resource.getrlimit(resource.RLIMIT_FSIZE)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (self.room, most))
+        self.room = before
+        try:
+            super()._save(folder)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def silent(world: World) -> str:
+    """What the others are told where the process of rank 1 hangs."""
+    dist.barrier()
+    world = replace(world, timeout=20.0)
+    if world.rank == 1:
+        CommandChannel(world)
+        os.kill(os.getpid(), signal.SIGSTOP)
+    try:
+        if world.leads:
+            with Leader(CommandChannel(world)).doing({"do": "nothing"}):
+                pass
+        else:
+            Follower(world, CONFIG, TRAIN).follow()
+    except TrainingError as error:
+        return error.message
+    return "nothing"

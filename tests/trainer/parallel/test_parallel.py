@@ -1,0 +1,182 @@
+"""Several processes compute what one computes; what they keep, any number of them goes on from."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.support.trainer.policies import assert_same, random_rows, small_policy, trainer_gradients
+from tests.support.trainer.world import together
+from tests.support.trainer.world_cases import (
+    CONFIG,
+    buckets_left_early,
+    cramped,
+    gone_on,
+    gradients_of,
+    led,
+    not_finite,
+    run,
+    saved_again,
+    silent,
+    split,
+    trained,
+    under,
+    weights_of,
+)
+from tests.support.trainer.world_cases import killed as one_killed
+from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.parallel.sharded_optimizer import moments
+from trainer.policy import Policy
+
+CASES = 16
+SAVING: list[dict[str, Any]] = [
+    {"gradient_checkpointing": True},
+    {"offload": True},
+    {"gradient_checkpointing": True, "offload": True},
+]
+
+
+@pytest.mark.parametrize("size", [1, 2, 3, 4])
+def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> None:
+    """Three divide no dimension evenly. Some cases leave processes without rows."""
+    assert min(len(split(case)[0]) for case in range(CASES)) == 1
+    found = together(size, gradients_of, CASES)
+    policy = small_policy()
+    for case in range(CASES):
+        rows, _ = split(case)
+        loss, gradients = trainer_gradients(policy, rows)
+        assert [result[case][0] for result in found] == pytest.approx([loss] * size, abs=1e-9)
+        assert_same(found[0][case][1], gradients, atol=1e-9)
+
+
+def test_saving_memory_changes_neither_gradients_nor_steps() -> None:
+    plain, *others = together(2, under, torch.float64, [{}, *SAVING])[0]
+    for (loss, gradients), weights in others:
+        assert loss == pytest.approx(plain[0][0], abs=1e-12)
+        assert_same(gradients, plain[0][1], atol=1e-12)
+        assert_same(weights, plain[1], atol=1e-9)
+
+
+def test_passes_in_bfloat16_are_those_in_float32_but_for_its_digits() -> None:
+    """8 bits of them: a relative error of 2**-8 in each number, and few of them add up."""
+    configs = [{}, {"dtype": torch.bfloat16}]
+    exact, rough = together(2, under, torch.float32, configs)[0]
+    assert rough[0][0] == pytest.approx(exact[0][0], rel=0.02)
+    error, size = (
+        torch.cat([t.flatten() for t in part])
+        for part in (
+            [rough[0][1][name] - t for name, t in exact[0][1].items()],
+            exact[0][1].values(),
+        )
+    )
+    assert 0 < float(error.norm()) < 0.05 * float(size.norm())
+    assert {t.dtype for t in [*rough[0][1].values(), *rough[1].values()]} == {torch.float32}
+
+
+def test_what_two_have_kept_one_two_and_four_go_on_from(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    model = str(tiny_model_dir)
+    expected = together(2, led, trained, model, range(2), str(tmp_path / "two"))[0]
+    checkpoint = tmp_path / "two" / "step-00000002"
+    one, state = load_checkpoint(checkpoint, CONFIG)
+    assert state == {"seen": 2} and one.steps == 2
+    _same(weights_of(one), expected)
+    assert next(iter(moments(one).values())).any(), "comparing zeros proves nothing"
+
+    again = together(4, led, saved_again, str(checkpoint), str(tmp_path / "four"))[0]
+    _same(again, expected)
+    by_way_of_four, _ = load_checkpoint(tmp_path / "four" / "step-00000002", CONFIG)
+    _same(weights_of(by_way_of_four), expected)
+    _same(moments(by_way_of_four), moments(one))
+
+    # A step from there, by two as if they had not stopped, and by one, but for rounding.
+    unbroken = together(2, led, trained, model, range(3), str(tmp_path / "unbroken"))[0]
+    _same(together(2, led, gone_on, str(checkpoint), range(2, 3))[0], unbroken)
+    one.train(random_rows(2, dtype=torch.float32), 60)
+    for name, tensor in weights_of(one).items():
+        torch.testing.assert_close(tensor, unbroken[name], atol=1e-5, rtol=0)
+
+
+def test_what_one_has_kept_three_go_on_from(tiny_model_dir: Path, tmp_path: Path) -> None:
+    """Shares of different sizes."""
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    policy.train(random_rows(0, dtype=torch.float32), 60)
+    checkpoint = save_checkpoint(tmp_path / "one", policy, tiny_model_dir, {})
+    found = together(3, led, saved_again, str(checkpoint), str(tmp_path / "three"))[0]
+    _same(found, weights_of(policy))
+    back, _ = load_checkpoint(tmp_path / "three" / "step-00000001", CONFIG)
+    _same(moments(back), moments(policy))
+
+
+def test_buckets_may_be_left_and_hold_the_weights_of_all(tiny_model_dir: Path) -> None:
+    found, some = together(2, led, buckets_left_early, str(tiny_model_dir))[0]
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    assert len(some) == 2 and all(some)
+    policy.train(random_rows(0, dtype=torch.float32), 60)
+    expected = weights_of(policy)
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        torch.testing.assert_close(found[name], tensor, atol=1e-5, rtol=0)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_what_is_not_finite_in_one_process_stops_the_step_of_all(
+    tiny_model_dir: Path, broken: int
+) -> None:
+    said, unchanged, steps = together(2, led, not_finite, str(tiny_model_dir), broken)[0]
+    assert "behaviour log-probability at micro-batch" in said
+    assert unchanged and steps == 1
+
+
+def test_a_process_that_is_gone_is_told_of() -> None:
+    ((said, told),) = together(2, one_killed, dying=(1,))
+    assert "is gone" in said
+    assert "is gone" in told
+
+
+def test_a_process_that_hangs_is_told_of_everywhere() -> None:
+    for said in together(3, silent, stopped=(1,)):
+        assert "is gone" in said
+
+
+def test_where_the_disk_is_full_for_another_process_nothing_half_is_kept(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    full, first, later, empty = together(2, cramped, str(tiny_model_dir), str(tmp_path))[0]
+    assert "training process 1" in full and "cannot be written: " in full
+    assert "File too large" in full
+    assert first == [] and later == [2]
+    assert "nothing to train on" in empty
+    load_checkpoint(tmp_path / "step-00000002", CONFIG)
+
+
+def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    base = [f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1", "train.steps=4"]
+    base += ["train.checkpoint_every=2", "rollout.eta=9", "train.micro_batch_tokens=16"]
+    (whole, _) = together(2, run, [*base, f"root={tmp_path / 'whole'}"], 0)
+    settings = [*base, f"root={tmp_path / 'killed'}"]
+    assert together(2, run, settings, 0, 3, dying=(0, 1)) == []
+    (killed, _) = together(2, run, settings, 3)
+
+    settings = [*base, f"root={tmp_path / 'stopped'}"]
+    (stopped, _) = together(2, run, settings, 0, None, 3)
+    assert stopped["name"] == "step-00000003", "it kept one of the step under way"
+    (resumed, _) = together(2, run, settings, 3)
+    for again in (killed, resumed):
+        assert again["steps"] == whole["steps"] == [1, 2, 3, 4]
+        assert again["state"] == whole["state"]
+        _same(again["tensors"], whole["tensors"])
+
+
+def _same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    """Bit for bit."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert torch.equal(found[name], tensor), name
