@@ -45,7 +45,7 @@ class Authenticator:
         known: Caller | None = request.scope.get(_CALLER_SCOPE_KEY)
         if known is None:
             known = request.scope[_CALLER_SCOPE_KEY] = self._caller(request)
-            self._quotas.request(known.tenant)
+            self._quotas.charge_request(known.tenant)
         return known
 
     def _caller(self, request: Request) -> Caller:
@@ -86,7 +86,7 @@ class Authenticator:
             own = await self._own(request)
             self._require_no_other(request, own)
             # Only now is it known whose request it is.
-            self._quotas.request(own.row.tenant)
+            self._quotas.charge_request(own.row.tenant)
         found = [await self._named(request, caller, name, own) for name in names]
         if len({session.id for session in found}) > 1:
             raise SessionMismatch(_DIFFERENT)

@@ -12,7 +12,7 @@ from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import Exposition, Metric, Reading, Values
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.admission.implicit_session import How
-from proxy_ext.calls.stats import FIRST, NO_SESSION, Outcome, Retried
+from proxy_ext.calls.stats import FIRST, NO_SESSION, CallOutcome, RetryOutcome
 from proxy_ext.frozen.spend_caps import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
 from proxy_ext.service import RankService
@@ -356,9 +356,9 @@ def _sessions(service: RankService) -> Iterable[Reading]:
 def _calls(service: RankService) -> Iterable[Reading]:
     stats = service.calls.stats
     yield CALLS_RUNNING, len(service.calls)
-    yield CALLS_LIMIT, service.calls.places.limit
-    yield CALLS_REFUSED, service.calls.places.refused
-    yield CALLS, _by_two(stats.ended, MODES, get_args(Outcome))
+    yield CALLS_LIMIT, service.calls.concurrency.limit
+    yield CALLS_REFUSED, service.calls.concurrency.refused
+    yield CALLS, _by_two(stats.ended, MODES, get_args(CallOutcome))
     yield CALL_SECONDS, stats.seconds
     yield FIRST_TOKEN_SECONDS, stats.first_token_seconds
     yield PROMPT_TOKENS, _by_one(stats.prompt_tokens, MODES)
@@ -369,7 +369,7 @@ def _calls(service: RankService) -> Iterable[Reading]:
     yield IGNORED, _by_one(stats.ignored)
     lost = Counter(undelivered=service.sessions.undelivered)
     yield UNTRAINABLE, _by_one(stats.untrainable + lost, REASONS)
-    yield RETRIES, {(got,): stats.retries[got] for got in get_args(Retried)}
+    yield RETRIES, {(got,): stats.retries[got] for got in get_args(RetryOutcome)}
 
 
 def _frozen(service: RankService) -> Iterable[Reading]:

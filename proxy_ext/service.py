@@ -31,7 +31,7 @@ from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver
 from proxy_ext.auth import Authenticator
 from proxy_ext.calls.call_manager import CallManager
-from proxy_ext.calls.concurrency_limit import most_calls
+from proxy_ext.calls.concurrency_limit import call_limit
 from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import IdempotencyStore
@@ -209,7 +209,7 @@ async def open_service(
             calls=CallManager(
                 completer,
                 sessions,
-                limit=most_calls(
+                limit=call_limit(
                     config.server.max_inflight_calls,
                     slots=await engine.slots(),
                     sessions=config.rollout.max_concurrent,

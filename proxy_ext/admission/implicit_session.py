@@ -29,7 +29,7 @@ from any_agent.record import InteractionTree
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.calls.call import Listener
 from proxy_ext.calls.concurrency_limit import CallSlot
-from proxy_ext.calls.retries import retry_mark, session_of
+from proxy_ext.calls.retries import find_retried_session, retry_mark
 from proxy_ext.sessions.conversation_index import (
     ConversationMatch,
     ConversationMember,
@@ -101,7 +101,7 @@ class ImplicitSessions:
         return self._config.implicit and (caller.scope is Scope.TENANT or caller is ANYONE)
 
     async def join(
-        self, request: Request, body: Any, call: ChatCall, caller: Caller, place: CallSlot
+        self, request: Request, body: Any, call: ChatCall, caller: Caller, slot: CallSlot
     ) -> JoinedSession:
         """The session of a checked call.
 
@@ -132,7 +132,7 @@ class ImplicitSessions:
         others = self._sessions.implicit.task(where)
         if others is not None and (unused := others.unused(start.metadata)) is not None:
             return self._taken("reused", unused)
-        return await self._open(request, start, call, caller, place)
+        return await self._open(request, start, call, caller, slot)
 
     async def session_of(self, caller: Caller, interaction_id: str) -> RecordedSession:
         """The caller's session, over or not, that an answer is of; NotFound."""
@@ -196,7 +196,7 @@ class ImplicitSessions:
             members = self._sessions.implicit.members(where)
             return [member.session for member in members if member.usable]
 
-        session = await session_of(usable, mark)
+        session = await find_retried_session(usable, mark)
         return self._sessions.implicit.member(session) if session is not None else None
 
     async def _match(self, where: Where, call: ChatCall, *, long: bool) -> ConversationMatch | None:
@@ -225,7 +225,7 @@ class ImplicitSessions:
             raise InvalidRequest(said.removeprefix("Value error, "), param="metadata") from None
 
     async def _open(
-        self, request: Request, start: StartSession, call: ChatCall, caller: Caller, place: CallSlot
+        self, request: Request, start: StartSession, call: ChatCall, caller: Caller, slot: CallSlot
     ) -> JoinedSession:
         # What cannot be rendered, or is too long, must take no slot.
         try:
@@ -234,7 +234,7 @@ class ImplicitSessions:
             raise with_request_parameter(error, call) from None
         member: ConversationMember | None = None
         try:
-            with place.lent():
+            with slot.lent():
                 opening = self._opening.open(start, caller, implicit=True)
                 started = await while_present(request, opening)
                 session = self._sessions.live.get(started.session_id)

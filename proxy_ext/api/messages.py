@@ -34,7 +34,7 @@ async def messages(service: RankService, request: Request) -> Response:
 
 async def count(service: RankService, request: Request) -> Response:
     """The tokens that a call with this body would have now. Nothing is sampled or recorded."""
-    place = service.calls.enter()
+    slot = service.calls.acquire_slot()
     try:
         session = await service.auth.session_or_none(
             request, request.query_params.get("session_id")
@@ -60,11 +60,11 @@ async def count(service: RankService, request: Request) -> Response:
             if session is not None:
                 await service.sessions.load(session)
             tree = session.tree if session is not None else None
-            await service.calls.turns.next()
+            await service.calls.render_turns.wait()
             tokens = await count_tokens(service.completer, call, tree)
         return JSONResponse({"input_tokens": tokens}, headers={REQUEST_ID: request_id()})
     finally:
-        place.leave()
+        slot.release()
 
 
 def _asked(asking: ModelCallContext) -> ParsedRequest:

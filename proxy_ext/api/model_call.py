@@ -84,34 +84,34 @@ async def serve(service: RankService, request: Request, parse: Parse) -> Respons
 
     Raises AnyAgentError; what fails after the first event ends the stream in its API's shape.
     """
-    # First of all: what is refused for want of a place must cost next to nothing.
-    place = service.calls.enter()
+    # First of all: what is refused for want of a slot must cost next to nothing.
+    slot = service.calls.acquire_slot()
     try:
         session, tenant = await _session_and_tenant(service, request)
         service.quotas.require_tokens(tenant)
         body = await read_json(request)
         if service.frozen.knows(body):
             # It takes nothing of the engine's.
-            place.leave()
+            slot.release()
             return await service.frozen.answer(request, body, session, tenant)
         service.frozen.policy.take(body)
         if session is None and service.run.state == "training":
-            asked, listener = await _with_implicit_session(service, request, parse, body, place)
+            asked, listener = await _with_implicit_session(service, request, parse, body, slot)
         else:
             asked, listener = await _parse_and_start(
-                service, request, parse, body, session, place=place, tenant=tenant
+                service, request, parse, body, session, slot=slot, tenant=tenant
             )
     except BaseException:
-        place.leave()
+        slot.release()
         raise
-    listener.place = place
+    listener.slot = slot
     if asked.call.stream:
         return await _stream(service, request, asked, listener)
     return await _whole(service, request, asked, listener)
 
 
 async def _with_implicit_session(
-    service: RankService, request: Request, parse: Parse, body: Any, place: CallSlot
+    service: RankService, request: Request, parse: Parse, body: Any, slot: CallSlot
 ) -> tuple[ParsedRequest, Listener]:
     """A call of an agent that opens no sessions: of the one that its conversation goes on in, or of
     a new one."""
@@ -124,7 +124,7 @@ async def _with_implicit_session(
         asked = await _checked(
             parse, ModelCallContext(service, None, SessionMode.TRAIN, body), request
         )
-        joined = await found.join(request, body, asked.call, caller, place)
+        joined = await found.join(request, body, asked.call, caller, slot)
     try:
         asked, listener = await _parse_and_start(
             service,
@@ -132,7 +132,7 @@ async def _with_implicit_session(
             parse,
             body,
             joined.session,
-            place=place,
+            slot=slot,
             tenant=caller.tenant,
             asked=asked,
             prepared=joined.prepared,
@@ -151,7 +151,7 @@ async def _parse_and_start(
     body: Any,
     session: RecordedSession | None,
     *,
-    place: CallSlot,
+    slot: CallSlot,
     tenant: str | None,
     asked: ParsedRequest | None = None,
     prepared: Prepared | None = None,
@@ -165,7 +165,7 @@ async def _parse_and_start(
         if asked is None:
             asked = await _checked(parse, ModelCallContext(service, session, mode, body), request)
         listener = await _begin(
-            service, request, asked.call, session, place=place, tenant=tenant, prepared=prepared
+            service, request, asked.call, session, slot=slot, tenant=tenant, prepared=prepared
         )
     return asked, listener
 
@@ -200,7 +200,7 @@ async def _begin(
     call: ChatCall,
     session: RecordedSession | None,
     *,
-    place: CallSlot,
+    slot: CallSlot,
     tenant: str | None,
     prepared: Prepared | None,
 ) -> Listener:
@@ -212,11 +212,11 @@ async def _begin(
             earlier = await join_retried_call(service.calls, session, mark, call)
             if earlier is not None:
                 return earlier
-    await service.calls.turns.next()
+    await service.calls.render_turns.wait()
     if prepared is None:
         prepared = await prepare(service.completer, call, tree)
     return service.calls.start(
-        prepared, session, stream=call.stream, place=place, tenant=tenant, mark=mark
+        prepared, session, stream=call.stream, slot=slot, tenant=tenant, mark=mark
     )
 
 
@@ -225,7 +225,7 @@ async def _whole(
 ) -> Response:
     try:
         answers: dict[int, Interaction] = {}
-        async with ClientConnection(request, on_leave=listener.leave) as client:
+        async with ClientConnection(request, on_leave=listener.disconnect) as client:
             while len(answers) < listener.call.head.choices:
                 item = await listener.next()
                 if not isinstance(item, Delta):
@@ -240,7 +240,7 @@ async def _whole(
         )
         if not client.gone:
             for index in answers:
-                listener.deliver(index)
+                listener.mark_sent(index)
         return response
     finally:
         await service.calls.release(listener)
@@ -251,7 +251,7 @@ async def _stream(
 ) -> Response:
     # What fails before the first token is an HTTP error, so the first item comes first.
     try:
-        async with ClientConnection(request, on_leave=listener.leave):
+        async with ClientConnection(request, on_leave=listener.disconnect):
             first = await listener.next()
         version = version_of(list(listener.call.recorded.values()), service.run.version)
         answer = asked.answer(listener.call.head, version)
@@ -276,7 +276,7 @@ async def _events(
     begun: set[int] = set()
     ended: dict[int, Interaction] = {}
     choices = listener.call.head.choices
-    async with ClientConnection(request, on_leave=listener.leave) as client:
+    async with ClientConnection(request, on_leave=listener.disconnect) as client:
         await client.look()
         while True:
             events: list[bytes] = []
@@ -304,7 +304,7 @@ async def _events(
                     event += answer.last([ended[k] for k in sorted(ended)])
                 yield event
                 if not client.gone:
-                    listener.deliver(index)
+                    listener.mark_sent(index)
                 if len(ended) == choices:
                     return
             try:

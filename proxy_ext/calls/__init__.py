@@ -1,1 +1,1 @@
-"""Model calls under way: their places, their retries, and whether their answers arrived."""
+"""Model calls under way: their slots, their retries, and the delivery of their answers."""

@@ -1,5 +1,5 @@
-"""A model call: it runs in a task of its own, each of its choices is recorded, and it is heard by
-one client at a time."""
+"""One model call: it runs in a task of its own, records each choice, and serves one client at a
+time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, Versi
 from any_agent.types import Interaction
 from proxy_ext.calls.concurrency_limit import CallSlot
 from proxy_ext.calls.stats import CallTimer
-from proxy_ext.calls.stream_buffer import StreamBuffer, whole
+from proxy_ext.calls.stream_buffer import StreamBuffer, recorded_deltas
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
@@ -32,29 +32,28 @@ from proxy_ext.sessions.session_store import SessionStore
 log = logging.getLogger(__name__)
 
 _number = itertools.count()
-_LOGGED = 300
-"""Characters of an error that are logged."""
+_MAX_LOGGED = 300  # characters of an error
 
 
 @dataclass(frozen=True, slots=True)
 class CallEnd:
-    """The end of one choice; its interaction is durable then."""
+    """The end of one choice, whose interaction is durable by then."""
 
     index: int
     interaction: Interaction
 
 
 Item: TypeAlias = Delta | CallEnd
-"""What a call produces: of each choice deltas when it streams, and last its end."""
+"""An output of a call: deltas of a choice when it streams, and last the choice's end."""
 
 
 class Listener:
-    """One client of a call: it hears everything from the beginning, and may leave."""
+    """One client of a call: it receives everything from the beginning, and may disconnect."""
 
     def __init__(self, call: Call) -> None:
         self.call = call
-        self.place: CallSlot | None = None
-        """Where this client waits; `Calls.release` leaves it."""
+        self.slot: CallSlot | None = None
+        """The slot of the client's request; `CallManager.release` releases it."""
         self.gone = False
         self._delivered: set[int] = set()
         self._items: deque[Item | AnyAgentError] = deque()
@@ -67,7 +66,7 @@ class Listener:
             waiter.set_result(None)
 
     async def next(self) -> Item:
-        """What the call produces next, an Ended last of each choice; raises what it failed with."""
+        """Return the call's next output, last a CallEnd for each choice; raise its failure."""
         while not self._items:
             self._waiter = asyncio.get_running_loop().create_future()
             await self._waiter
@@ -78,33 +77,33 @@ class Listener:
 
     @property
     def ready(self) -> bool:
-        """Whether something more is there that is no failure: `next` returns it at once."""
+        """Whether `next` would return an output at once."""
         return bool(self._items) and not isinstance(self._items[0], AnyAgentError)
 
-    def deliver(self, index: int) -> None:
-        """The client was there when the event that ends this choice was sent."""
+    def mark_sent(self, index: int) -> None:
+        """Record that the event which ends this choice was sent to a connected client."""
         self._delivered.add(index)
-        self.call.heard.add(index)
+        self.call.sent.add(index)
 
     @property
     def delivered(self) -> bool:
-        """Whether the client was there for the end of every choice."""
+        """Whether the end of every choice was sent to the connected client."""
         return len(self._delivered) == self.call.head.choices
 
-    def leave(self) -> None:
-        """Nobody waits here for the answer any more."""
+    def disconnect(self) -> None:
+        """End the client's wait; without effect once everything was delivered."""
         if not self.gone and not self.delivered:
             self.gone = True
             self.put(InvalidRequest("the client left"))
-            self.call.left(self)
+            self.call.on_listener_left(self)
 
 
 class Call:
-    """One model call, of one or several choices: it is answered when all are recorded, and failed
-    when one has.
+    """One model call of one or several choices: answered when all are recorded, failed when one
+    fails.
 
-    With a ``mark`` its client's SDK marks its retries: when the client leaves, the call is vacant,
-    and goes on for a while so that a retry can take it up.
+    A ``mark`` means that the client's SDK marks its retries: when the client leaves, the call is
+    vacant and goes on for a while, so that a retry can join it.
     """
 
     def __init__(
@@ -114,53 +113,53 @@ class Call:
         mark: RequestMark | None,
         *,
         stream: bool,
-        on_left: Callable[[Call], None],
+        on_client_left: Callable[[Call], None],
         recorded: Mapping[int, Interaction] | None = None,
         answers: Mapping[int, Interaction] | None = None,
     ) -> None:
-        """``recorded`` and ``answers``: of an earlier process, all of the choices."""
+        """``recorded`` and ``answers``: all choices of a call that an earlier process recorded."""
         self.head = head
         self.session = session
         self.mark = mark
         self.number = next(_number)
-        """In the order of their beginning."""
+        """Grows in the order in which calls start."""
         self.task: asyncio.Task[None] | None = None
         self.recorded: dict[int, Interaction] = dict(recorded or {})
-        """By choice, as they are recorded, durably."""
+        """The durable interactions, by choice."""
         self._answers: dict[int, Interaction] = dict(answers or {})
-        """With their texts, which may not be recorded."""
-        self.heard: set[int] = set()
-        """Choices whose end was sent to a client that was there."""
+        """The same with their texts, which may not be recorded."""
+        self.sent: set[int] = set()
+        """Choices whose end was sent to a connected client."""
         self.closed = False
-        """No retry can take it up any more."""
+        """No retry can join the call any more."""
         self.expiry: asyncio.Task[None] | None = None
         self.watchers: set[asyncio.Event] = set()
-        """Set when its client has left, or has the answer."""
+        """Set when the client has left, or has the answer."""
         self._sampled = [0] * head.choices
         self._failure: AnyAgentError | None = None
         self._stream = stream
         self._listener: Listener | None = None
-        self._on_left = on_left
-        keeps = mark is not None and stream
-        self._so_far = [StreamBuffer(k) for k in range(head.choices)] if keeps else None
+        self._on_client_left = on_client_left
+        buffered = mark is not None and stream
+        self._buffers = [StreamBuffer(k) for k in range(head.choices)] if buffered else None
         self._tasks: tuple[asyncio.Task[None], ...] = ()
-        """Of its choices, if they are several; else it is sampled in the call's own."""
+        """One per choice, if there are several; a single one is sampled in the call's own task."""
         self._recording: set[asyncio.Task[None] | None] = set()
         self._aborted: str | None = None
 
     @property
     def cost(self) -> int:
-        """Tokens that its tenant is charged: the prompt's, and those sampled so far."""
+        """Tokens that its tenant is charged: the prompt's and those sampled so far."""
         return 0 if self._failure is not None else self.head.prompt_tokens + sum(self._sampled)
 
     @property
     def pinned(self) -> int | None:
-        """The weight version that all of its tokens must have."""
+        """The weight version that all of its tokens must have; None: any."""
         return self.session.row.pinned_version if self.session is not None else None
 
     @property
     def vacant(self) -> bool:
-        """Whether a retry can take it up."""
+        """Whether a retry can join the call."""
         return self._listener is None and not self.closed
 
     @property
@@ -170,22 +169,22 @@ class Call:
 
     @property
     def undelivered(self) -> list[Interaction]:
-        """What is recorded of it and was not sent to its end."""
-        return [i for k, i in self.recorded.items() if k not in self.heard]
+        """Recorded choices whose end was not sent to a connected client."""
+        return [i for k, i in self.recorded.items() if k not in self.sent]
 
     @property
     def abandoned(self) -> bool:
-        """Whether its client left, and no other one can come."""
+        """Whether the client left and no other one can come."""
         return self._listener is None and self.closed
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no answer; it may be over, or still record one of its choices."""
+        """Whether there will be no answer; one of its choices may still be recorded."""
         over = self.task is not None and self.task.done() and not self.answered
         return over or self._failure is not None
 
     def listen(self) -> Listener:
-        """Its next client; of a call under way what it produced so far comes at once."""
+        """Return the call's next client, with everything that the call produced so far."""
         if self.expiry is not None:
             self.expiry.cancel()
         listener = self._listener = Listener(self)
@@ -193,28 +192,28 @@ class Call:
             answer = self._answers.get(index)
             if answer is not None:
                 if self._stream:
-                    listener.put(*whole(answer, index))
+                    listener.put(*recorded_deltas(answer, index))
                 listener.put(CallEnd(index, answer))
-            elif self._so_far is not None and not self._so_far[index].empty:
-                listener.put(*self._so_far[index].deltas())
+            elif self._buffers is not None and not self._buffers[index].empty:
+                listener.put(*self._buffers[index].deltas())
         return listener
 
-    def left(self, listener: Listener) -> None:
-        """A client left."""
+    def on_listener_left(self, listener: Listener) -> None:
+        """Make the call vacant, if this was its client."""
         if self._listener is listener:
             self._listener = None
-            self._on_left(self)
-            self.tell_watchers()
+            self._on_client_left(self)
+            self.notify_watchers()
 
     def close(self) -> None:
-        """It was answered, or nobody came back for it in time."""
+        """Take the call from its session: it was answered, or no retry came in time."""
         self.closed = True
-        self.tell_watchers()
+        self.notify_watchers()
         if self.session is not None:
             self.session.calls.discard(self)
             self.session.touch()
 
-    def tell_watchers(self) -> None:
+    def notify_watchers(self) -> None:
         for watcher in self.watchers:
             watcher.set()
 
@@ -256,21 +255,21 @@ class Call:
     ) -> None:
         session_id = self.session.id if self.session is not None else ""
         stream, pinned = self._stream, self.pinned
-        so_far = self._so_far[index] if self._so_far is not None else None
+        buffer = self._buffers[index] if self._buffers is not None else None
         try:
             async for item in completer.run(
                 prepared, index, session_id=session_id, stream=stream, pinned=pinned
             ):
                 if isinstance(item, Delta):
-                    timer.tokens()
+                    timer.tokens_arrived()
                     self._sampled[index] += len(item.output_ids)
-                    if so_far is not None:
-                        so_far.add(item)
+                    if buffer is not None:
+                        buffer.add(item)
                     if self._listener is not None:
                         self._listener.put(item)
                 else:
                     await self._record(item, sessions, timer)
-                    self._say(CallEnd(index, item.interaction))
+                    self._send(CallEnd(index, item.interaction))
         except asyncio.CancelledError:
             if self._aborted is None:
                 raise
@@ -281,23 +280,23 @@ class Call:
             self._fail(AnyAgentError("the call failed inside the service; see its log"), timer)
 
     def _fail(self, error: AnyAgentError, timer: CallTimer) -> None:
-        """One choice cannot be had, so the others are not either."""
+        """Fail the whole call because one choice failed."""
         timer.ended("failed")
         if self._failure is None:
             self._failure = error
             if error.status >= 500:
                 log.warning(
                     "the model call %s failed with %d %s: %s",
-                    *(self.head.id, error.status, error.code, error.message[:_LOGGED]),
+                    *(self.head.id, error.status, error.code, error.message[:_MAX_LOGGED]),
                 )
-            self._say(error)
+            self._send(error)
         if self._tasks:
             self.abort("another choice of the call failed")
 
     async def _record(
         self, completion: Completion, sessions: SessionStore, timer: CallTimer
     ) -> None:
-        """Make a choice durable, if it is a session's."""
+        """Make a choice durable, if the call belongs to a session."""
         index, interaction = completion.choice.index, completion.interaction
         self._sampled[index] = len(interaction.output_ids)
         session = self.session
@@ -306,7 +305,7 @@ class Call:
         else:
             self._recording.add(asyncio.current_task())
             if interaction.untrainable_reason == VERSION_GONE:
-                # For the record: it is no answer, neither to this request nor to a retry of it.
+                # Recorded only: it answers neither this request nor a retry of it.
                 await sessions.record(session, interaction, completion.key, None)
                 raise VersionGone.of(self.pinned, int(interaction.output_versions[-1]))
             self.recorded[index] = await sessions.record(
@@ -314,16 +313,16 @@ class Call:
             )
             timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
         self._answers[index] = interaction
-        if self._so_far is not None:
-            self._so_far[index].clear()
+        if self._buffers is not None:
+            self._buffers[index].clear()
 
-    def _say(self, item: Item | AnyAgentError) -> None:
+    def _send(self, item: Item | AnyAgentError) -> None:
         if self._listener is not None:
             self._listener.put(item)
 
-    def ended(self) -> None:
-        """Its task is over. One that was cancelled, perhaps before it began, has said nothing."""
-        self._say(SessionClosed(self._aborted or "the service is stopping"))
+    def on_task_done(self) -> None:
+        """Send an error last: a task that was cancelled, perhaps before it began, has sent none."""
+        self._send(SessionClosed(self._aborted or "the service is stopping"))
 
 
 def calls_of(session: RecordedSession) -> list[Call]:

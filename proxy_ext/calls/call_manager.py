@@ -1,4 +1,4 @@
-"""A rank's model calls: begun, bounded in number, and ended when nobody waits for them any more."""
+"""One rank's model calls: started, bounded in number, and ended when no client waits for them."""
 
 from __future__ import annotations
 
@@ -24,8 +24,7 @@ from proxy_ext.web.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
-_MAX_VACANT = 4096
-"""Calls without a client that are kept for a retry."""
+_MAX_VACANT = 4096  # calls without a client that wait for a retry
 
 
 class CallManager:
@@ -40,29 +39,27 @@ class CallManager:
         retry_grace: float,
         quotas: TenantQuotas,
     ) -> None:
-        """``retry_grace``: seconds for which a call without a client waits for a marked retry."""
+        """``retry_grace``: seconds that a call without a client waits for a marked retry."""
         self._completer = completer
         self._sessions = sessions
         self._quotas = quotas
-        self.places = ConcurrencyLimit(limit)
+        self.concurrency = ConcurrencyLimit(limit)
         self._retry_grace = retry_grace
         self._running: set[Call] = set()
-        self._waiting: set[asyncio.Task[None]] = set()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.draining = False
-        """Those under way end, and none begins."""
+        """Calls under way go on, and none begins."""
         self.stats = CallStats()
-        self.turns = LoopTurns()
-        """In which prompts are rendered."""
+        self.render_turns = LoopTurns()
 
     def __len__(self) -> int:
         return len(self._running)
 
-    def enter(self) -> CallSlot:
-        """A place for a request that asks for a call, before it costs anything; TooManyRequests or
-        Draining if there is none."""
+    def acquire_slot(self) -> CallSlot:
+        """Return a slot for a request before it costs anything; TooManyRequests or Draining."""
         if self.draining:
             raise draining()
-        return self.places.enter()
+        return self.concurrency.acquire()
 
     def start(
         self,
@@ -70,11 +67,11 @@ class CallManager:
         session: RecordedSession | None,
         *,
         stream: bool,
-        place: CallSlot,
+        slot: CallSlot,
         tenant: str | None = None,
         mark: RequestMark | None = None,
     ) -> Listener:
-        """Begin a call, which holds the place until its task is over.
+        """Start a call, which shares the slot until its task is over.
 
         SessionClosed, VersionGone or Draining; TooManyRequests if there is no room for all of its
         choices.
@@ -84,27 +81,29 @@ class CallManager:
         if session is not None:
             session.require_open()
             session.require_version(self._completer.engine.version)
-        place.widen(len(prepared.choices))
+        slot.grow(len(prepared.choices))
         mode = session.row.mode if session is not None else None
-        prepared = self._seeded(prepared, session)
+        prepared = self._with_seeds(prepared, session)
         timer = self.stats.begin(prepared, mode)
-        call = Call(Head.of(prepared), session, mark, stream=stream, on_left=self._left)
+        call = Call(
+            Head.of(prepared), session, mark, stream=stream, on_client_left=self._on_client_left
+        )
         self._running.add(call)
         if session is not None:
             session.calls.add(call)
             session.touch()
         call.task = asyncio.create_task(call.run(prepared, self._completer, self._sessions, timer))
-        place.hold()
+        slot.share()
 
-        def ended(_: asyncio.Task[None]) -> None:
-            self._ended(call, timer)
-            self._quotas.tokens(tenant, call.cost)
-            place.leave()
+        def on_done(_: asyncio.Task[None]) -> None:
+            self._on_task_done(call, timer)
+            self._quotas.charge_tokens(tenant, call.cost)
+            slot.release()
 
-        call.task.add_done_callback(ended)
+        call.task.add_done_callback(on_done)
         return call.listen()
 
-    def recorded(
+    def resume_recorded(
         self,
         completion_id: str,
         choices: Sequence[Interaction],
@@ -112,7 +111,7 @@ class CallManager:
         mark: RequestMark,
         again: ChatCall,
     ) -> Listener:
-        """Take up a call of an earlier process, whose answer may have reached nobody."""
+        """Answer a retry from an earlier process's record, which may have reached no client."""
         tree, first = session.tree, choices[0]
         prompt_tokens = sum(len(tree.prompt_ids(i.id)) for i in choices[:: again.n])
         answers = [self._completer.said_again(again, tree, i.id) for i in choices]
@@ -122,15 +121,15 @@ class CallManager:
             session,
             mark,
             stream=again.stream,
-            on_left=self._left,
+            on_client_left=self._on_client_left,
             recorded=dict(enumerate(choices)),
             answers=dict(enumerate(answers)),
         )
         session.calls.add(call)
         return call.listen()
 
-    def _seeded(self, prepared: Prepared, session: RecordedSession | None) -> Prepared:
-        """With a seed for each choice, if the run has seeds: no two are the same."""
+    def _with_seeds(self, prepared: Prepared, session: RecordedSession | None) -> Prepared:
+        """Give each choice a seed of its own, if the run is deterministic."""
         if session is None:
             return prepared
         seed_of, number = self._sessions.names.sampling_seed, len(session.tree)
@@ -148,69 +147,69 @@ class CallManager:
             choices.append(replace(choice, gconfig=choice.gconfig.new(seed=seed)))
         return replace(prepared, choices=tuple(choices), gconfig=choices[0].gconfig)
 
-    def _ended(self, call: Call, timer: CallTimer) -> None:
+    def _on_task_done(self, call: Call, timer: CallTimer) -> None:
         self._running.discard(call)
         timer.ended("aborted")
-        call.ended()
+        call.on_task_done()
         if call.failed and call.vacant:
-            # A client that is there releases it.
+            # A client that is connected releases the call itself.
             call.closed = True
             if call.recorded:
-                self._later(self._let_go(call))
+                self._spawn(self._finish_undelivered(call))
             else:
                 call.close()
 
-    def _left(self, call: Call) -> None:
+    def _on_client_left(self, call: Call) -> None:
         """End the call, or let it wait for a retry."""
-        if call.mark is None or call.failed or len(self._waiting) >= _MAX_VACANT:
+        if call.mark is None or call.failed or len(self._tasks) >= _MAX_VACANT:
             call.closed = True
             call.abort("the client left")
             return
-        call.expiry = self._later(self._expire(call))
+        call.expiry = self._spawn(self._expire(call))
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+    def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(work)
-        self._waiting.add(task)
-        task.add_done_callback(self._waiting.discard)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
         return task
 
     async def _expire(self, call: Call) -> None:
         await asyncio.sleep(self._retry_grace)
-        # Nobody can take it up any more, and cancel this.
+        # From here on no retry can join the call and cancel this task.
         call.closed = True
-        await self._let_go(call)
+        await self._finish_undelivered(call)
 
     async def release(self, listener: Listener) -> None:
-        """The caller is done with a call. A choice that reached nobody is never trained on.
+        """End a client's part in a call. A choice that reached no client is never trained on.
 
-        Until somebody has it the call stays with its session, so that a finalize knows of it.
+        An undelivered call stays with its session, so that a finalize knows of it.
         """
         try:
             await self._release(listener)
         finally:
-            if listener.place is not None:
-                listener.place.leave()
+            if listener.slot is not None:
+                listener.slot.release()
 
     async def _release(self, listener: Listener) -> None:
         call = listener.call
         if listener.delivered:
-            self._note_heard(call)
+            self._record_delivery(call)
             call.close()
         elif call.failed:
-            await self._let_go(call)
+            await self._finish_undelivered(call)
         else:
-            listener.leave()
+            listener.disconnect()
             if call.abandoned:
-                await self._let_go(call)
+                await self._finish_undelivered(call)
 
-    async def _let_go(self, call: Call) -> None:
+    async def _finish_undelivered(self, call: Call) -> None:
         """End a call that no client waits for any more."""
         call.abort("the client left")
         if call.task is not None:
             await asyncio.wait([call.task])
         session = call.session
         try:
-            self._note_heard(call)
+            self._record_delivery(call)
             if session is not None:
                 for interaction in call.undelivered:
                     await self._mark_undelivered(call, session, interaction)
@@ -224,17 +223,17 @@ class CallManager:
             await self._sessions.mark_undelivered(session, interaction)
         except AnyAgentError as error:
             log.error("could not mark %s undelivered yet: %s", interaction.id, error.message)
-            # The session's end marks it, unless a retry takes it up.
+            # The session's end marks it, unless a retry fetches it first.
             session.unconfirmed[interaction.id] = call.mark or UNMARKED
 
-    def _note_heard(self, call: Call) -> None:
-        for index in sorted(call.heard & call.recorded.keys()):
-            self._sessions.deliveries.delivered(call.recorded[index].id)
+    def _record_delivery(self, call: Call) -> None:
+        for index in sorted(call.sent & call.recorded.keys()):
+            self._sessions.deliveries.mark_delivered(call.recorded[index].id)
 
     async def close(self) -> None:
         """Abort every call."""
-        for waiting in tuple(self._waiting):
-            waiting.cancel()
+        for task in tuple(self._tasks):
+            task.cancel()
         for call in tuple(self._running):
             call.abort("the service is stopping")
         tasks = [call.task for call in self._running if call.task is not None]
@@ -243,7 +242,7 @@ class CallManager:
 
 
 class LoopTurns:
-    """Lets one go on in each round of the event loop, so that others' events go between.
+    """A queue that lets one task go on in each round of the event loop, other events in between.
 
     A hundred calls that arrive together would otherwise stop every stream until the prompts of
     all of them are rendered.
@@ -251,25 +250,25 @@ class LoopTurns:
 
     def __init__(self) -> None:
         self._waiting: deque[asyncio.Future[None]] = deque()
-        self._taken = False
+        self._round_taken = False
 
-    async def next(self) -> None:
-        """Return when this round is the caller's: in the order of asking."""
+    async def wait(self) -> None:
+        """Wait until this round is the caller's, in the order of the calls."""
         loop = asyncio.get_running_loop()
-        if self._taken:
+        if self._round_taken:
             turn: asyncio.Future[None] = loop.create_future()
             self._waiting.append(turn)
             await turn
             return
-        self._taken = True
-        loop.call_soon(self._pass_on)
+        self._round_taken = True
+        loop.call_soon(self._start_next)
 
-    def _pass_on(self) -> None:
+    def _start_next(self) -> None:
         while self._waiting:
             turn = self._waiting.popleft()
-            # Not of one that was cancelled meanwhile.
+            # Skip a task that was cancelled while it waited.
             if not turn.done():
                 turn.set_result(None)
-                asyncio.get_running_loop().call_soon(self._pass_on)
+                asyncio.get_running_loop().call_soon(self._start_next)
                 return
-        self._taken = False
+        self._round_taken = False

@@ -1,7 +1,7 @@
-"""Retries that an SDK marks: the answer to the call that they repeat, instead of a second sample.
+"""Retries that an SDK marks: each gets the answer to the call that it repeats, not a new sample.
 
 Stainless SDKs (OpenAI's, Anthropic's) count in ``x-stainless-retry-count``, 0 at the first try. A
-retry takes up the oldest call of its session with the same body and a lower count whose client is
+retry joins the oldest call of its session with the same body and a lower count whose client is
 gone; identical bodies that are no retries are so many samples.
 """
 
@@ -26,35 +26,35 @@ from proxy_ext.sessions.session import RecordedSession
 
 HEADER = "x-stainless-retry-count"
 NEWS_SECONDS = 2.0
-"""How long a retry waits for the news that the client of the call that it repeats has left."""
+"""Longest wait of a retry until the client of the call that it repeats is known to have left."""
 _COUNT = re.compile(r"[0-9]{1,4}")
 
 
 def retry_mark(request: Request, body: bytes) -> RequestMark | None:
-    """How the request is known when it comes again; None if its SDK does not mark retries."""
+    """Return what identifies a retry of the request; None if its SDK does not mark retries."""
     count = request.headers.get(HEADER, "")
     if not _COUNT.fullmatch(count):
         return None
-    # The same body asks another API for something else.
+    # The same body means something else to another API.
     hash = hashlib.blake2b(route_of(request).encode() + b"\0", digest_size=16)
     hash.update(body)
     return RequestMark(hash.digest(), int(count))
 
 
 def route_of(request: Request) -> str:
-    """A request's path, whichever way it is written."""
+    """Return a request's path without the optional `/v1`."""
     return str(request.scope["path"]).removeprefix("/v1")
 
 
 async def join_retried_call(
     calls: CallManager, session: RecordedSession, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
-    """The earlier call that a retry repeats, heard from its beginning; None if there is none."""
+    """Return a client of the earlier call that a retry repeats; None if there is none."""
     deadline = time.monotonic() + NEWS_SECONDS
     news = asyncio.Event()
     while True:
         session.require_open()
-        if (before := _before_the_restart(calls, session, mark, again)) is not None:
+        if (before := _resume_recorded(calls, session, mark, again)) is not None:
             calls.stats.retries["recovered"] += 1
             return before
         earlier = sorted(
@@ -69,30 +69,30 @@ async def join_retried_call(
         if not earlier or remaining <= 0:
             calls.stats.retries["new"] += 1
             return None
-        await _told(news, earlier, remaining)
+        await _wait_for_client(news, earlier, remaining)
 
 
-async def session_of(
+async def find_retried_session(
     sessions: Callable[[], Sequence[RecordedSession]], mark: RequestMark
 ) -> RecordedSession | None:
-    """The session, of several, that has the call which a retry repeats and whose client is gone.
+    """Return the session, of several, with a call that the retry repeats and whose client is gone.
 
-    None if none of them has such a call. As long as it may just have been left, it is waited for.
+    None if no session has such a call. A call whose client may just be leaving is waited for.
     """
     deadline = time.monotonic() + NEWS_SECONDS
     news = asyncio.Event()
     while True:
-        having: list[Call] = []
+        repeated: list[Call] = []
         for session in sessions():
             earlier = [c for c in calls_of(session) if _repeats(mark, c) and not c.failed]
             recorded = (e for e in session.unconfirmed.values() if _is_later(mark, e))
             if any(c.vacant for c in earlier) or any(recorded):
                 return session
-            having += earlier
+            repeated += earlier
         remaining = deadline - time.monotonic()
-        if not having or remaining <= 0:
+        if not repeated or remaining <= 0:
             return None
-        await _told(news, having, remaining)
+        await _wait_for_client(news, repeated, remaining)
 
 
 def _repeats(mark: RequestMark, call: Call) -> bool:
@@ -103,10 +103,10 @@ def _is_later(mark: RequestMark, earlier: RequestMark) -> bool:
     return mark.hash == earlier.hash and mark.retry_count > earlier.retry_count
 
 
-def _before_the_restart(
+def _resume_recorded(
     calls: CallManager, session: RecordedSession, mark: RequestMark, again: ChatCall
 ) -> Listener | None:
-    """The oldest answer of an earlier process that the retry asks for again: all of its choices,
+    """Resume the oldest answer of an earlier process that the retry repeats: all of its choices,
     or none."""
     for id, earlier in session.unconfirmed.items():
         if not _is_later(mark, earlier):
@@ -114,21 +114,21 @@ def _before_the_restart(
         completion = completion_of(id) or id
         ids = choice_ids(completion, again.n * max(1, len(again.prompts)))
         choices = [session.tree[each] for each in ids if each in session.tree]
-        if len(choices) == len(ids) and not any(_is_over(session, choice) for choice in choices):
-            taken_up = calls.recorded(completion, choices, session, mark, again)
+        if len(choices) == len(ids) and not any(_is_settled(session, choice) for choice in choices):
+            listener = calls.resume_recorded(completion, choices, session, mark, again)
             for each in ids:
                 session.unconfirmed.pop(each, None)
-            return taken_up
+            return listener
     return None
 
 
-def _is_over(session: RecordedSession, interaction: Interaction) -> bool:
-    """Whether nobody can want it again: it was used, or given up."""
+def _is_settled(session: RecordedSession, interaction: Interaction) -> bool:
+    """Return whether no retry can need the answer: it was used, or given up as undelivered."""
     return interaction.untrainable_reason == UNDELIVERED or was_used(session, interaction)
 
 
-async def _told(news: asyncio.Event, calls: list[Call], seconds: float) -> None:
-    """Wait until one of the calls has lost its client, or answered it."""
+async def _wait_for_client(news: asyncio.Event, calls: list[Call], seconds: float) -> None:
+    """Wait until one of the calls has lost its client or answered it, or the time is over."""
     news.clear()
     for call in calls:
         call.watchers.add(news)

@@ -1,4 +1,4 @@
-"""What became of the rank's model calls since the process began; a few additions per call."""
+"""Counters over a rank's model calls since its process began: a few additions per call."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from any_agent.completions.untrainable import OTHER, code_of
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import Continuation, SessionMode
 
-Outcome: TypeAlias = Literal["completed", "aborted", "failed"]
-Retried: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
+CallOutcome: TypeAlias = Literal["completed", "aborted", "failed"]
+RetryOutcome: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
 
 NO_SESSION = "none"
-"""The mode of calls without a session: inference, once training is over."""
+"""The mode label of calls without a session: inference, once training is over."""
 FIRST = "first"
-"""How the first call of a session continues what was recorded."""
+"""The continuation label of a session's first call."""
 _MAX_NAMES = 32
 CALL_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)
 
 
 class CallStats:
-    """Tallies over calls, by the mode of their sessions where that matters."""
+    """Counters over calls, by the mode of their sessions where that matters."""
 
     def __init__(self) -> None:
-        self.ended: Counter[tuple[str, Outcome]] = Counter()
+        self.ended: Counter[tuple[str, CallOutcome]] = Counter()
         self.seconds = Histogram(CALL_BOUNDS)
-        """From the engine's being asked until the answer is durable, of completed calls."""
+        """Seconds from the engine request until the answer is durable, of completed calls."""
         self.first_token_seconds = Histogram(FIRST_TOKEN_BOUNDS)
-        """From the engine's being asked until its first tokens, of streamed calls."""
+        """Seconds from the engine request until its first tokens, of streamed calls."""
         self.interactions: Counter[tuple[str, str]] = Counter()
-        """By mode and by how the prompt continued what was recorded."""
+        """Interactions by mode and by how the prompt continued the session's record."""
         self.branches: Counter[str] = Counter()
         """Calls that could not continue their parent exactly, by reason."""
         self.untrainable: Counter[str] = Counter()
@@ -43,36 +43,36 @@ class CallStats:
         self.overrides: Counter[str] = Counter()
         """Calls in which the run's sampling replaced the agent's, by parameter."""
         self.ignored: Counter[str] = Counter()
-        """Calls with a parameter that nobody here knows, by its name. Only so many names are told
-        apart: they are clients' own words."""
-        self.retries: Counter[Retried] = Counter()
-        """Marked retries, by what they got."""
+        """Calls with an unknown parameter, by its name. Clients choose these names, so only the
+        first ones are counted apart."""
+        self.retries: Counter[RetryOutcome] = Counter()
+        """Marked retries, by their outcome."""
 
     def begin(self, prepared: Prepared, mode: str | None) -> CallTimer:
         return CallTimer(self, prepared, mode or NO_SESSION)
 
 
 class CallTimer:
-    """One call's clock and its place in the tallies."""
+    """The clock of one call, which adds it to the counters."""
 
-    __slots__ = ("_began", "_ended", "_mode", "_prepared", "_stats", "_tokens_came")
+    __slots__ = ("_began", "_ended", "_mode", "_prepared", "_stats", "_tokens_arrived")
 
     def __init__(self, stats: CallStats, prepared: Prepared, mode: str) -> None:
         self._stats = stats
         self._prepared = prepared
         self._mode = mode
-        self._tokens_came = False
+        self._tokens_arrived = False
         self._ended = False
         self._began = time.perf_counter()
 
-    def tokens(self) -> None:
-        """Some tokens of a stream came."""
-        if not self._tokens_came:
-            self._tokens_came = True
+    def tokens_arrived(self) -> None:
+        """Observe the time to the first tokens of a stream."""
+        if not self._tokens_arrived:
+            self._tokens_arrived = True
             self._stats.first_token_seconds.observe(time.perf_counter() - self._began)
 
     def completed(self) -> None:
-        """All of its choices are durable."""
+        """Count a call whose choices are all durable."""
         stats = self._stats
         self.ended("completed")
         stats.seconds.observe(time.perf_counter() - self._began)
@@ -84,8 +84,8 @@ class CallTimer:
             stats.ignored[name if known else OTHER] += 1
 
     def recorded(self, completion: Completion, *, earlier: int | None) -> None:
-        """A choice is durable; ``earlier``: interactions that its session had before the call, None
-        without a session."""
+        """Count a durable choice; ``earlier``: interactions that its session had before the call,
+        None without a session."""
         stats, mode, interaction = self._stats, self._mode, completion.interaction
         stats.output_tokens[mode] += len(interaction.output_ids)
         if earlier is None:
@@ -99,8 +99,8 @@ class CallTimer:
             how = FIRST
         stats.interactions[mode, how] += 1
 
-    def ended(self, outcome: Outcome) -> None:
-        """How it ended; only the first word counts."""
+    def ended(self, outcome: CallOutcome) -> None:
+        """Count the call's end; later outcomes of the same call are ignored."""
         if not self._ended:
             self._ended = True
             self._stats.ended[self._mode, outcome] += 1

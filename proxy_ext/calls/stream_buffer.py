@@ -1,4 +1,4 @@
-"""What a stream has produced, for a client that comes later: its parts, in their order."""
+"""The output of a stream so far, kept for a client that joins later: its parts in order."""
 
 from __future__ import annotations
 
@@ -10,15 +10,14 @@ from any_agent.completions import Delta, PackedTopLogprobs, top_logprobs_of
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.types import Interaction
 
-_STEPS = 64
-"""So many are put together at once: each takes more than its text."""
+_MAX_STEPS = 64  # deltas kept apart before they are joined: each takes more than its text
 
 
 class StreamBuffer:
-    """Of one choice; a client that joins gets one delta for each of its parts.
+    """The buffer of one choice; a client that joins gets one delta for each part.
 
-    Nearly every stream of an SDK keeps one to its end, so it is kept small: steps are put together
-    some at a time, and numbers are packed.
+    Nearly every stream of an SDK has one to its end, so it is kept small: deltas are joined some at
+    a time, and numbers are packed.
     """
 
     def __init__(self, index: int) -> None:
@@ -26,14 +25,14 @@ class StreamBuffer:
         self.clear()
 
     def clear(self) -> None:
-        """It is recorded, and replayed from there."""
+        """Drop everything: the answer is recorded, and replayed from there."""
         self._steps: list[MessageDelta] = []
-        """Of one part: the last one's, those that are not put together yet."""
+        """Deltas of the last part that are not joined yet."""
         self._part: str | int | None = None
         self._end = 0
-        """How many tokens there were at the last step."""
+        """Number of tokens at the last delta."""
         self._joined: list[tuple[str | int | None, MessageDelta, int]] = []
-        """A part, some of its steps, and how many tokens there were at their end."""
+        """A part, some joined deltas of it, and the number of tokens at their end."""
         self._ids = array("i")
         self._logprobs = array("d")
         self._top: PackedTopLogprobs | None = None
@@ -51,14 +50,14 @@ class StreamBuffer:
         part = _part_of(item.message)
         if part is None:
             return
-        if part != self._part or len(self._steps) == _STEPS:
+        if part != self._part or len(self._steps) == _MAX_STEPS:
             self._join()
         self._part = part
         self._steps.append(item.message)
         self._end = len(self._ids)
 
     def deltas(self) -> list[Delta]:
-        """Each with the tokens up to its end; last those that have not come to anything yet."""
+        """Return the parts, each with the tokens up to its end; last, tokens without text."""
         self._join()
         ids, logprobs = self._ids.tolist(), self._logprobs.tolist()
         top = self._top.rows() if self._top is not None else None
@@ -80,8 +79,8 @@ class StreamBuffer:
             self._steps.clear()
 
 
-def whole(interaction: Interaction, index: int) -> list[Delta]:
-    """All of a recorded answer, part by part; its tokens come with the first."""
+def recorded_deltas(interaction: Interaction, index: int) -> list[Delta]:
+    """Return a recorded answer part by part; all of its tokens come with the first."""
     parts = parts_of(interaction)
     calls = 0
     messages: list[MessageDelta] = []
@@ -100,7 +99,7 @@ def whole(interaction: Interaction, index: int) -> list[Delta]:
 
 
 def _part_of(step: MessageDelta) -> str | int | None:
-    """What tells one part from the next: the kind of a text, the number of a call."""
+    """Return what identifies a delta's part: the kind of a text, or the index of a tool call."""
     if step.tool_calls:
         number: int = step.tool_calls[-1]["index"]
         return number

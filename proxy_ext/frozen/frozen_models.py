@@ -235,7 +235,7 @@ class FrozenModels:
         stats.output_tokens[asked.model] += output
         stats.unpriced[asked.model] += cost is None
         stats.usd[asked.model] = stats.usd.get(asked.model, 0.0) + (cost or 0.0)
-        self._quotas.tokens(call.tenant, prompt + output)
+        self._quotas.charge_tokens(call.tenant, prompt + output)
         written = await self.spending.add(call.session, call.tenant, cost)
         if call.session is None:
             await self._sessions.deliveries.commit(*written)

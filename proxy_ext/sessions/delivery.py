@@ -41,7 +41,7 @@ class DeliveryTracker:
         self._unwritten: list[str] = []
         self._writing: asyncio.Task[None] | None = None
 
-    def delivered(self, interaction_id: str) -> None:
+    def mark_delivered(self, interaction_id: str) -> None:
         """Its client has the answer."""
         self._unwritten.append(interaction_id)
         if self._writing is None or self._writing.done():

@@ -105,7 +105,7 @@ class TenantQuotas:
         self.refused: Counter[str] = Counter()
         """Requests refused, by the quota's name."""
 
-    def request(self, tenant: str | None) -> None:
+    def charge_request(self, tenant: str | None) -> None:
         """Count one request of a tenant; TooManyRequests (`quota_exceeded`) beyond its quota.
 
         ``tenant`` None is the operator, who has no quotas.
@@ -132,7 +132,7 @@ class TenantQuotas:
             # A token of its own is what lets the next call in.
             raise self._exceeded("tokens_per_second", tenant, limit, bucket.wait(1.0, now))
 
-    def tokens(self, tenant: str | None, number: int) -> None:
+    def charge_tokens(self, tenant: str | None, number: int) -> None:
         """Charge the tokens of a call that has ended, prompt and output."""
         if tenant is None:
             return

@@ -148,7 +148,7 @@ async def test_tokens_of_a_tenant(start: Start, stream: bool) -> None:
     alice = tenants.key("alice", tokens_per_second=1)
     key = (await tenants.open(alice)).json()["api_key"]
     assert (await proxy.call(key, stream=stream)).status_code == 200
-    await until(lambda: proxy.service.calls.places.taken == 0)
+    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
     quotas = proxy.service.quotas
     (bucket,) = (b for (quota, _), b in quotas._buckets.items() if quota == "tokens_per_second")
     (session,) = proxy.service.sessions.live.values()

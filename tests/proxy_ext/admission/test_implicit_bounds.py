@@ -89,7 +89,7 @@ async def test_as_many_as_may_be_open(start: Start) -> None:
 async def test_without_a_slot_it_waits_and_holds_no_place(start: Start) -> None:
     proxy = await start(*settings("sessions.implicit_wait=0.01"))
     turned_away(await proxy.call(KEY, ONE), 429, "no_capacity")
-    assert not proxy.service.sessions.live and proxy.service.calls.places.taken == 0
+    assert not proxy.service.sessions.live and proxy.service.calls.concurrency.in_use == 0
     await proxy.admit(1)
     await says(proxy, ONE)
 
@@ -99,7 +99,7 @@ async def test_one_that_leaves_while_it_waits_opens_nothing(start: Start) -> Non
     asked = asyncio.create_task(proxy.call(KEY, ONE))
     waiting = proxy.service.sessions.admission
     await until(lambda: waiting.waiting)
-    assert proxy.service.calls.places.taken == 0
+    assert proxy.service.calls.concurrency.in_use == 0
     asked.cancel()
     await until(lambda: not waiting.waiting)
     await proxy.admit(5)

@@ -174,7 +174,7 @@ async def test_one_that_fails_fails_the_call(
     await until(lambda: not engine.running, "the other one is aborted")
     assert await proxy.recorded(session["session_id"]) == []
     await until(lambda: len(proxy.service.calls) == 0)
-    assert proxy.service.calls.places.taken == 0
+    assert proxy.service.calls.concurrency.in_use == 0
     assert proxy.service.calls.stats.ended["train", "failed"] == 1
 
 
@@ -227,11 +227,11 @@ async def test_each_choice_takes_a_place(start: Start, engine: ScriptedEngine) -
     asked = asyncio.create_task(proxy.call(key, n=3))
     await until(lambda: len(engine.running) == 3)
     refusal(await proxy.call(key, n=2), 429, "too_many_calls", "under way")
-    assert proxy.service.calls.places.taken == 3
+    assert proxy.service.calls.concurrency.in_use == 3
     for hold in holds:
         hold.set()
     assert (await asked).status_code == 200
-    await until(lambda: proxy.service.calls.places.taken == 0)
+    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
     assert engine.most_running == 3
 
 

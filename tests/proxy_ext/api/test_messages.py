@@ -374,9 +374,9 @@ async def test_a_long_count_is_read_off_the_loop(
 
 
 async def test_counts_take_turns_with_calls(proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
-    turns = proxy.service.calls.turns
+    turns = proxy.service.calls.render_turns
     done: list[str] = []
-    next_turn = turns.next
+    next_turn = turns.wait
 
     async def noted_turn() -> None:
         await next_turn()
@@ -386,7 +386,7 @@ async def test_counts_take_turns_with_calls(proxy: Proxy, monkeypatch: pytest.Mo
         done.append("count")
         return await count_tokens(*args)
 
-    monkeypatch.setattr(turns, "next", noted_turn)
+    monkeypatch.setattr(turns, "wait", noted_turn)
     monkeypatch.setattr(wire, "count_tokens", noted_count)
     key = (await proxy.open())["api_key"]
     for _ in range(2):

@@ -18,16 +18,16 @@ async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> 
     chat = parse_chat({"messages": HELLO}, mode=SessionMode.EVAL, sampling=sampling, model="m")
     opened = await proxy.open()
     session = service.sessions.live[opened["session_id"]]
-    prepared, place = service.completer.prepare(chat, None), service.calls.enter()
-    listener = service.calls.start(prepared, session, stream=False, place=place)
+    prepared, place = service.completer.prepare(chat, None), service.calls.acquire_slot()
+    listener = service.calls.start(prepared, session, stream=False, slot=place)
     # A finalize that was scheduled in the same moment: the call's task has not run at all.
     listener.call.abort("the session was ended")
     async with asyncio.timeout(60):
         with pytest.raises(SessionClosed, match="the session was ended"):
             await listener.next()
-    listener.place = place
+    listener.slot = place
     await service.calls.release(listener)
     assert len(service.calls) == 0
-    assert service.calls.places.taken == 0
+    assert service.calls.concurrency.in_use == 0
     assert service.calls.stats.ended["train", "aborted"] == 1
     assert not session.calls

@@ -46,13 +46,13 @@ async def test_calls_are_bounded_by_what_the_engine_samples_at_once(
     small = ScriptedEngine(decode=engine.decode, slots=2)
     async with small.serve() as url:
         proxy = await start("rollout.max_concurrent=3", engine_url=url)
-        assert proxy.service.calls.places.limit == 4
+        assert proxy.service.calls.concurrency.limit == 4
         keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(5)]
         async with held_calls(proxy, small, keys[:4]) as calls:
             turned_away(await proxy.call(keys[4]), 429, "too_many_calls")
             assert small.most_running == 4
         assert [call.result().status_code for call in calls] == [200] * 4
-        await until(lambda: proxy.service.calls.places.taken == 0)
+        await until(lambda: proxy.service.calls.concurrency.in_use == 0)
         await proxy.complete(keys[4])
         shown = (await proxy.http.get("/metrics")).text
         assert 'any_agent_calls_limit{rank="0"} 4' in shown
@@ -73,14 +73,14 @@ async def test_how_many_calls_are_taken(
     start: Start, engine: ScriptedEngine, slots: int | None, settings: tuple[str, ...], limit: int
 ) -> None:
     engine.slots = slots
-    assert (await start(*settings)).service.calls.places.limit == limit
+    assert (await start(*settings)).service.calls.concurrency.limit == limit
 
 
 async def test_every_way_out_of_a_call_gives_its_place_back(
     start: Start, engine: ScriptedEngine
 ) -> None:
     proxy = await start("server.max_inflight_calls=2", "server.retry_grace=0.1")
-    places = proxy.service.calls.places
+    places = proxy.service.calls.concurrency
     key = (await proxy.open(mode="eval"))["api_key"]
     await proxy.complete(key)
     await proxy.stream(key)
@@ -89,7 +89,7 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
     assert (await proxy.post("/v1/chat/completions", b"no json", key)).status_code == 400
     engine.fail("status")
     assert (await proxy.call(key)).status_code == 503
-    await until(lambda: places.taken == 0)
+    await until(lambda: places.in_use == 0)
     for marked in ({}, {"x-stainless-retry-count": "0"}):
         for stream in (False, True):
             # Its client leaves. One whose SDK marks retries has a while to come again.
@@ -105,13 +105,13 @@ async def test_every_way_out_of_a_call_gives_its_place_back(
                     timeout=httpx.Timeout(60, read=0.3),
                 ) as response:
                     await response.aread()
-            await until(lambda: places.taken == 0)
+            await until(lambda: places.in_use == 0)
             event.set()
     first = await proxy.open(mode="eval")
     async with held_calls(proxy, engine, [first["api_key"]]):
-        assert places.taken == 1
+        assert places.in_use == 1
         await proxy.post("/rl/v1/finalize", {}, first["api_key"])
-        await until(lambda: places.taken == 0)
+        await until(lambda: places.in_use == 0)
 
 
 async def test_a_refused_call_costs_nothing(start: Start, engine: ScriptedEngine) -> None:
@@ -193,7 +193,7 @@ async def test_a_store_that_takes_nothing(
     turned_away(await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key), status, code)
     path = f"/rl/v1/sessions/{session['session_id']}"
     turned_away(await proxy.post(f"{path}/abort", {}, key), status, code)
-    await until(lambda: proxy.service.calls.places.taken == 0)
+    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
     monkeypatch.undo()
     await proxy.complete(key)
     assert (await proxy.capacity())["reserved"] == 0, "the slot was given back"

@@ -25,7 +25,7 @@ class Lab:
         for number in range(most):
             try:
                 self.quotas.require_tokens("alice")
-                self.quotas.request("alice")
+                self.quotas.charge_request("alice")
             except TooManyRequests:
                 return number
         return most
@@ -45,20 +45,20 @@ def test_the_wait_is_what_the_bucket_needs() -> None:
     lab = Lab(requests_per_second=1)
     assert lab.allowed() == 5
     with pytest.raises(TooManyRequests) as refused:
-        lab.quotas.request("alice")
+        lab.quotas.charge_request("alice")
     error = refused.value
     assert error.code == "quota_exceeded"
     assert error.details == {"quota": "requests_per_second"}
     assert "quota requests_per_second (1); wait" in error.message, "of ranks only if several share"
     assert error.headers()["Retry-After"] == "1"
     lab.now += error.retry_after or 0
-    lab.quotas.request("alice")
+    lab.quotas.charge_request("alice")
 
 
 def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
     lab = Lab(tokens_per_second=100)
     lab.quotas.require_tokens("alice")
-    lab.quotas.tokens("alice", 2500)
+    lab.quotas.charge_tokens("alice", 2500)
     with pytest.raises(TooManyRequests) as refused:
         lab.quotas.require_tokens("alice")
     # 500 were there, 2,000 are owed: 20 seconds, and one token for the next call.
@@ -70,20 +70,20 @@ def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
 
 def test_waits_are_bounded_and_never_zero() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1000)
-    lab.quotas.tokens("alice", 10**9)
+    lab.quotas.charge_tokens("alice", 10**9)
     with pytest.raises(TooManyRequests) as owing:
         lab.quotas.require_tokens("alice")
     assert owing.value.headers()["Retry-After"] == "60"
     for _ in range(5000):
-        lab.quotas.request("alice")
+        lab.quotas.charge_request("alice")
     with pytest.raises(TooManyRequests) as brief:
-        lab.quotas.request("alice")
+        lab.quotas.charge_request("alice")
     assert brief.value.headers()["Retry-After"] == "1"
 
 
 def test_a_call_that_is_refused_for_its_tokens_costs_no_request() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1)
-    lab.quotas.tokens("alice", 6)
+    lab.quotas.charge_tokens("alice", 6)
     assert lab.allowed() == 0
     lab.now += 2.1
     assert lab.allowed() == 5
@@ -113,11 +113,11 @@ def test_nobody_else_is_held_up() -> None:
     lab = Lab(open_sessions=1, requests_per_second=1, tokens_per_second=1)
     lab.limits["bob"] = lab.limits["alice"]
     lab.quotas.begin_open("alice")
-    lab.quotas.tokens("alice", 10**6)
+    lab.quotas.charge_tokens("alice", 10**6)
     assert lab.allowed() == 0
     lab.quotas.begin_open("bob")
     lab.quotas.require_tokens("bob")
-    lab.quotas.tokens(None, 10**6)
+    lab.quotas.charge_tokens(None, 10**6)
     for _ in range(100):
         lab.quotas.require_tokens(None)
         lab.quotas.begin_open(None)
@@ -145,7 +145,7 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
         clock=lambda: now,
     )
     for number in range(100):
-        quotas.request(f"t{number}")
+        quotas.charge_request(f"t{number}")
         now += 1.0
         assert len(quotas._buckets) <= 8
     for number in range(5):
