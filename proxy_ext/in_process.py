@@ -203,7 +203,7 @@ class Completions(Mapping[str, CompletionWithTokenLogpReward]):
 
     @property
     def _tree(self) -> Any:
-        if not self._session.warm:
+        if not self._session.loaded:
             raise ServiceUnavailable(
                 f"the completions of session {self._session.id} are in the journal alone: "
                 "await app.load(session_id) first"

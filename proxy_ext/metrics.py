@@ -11,7 +11,7 @@ from any_agent.loop_lag import LOOP_LAG
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import Exposition, Metric, Reading, Values
 from any_agent.types import Continuation, SessionMode, SessionState
-from proxy_ext.admission.implicit_session import How
+from proxy_ext.admission.implicit_session import JoinKind
 from proxy_ext.calls.stats import FIRST, NO_SESSION, CallOutcome, RetryOutcome
 from proxy_ext.frozen.spend_caps import CAPS
 from proxy_ext.frozen.stats import OUTCOMES
@@ -323,7 +323,7 @@ def _read(service: RankService) -> Iterable[Reading]:
     yield JOURNAL_COMMIT_SECONDS, service.journal.stats.commit_seconds
     yield JOURNAL_BYTES, service.journal.size()
     yield TREE_BYTES, service.sessions.trees.bytes
-    yield TREE_READS, service.sessions.trees.read
+    yield TREE_READS, service.sessions.trees.reads
     yield ARCHIVED, service.archive.sessions
     yield ARCHIVE_BYTES, service.archive.bytes
     yield JOURNAL_FULL, int(service.journal.stats.full)
@@ -348,8 +348,8 @@ def _sessions(service: RankService) -> Iterable[Reading]:
     yield REWARDS, _by_one(service.rewards.given, ("completion", "final"))
     yield LATE_REWARDS, _by_one(service.late.outcomes, get_args(LateOutcome))
     yield GRADING, service.late.grading
-    yield IMPLICIT_CALLS, _by_one(service.implicit.calls, get_args(How))
-    yield IMPLICIT_OPEN, len(service.sessions.implicit)
+    yield IMPLICIT_CALLS, _by_one(service.implicit.calls, get_args(JoinKind))
+    yield IMPLICIT_OPEN, len(service.sessions.conversations)
     yield IMPLICIT_ENDED, service.expiry.implicit_ended
 
 

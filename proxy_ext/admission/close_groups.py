@@ -1,4 +1,4 @@
-"""The end of groups' time: those with enough finalized sessions are handed out, others rejected."""
+"""The deadlines of groups: each is handed out, or rejected with too few finalized sessions."""
 
 from __future__ import annotations
 
@@ -16,36 +16,38 @@ from proxy_ext.sessions.state_machine import Event
 log = logging.getLogger(__name__)
 
 TOO_SMALL = "group_too_small"
-"""Why sessions were rejected whose group had too few of them."""
+"""The reason of sessions rejected because their group had too few of them."""
 
 
 async def close_groups(sessions: SessionStore, expiry: SessionExpirer) -> None:
     """Close the groups whose time is over, and reject the sessions of those that are too small.
 
-    What the store refuses is tried again the next time.
+    After a failure of the store the next call tries again.
     """
     now = time.monotonic()
     for group in sessions.groups.all():
         try:
             if group.begun and group.deadline <= now:
-                await _end(sessions, expiry, group)
+                await _close(sessions, expiry, group)
             if group.too_small:
                 await _reject(sessions, group)
         except AnyAgentError as error:
             log.warning("could not close group %s yet: %s", group.id, error.message)
 
 
-async def _end(sessions: SessionStore, expiry: SessionExpirer, group: Group) -> None:
-    """Nobody joins any more; members that are open expire. One that awaits its reward has a
-    deadline of its own, and the group waits for it."""
-    if not group.over:
+async def _close(sessions: SessionStore, expiry: SessionExpirer, group: Group) -> None:
+    """Let no member join any more, and expire the open ones.
+
+    A member that awaits its reward has its own deadline, and the group waits for it.
+    """
+    if not group.expired:
         free = group.room
-        group.over = True
-        # After it, so that nobody who is let in by this finds the group still open.
+        group.expired = True
+        # Released after the group is closed, so that no open admitted by this can join it.
         sessions.admission.release(free)
         await sessions.group_changed(group)
-    working = [id for id, state in group.members.items() if state is SessionState.OPEN]
-    found = (sessions.live.get(id) for id in working)
+    open_ids = [id for id, state in group.members.items() if state is SessionState.OPEN]
+    found = (sessions.live.get(id) for id in open_ids)
     await asyncio.gather(
         *(expiry.end(member, "its group's time ran out") for member in found if member is not None)
     )
@@ -58,11 +60,10 @@ async def _reject(sessions: SessionStore, group: Group) -> None:
     await sessions.move(members, Event.DISCARD, reasons=reasons)
     sessions.groups.too_small += 1
     log.warning(
-        "group %s closed with %d finalized of %d sessions, fewer than the %d that it needs: "
-        "rejected as %s",
+        "group %s closed with %d finalized of %d sessions, and needs %d: rejected as %s",
         group.id,
         size,
         group.size,
-        group.least,
+        group.min_size,
         TOO_SMALL,
     )

@@ -1,4 +1,4 @@
-"""The session of a call that names none: the one that its conversation goes on in, or a new one."""
+"""The session of a call that names none: the one whose conversation it continues, or a new one."""
 
 from __future__ import annotations
 
@@ -34,47 +34,47 @@ from proxy_ext.sessions.conversation_index import (
     ConversationMatch,
     ConversationMember,
     RecordedAnswer,
-    Where,
+    TaskKey,
 )
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.exchange import while_present
 
-How: TypeAlias = Literal["opened", "continued", "ambiguous", "retried", "reused"]
-"""How a call got its session: ambiguous is continued where another one had said the same, reused is
-one in which nothing had been said."""
+JoinKind: TypeAlias = Literal["opened", "continued", "ambiguous", "retried", "reused"]
+"""How a call got its session: ambiguous means continued where another session had the same answer,
+reused means a session without any answer."""
 
 
 @dataclass(slots=True, eq=False)
 class JoinedSession:
-    """A call's session, kept for it until it has begun."""
+    """A call's session, reserved for the call until it has started."""
 
     member: ConversationMember
     answer: RecordedAnswer | None = None
-    """What it goes on from: another call with the same conversation takes another one."""
+    """The answer that it continues: another call with the same conversation takes another one."""
     prepared: Prepared | None = None
-    """The call, if its session is new."""
+    """The rendered call, if its session is new."""
 
     @property
     def session(self) -> RecordedSession:
         return self.member.session
 
-    def began(self, listener: Listener) -> None:
-        """The call has begun, or was taken up again."""
-        self.member.taken -= 1
+    def on_started(self, listener: Listener) -> None:
+        """End the reservation: the call has started, or an earlier one was joined."""
+        self.member.joining -= 1
         call, answer = listener.call, self.answer
         if answer is None or call.task is None:
             return
 
-        def ended(_: object) -> None:
+        def on_done(_: object) -> None:
             if call.failed and not call.recorded:
                 answer.continued -= 1
 
-        call.task.add_done_callback(ended)
+        call.task.add_done_callback(on_done)
 
-    def give_up(self) -> None:
-        """It will not begin."""
-        self.member.taken -= 1
+    def cancel(self) -> None:
+        """End the reservation of a call that will not start."""
+        self.member.joining -= 1
         if self.answer is not None:
             self.answer.continued -= 1
 
@@ -94,121 +94,123 @@ class ImplicitSessions:
         self._completer = completer
         self._config = config
         self.calls: Counter[str] = Counter()
-        """By how they got their session (:data:`How`)."""
+        """Number of calls by how they got their session (:data:`JoinKind`)."""
 
-    def takes(self, caller: Caller) -> bool:
-        """Whether this caller's calls need no session of their own making."""
+    def accepts(self, caller: Caller) -> bool:
+        """Return whether this caller's calls may come without a session."""
         return self._config.implicit and (caller.scope is Scope.TENANT or caller is ANYONE)
 
     async def join(
         self, request: Request, body: Any, call: ChatCall, caller: Caller, slot: CallSlot
     ) -> JoinedSession:
-        """The session of a checked call.
+        """Return the session of a checked call.
 
-        Another call's answer is taken by one call at a time. TooManyRequests if it is a new
-        session for which no slot came free in time; the place is lent to others meanwhile.
+        Each answer is continued by one call at a time. TooManyRequests if a new session gets no
+        slot in time; the call slot is lent to other calls meanwhile.
         """
         if call.prompts:
             raise InvalidRequest(
-                "a legacy completion has no messages by which its conversation could be known, so "
-                "it needs a session: POST /rl/v1/start_session and use its api_key, or send "
+                "a legacy completion has no messages that identify its conversation, so it needs a "
+                "session: POST /rl/v1/start_session and use its api_key, or send "
                 "messages to /v1/chat/completions",
                 code="no_conversation",
             )
         if len(call.messages) > self._completer.context_length:
-            # It says so, before anything is hashed.
+            # Raises before anything is hashed.
             self._completer.find(call, None)
         long = len(await request.body()) > LONG_TEXT
         task = await asyncio.to_thread(task_of, body) if long else task_of(body)
         where = (caller.tenant, task)
-        await self._read(where)
+        await self._load_answers(where)
         repeated = await self._repeated(request, where)
         if repeated is not None:
-            return self._taken("retried", repeated)
+            return self._reserve("retried", repeated)
         if match := await self._match(where, call, long=long):
-            how: How = "ambiguous" if match.ambiguous else "continued"
-            return self._taken(how, match.answer.member, match.answer)
+            kind: JoinKind = "ambiguous" if match.ambiguous else "continued"
+            return self._reserve(kind, match.answer.member, match.answer)
         start = self._start(body, task)
-        others = self._sessions.implicit.task(where)
-        if others is not None and (unused := others.unused(start.metadata)) is not None:
-            return self._taken("reused", unused)
+        others = self._sessions.conversations.task(where)
+        if others is not None and (unused := others.find_unused(start.metadata)) is not None:
+            return self._reserve("reused", unused)
         return await self._open(request, start, call, caller, slot)
 
     async def session_of(self, caller: Caller, interaction_id: str) -> RecordedSession:
-        """The caller's session, over or not, that an answer is of; NotFound."""
+        """Return the caller's session, ended or not, that gave an answer; NotFound."""
         id = await self._sessions.journal.session_of_interaction(interaction_id)
         if id is not None:
             session = await self._sessions.by_id(id)
             if session.row.implicit and session.row.tenant == caller.tenant:
                 return session
         raise NotFound(
-            f"none of your sessions here gave an answer {interaction_id[:80]!a}",
+            f"no session of yours on this rank gave the answer {interaction_id[:80]!a}",
             code="response_not_found",
             param="response_id",
         )
 
-    async def named(self, caller: Caller, response_id: str) -> JoinedSession | None:
-        """By an earlier response of it; None for one that none of the caller's open ones gave."""
+    async def join_named(self, caller: Caller, response_id: str) -> JoinedSession | None:
+        """Return the caller's open session that gave an earlier response; None without one."""
         try:
             session = await self.session_of(caller, response_id)
         except NotFound:
             return None
-        await self._read((session.row.tenant, session.row.task_id or ""))
-        member = self._sessions.implicit.member(session)
+        await self._load_answers((session.row.tenant, session.row.task_id or ""))
+        member = self._sessions.conversations.member(session)
         if member is None or not member.usable:
             return None
-        answer = self._sessions.implicit.answer(session, response_id)
-        return self._taken("continued", member, answer)
+        answer = self._sessions.conversations.answer(session, response_id)
+        return self._reserve("continued", member, answer)
 
     # ------------------------------------------------------------------------------------------
 
-    def _taken(
-        self, how: How, member: ConversationMember, answer: RecordedAnswer | None = None
+    def _reserve(
+        self, kind: JoinKind, member: ConversationMember, answer: RecordedAnswer | None = None
     ) -> JoinedSession:
-        self.calls[how] += 1
-        member.taken += 1
-        # So that it is not over before the call has begun.
+        self.calls[kind] += 1
+        member.joining += 1
+        # Renew its idle time, so that it does not expire before the call has started.
         member.session.touch()
         if answer is not None:
             answer.continued += 1
         return JoinedSession(member, answer)
 
-    async def _read(self, where: Where) -> None:
-        """Know what an earlier process's sessions of the task recorded."""
-        for member in self._sessions.implicit.members(where):
-            if member.read:
+    async def _load_answers(self, where: TaskKey) -> None:
+        """Index the answers of the task's sessions that an earlier process recorded."""
+        for member in self._sessions.conversations.members(where):
+            if member.loaded:
                 continue
             try:
                 await self._sessions.load(member.session)
             except SessionDamaged:
-                # It is being ended.
+                # The session is being ended.
                 continue
-            task = self._sessions.implicit.task(where)
+            task = self._sessions.conversations.task(where)
             if task is not None and member.session.id in task.members:
-                task.read(member)
+                task.load(member)
 
-    async def _repeated(self, request: Request, where: Where) -> ConversationMember | None:
+    async def _repeated(self, request: Request, where: TaskKey) -> ConversationMember | None:
         mark = retry_mark(request, await request.body())
         if mark is None or mark.retry_count == 0:
             return None
 
         def usable() -> list[RecordedSession]:
-            members = self._sessions.implicit.members(where)
+            members = self._sessions.conversations.members(where)
             return [member.session for member in members if member.usable]
 
         session = await find_retried_session(usable, mark)
-        return self._sessions.implicit.member(session) if session is not None else None
+        return self._sessions.conversations.member(session) if session is not None else None
 
-    async def _match(self, where: Where, call: ChatCall, *, long: bool) -> ConversationMatch | None:
-        task = self._sessions.implicit.task(where)
+    async def _match(
+        self, where: TaskKey, call: ChatCall, *, long: bool
+    ) -> ConversationMatch | None:
+        task = self._sessions.conversations.task(where)
         if task is None:
             return None
         template = self._completer.render_key(call)
         if long:
-            look = await asyncio.to_thread(task.look, call.messages, call.tools, template)
+            query = await asyncio.to_thread(task.hash_messages, call.messages, call.tools, template)
         else:
-            look = task.look(call.messages, call.tools, template)
-        return task.find(look, call.messages, self._sessions.implicit.over)
+            query = task.hash_messages(call.messages, call.tools, template)
+        return task.find(query, call.messages, self._sessions.conversations.ended_keys)
 
     def _start(self, body: Any, task_id: str) -> StartSession:
         metadata = body.get("metadata") if isinstance(body, Mapping) else None
@@ -221,13 +223,13 @@ class ImplicitSessions:
                 ttl=None,
             )
         except ValidationError as error:
-            said = error.errors(include_input=False, include_url=False)[0]["msg"]
-            raise InvalidRequest(said.removeprefix("Value error, "), param="metadata") from None
+            message = error.errors(include_input=False, include_url=False)[0]["msg"]
+            raise InvalidRequest(message.removeprefix("Value error, "), param="metadata") from None
 
     async def _open(
         self, request: Request, start: StartSession, call: ChatCall, caller: Caller, slot: CallSlot
     ) -> JoinedSession:
-        # What cannot be rendered, or is too long, must take no slot.
+        # A call that cannot be rendered, or is too long, must take no session slot.
         try:
             prepared = await prepare(self._completer, call, InteractionTree())
         except InvalidRequest as error:
@@ -238,16 +240,18 @@ class ImplicitSessions:
                 opening = self._opening.open(start, caller, implicit=True)
                 started = await while_present(request, opening)
                 session = self._sessions.live.get(started.session_id)
-                member = self._sessions.implicit.member(session) if session is not None else None
+                member = (
+                    self._sessions.conversations.member(session) if session is not None else None
+                )
         except TooManyRequests:
             if member is not None:
-                # It has its session, and no place any more: the same call again finds it.
-                member.taken -= 1
+                # The session is open, but no call slot is free: a repeated call finds the session.
+                member.joining -= 1
             raise
         if member is None:
             raise SessionClosed(
                 f"session {started.session_id} was ended before its first call", retry_after=1
             )
         self.calls["opened"] += 1
-        # It was taken for this call when it was opened.
+        # It was reserved for this call when it was opened.
         return JoinedSession(member, prepared=prepared)

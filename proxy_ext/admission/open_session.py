@@ -133,7 +133,7 @@ class SessionOpener:
                 code="too_many_sessions",
                 retry_after=5,
             )
-        numbers = await self._sessions.task_names.of(numbered.task) if numbered else None
+        numbers = await self._sessions.areal_ids.numbers_of(numbered.task) if numbered else None
         place = replace(await self._place(body.api_key, caller), implicit=implicit)
         if numbered is not None:
             place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
@@ -154,7 +154,7 @@ class SessionOpener:
         granted: GrantBook | None = None
         if place.numbers is not None and mode is SessionMode.TRAIN:
             grants = self._sessions.grants_of(place.caller)
-            granted = grants if grants.take() else None
+            granted = grants if grants.spend() else None
         if mode is SessionMode.TRAIN and granted is None:
             # The grant that there was may have been taken meanwhile.
             self._run.require_training()
@@ -218,7 +218,9 @@ class SessionOpener:
     def _name(self, place: _ReservedSlot, group: Group | None) -> str:
         if place.numbers is not None:
             return place.numbers.new()
-        return self._sessions.groups.new_member(group) if group else self._sessions.names.single()
+        return (
+            self._sessions.groups.new_member(group) if group else self._sessions.ids.new_session()
+        )
 
     def _pinned(self, body: StartSession) -> int | None:
         """The weight version that all of its tokens must have; VersionGone for another one."""
@@ -234,12 +236,12 @@ class SessionOpener:
         answer: SessionStarted,
         keep: KeepAnswer,
     ) -> None:
-        spent = (granted.row(),) if granted is not None else ()
+        spent = (granted.statement(),) if granted is not None else ()
         try:
             await self._sessions.journal.commit(PutSession(session.row), *spent, *keep(answer))
         except BaseException:
             if granted is not None:
-                granted.put_back()
+                granted.refund()
             elif group is not None:
                 self._not_opened(group)
             elif session.mode is SessionMode.TRAIN:
@@ -249,13 +251,13 @@ class SessionOpener:
         if group is not None:
             group.promised -= 1
             if not group.begun:
-                self._sessions.groups.begin(group)
-            group.note(session.row)
+                self._sessions.groups.start_clock(group)
+            group.update(session.row)
 
     def _not_opened(self, group: Group) -> None:
         """Its slot stays the group's, unless the group's time is over."""
         group.promised -= 1
-        if group.over:
+        if group.expired:
             self._sessions.admission.release(1)
         else:
             self._discard_unused(group)
@@ -300,7 +302,7 @@ class SessionOpener:
             return await self._admit_member(body, tenant, wait)
         if body.group_size not in (None, 1):
             raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
-        ticket = self._sessions.admission.ask(1)
+        ticket = self._sessions.admission.request(1)
         try:
             granted = await ticket.wait(wait)
         except asyncio.CancelledError:
@@ -331,9 +333,9 @@ class SessionOpener:
             # Its sessions were trained on long ago, perhaps; it is closed for good.
             raise closed_error(key.name)
         while True:
-            if groups.begins(key):
+            if groups.is_full(key):
                 self._quotas.begin_group(tenant, groups.unfilled(tenant))
-            group = groups.joinable(
+            group = groups.join_or_create(
                 key, tenant=tenant, size=size, by_default=body.group_size is None
             )
             await self._wait_for(group, deadline - time.monotonic())
@@ -348,7 +350,7 @@ class SessionOpener:
         """Return once the group has its slots; TooManyRequests if none came in time."""
         if group.ticket is None and not group.begun:
             try:
-                group.ticket = self._sessions.admission.ask(group.size)
+                group.ticket = self._sessions.admission.request(group.size)
             except AnyAgentError:
                 self._sessions.groups.discard(group)
                 raise
@@ -374,7 +376,7 @@ class SessionOpener:
 
     def _no_slot(self, tenant: str | None) -> TooManyRequests:
         message = (
-            f"no slot for a train session is free: {self._sessions.admission.why_none}; "
+            f"no slot for a train session is free: {self._sessions.admission.no_slot_reason}; "
             "try again later, or pass a (longer) `wait`, in seconds, to wait for one"
         )
         # Nobody is told of another tenant's groups.

@@ -117,7 +117,7 @@ async def _with_implicit_session(
     a new one."""
     caller, found = service.auth.caller(request), service.implicit
     before = body.get("previous_response_id") if isinstance(body, dict) else None
-    joined = await found.named(caller, before) if isinstance(before, str) else None
+    joined = await found.join_named(caller, before) if isinstance(before, str) else None
     asked = None
     if joined is None:
         # Before a session is looked for, or even opened.
@@ -138,9 +138,9 @@ async def _with_implicit_session(
             prepared=joined.prepared,
         )
     except BaseException:
-        joined.give_up()
+        joined.cancel()
         raise
-    joined.began(listener)
+    joined.on_started(listener)
     return asked, listener
 
 
@@ -184,7 +184,7 @@ async def _session_and_tenant(
         session.require_open()
         return session, session.row.tenant
     caller = service.auth.caller(request)
-    if service.run.state == "training" and not service.implicit.takes(caller):
+    if service.run.state == "training" and not service.implicit.accepts(caller):
         raise Unauthenticated(
             "calls belong to a session while training goes on: POST /rl/v1/start_session "
             "(mode train or eval) and use its api_key; "

@@ -104,7 +104,7 @@ async def _session(service: RankService, request: Request, id: str) -> RecordedS
     named = request.query_params.get("session_id")
     session = await service.auth.session_or_none(request, named)
     caller = service.auth.caller(request)
-    if session is None and service.implicit.takes(caller):
+    if session is None and service.implicit.accepts(caller):
         session = await service.implicit.session_of(caller, id)
     return session if session is not None else await service.auth.session(request, named)
 

@@ -192,7 +192,7 @@ class Archiver:
         except BaseException:
             self.sessions, self.bytes = before
             raise
-        self._sessions.archived(ids)
+        self._sessions.mark_archived(ids)
 
     async def _settle(self) -> None:
         """Remove a file whose sessions the journal still has."""

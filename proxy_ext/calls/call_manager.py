@@ -132,7 +132,7 @@ class CallManager:
         """Give each choice a seed of its own, if the run is deterministic."""
         if session is None:
             return prepared
-        seed_of, number = self._sessions.names.sampling_seed, len(session.tree)
+        seed_of, number = self._sessions.ids.sampling_seed, len(session.tree)
         seed = seed_of(session.id, number)
         if seed is None:
             return prepared

@@ -48,7 +48,7 @@ class LeaseManager:
         """``needed`` says whether a resume may want a session that a trainer has given back."""
         self._sessions = sessions
         self._needed = needed
-        self._leasable: LeaseIndex = sessions.leasable
+        self._lease_index: LeaseIndex = sessions.lease_index
         self._fence = fence
         self._ttl = ttl
         self._lock = asyncio.Lock()
@@ -73,7 +73,7 @@ class LeaseManager:
         self._sessions.admission.set_limit(body.limit, body.ttl)
         held = set(body.held)
         now = time.monotonic()
-        for session in self._leasable.leased:
+        for session in self._lease_index.leased:
             if session.row.owner == body.owner and session.id in held:
                 session.lease_expires = now + self._ttl
 
@@ -99,7 +99,7 @@ class LeaseManager:
             buffered=counts.for_trainer(*_BUFFERED),
             limit=admission.limit,
             queue=admission.queue,
-            unfilled=self._sessions.groups.unfilled_first(_SHOWN_GROUPS),
+            unfilled=self._sessions.groups.first_unfilled(_SHOWN_GROUPS),
             grants=self._sessions.grants.left + self._sessions.run_grants.left,
         )
 
@@ -120,7 +120,7 @@ class LeaseManager:
         while True:
             async with self._lock:
                 self._fence.check(epoch)
-                groups = self._leasable.first(body.max_groups)
+                groups = self._lease_index.first(body.max_groups)
                 if groups:
                     try:
                         return await self._take(await self._as_fit(groups), body.owner)
@@ -133,7 +133,7 @@ class LeaseManager:
             async with ready:
                 # Looked at again under the condition's lock: a group that closed since then
                 # has notified nobody.
-                if not self._leasable.first(1) and not self._draining:
+                if not self._lease_index.first(1) and not self._draining:
                     try:
                         async with asyncio.timeout(remaining):
                             await ready.wait()
@@ -196,7 +196,7 @@ class LeaseManager:
 
     def held_by(self, owner: str) -> set[str]:
         """The sessions that one holder has leased."""
-        return {s.id for s in self._leasable.leased if holds(s.row, owner)}
+        return {s.id for s in self._lease_index.leased if holds(s.row, owner)}
 
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one holder without an effect."""
@@ -207,11 +207,11 @@ class LeaseManager:
 
     async def _give_back(self, ended: Callable[[RecordedSession], bool]) -> int:
         """End the leases that are ``ended``, without an effect; their number."""
-        if not any(map(ended, self._leasable.leased)):
+        if not any(map(ended, self._lease_index.leased)):
             return 0
         async with self._lock:
             # Looked at again: whoever had the lock may have leased or renewed some of them.
-            chosen = [session for session in self._leasable.leased if ended(session)]
+            chosen = [session for session in self._lease_index.leased if ended(session)]
             if chosen:
                 await self._sessions.move(chosen, Event.RELEASE)
         return len(chosen)

@@ -1,1 +1,1 @@
-"""Sessions of one rank: their states, rewards, endings and time; in memory and in the journal."""
+"""Sessions of one rank in memory and in the journal: their states, rewards, endings and expiry."""

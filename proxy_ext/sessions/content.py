@@ -1,4 +1,4 @@
-"""What was said in a session, for whoever grades it from outside."""
+"""The conversation of a session, for graders outside the service."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ from proxy_ext.sessions.session_store import SessionStore
 
 
 async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
-    """:class:`any_agent.protocol.rl.SessionContent` as JSON; Conflict where it is not kept.
+    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON; Conflict where it is not kept.
 
-    Each interaction with what it adds to its parent alone: a long session would come to many times
-    its size otherwise.
+    Each interaction has only the messages that it adds to its parent: with whole conversations a
+    long session would come to many times its size.
     """
     row = session.row
     if row.content != "stored":
         raise Conflict(
-            f"what was said in session {row.id} is {row.content}: it is there until then, and in "
-            "archives for `any-agent export`",
+            f"the content of session {row.id} is {row.content}, so it cannot be read here; "
+            "`any-agent export` reads archived sessions",
             code="content_not_stored",
         )
     if not sessions.config.store_content:
         raise Conflict(
-            "this run keeps no texts (sessions.store_content), so there is nothing to grade",
+            "this run stores no texts (sessions.store_content), so there is nothing to grade",
             code="content_not_stored",
         )
     await sessions.load(session)

@@ -1,4 +1,4 @@
-"""The open sessions that model calls opened, by tenant and task, and the answers that each gave."""
+"""An index of the open implicit sessions by tenant and task, and of the answers in each."""
 
 from __future__ import annotations
 
@@ -16,71 +16,68 @@ from any_agent.record.request_prefix_cache import RequestPrefixCache
 from any_agent.types import Interaction, Message, SessionState
 from proxy_ext.sessions.session import RecordedSession
 
-Where: TypeAlias = tuple[str | None, str]
-"""A tenant (None: where no key is needed) and its task."""
+TaskKey: TypeAlias = tuple[str | None, str]
+"""A tenant (None where no key is needed) and its task."""
 
-_MESSAGES = 16
-"""Bytes of a key that stand for the messages."""
-_MAX_OVER = 16_384
-"""Answers of ended sessions that are still known."""
-_MAX_ANSWERS = 512
-"""Of one session, the newest: nobody goes back further."""
+_MESSAGE_BYTES = 16  # leading bytes of a chain key that depend on the messages alone
+_MAX_ENDED_KEYS = 16_384  # answers of ended sessions that are still known
+_MAX_ANSWERS = 512  # newest answers of one session: agents go back no further
 
 
 @dataclass(slots=True, eq=False)
 class RecordedAnswer:
-    """What one interaction said, and how often it was gone on from."""
+    """The answer of one interaction, and how often it was continued."""
 
     member: ConversationMember
     id: str
     key: bytes
     """The chain key of its messages, itself and the tools."""
-    thought: bytes
-    """A digest of its reasoning."""
+    reasoning: bytes
+    """A digest of its reasoning; empty without one."""
     continued: int = 0
-    heard: bool = True
-    """Unless it is known that it reached nobody."""
+    delivered: bool = True
+    """False if it is known to have reached no client."""
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationQuery:
-    """What was found out about a call's messages."""
+    """The chain keys of a call's messages."""
 
     keys: list[tuple[bytes, int]]
-    """Where an answer may end: the chain key, and how many messages that covers."""
+    """Possible ends of an answer: a chain key and the number of messages that it covers."""
     last: bytes
     digest: bytes | None
 
 
 @dataclass(slots=True, eq=False)
 class ConversationMember:
-    """One session; ``number``: in the order of their opening."""
+    """One session; ``number`` grows in the order of opening."""
 
     session: RecordedSession
     number: int
-    read: bool
-    """Whether ``answers`` has what it recorded; what an earlier process did is still to be read."""
+    loaded: bool
+    """Whether ``answers`` has what it recorded; an earlier process's answers are loaded later."""
     answers: deque[RecordedAnswer] = field(default_factory=deque)
     recorded: bool = False
-    """Whether anything was, be it cut off."""
-    taken: int = 0
-    """Calls that chose it and have not begun yet."""
+    """Whether it recorded anything, truncated answers included."""
+    joining: int = 0
+    """Number of calls that chose the session and have not started yet."""
     ending: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it takes calls, and goes on doing so."""
+        """Whether it takes calls and is not about to end."""
         s = self.session
         return s.state is SessionState.OPEN and not (s.closing or self.ending)
 
 
 @dataclass(frozen=True, slots=True)
 class ConversationMatch:
-    """The answer that a call goes on from."""
+    """The answer that a call continues."""
 
     answer: RecordedAnswer
     ambiguous: bool
-    """Whether another session's would have done as well."""
+    """Whether another session's answer would have fitted as well."""
 
 
 class ImplicitTask:
@@ -89,11 +86,13 @@ class ImplicitTask:
     def __init__(self) -> None:
         self.members: dict[str, ConversationMember] = {}
         self._answers: dict[bytes, list[RecordedAnswer]] = {}
-        self._seen = RequestPrefixCache()
+        self._prefixes = RequestPrefixCache()
 
-    def look(self, messages: Sequence[Message], tools: Any, template: bytes) -> ConversationQuery:
-        """Hash the messages, but for those that an earlier call began with. In any thread."""
-        begun, digest = self._seen.look(messages, [tools, template.hex()])
+    def hash_messages(
+        self, messages: Sequence[Message], tools: Any, template: bytes
+    ) -> ConversationQuery:
+        """Hash the messages but for a prefix that an earlier call had; thread-safe."""
+        begun, digest = self._prefixes.look(messages, [tools, template.hex()])
         known = begun.messages if begun is not None else 0
         keys = chain_keys(
             messages[known:],
@@ -108,171 +107,177 @@ class ImplicitTask:
         return ConversationQuery(at, keys[-1] if keys or begun is None else begun.key, digest)
 
     def find(
-        self, look: ConversationQuery, messages: Sequence[Message], over: Container[bytes] = ()
+        self, query: ConversationQuery, messages: Sequence[Message], ended: Container[bytes] = ()
     ) -> ConversationMatch | None:
-        """The answer with the longest conversation that the messages go on from.
+        """Return the answer with the longest conversation that the messages continue.
 
         Of several the one that was continued least often, then the oldest session's. None if the
-        longest is of a session that is ``over``: another one that said less is not this one.
+        longest belongs to an ``ended`` session: a session with a shorter match is another one.
         """
-        for key, covered in reversed(look.keys):
+        for key, covered in reversed(query.keys):
             if covered == len(messages):
-                # What ends with an answer adds nothing to it: it goes on from an earlier one.
+                # Messages that end with an answer add nothing to it: they continue an earlier one.
                 continue
             match = self._best(key, messages[covered - 1])
-            if match is None and (key[:_MESSAGES] in over or key[:_MESSAGES] in self._answers):
+            if match is None and (
+                key[:_MESSAGE_BYTES] in ended or key[:_MESSAGE_BYTES] in self._answers
+            ):
                 return None
             if match is not None:
-                if look.digest is not None:
+                if query.digest is not None:
                     parent = key, covered
-                    noted = RequestPrefix(len(messages), look.last, 0, 0, parent, frozenset())
-                    self._seen.note(look.digest, noted)
+                    prefix = RequestPrefix(len(messages), query.last, 0, 0, parent, frozenset())
+                    self._prefixes.note(query.digest, prefix)
                 return match
         return None
 
-    def _best(self, key: bytes, said: Message) -> ConversationMatch | None:
-        found = [a for a in self._answers.get(key[:_MESSAGES], ()) if a.member.usable]
+    def _best(self, key: bytes, message: Message) -> ConversationMatch | None:
+        found = [a for a in self._answers.get(key[:_MESSAGE_BYTES], ()) if a.member.usable]
         if len(found) > 1:
-            # Tools may change in a conversation, and many agents drop what was thought.
+            # Tools may change in a conversation, and many agents drop the reasoning.
             found = [a for a in found if a.key == key] or found
-            if thought := reasoning_of(said):
-                digest = _digest(thought)
-                found = [a for a in found if a.thought == digest] or found
+            if reasoning := reasoning_of(message):
+                digest = _digest(reasoning)
+                found = [a for a in found if a.reasoning == digest] or found
         if not found:
             return None
-        found = [a for a in found if a.heard] or found
+        found = [a for a in found if a.delivered] or found
         best = min(found, key=lambda a: (a.continued, a.member.number))
         others = {a.member for a in found if a.continued == best.continued}
         return ConversationMatch(best, ambiguous=len(others) > 1)
 
-    def unused(self, metadata: Mapping[str, Any]) -> ConversationMember | None:
-        """The oldest session in which nothing was said and nothing is under way: its first call
-        failed, or was never begun."""
+    def find_unused(self, metadata: Mapping[str, Any]) -> ConversationMember | None:
+        """Return the oldest session without a recorded or running call: its first call failed, or
+        never started."""
         for member in self.members.values():
-            idle = not (member.taken or member.recorded or member.session.calls)
-            if idle and member.usable and member.read and member.session.row.metadata == metadata:
+            idle = not (member.joining or member.recorded or member.session.calls)
+            if idle and member.usable and member.loaded and member.session.row.metadata == metadata:
                 return member
         return None
 
-    def recorded(
+    def add_answer(
         self, member: ConversationMember, interaction: Interaction, key: bytes | None
     ) -> None:
+        """Index an interaction of a member; a truncated answer only marks it as recorded."""
         member.recorded = True
         if key is None or interaction.finish_reason == "abort":
-            # What was cut off is not what an agent holds.
+            # A truncated answer is not what its agent has.
             return
-        thought = reasoning_of(interaction.output_message)
-        answer = RecordedAnswer(member, interaction.id, key, _digest(thought) if thought else b"")
-        answer.heard = was_received(interaction)
+        reasoning = reasoning_of(interaction.output_message)
+        digest = _digest(reasoning) if reasoning else b""
+        answer = RecordedAnswer(member, interaction.id, key, digest)
+        answer.delivered = was_received(interaction)
         member.answers.append(answer)
-        self._answers.setdefault(key[:_MESSAGES], []).append(answer)
+        self._answers.setdefault(key[:_MESSAGE_BYTES], []).append(answer)
         if len(member.answers) > _MAX_ANSWERS:
             self._forget(member.answers.popleft())
 
-    def read(self, member: ConversationMember) -> None:
-        """Take over what its tree holds, which is loaded."""
-        if member.read:
+    def load(self, member: ConversationMember) -> None:
+        """Index the answers of a member whose tree is loaded."""
+        if member.loaded:
             return
-        member.read = True
+        member.loaded = True
         tree = member.session.tree
         for interaction in tree:
-            self.recorded(member, interaction, tree.key(interaction.id))
+            self.add_answer(member, interaction, tree.key(interaction.id))
         for answer in member.answers:
             answer.continued = len(tree.children(answer.id))
 
-    def drop(self, member: ConversationMember) -> None:
+    def remove_answers(self, member: ConversationMember) -> None:
         for answer in member.answers:
             self._forget(answer)
         member.answers.clear()
 
     def _forget(self, answer: RecordedAnswer) -> None:
-        same = self._answers[answer.key[:_MESSAGES]]
+        same = self._answers[answer.key[:_MESSAGE_BYTES]]
         same.remove(answer)
         if not same:
-            del self._answers[answer.key[:_MESSAGES]]
+            del self._answers[answer.key[:_MESSAGE_BYTES]]
 
 
 class ConversationIndex:
-    """Of one rank. It holds open sessions, so it is as bounded as they are, and the latest answers
-    of those that are over."""
+    """The implicit sessions of one rank.
+
+    It is bounded as the number of open sessions is, and has the latest answers of ended ones.
+    """
 
     def __init__(self) -> None:
-        self.over: dict[bytes, None] = {}
-        """The messages' keys of ended sessions' answers, the oldest first."""
-        self._tasks: dict[Where, ImplicitTask] = {}
-        self._members: dict[str, tuple[Where, ConversationMember]] = {}
+        self.ended_keys: dict[bytes, None] = {}
+        """Message keys of ended sessions' answers, oldest first."""
+        self._tasks: dict[TaskKey, ImplicitTask] = {}
+        self._members: dict[str, tuple[TaskKey, ConversationMember]] = {}
         self._next = 0
 
     def __len__(self) -> int:
-        """Open sessions."""
+        """Return the number of open implicit sessions."""
         return len(self._members)
 
-    def task(self, where: Where) -> ImplicitTask | None:
+    def task(self, where: TaskKey) -> ImplicitTask | None:
         return self._tasks.get(where)
 
     def member(self, session: RecordedSession) -> ConversationMember | None:
         found = self._members.get(session.id)
         return found[1] if found is not None else None
 
-    def members(self, where: Where) -> list[ConversationMember]:
-        """Oldest first."""
+    def members(self, where: TaskKey) -> list[ConversationMember]:
+        """Return a task's sessions, oldest first."""
         task = self._tasks.get(where)
         return list(task.members.values()) if task is not None else []
 
     def add(self, session: RecordedSession, *, new: bool) -> None:
-        """An open session, if a model call opened it. A ``new`` one belongs to that call."""
+        """Add an open session that a model call opened; a ``new`` one is for that call."""
         row = session.row
         if not row.implicit or row.task_id is None or row.state is not SessionState.OPEN:
             return
         where = (row.tenant, row.task_id)
-        member = ConversationMember(session, self._next, read=new, taken=int(new))
+        member = ConversationMember(session, self._next, loaded=new, joining=int(new))
         self._next += 1
         self._tasks.setdefault(where, ImplicitTask()).members[session.id] = member
         self._members[session.id] = (where, member)
 
-    def recorded(self, session: RecordedSession, interaction: Interaction, key: bytes) -> None:
-        """It has one more interaction."""
+    def add_answer(self, session: RecordedSession, interaction: Interaction, key: bytes) -> None:
+        """Index a new interaction of a session."""
         found = self._members.get(session.id)
-        # Of one that was not read yet it is in the tree when that is.
-        if found is not None and found[1].read:
-            self._tasks[found[0]].recorded(found[1], interaction, key)
+        # A member that is not loaded yet finds it in the tree then.
+        if found is not None and found[1].loaded:
+            self._tasks[found[0]].add_answer(found[1], interaction, key)
 
-    def unheard(self, session: RecordedSession, interaction_id: str) -> None:
-        """An answer reached nobody."""
+    def mark_undelivered(self, session: RecordedSession, interaction_id: str) -> None:
+        """Record that an answer reached no client."""
         if (answer := self.answer(session, interaction_id)) is not None:
-            answer.heard = False
+            answer.delivered = False
 
     def answer(self, session: RecordedSession, interaction_id: str) -> RecordedAnswer | None:
-        """One answer of a session that is here."""
+        """Return an answer of an open session."""
         member = self.member(session)
         answers = member.answers if member is not None else ()
         return next((a for a in reversed(answers) if a.id == interaction_id), None)
 
-    def changed(self, sessions: Iterable[RecordedSession]) -> None:
-        """Their states may be others."""
+    def refresh(self, sessions: Iterable[RecordedSession]) -> None:
+        """Remove those of the sessions that are not open any more."""
         for session in sessions:
             if session.state is not SessionState.OPEN and session.id in self._members:
                 where, member = self._members.pop(session.id)
                 task = self._tasks[where]
-                if session.warm:
-                    # Nobody asked for it since a restart. It was loaded to be ended.
-                    task.read(member)
-                self._note_over(member)
-                task.drop(member)
+                if session.loaded:
+                    # A recovered session without calls since was loaded to be ended.
+                    task.load(member)
+                self._remember_keys(member)
+                task.remove_answers(member)
                 del task.members[session.id]
                 if not task.members:
                     del self._tasks[where]
 
-    def _note_over(self, member: ConversationMember) -> None:
+    def _remember_keys(self, member: ConversationMember) -> None:
         for answer in member.answers:
-            self.over.pop(answer.key[:_MESSAGES], None)
-            self.over[answer.key[:_MESSAGES]] = None
-        for key in list(islice(self.over, max(0, len(self.over) - _MAX_OVER))):
-            del self.over[key]
+            self.ended_keys.pop(answer.key[:_MESSAGE_BYTES], None)
+            self.ended_keys[answer.key[:_MESSAGE_BYTES]] = None
+        for key in list(islice(self.ended_keys, max(0, len(self.ended_keys) - _MAX_ENDED_KEYS))):
+            del self.ended_keys[key]
 
     @contextmanager
     def ending(self, session: RecordedSession) -> Iterator[None]:
-        """No call goes on with it meanwhile: it is about to be ended."""
+        """Let no call join the session while it is being ended."""
         member = self.member(session)
         if member is None:
             yield
@@ -284,5 +289,5 @@ class ConversationIndex:
             member.ending = False
 
 
-def _digest(thought: str) -> bytes:
-    return hashlib.blake2b(thought.strip().encode("utf-8", "replace"), digest_size=8).digest()
+def _digest(reasoning: str) -> bytes:
+    return hashlib.blake2b(reasoning.strip().encode("utf-8", "replace"), digest_size=8).digest()

@@ -1,6 +1,6 @@
-"""How many sessions a rank has, by mode and state: kept in step with every change of state.
+"""The numbers of a rank's sessions by mode and state, updated with every change of state.
 
-Ended sessions leave the memory but not these counts, which a restart takes from the journal. So at
+Ended sessions leave the memory but not these counts, which a restart reads from the journal. So at
 any moment the sessions ever created are the sum over all states.
 """
 
@@ -22,28 +22,27 @@ class SessionCounts:
     def __init__(self) -> None:
         self.created: Counter[str] = Counter()
         self.now: Counter[tuple[str, SessionState]] = Counter()
-
         self._undecided: Counter[str | None] = Counter()
         self._granted: Counter[SessionState] = Counter()
-        """Of the live ones, those that were opened on grants."""
+        """Live sessions that were opened on grants, by state."""
 
     def for_trainer(self, *states: SessionState) -> int:
-        """Live train sessions in these states that are a trainer's, or may become its."""
+        """Return how many live train sessions in these states a trainer has or may get."""
         return sum(self.now[SessionMode.TRAIN, state] - self._granted[state] for state in states)
 
     @property
     def undecided(self) -> int:
-        """Sessions that are open or await their reward."""
+        """Number of sessions that are open or await their reward."""
         return self._undecided.total()
 
     def undecided_of(self, tenant: str) -> int:
-        """As `undecided`, one tenant's."""
+        """Return one tenant's number of sessions that are open or await their reward."""
         return self._undecided[tenant]
 
     def recover(
         self, stored: Mapping[tuple[str, SessionState], int], live: Iterable[SessionRow]
     ) -> None:
-        """Begin with what the journal holds, ``live`` sessions among it."""
+        """Start with the journal's counts, which include the ``live`` sessions."""
         self.now = Counter(stored)
         self.created = Counter()
         for (mode, _), number in stored.items():
@@ -53,14 +52,14 @@ class SessionCounts:
         self._granted = Counter(row.state for row in rows if row.owner == GRANT_OWNER)
 
     def add(self, row: SessionRow) -> None:
-        """A session was created."""
+        """Count a new session."""
         self.created[str(row.mode)] += 1
         self.now[str(row.mode), row.state] += 1
         self._undecided[row.tenant] += row.state in _UNDECIDED
         self._granted[row.state] += row.owner == GRANT_OWNER
 
     def move(self, before: SessionRow, after: SessionRow) -> None:
-        """A session's state may have changed."""
+        """Count a change of a session's row."""
         self.now[str(before.mode), before.state] -= 1
         self.now[str(after.mode), after.state] += 1
         self._granted[before.state] -= before.owner == GRANT_OWNER

@@ -1,19 +1,18 @@
-"""When to look at what again: a heap, so that waiting costs nothing, however many wait."""
+"""A queue of deadlines by id: a heap, so that waiting costs nothing, however many ids wait."""
 
 from __future__ import annotations
 
 import heapq
 import math
 
-_SPARE = 1024
+_MAX_STALE = 1024  # outdated heap entries beyond the number of ids
 
 
 class DeadlineQueue:
     """Ids by the time at which each is due.
 
-    An id is due at the last time that it was added with. Adding it anew costs O(log n); an old
-    place of it in the heap is skipped when its turn comes, or thrown out with its like before they
-    are more than the rest.
+    An id is due at the time of its last `add`, which costs O(log n). Its earlier heap entries are
+    skipped when their turn comes, or dropped together before they outnumber the current ones.
     """
 
     def __init__(self) -> None:
@@ -24,22 +23,22 @@ class DeadlineQueue:
         return len(self._due)
 
     def add(self, id: str, at: float) -> None:
-        """Due at ``at`` (monotonic), instead of what was said before; inf: never."""
+        """Make an id due at ``at`` (monotonic seconds), replacing its earlier time; inf: never."""
         if math.isinf(at):
             self._due.pop(id, None)
         elif self._due.get(id) != at:
             self._due[id] = at
             heapq.heappush(self._heap, (at, id))
-            if len(self._heap) > 2 * len(self._due) + _SPARE:
+            if len(self._heap) > 2 * len(self._due) + _MAX_STALE:
                 self._heap = [(at, id) for id, at in self._due.items()]
                 heapq.heapify(self._heap)
 
     def discard(self, id: str) -> None:
-        """Not waited for any more."""
+        """Remove an id."""
         self._due.pop(id, None)
 
     def pop(self, now: float) -> list[str]:
-        """Those that are due, earliest first; they are no longer waited for."""
+        """Remove and return the ids that are due, earliest first."""
         out = []
         while self._heap and self._heap[0][0] <= now:
             at, id = heapq.heappop(self._heap)

@@ -1,12 +1,12 @@
-"""Which recorded answers reached their agents: what did not is never trained on.
+"""Delivery of recorded answers to their agents: an undelivered answer is never trained on.
 
-An answer is recorded before its end is sent, and marked as delivered once that was handed to a
-client that is there. The mark is written a moment later, with whatever else is, and costs no fsync.
-So a process that dies may take the marks of its last moment with it, and a machine those since the
-last other write. What an earlier process left without a mark counts as received only if something
-came of it: it was continued, rewarded by name, or asked for again by a marked retry. What was not
-when its session is finalized counts as undelivered, also if its agent did have it, and never the
-other way round.
+An answer is recorded before its end is sent, and marked as delivered once the end was handed to a
+connected client. The mark is written a moment later, together with other writes, and costs no
+fsync. So a process that dies may lose the marks of its last moment, and a machine those since the
+last other write. An answer that an earlier process left unmarked counts as received only if it was
+used: continued, rewarded by name, or fetched by a marked retry. One that was not used when its
+session is finalized counts as undelivered, even if its agent did have it, and never the other way
+round.
 """
 
 from __future__ import annotations
@@ -22,19 +22,19 @@ from proxy_ext.journal import Journal, MarkDelivered, RequestMark, Statement
 from proxy_ext.sessions.session import RecordedSession
 
 UNDELIVERED = "undelivered"
-_MOMENT = 0.01
-"""Seconds. A write of its own for each mark would be a tenth of what a recorded call costs."""
+_BATCH_SECONDS = 0.01
+"""Delay of a write of marks. A write for each mark would be a tenth of a recorded call's cost."""
 UNMARKED = RequestMark(b"", 0)
-"""Of a request whose SDK does not mark retries: no retry finds its answer."""
+"""The mark of a request whose SDK does not mark retries: no retry finds its answer."""
 
 
 def undelivered(interaction: Interaction) -> Interaction:
-    """As it is recorded when its answer reached nobody."""
+    """Return the interaction as it is recorded when its answer reached no client."""
     return replace(interaction, untrainable_reason=UNDELIVERED)
 
 
 class DeliveryTracker:
-    """The marks that are still to be written."""
+    """Writes the delivery marks of a rank's interactions."""
 
     def __init__(self, journal: Journal) -> None:
         self._journal = journal
@@ -42,13 +42,13 @@ class DeliveryTracker:
         self._writing: asyncio.Task[None] | None = None
 
     def mark_delivered(self, interaction_id: str) -> None:
-        """Its client has the answer."""
+        """Mark an answer as delivered, with the next write."""
         self._unwritten.append(interaction_id)
         if self._writing is None or self._writing.done():
             self._writing = asyncio.create_task(self._write())
 
     async def load(self, session: RecordedSession) -> None:
-        """Find out which of a session's answers are not known to have reached its agent."""
+        """Load the answers of a recovered session that are not known to have reached its agent."""
         if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD):
             session.unconfirmed = {
                 request.interaction_id: request.mark
@@ -58,7 +58,7 @@ class DeliveryTracker:
         session.recovered = False
 
     async def commit(self, *statements: Statement) -> None:
-        """Write these, and the marks with them."""
+        """Write the statements, and all waiting marks with them."""
         marks, self._unwritten = self._unwritten, []
         try:
             if marks:
@@ -70,40 +70,42 @@ class DeliveryTracker:
             raise
 
     async def flush(self) -> None:
-        """Write the marks that are left: the store had failed, or this is the end."""
+        """Write the marks that wait, after a failure of the store or at the end."""
         if self._unwritten:
             await self.commit()
 
     async def _write(self) -> None:
         with suppress(StoreUnavailable):
             while self._unwritten:
-                # Those of one moment share a write, often one that is made anyway.
-                await asyncio.sleep(_MOMENT)
+                # Marks that come close together share a write, often one for other statements.
+                await asyncio.sleep(_BATCH_SECONDS)
                 await self.flush()
 
 
 def unreceived(session: RecordedSession, *, for_good: bool) -> list[Interaction]:
-    """The recorded answers of a session that its agent is not known to have.
+    """Return the recorded answers of a session that its agent is not known to have.
 
-    ``for_good``: nothing can show any more that it has those of an earlier process.
+    ``for_good``: answers of an earlier process count as well, since no retry can fetch them now.
     """
-    cut = [session.tree[id] for id in session.unconfirmed if for_good and id in session.tree]
+    unconfirmed = [
+        session.tree[id] for id in session.unconfirmed if for_good and id in session.tree
+    ]
     return [
         i
-        for i in (*_unsent(session), *cut)
+        for i in (*_unsent(session), *unconfirmed)
         if i.untrainable_reason != UNDELIVERED and not was_used(session, i)
     ]
 
 
 def last_received(session: RecordedSession) -> Interaction | None:
-    """The latest interaction whose answer went out, which a reward without an id means."""
+    """Return the latest delivered interaction, which a reward without an id is meant for."""
     unsent = {i.id for i in _unsent(session)}
     newest_first = reversed(list(session.tree))
     return next((i for i in newest_first if was_received(i) and i.id not in unsent), None)
 
 
 def was_used(session: RecordedSession, interaction: Interaction) -> bool:
-    """Whether the agent showed that it has the answer."""
+    """Return whether the agent has shown that it received the answer."""
     return interaction.reward is not None or bool(session.tree.children(interaction.id))
 
 

@@ -1,4 +1,4 @@
-"""How sessions end: finalized, waiting for a late reward, aborted, expired, vetoed, deleted."""
+"""The endings of sessions: finalize, await a late reward, abort, expire, veto, delete."""
 
 from __future__ import annotations
 
@@ -24,21 +24,21 @@ from proxy_ext.journal import (
 from proxy_ext.journal.rows import NO_PLACE
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
-from proxy_ext.sessions.rewards import NOTHING, Parts, RewardBook
+from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook
 from proxy_ext.sessions.session import ActiveCall, RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _SETTLED_TIMEOUT = 30.0
-"""Seconds for the end of calls that are being recorded; longer only if the store hangs."""
+"""Longest wait for calls that are being recorded; they take longer only if the store hangs."""
 
 
 class SessionEnder:
     """Ends sessions of one rank.
 
-    ``needed`` says whether a resume may want a trained one. ``unarchive`` removes a session, whose
-    lock is held, from the archives, and says what else is to be written then.
+    ``needed`` tells whether a resume of the training may need a session. ``unarchive`` removes a
+    session, whose lock is held, from the archives and returns what else is to be written.
     """
 
     def __init__(
@@ -59,22 +59,22 @@ class SessionEnder:
     async def finalize(
         self,
         session: RecordedSession,
-        final: Parts = NOTHING,
+        final: Parts = NO_PARTS,
         *,
         by: str,
         keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
-        """End a session: calls under way are aborted, then nothing can be added but rewards.
+        """End a session: abort its calls under way; then nothing can be added but rewards.
 
-        One that is finalized already, or was since, is answered as it is: Conflict
-        (`already_finalized`) if another final reward is given then. SessionClosed if it ended
-        otherwise, Unprocessable without anything to train on, or without a reward.
+        For a session that was finalized before the answer is its present state, or Conflict
+        (`already_finalized`) if another final reward is given. SessionClosed if it ended otherwise,
+        Unprocessable without anything to train on, or without a reward.
         """
         async with session.lock:
             state = target(session.row, Event.FINALIZE)
             if state is session.state:
-                return await self._again(session, final, keep)
-            row, rewards = await self._final(session, final, by)
+                return await self._repeat(session, final, keep)
+            row, rewards = await self._with_final_reward(session, final, by)
             self._require_calls(session)
             self._require_reward(session, row)
             train = state is SessionState.FINALIZED
@@ -85,15 +85,15 @@ class SessionEnder:
         self,
         session: RecordedSession,
         seconds: float | None = None,
-        final: Parts = NOTHING,
+        final: Parts = NO_PARTS,
         *,
         by: str,
         keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
-        """End a session's calls; its rewards may come for so many seconds more.
+        """End a session's calls; its rewards may still come for so many seconds.
 
-        As :meth:`finalize`, but for the reward; also of one that awaits it already, whose deadline
-        stays. InvalidRequest for a deadline that is too far away.
+        Like :meth:`finalize`, but no reward is needed. A session that already awaits its reward
+        keeps its deadline. InvalidRequest for a deadline that is too far away.
         """
         longest = self._config.reward_deadline
         if seconds is not None and seconds > longest:
@@ -104,8 +104,8 @@ class SessionEnder:
         async with session.lock:
             state = target(session.row, Event.AWAIT)
             if state is session.state:
-                return await self._again(session, final, keep)
-            row, rewards = await self._final(session, final, by)
+                return await self._repeat(session, final, keep)
+            row, rewards = await self._with_final_reward(session, final, by)
             self._require_calls(session)
             until = session.row_time(time.monotonic() + (seconds or longest))
             row = replace(row, state=state, awaits_until=until)
@@ -119,9 +119,9 @@ class SessionEnder:
         keep_place: bool = False,
         keep: KeepAnswer = no_receipt,
     ) -> SessionInfo:
-        """Throw a session away that is not finalized; SessionClosed for one that is.
+        """Discard a session that is not finalized; SessionClosed for one that is.
 
-        ``keep_place``: its group, if sessions are still opened in it, has a place more then.
+        ``keep_place``: another session may take its place, if its group still takes members.
         """
         async with session.lock:
             row = ended(session.row, target(session.row, Event.ABORT), reason)
@@ -132,37 +132,37 @@ class SessionEnder:
             return await self._close(session, row, [], keep)
 
     async def expire(self, session: RecordedSession, reason: str) -> None:
-        """Its time ran out; SessionClosed if it has ended otherwise."""
+        """End a session whose time ran out; SessionClosed if it has ended otherwise."""
         async with session.lock:
             row = ended(session.row, target(session.row, Event.EXPIRE), reason)
-            # Without its tree: thousands may expire at once, and nothing of them is trained on.
-            async with self._quiet(session):
+            # Without its tree: thousands may expire at once, and none is trained on.
+            async with self._without_calls(session):
                 await self._sessions.write(session, row, set_state(row))
 
     async def at_deadline(
         self,
         session: RecordedSession,
         *,
-        final: Parts = NOTHING,
+        final: Parts = NO_PARTS,
         by: str = "",
         reason: str | None = None,
     ) -> bool:
-        """It has awaited its reward for long enough: go by the rewards that it has, else by this
-        final reward, else reject it for this reason. Whether it had any.
+        """End a session at its reward's deadline, and return whether it was rewarded by then.
 
-        SessionClosed if it has ended otherwise.
+        Otherwise it gets this final reward, or is rejected for this reason. SessionClosed if it has
+        ended otherwise.
         """
         async with session.lock:
             await self._sessions.load(session)
             rewarded = is_rewarded(session)
             if rewarded:
-                final, reason = NOTHING, None
+                final, reason = NO_PARTS, None
             if session.mode is SessionMode.EVAL:
                 state = SessionState.EVALUATED
             else:
                 state = SessionState.REJECTED if reason else SessionState.FINALIZED
             target(session.row, Event.DEADLINE, state)
-            row, rewards = await self._final(session, final, by)
+            row, rewards = await self._with_final_reward(session, final, by)
             await self._close(session, ended(row, state, reason), rewards, no_receipt)
             return rewarded
 
@@ -181,7 +181,7 @@ class SessionEnder:
     async def delete(
         self, session: RecordedSession, *, keep: KeepAnswer = no_receipt
     ) -> SessionInfo:
-        """Erase a session's content, and end it if it is not over. Twice does no harm.
+        """Erase a session's content, and end it if it is open; idempotent.
 
         Conflict (`in_training`) while the trainer has it, or a resume may need it.
         """
@@ -193,12 +193,12 @@ class SessionEnder:
             if state is not row.state:
                 row = ended(row, state, "deleted")
             row = replace(row, content="deleted", metadata={})
-            async with self._quiet(session):
+            async with self._without_calls(session):
                 empty = InteractionTree()
                 answer = session.info(row, empty)
                 statements: list[Statement] = [set_state(row), EraseContent((row.id,))]
                 if session.row.content == "archived":
-                    # First: one that is killed after it is asked again, and finds nothing there.
+                    # Before the write: after a kill in between a repetition finds no archive entry.
                     statements += await self._unarchive(row.id)
                 await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
                 session.tree = empty
@@ -206,9 +206,11 @@ class SessionEnder:
 
     # ------------------------------------------------------------------------------------------
 
-    async def _again(self, session: RecordedSession, final: Parts, keep: KeepAnswer) -> SessionInfo:
-        """What is answered to whoever ends it once more; Conflict for another final reward."""
-        if not await self._rewards.stands(session, final):
+    async def _repeat(
+        self, session: RecordedSession, final: Parts, keep: KeepAnswer
+    ) -> SessionInfo:
+        """Return the answer to a repeated ending; Conflict for another final reward."""
+        if not await self._rewards.matches_final(session, final):
             raise already_finalized(session.row)
         await self._sessions.load(session)
         answer = session.info()
@@ -216,23 +218,23 @@ class SessionEnder:
             await self._sessions.journal.commit(*kept)
         return answer
 
-    async def _final(
+    async def _with_final_reward(
         self, session: RecordedSession, final: Parts, by: str
     ) -> tuple[SessionRow, list[SetReward]]:
-        """The row with the final reward, and what writes it."""
+        """Return the row with the final reward, and the statements that write it."""
         await self._sessions.load(session)
         if not final:
             return session.row, []
-        statements, value = await self._rewards.final(session, final, by=by)
+        statements, value = await self._rewards.final_statements(session, final, by=by)
         return replace(session.row, final_reward=value), statements
 
     async def _close(
         self, session: RecordedSession, row: SessionRow, rewards: list[SetReward], keep: KeepAnswer
     ) -> SessionInfo:
-        """End its calls, then make it what the row says."""
-        async with self._quiet(session):
+        """End its calls, then write its new row."""
+        async with self._without_calls(session):
             awaiting = row.state is SessionState.AWAITING_REWARD
-            # Also those that are still being sent: this session does not wait for their clients.
+            # Also answers that are still being sent: the session does not wait for their clients.
             unsent = unreceived(session, for_good=not awaiting)
             until = row.awaits_until or 0.0
             statements: list[Statement] = [
@@ -241,7 +243,7 @@ class SessionEnder:
                 *(PutInteraction(undelivered(interaction)) for interaction in unsent),
             ]
             answer = await self._write(session, row, statements, keep)
-            self._rewards.count(rewards)
+            self._rewards.count_given(rewards)
             for interaction in unsent:
                 interaction.untrainable_reason = UNDELIVERED
             self._sessions.undelivered += len(unsent)
@@ -259,8 +261,8 @@ class SessionEnder:
         return answer
 
     @asynccontextmanager
-    async def _quiet(self, session: RecordedSession) -> AsyncIterator[None]:
-        """No call of the session runs, and none begins. Those being recorded are let through."""
+    async def _without_calls(self, session: RecordedSession) -> AsyncIterator[None]:
+        """Let no call of the session run or start meanwhile; those being recorded are awaited."""
         session.closing = True
         try:
             calls: list[ActiveCall] = [*session.calls, *session.frozen_calls]
@@ -293,6 +295,6 @@ class SessionEnder:
 
 
 def is_rewarded(session: RecordedSession, row: SessionRow | None = None) -> bool:
-    """Whether anybody has rewarded it, or any of its interactions."""
+    """Return whether the session, or any of its interactions, has a reward."""
     final = (row or session.row).final_reward
     return final is not None or any(i.reward is not None for i in session.tree)

@@ -1,4 +1,4 @@
-"""The end of sessions' time: ttl and idle time of open ones, the deadline of awaited rewards."""
+"""Expiry of sessions: the ttl and idle time of open ones, and the deadlines of awaited rewards."""
 
 from __future__ import annotations
 
@@ -6,6 +6,8 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
 from any_agent.config import SessionConfig
@@ -18,14 +20,30 @@ from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
-_NO_TIME = 1e-3
-"""Seconds that a session awaits rewards which is graded at once."""
-_AT_ONCE = 256
-"""Sessions that are ended together: they share the store's commits."""
+LateOutcome: TypeAlias = Literal["rewarded", "rejected", "zero", "graded", "grader_failed"]
+NO_REWARD = "no reward came by its deadline"
+_GRADED_AT_ONCE = 1e-3  # seconds that an ended implicit session awaits rewards
+_BATCH = 256  # sessions that are ended together: they share the store's commits
+
+
+@contextmanager
+def _retried_later(sessions: SessionStore, session: RecordedSession) -> Iterator[None]:
+    """Schedule another check of a session that could not be ended; one that has ended is left."""
+    try:
+        yield
+    except SessionClosed:
+        log.debug("session %s has ended otherwise", session.id)
+    except AnyAgentError as error:
+        log.warning("could not end session %s yet: %s", session.id, error.message)
+        sessions.watch(session)
+    except Exception:
+        # The other sessions go on, and this one is tried again.
+        log.exception("could not end session %s yet", session.id)
+        sessions.watch(session)
 
 
 class SessionExpirer:
-    """Ends what has been open, or has awaited its reward, for too long."""
+    """Ends sessions that were open, or awaited their reward, for too long."""
 
     def __init__(
         self, sessions: SessionStore, endings: SessionEnder, late: LateRewardWaiter
@@ -34,89 +52,62 @@ class SessionExpirer:
         self._endings = endings
         self._late = late
         self.implicit_ended = 0
-        """Sessions that model calls opened, and that were over when none came any more, or at their
-        ttl."""
+        """Number of implicit sessions that ended because they were idle or reached their ttl."""
 
     async def sweep(self) -> None:
-        """End every session whose time is over; costs nothing for the others."""
+        """End every session whose time is over; the others cost nothing."""
         due = self._sessions.deadlines.pop(time.monotonic())
-        for k in range(0, len(due), _AT_ONCE):
-            found = (self._sessions.live.get(id) for id in due[k : k + _AT_ONCE])
-            await asyncio.gather(*(self._look(s) for s in found if s is not None))
+        for k in range(0, len(due), _BATCH):
+            found = (self._sessions.live.get(id) for id in due[k : k + _BATCH])
+            await asyncio.gather(*(self._check(s) for s in found if s is not None))
 
     async def end(self, session: RecordedSession, reason: str) -> None:
-        """Expire an open session; one that has just ended otherwise is left so."""
-        try:
+        """Expire an open session, unless it has just ended otherwise."""
+        with _retried_later(self._sessions, session):
             await self._endings.expire(session, reason)
             log.info("session %s expired: %s", session.id, reason)
-        except SessionClosed:
-            pass
-        except AnyAgentError as error:
-            log.warning("could not expire session %s yet: %s", session.id, error.message)
-            self._sessions.watch(session)
 
-    async def _look(self, session: RecordedSession) -> None:
-        try:
-            await self._end_if_due(session)
-        except Exception:
-            # The others must not stay for its sake, nor this one for ever.
-            log.exception("could not end session %s yet", session.id)
-            self._sessions.watch(session)
-
-    async def _end_if_due(self, session: RecordedSession) -> None:
+    async def _check(self, session: RecordedSession) -> None:
         now = time.monotonic()
-        if session.state is SessionState.AWAITING_REWARD:
-            await self._look_at_awaiting(session, now)
-        elif session.state is SessionState.OPEN:
-            if session.expires <= now:
-                await self._end_open(session, "its ttl ran out")
-            elif session.idle_expires <= now:
-                idle = f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat"
-                await self._end_open(session, idle)
-            else:
-                # Something has happened since the time was set.
-                self._sessions.watch(session)
+        with _retried_later(self._sessions, session):
+            if session.state is SessionState.AWAITING_REWARD:
+                await self._check_awaiting(session, now)
+            elif session.state is SessionState.OPEN:
+                if session.expires <= now:
+                    await self._end_open(session, "its ttl ran out")
+                elif session.idle_expires <= now:
+                    idle = f"idle for {session.idle_timeout:g} s: no call, no reward, no heartbeat"
+                    await self._end_open(session, idle)
+                else:
+                    # The idle time was renewed since the check was scheduled.
+                    self._sessions.watch(session)
 
     async def _end_open(self, session: RecordedSession, reason: str) -> None:
         if not session.row.implicit:
             await self.end(session, reason)
             return
-        # Nobody says that its agent is done: it is when it has been still for so long, or has gone
-        # on for as long as it may.
-        with self._sessions.implicit.ending(session):
+        # Agents of implicit sessions do not finalize: idle time or ttl end the session.
+        with self._sessions.conversations.ending(session):
             try:
-                await self._endings.await_reward(session, _NO_TIME, by="")
+                await self._endings.await_reward(session, _GRADED_AT_ONCE, by="")
             except Unprocessable:
                 await self.end(session, f"{reason}, and no call was answered")
                 return
-            except SessionClosed:
-                return
-            except AnyAgentError as error:
-                log.warning("could not end session %s yet: %s", session.id, error.message)
-                self._sessions.watch(session)
-                return
         self.implicit_ended += 1
-        await self._look_at_awaiting(session, time.monotonic() + _NO_TIME)
+        await self._check_awaiting(session, time.monotonic() + _GRADED_AT_ONCE)
 
-    async def _look_at_awaiting(self, session: RecordedSession, now: float) -> None:
+    async def _check_awaiting(self, session: RecordedSession, now: float) -> None:
         if session.reward_due > now:
             self._sessions.watch(session)
-            return
-        try:
+        else:
             await self._late.end(session)
-        except SessionClosed:
-            pass
-        except AnyAgentError as error:
-            log.warning("could not end session %s yet: %s", session.id, error.message)
-            self._sessions.watch(session)
-
-
-LateOutcome: TypeAlias = Literal["rewarded", "rejected", "zero", "graded", "grader_failed"]
-NO_REWARD = "no reward came by its deadline"
 
 
 class LateRewardWaiter:
-    """Ends the sessions of one rank that awaited a reward until their deadline."""
+    """Ends sessions whose awaited reward did not come, as `sessions.late_reward` says.
+
+    The reason of each session, or the author of its reward, tells what happened.
+    """
 
     def __init__(
         self,
@@ -131,32 +122,32 @@ class LateRewardWaiter:
         self._grader = grader
         self._grading: dict[str, asyncio.Task[None]] = {}
         self.outcomes: Counter[str] = Counter()
-        """What became of sessions at their deadline."""
+        """Number of sessions by their outcome at the deadline."""
 
     @property
     def grading(self) -> int:
-        """Sessions that are being graded, or wait for it."""
+        """Number of sessions that are being graded or wait for it."""
         return len(self._grading)
 
     async def end(self, session: RecordedSession) -> None:
-        """Its deadline has passed. SessionClosed if it has ended otherwise."""
+        """End a session at its deadline; SessionClosed if it has ended otherwise."""
         await self._sessions.load(session)
         graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
         if graded and not is_rewarded(session):
-            self._begin_grading(session)
+            self._start_grading(session)
         elif self._policy == "zero":
             await self._end(session, "zero", final={None: 0.0}, by="sessions.late_reward=zero")
         else:
             await self._end(session, "rejected", reason=NO_REWARD)
 
-    def _begin_grading(self, session: RecordedSession) -> None:
+    def _start_grading(self, session: RecordedSession) -> None:
         if session.id not in self._grading:
             task = asyncio.create_task(self._grade(session))
             self._grading[session.id] = task
             task.add_done_callback(lambda _: self._grading.pop(session.id, None))
 
     async def close(self) -> None:
-        """Stop grading; what is not graded yet is graded after the next start."""
+        """Stop grading; sessions without a grade are graded after the next start."""
         for task in self._grading.values():
             task.cancel()
         if self._grading:
@@ -165,33 +156,21 @@ class LateRewardWaiter:
             await self._grader.close()
 
     async def _grade(self, session: RecordedSession) -> None:
-        try:
-            await self._end_graded(session)
-        except SessionClosed:
-            log.debug("session %s ended while it was graded", session.id)
-        except AnyAgentError as error:
-            log.warning("could not end session %s yet: %s", session.id, error.message)
-            # The next sweep grades it again.
-            self._sessions.watch(session)
-        except Exception:
-            log.exception("could not end session %s yet", session.id)
-            self._sessions.watch(session)
-
-    async def _end_graded(self, session: RecordedSession) -> None:
-        assert self._grader is not None, "the configuration asks for one"
-        try:
-            async with self._grader.free:
-                await self._sessions.load(session)
-                final = await self._grader.grade(graded_session(session))
-            await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
-        except (GraderFailed, Unprocessable) as error:
-            # Also of names that have no weight.
-            log.warning("session %s could not be graded: %s", session.id, error)
-            await self._end(session, "grader_failed", reason=f"grader failed: {error}")
+        assert self._grader is not None, "sessions are graded only if there is a grader"
+        with _retried_later(self._sessions, session):
+            try:
+                async with self._grader.free:
+                    await self._sessions.load(session)
+                    final = await self._grader.grade(graded_session(session))
+                await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
+            except (GraderFailed, Unprocessable) as error:
+                # Unprocessable: also for names that have no weight.
+                log.warning("session %s could not be graded: %s", session.id, error)
+                await self._end(session, "grader_failed", reason=f"grader failed: {error}")
 
     async def _end(self, session: RecordedSession, outcome: LateOutcome, **ending: Any) -> None:
-        """What came in the meantime counts for more."""
+        """End the session; a reward that came in the meantime takes precedence."""
         if await self._endings.at_deadline(session, **ending):
             outcome = "rewarded"
         self.outcomes[outcome] += 1
-        log.info("session %s has awaited its reward until its deadline: %s", session.id, outcome)
+        log.info("session %s awaited its reward until its deadline: %s", session.id, outcome)

@@ -1,9 +1,9 @@
 """Slots for train sessions that were granted one by one, beside those that the trainer admits.
 
-Who grants one wants a session of its own for it, without a group, and trains on it elsewhere: only
-exports get it, and it opens also where no training goes on. Both counts are kept for good, so that
-as many sessions are opened on grants as there were grants, over restarts too. The run's own trainer
-has grants of its own: nobody else may take what it did not come to use.
+A granted slot is for one session without a group, which is trained on elsewhere: only exports get
+it, and it opens also where no training goes on. Both counts are permanent, so that as many sessions
+are opened on grants as there were grants, over restarts too. The run's own trainer has grants of
+its own, which no other caller may use.
 """
 
 from __future__ import annotations
@@ -19,20 +19,20 @@ from proxy_ext.journal.statements import KeepAnswer
 
 class GrantedSlot(BaseModel):
     capacity: int
-    """Grants that no session was opened on yet."""
+    """Grants on which no session was opened yet."""
 
 
 class GrantBook:
-    """The grants of one rank that are kept under a name in its journal."""
+    """Counts grants of one rank, stored under a name in its journal."""
 
     def __init__(self, journal: Journal, name: str) -> None:
         self._journal = journal
         self._granted, self._spent = name, f"{name}_spent"
         self._lock = asyncio.Lock()
         self.granted = 0
-        """Ever."""
+        """Grants ever made."""
         self.spent = 0
-        """Sessions opened on one, ever; those that are being written are counted in."""
+        """Sessions ever opened on a grant, those that are being written included."""
 
     async def recover(self) -> None:
         self.granted = await self._journal.meta(self._granted) or 0
@@ -43,11 +43,11 @@ class GrantBook:
         return self.granted - self.spent
 
     async def add(self, keep: KeepAnswer, change: int = 1) -> GrantedSlot:
-        """Grant one more; with -1 one less, Conflict (`no_grant`) if none is left."""
+        """Grant one more slot; with -1 revoke one, Conflict (`no_grant`) if none is left."""
         async with self._lock:
             if self.left + change < 0:
-                raise Conflict("no granted slot is left here", code="no_grant")
-            # At once: what is taken away, no open may take meanwhile.
+                raise Conflict("no granted slot is left to revoke", code="no_grant")
+            # Revoke at once, so that no open takes the slot meanwhile.
             self.granted += min(change, 0)
             answer = GrantedSlot(capacity=self.left + max(change, 0))
             granted = self.granted + max(change, 0)
@@ -60,24 +60,24 @@ class GrantBook:
         return answer
 
     async def withdraw(self) -> None:
-        """Nobody opens a session on those that are left."""
+        """Revoke all grants that are left."""
         async with self._lock:
             if left := self.left:
                 self.granted -= left
                 await self._journal.commit(PutMeta(self._granted, self.granted))
 
-    def take(self) -> bool:
-        """Use one for a session whose row is written next, with `row` beside it; False if there
-        is none."""
+    def spend(self) -> bool:
+        """Use a grant for a session that is written next, together with `statement`; False if none
+        is left."""
         if self.left <= 0:
             return False
         self.spent += 1
         return True
 
-    def put_back(self) -> None:
-        """The session was not opened."""
+    def refund(self) -> None:
+        """Return the grant of a session that was not opened."""
         self.spent -= 1
 
-    def row(self) -> PutMeta:
-        """What is written together with a session that took one."""
+    def statement(self) -> PutMeta:
+        """Return what is written together with a session that used a grant."""
         return PutMeta(self._spent, self.spent)

@@ -1,8 +1,8 @@
 """Groups on one rank: members join until the size is reached or the group's time is over.
 
-A group holds slots for all of its members from its first one on; at its deadline those that nobody
-took are given back. It is closed, and handed out whole, when it takes no more members, none of them
-can change any more, and enough of them wait to be trained on.
+A group reserves slots for all of its members from its first one on; at its deadline the unused ones
+are released. It is closed, and handed out whole, when it takes no more members, none of them can
+change any more, and enough of them wait to be trained on.
 """
 
 from __future__ import annotations
@@ -19,34 +19,34 @@ from proxy_ext.journal.rows import EXPORT_OWNER, NO_PLACE
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.slots import Ticket
 
-_TENANT_ENDS = "/"
-"""After a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""
+_TENANT_END = "/"
+"""Ends a tenant's name in the ids of its groups: one tenant's "g1" is not another's."""
 _GENERATION = "~"
-"""Between a task's name and its generation's. No name that a client gives holds either."""
+"""Separates a task's name from its generation. Names that clients give contain neither."""
 _UNDECIDED = {SessionState.OPEN, SessionState.AWAITING_REWARD}
 
 
 @dataclass(frozen=True, slots=True)
 class GroupKey:
-    """What the members of a group have in common."""
+    """The key that the members of a group share."""
 
     name: str
-    """The group's id, or its task's name; behind the tenant's, if it has one."""
+    """The group's id or its task's name, after the tenant's name if there is one."""
     named: bool
-    """By `group_id`: it is closed for good then, while a task has one generation after another."""
+    """Named by `group_id`: it closes for good, while a task has one generation after another."""
 
 
 def group_key(group_id: str | None, task_id: str | None, tenant: str | None) -> GroupKey:
-    """Where an open with these fields belongs."""
-    whose = f"{tenant}{_TENANT_ENDS}" if tenant is not None else ""
+    """Return the key of the group that an open with these fields belongs to."""
+    prefix = f"{tenant}{_TENANT_END}" if tenant is not None else ""
     if group_id is not None:
-        return GroupKey(whose + group_id, named=True)
-    return GroupKey(f"{whose}{task_id}", named=False)
+        return GroupKey(prefix + group_id, named=True)
+    return GroupKey(f"{prefix}{task_id}", named=False)
 
 
 def public_id(group_id: str) -> str:
-    """A group's id as its tenant knows it."""
-    return group_id.rpartition(_TENANT_ENDS)[2]
+    """Return a group's id as its tenant knows it."""
+    return group_id.rpartition(_TENANT_END)[2]
 
 
 @dataclass(slots=True, eq=False)
@@ -54,43 +54,43 @@ class Group:
     """One generation of a group.
 
     ``members`` maps the sessions opened so far to their states. ``deadline`` is monotonic.
-    ``least`` is how many of them must be finalized for the group to be trained on.
+    ``min_size`` members must be finalized for the group to be trained on.
     """
 
     id: str
     key: GroupKey
     tenant: str | None
     size: int
-    least: int
+    min_size: int
     deadline: float
     ticket: Ticket | None = None
     openers: int = 0
-    """Opens that wait for the ticket."""
+    """Number of opens that wait for the ticket."""
     members: dict[str, SessionState] = field(default_factory=dict)
     left: set[str] = field(default_factory=set)
-    """Sessions that were members, and left their places to others."""
+    """Sessions that were members and left their places to others."""
     named: int = 0
-    """Names that were given to members, also to those that then failed to open."""
+    """Number of ids given to members, those that then failed to open included."""
     promised: int = 0
-    """Slots taken by opens that are being written."""
-    over: bool = False
-    """Its time is over: nobody joins any more, and the slots that were left are given back."""
+    """Slots of opens that are being written."""
+    expired: bool = False
+    """The group's time is over: no member joins any more, and its unused slots are released."""
     handed_out: bool = False
-    """A trainer has had it, with the members that it has."""
+    """A trainer has had the group with its present members."""
 
     @property
     def room(self) -> int:
-        """Members that may still join, for whom slots are kept."""
-        return 0 if self.over else self.size - len(self.members) - self.promised
+        """Number of members that may still join, for which slots are reserved."""
+        return 0 if self.expired else self.size - len(self.members) - self.promised
 
     @property
     def begun(self) -> bool:
-        """Whether it has had a member: then the slots are its own, and its time runs."""
+        """Whether the group ever had a member: then the slots are its own, and its time runs."""
         return bool(self.members or self.left)
 
     @property
     def unused(self) -> bool:
-        """Whether nobody was ever in it, or is on the way."""
+        """Whether the group never had a member and no open is on the way."""
         return not (self.begun or self.promised or self.openers)
 
     @property
@@ -99,27 +99,27 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether nobody joins any more, and no member can still be finalized."""
+        """Whether no member joins any more and none can still be finalized."""
         return not (self.room or self.promised or self._states & _UNDECIDED)
 
     @property
     def too_small(self) -> bool:
-        """Whether it is complete and its finalized members are too few; they are to be rejected.
+        """Whether the group is complete with too few finalized members, which are to be rejected.
 
-        Not while an export holds some: what it gives back would have to be rejected, too.
+        False while an export leases one: it would have to be rejected when it is given back.
         """
         if not self.complete or self.handed_out or self.has_leased:
             return False
-        return 0 < len(self.finalized) < self.least
+        return 0 < len(self.finalized) < self.min_size
 
     @property
     def closed(self) -> bool:
-        """Whether it may be handed out, as far as its members are there."""
+        """Whether the group may be handed out, if members wait."""
         return self.complete and not self.too_small
 
     @property
     def finalized(self) -> list[str]:
-        """Members that wait to be leased."""
+        """Ids of members that wait to be leased."""
         return [id for id, state in self.members.items() if state is SessionState.FINALIZED]
 
     @property
@@ -127,21 +127,21 @@ class Group:
         """Whether no member can be leased any more."""
         return self.complete and not self._waiting
 
-    def note(self, row: SessionRow) -> None:
-        """A member's state, as the journal has it."""
+    def update(self, row: SessionRow) -> None:
+        """Take over a member's state from its journal row."""
         if row.owner == NO_PLACE:
             self.members.pop(row.id, None)
             self.left.add(row.id)
             return
         self.members[row.id] = row.state
-        # The trainer that leases a session stays its owner, whatever becomes of it then. An export
-        # leases single sessions, also of groups that are still open.
+        # A trainer that leased a session stays its owner in every later state. An export leases
+        # single sessions, also of groups that are still open.
         if row.owner not in (None, EXPORT_OWNER):
             self.handed_out = True
 
     @property
     def _waiting(self) -> int:
-        """Members that are to be trained on, leased ones included."""
+        """Number of members that are to be trained on, leased ones included."""
         states = list(self.members.values())
         return states.count(SessionState.FINALIZED) + states.count(SessionState.LEASED)
 
@@ -154,17 +154,17 @@ class GroupBook:
     """The live groups of a rank.
 
     A group closes ``timeout`` seconds after its first member was opened, at the latest. Of its
-    sessions ``least`` must be finalized, or all where its size is smaller.
+    sessions ``min_size`` must be finalized, or all where its size is smaller.
     """
 
-    def __init__(self, names: SessionIds, *, timeout: float, least: int) -> None:
-        self._names = names
+    def __init__(self, ids: SessionIds, *, timeout: float, min_size: int) -> None:
+        self._ids = ids
         self._timeout = timeout
-        self._least = least
+        self._min_size = min_size
         self._by_key: dict[GroupKey, Group] = {}
         self._by_id: dict[str, Group] = {}
         self.too_small = 0
-        """Groups that were rejected because too few of their members were finalized."""
+        """Number of groups rejected because too few of their members were finalized."""
 
     def __len__(self) -> int:
         return len(self._by_id)
@@ -177,7 +177,7 @@ class GroupBook:
 
     @property
     def reserved(self) -> int:
-        """Slots granted to groups whose members did not open yet."""
+        """Number of slots of groups whose members did not open yet."""
         return sum(
             group.room
             for group in self._by_id.values()
@@ -185,12 +185,12 @@ class GroupBook:
         )
 
     def unfilled(self, tenant: str | None) -> int:
-        """How many groups of a tenant are begun, and keep slots for members that are not there."""
+        """Return the number of a tenant's groups that reserve slots for missing members."""
         mine = (group for group in self._by_id.values() if group.tenant == tenant)
         return sum(group.begun and group.room > 0 for group in mine)
 
-    def unfilled_first(self, most: int) -> list[Unfilled]:
-        """Of all tenants, those that close first."""
+    def first_unfilled(self, limit: int) -> list[Unfilled]:
+        """Return all tenants' unfilled groups that close first."""
         now = time.monotonic()
         begun = [group for group in self._by_id.values() if group.begun and group.room > 0]
         return [
@@ -200,26 +200,26 @@ class GroupBook:
                 members=len(group.members),
                 closes_in=max(0.0, group.deadline - now),
             )
-            for group in heapq.nsmallest(most, begun, key=lambda group: group.deadline)
+            for group in heapq.nsmallest(limit, begun, key=lambda group: group.deadline)
         ]
 
-    def begins(self, key: GroupKey) -> bool:
-        """Whether the next member of it begins a group."""
+    def is_full(self, key: GroupKey) -> bool:
+        """Return whether the next member of this key starts a new group."""
         group = self._by_key.get(key)
         return group is None or group.room <= 0
 
     def is_newest(self, group_id: str) -> bool:
-        """Whether further members of its kind join this one, as far as it has room."""
+        """Return whether further members of its key join this group, while it has room."""
         group = self._by_id.get(group_id)
         return group is not None and self._by_key.get(group.key) is group
 
-    def joinable(
+    def join_or_create(
         self, key: GroupKey, *, tenant: str | None, size: int, by_default: bool = False
     ) -> Group:
-        """The open generation for a new member, made if there is none.
+        """Return the open generation for a new member, a new one if there is none.
 
-        ``by_default``: the open did not say the size. Conflict when the named group is full or
-        closed, or has another size.
+        ``by_default``: the open gave no size. Conflict when the named group is full or closed, or
+        has another size.
         """
         group = self._by_key.get(key)
         if group is not None and group.room > 0:
@@ -233,40 +233,40 @@ class GroupBook:
             return group
         if group is not None and key.named:
             raise closed_error(group.id)
-        name = key.name if key.named else self._names.generation(key.name, self._by_id)
-        return self.add(self._made(name, key, tenant, size, self._timeout))
+        name = key.name if key.named else self._ids.new_generation(key.name, self._by_id)
+        return self.add(self._create(name, key, tenant, size, self._timeout))
 
-    def recovered(self, rows: list[SessionRow], *, age: float) -> Group:
-        """A group of these members, as the journal has them, that began ``age`` seconds ago."""
+    def from_rows(self, rows: list[SessionRow], *, age: float) -> Group:
+        """Return the group of these journal rows, whose first member is ``age`` seconds old."""
         first = rows[0]
         name = first.group_id or ""
         named = _GENERATION not in name
         key = group_key(public_id(name) if named else None, first.task_id, first.tenant)
-        group = self._made(name, key, first.tenant, first.group_size, self._timeout - age)
+        group = self._create(name, key, first.tenant, first.group_size, self._timeout - age)
         for row in rows:
-            group.note(row)
-        # With the members that it had it was over before, too.
-        group.over = group.handed_out or age >= self._timeout
+            group.update(row)
+        # A group that a trainer has had takes no more members after a restart, either.
+        group.expired = group.handed_out or age >= self._timeout
         return group
 
-    def begin(self, group: Group) -> None:
-        """Its first member is there: its time begins. Until now it may have waited for slots."""
+    def start_clock(self, group: Group) -> None:
+        """Start the group's time with its first member: until now it may have waited for slots."""
         group.deadline = time.monotonic() + self._timeout
 
-    def _made(
+    def _create(
         self, name: str, key: GroupKey, tenant: str | None, size: int, seconds: float
     ) -> Group:
-        least = min(self._least, size)
-        return Group(name, key, tenant, size, least, deadline=time.monotonic() + seconds)
+        min_size = min(self._min_size, size)
+        return Group(name, key, tenant, size, min_size, deadline=time.monotonic() + seconds)
 
     def new_member(self, group: Group) -> str:
-        """The id of a session to be opened in it."""
+        """Return the id of a session that is to be opened in the group."""
         while True:
-            name = self._names.member(group.id, group.named)
+            id = self._ids.new_member(group.id, group.named)
             group.named += 1
-            # Those of a group that the journal gave back are counted by nobody.
-            if name not in group.members and name not in group.left:
-                return name
+            # The ids of a recovered group were not counted.
+            if id not in group.members and id not in group.left:
+                return id
 
     def add(self, group: Group) -> Group:
         self._by_id[group.id] = group
@@ -274,7 +274,7 @@ class GroupBook:
         return group
 
     def restore(self, group: Group) -> None:
-        """Add a closed one; a later generation of its task stays the one that is joined."""
+        """Add a closed group; members go on joining a later generation of its task."""
         self._by_id[group.id] = group
         self._by_key.setdefault(group.key, group)
 
@@ -285,7 +285,7 @@ class GroupBook:
 
 
 def closed_error(group_id: str) -> Conflict:
-    """What a late member of a named group is told."""
+    """Return the error of a late member of a named group."""
     return Conflict(
         f"group {public_id(group_id)} has all its sessions or is closed; use a new group_id",
         code="group_closed",

@@ -1,9 +1,9 @@
-"""Names of sessions and of tasks' groups, and the sampling seeds of calls.
+"""Ids of sessions and of tasks' groups, and the sampling seeds of calls.
 
-Random; or, where a run is to be repeated bit for bit, derived from the run's seed, the rank, and
-the member's number in its group. Members of other groups, and when they come, have no part in it.
-A session without a group is named by how many of them there were here before. The trainer orders
-its batches by these names.
+They are random; or, where a run is to be repeated bit for bit, derived from the run's seed, the
+rank, and the member's number in its group. Other groups and times of arrival have no part in it. A
+session without a group is numbered after those that this rank had before. The trainer orders its
+batches by these ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from proxy_ext.journal import Journal
 
 
 class SessionIds:
-    """Names of one rank. ``seed`` None: random ones, and no sampling seeds."""
+    """Makes the ids of one rank. ``seed`` None: random ids, and no sampling seeds."""
 
     def __init__(self, rank: int, seed: int | None = None) -> None:
         self._rank = rank
@@ -28,42 +28,42 @@ class SessionIds:
         self._single = f"{SESSION_ID_PREFIX}{rank}-{self._hex(8, 'single')}"
         self._singles = 0
         self._generations: dict[str, int] = {}
-        """How many generations each task had."""
+        """Number of generations that each task had."""
 
     @classmethod
     async def recover(cls, config: Config, rank: int, journal: Journal) -> SessionIds:
-        """Go on after the sessions that the journal has."""
+        """Continue after the sessions that the journal has."""
         if not config.rollout.deterministic:
             return cls(rank)
-        names = cls(rank, config.train.seed)
-        last = await journal.last_session(names._single)
+        ids = cls(rank, config.train.seed)
+        last = await journal.last_session(ids._single)
         if last is not None:
-            names._singles = int(last.removeprefix(names._single), 16) + 1
+            ids._singles = int(last.removeprefix(ids._single), 16) + 1
         for group_id in await journal.group_ids():
-            names._begun(group_id)
-        return names
+            ids._count_generation(group_id)
+        return ids
 
-    def single(self) -> str:
-        """A new session's id that has no group."""
+    def new_session(self) -> str:
+        """Return the id of a new session without a group."""
         if self._seed is None:
             return f"{SESSION_ID_PREFIX}{self._rank}-{secrets.token_hex(8)}"
-        # The number itself is in it, so the journal's last one tells how many there were.
+        # The id holds the number, so the journal's last id gives their count.
         name = f"{self._single}{self._singles:08x}"
         self._singles += 1
         return name
 
-    def member(self, group_id: str, number: int) -> str:
-        """A new session's id, by its number among those of its group."""
+    def new_member(self, group_id: str, number: int) -> str:
+        """Return the id of a new session, by its number in its group."""
         if self._seed is None:
-            return self.single()
-        self._begun(group_id)
+            return self.new_session()
+        self._count_generation(group_id)
         return f"{SESSION_ID_PREFIX}{self._rank}-{self._hex(16, 'member', group_id, number)}"
 
-    def generation(self, task_id: str, taken: Container[str]) -> str:
-        """A new group of a task; none that is ``taken``.
+    def new_generation(self, task_id: str, taken: Container[str]) -> str:
+        """Return the id of a task's next group, which is not among the ``taken`` ones.
 
-        A generation counts once a member is named: how often somebody waited for slots in vain is
-        a matter of time.
+        A generation counts once it has a member: how often an open waited for slots in vain depends
+        on timing.
         """
         number = self._generations.get(task_id, 0)
         while True:
@@ -74,61 +74,64 @@ class SessionIds:
             number += 1
 
     def sampling_seed(self, session_id: str, number: int) -> int | None:
-        """The seed of a session's call, by its number among the session's interactions."""
+        """Return a call's seed by its number in the session; None in a run without a seed."""
         part = self._hex(8, "call", session_id, number)
         return int(part, 16) >> 1 if part else None
 
-    def _begun(self, group_id: str) -> None:
+    def _count_generation(self, group_id: str) -> None:
         task_id, _, end = group_id.rpartition(f"~{self._rank}-")
         if end.isdecimal():
             self._generations[task_id] = max(self._generations.get(task_id, 0), int(end) + 1)
 
     def _hex(self, digits: int, *of: object) -> str:
-        """Digits that follow from the seed; none without one."""
+        """Return digits derived from the seed; an empty text without one."""
         if self._seed is None:
             return ""
         text = "\0".join(map(str, (self._seed, self._rank, *of)))
         return sha256(text.encode()).hexdigest()[:digits]
 
 
-_KEPT = 4096
-"""Tasks whose next number is at hand; that of another one is read from the journal."""
+_MAX_CACHED = 4096  # tasks whose next number is in memory; others' is read from the journal
 
 
 class TaskNumbers:
-    """Counts the sessions of one task. Kept by whoever gives a name until it is in the journal."""
+    """Numbers the sessions of one task. An open keeps it until the new id is in the journal."""
 
     def __init__(self, prefix: str, first: int) -> None:
         self._prefix = prefix
         self._next = first
 
     def new(self) -> str:
-        """A new session's id."""
+        """Return the id of a new session."""
         name = f"{self._prefix}{self._next}"
         self._next += 1
         return name
 
 
 class ArealIds:
-    """The tasks of one rank; numbers go on after those that the journal has."""
+    """Ids `<task>-<rank>-<n>` of sessions opened under the names of the AReaL documents.
+
+    The numbers of each task continue after those that the journal has.
+    """
 
     def __init__(self, journal: Journal, rank: int) -> None:
         self._journal = journal
         self._rank = rank
         self._recent: OrderedDict[str, TaskNumbers] = OrderedDict()
         self._used: WeakValueDictionary[str, TaskNumbers] = WeakValueDictionary()
-        """With those that are no longer recent, while somebody has them."""
+        """Also those that are no longer recent, while an open uses them."""
 
-    async def of(self, task: str) -> TaskNumbers:
+    async def numbers_of(self, task: str) -> TaskNumbers:
+        """Return the counter of a task."""
         numbers = self._used.get(task)
         if numbers is None:
             prefix = f"{task}-{self._rank}-"
             last = await self._journal.last_number(prefix)
             numbers = TaskNumbers(prefix, 0 if last is None else last + 1)
-            # Another open of this task may have been here meanwhile.
+            # Another open of this task may have read the journal meanwhile.
             numbers = self._used.setdefault(task, numbers)
         self._recent[task] = numbers
         self._recent.move_to_end(task)
-        if len(self._recent) > _KEPT:
+        if len(self._recent) > _MAX_CACHED:
             self._recent.popitem(last=False)
         return numbers

@@ -1,7 +1,7 @@
-"""What can be leased and what is: found without a look at every live session.
+"""An index of leasable groups and leased sessions, which never scans all live sessions.
 
-A change of a session or a group is noted; what it means is seen at the next look. So a poll costs
-what has changed since the last one, however many sessions are open.
+Changes of sessions and groups are collected and applied at the next query. So a poll costs as much
+as has changed since the last one, however many sessions are open.
 """
 
 from __future__ import annotations
@@ -17,15 +17,14 @@ from proxy_ext.sessions.groups import GroupBook
 from proxy_ext.sessions.session import RecordedSession
 
 _Key: TypeAlias = tuple[bool, str]
-"""A group's (True) or, for one without a group, a session's id."""
+"""(True, a group's id) or, for a session without a group, (False, its id)."""
 
-
-_MAX_NOTED = 4096
-"""Changes that are put off until the next look: where nobody polls, there is none."""
+_MAX_PENDING = 4096
+"""Changes that wait for the next query: where no trainer polls, there is none."""
 
 
 class _LeasePosition(NamedTuple):
-    """In the order of handing out: the oldest first."""
+    """The sort key of a leasable group: the oldest is handed out first."""
 
     created_at: float
     key: _Key
@@ -38,59 +37,59 @@ class LeaseIndex:
         self._live = live
         self._groups = groups
         self._leased: dict[str, RecordedSession] = {}
-        self._noted: set[_Key] = set()
+        self._pending: set[_Key] = set()
         self._waiting: list[_LeasePosition] = []
-        self._places: dict[_Key, _LeasePosition] = {}
+        self._positions: dict[_Key, _LeasePosition] = {}
 
-    def note(self, session: RecordedSession) -> None:
-        """A session's state may have changed."""
+    def update(self, session: RecordedSession) -> None:
+        """Take over a possible change of a session's state."""
         if session.state is SessionState.LEASED:
             self._leased[session.id] = session
         else:
             self._leased.pop(session.id, None)
-        self._note(_key(session.row))
+        self._add_pending(_key(session.row))
 
-    def note_group(self, group_id: str) -> None:
-        """A group may have closed."""
-        self._note((True, group_id))
+    def update_group(self, group_id: str) -> None:
+        """Take over that a group may have closed."""
+        self._add_pending((True, group_id))
 
     @property
     def leased(self) -> Iterable[RecordedSession]:
-        """Every leased session."""
+        """All leased sessions."""
         return self._leased.values()
 
-    def first(self, most: int) -> list[list[RecordedSession]]:
-        """The finalized members of up to so many closed groups, the oldest first."""
-        self._look()
-        return [self._members(place.key) for place in self._waiting[:most]]
+    def first(self, limit: int) -> list[list[RecordedSession]]:
+        """Return the finalized members of up to ``limit`` closed groups, the oldest first."""
+        self._refresh()
+        return [self._members(position.key) for position in self._waiting[:limit]]
 
-    def _note(self, key: _Key) -> None:
-        self._noted.add(key)
-        if len(self._noted) > _MAX_NOTED:
-            self._look()
+    def _add_pending(self, key: _Key) -> None:
+        self._pending.add(key)
+        if len(self._pending) > _MAX_PENDING:
+            self._refresh()
 
-    def _look(self) -> None:
-        """See what has become of everything that was noted."""
-        for key in self._noted:
-            self._place(key)
-        self._noted.clear()
+    def _refresh(self) -> None:
+        """Apply all pending changes."""
+        for key in self._pending:
+            self._reposition(key)
+        self._pending.clear()
 
-    def _place(self, key: _Key) -> None:
-        old = self._places.pop(key, None)
+    def _reposition(self, key: _Key) -> None:
+        old = self._positions.pop(key, None)
         if old is not None:
             del self._waiting[bisect_left(self._waiting, old)]
         members = self._members(key)
         if members:
-            place = _LeasePosition(min(member.row.created_at for member in members), key)
-            self._places[key] = place
-            insort(self._waiting, place)
+            position = _LeasePosition(min(member.row.created_at for member in members), key)
+            self._positions[key] = position
+            insort(self._waiting, position)
 
     def _members(self, key: _Key) -> list[RecordedSession]:
-        """Who of it can be leased now."""
+        """Return the sessions of a group, or the single session, that can be leased now."""
         grouped, id = key
         if grouped:
             group = self._groups.get(id)
-            # A group is handed out whole: not while an export holds some of it.
+            # A group is handed out whole: not while an export leases a member.
             if group is None or not group.closed or group.has_leased:
                 return []
             return [self._live[member] for member in group.finalized]
@@ -98,7 +97,7 @@ class LeaseIndex:
         if session is None or session.mode is not SessionMode.TRAIN:
             return []
         if session.row.owner == GRANT_OWNER:
-            # Whoever granted it trains on it, and may come for it late.
+            # Only an export gets it, which may come late.
             return []
         return [session] if session.state is SessionState.FINALIZED else []
 

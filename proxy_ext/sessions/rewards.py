@@ -1,4 +1,4 @@
-"""Rewards: of an interaction or of the whole session, whole or by name, each with who and when.
+"""Rewards of interactions and of whole sessions, unnamed or by name, each with its author and time.
 
 An interaction's own reward, and the final reward, is the unnamed one + the sum of weight * value
 over the named ones (`sessions.reward_weights`). All of them can be revised until the session is
@@ -27,21 +27,18 @@ from proxy_ext.sessions.session_store import SessionStore, set_state
 from proxy_ext.sessions.state_machine import Event, target
 
 Parts: TypeAlias = Mapping[str | None, float]
-"""What a reward is made of: values by name, None for the unnamed one."""
-NOTHING: Parts = MappingProxyType({})
+"""The parts of a reward: values by name, None for the unnamed one."""
+NO_PARTS: Parts = MappingProxyType({})
 
-_MAX_NAMES = 64
-"""Of one interaction, or of the final reward."""
-_MAX_GIVEN = 10_000
-"""To one session, before the last one: every revision is kept, and read when there is another."""
-_SHOWN = 256
-"""Rewards that a session's history shows: its last ones."""
+_MAX_NAMES = 64  # names of one reward
+_MAX_GIVEN = 10_000  # rewards of one session: each revision is kept, and read at the next one
+_MAX_SHOWN = 256  # newest rewards in a session's history
 
 
 def parts_of(
     value: float | Mapping[str, float] | None, name: str | None = None
 ) -> dict[str | None, float]:
-    """A body's reward: a number, a number with a name, or several by name; nothing of None."""
+    """Return the parts of a body's reward: a number, a named number, or several by name."""
     if value is None:
         return {}
     if isinstance(value, Mapping):
@@ -56,9 +53,9 @@ class RewardBook:
         self._sessions = sessions
         self._weights = config.reward_weights
         self.given: Counter[str] = Counter()
-        """Rewards that were set, by what they are of: `completion` or `final`."""
+        """Number of rewards that were set, by their object: `completion` or `final`."""
 
-    async def give(
+    async def set_reward(
         self,
         session: RecordedSession,
         parts: Parts,
@@ -67,70 +64,68 @@ class RewardBook:
         by: str,
         keep: KeepAnswer = no_receipt,
     ) -> RewardSet:
-        """Reward one interaction: the last one by default.
+        """Reward one interaction, by default the last delivered one.
 
-        SessionClosed once the session is with the trainer, NotFound, Unprocessable for a name that
-        has no weight, or if there is nothing to reward yet.
+        SessionClosed once the trainer has the session, NotFound, Unprocessable for a name that has
+        no weight, or if there is nothing to reward yet.
         """
         async with session.lock:
             target(session.row, Event.REWARD)
             await self._sessions.load(session)
-            interaction = _chosen(session, wanted)
+            interaction = _rewarded_interaction(session, wanted)
             before = interaction.reward
-            statements, own = await self._set(session, interaction.id, before, parts, by)
+            statements, own = await self._combine(session, interaction.id, before, parts, by)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
-            row, also = _counting(session.row)
+            row, also = _no_longer_unrewarded(session.row)
             await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
             interaction.reward = own
             session.touch()
-            self.count(statements)
+            self.count_given(statements)
             return answer
 
-    async def give_final(
+    async def set_final_reward(
         self, session: RecordedSession, parts: Parts, *, by: str, keep: KeepAnswer = no_receipt
     ) -> RewardSet:
-        """Set or revise the final reward; as :meth:`give`."""
+        """Set or revise the final reward; errors as in :meth:`set_reward`."""
         async with session.lock:
             target(session.row, Event.REWARD)
-            statements, final = await self.final(session, parts, by=by)
+            statements, final = await self.final_statements(session, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
-            row, also = _counting(replace(session.row, final_reward=final))
+            row, also = _no_longer_unrewarded(replace(session.row, final_reward=final))
             await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
             session.touch()
-            self.count(statements)
+            self.count_given(statements)
             return answer
 
-    async def final(
+    async def final_statements(
         self, session: RecordedSession, parts: Parts, *, by: str
     ) -> tuple[list[SetReward], float]:
-        """What writes the final reward, and what it adds up to; under the session's lock.
+        """Return the statements that write the final reward, and its sum; call under the
+        session's lock. Errors as in :meth:`set_reward`."""
+        return await self._combine(session, None, session.row.final_reward, parts, by)
 
-        As :meth:`give_final`.
-        """
-        return await self._set(session, None, session.row.final_reward, parts, by)
-
-    async def stands(self, session: RecordedSession, parts: Parts) -> bool:
+    async def matches_final(self, session: RecordedSession, parts: Parts) -> bool:
         """Return whether the final reward has these parts; call under the session's lock."""
         before = session.row.final_reward
         if before is None or not parts:
             return not parts
         known, _ = await self._sessions.journal.reward_parts(session.id, None)
         if not known:
-            # One from before histories were kept, or whose history is not here any more.
+            # Set before histories were kept, or its history is archived.
             return self._combined(parts) == before
         return all(known.get(name) == value for name, value in parts.items())
 
-    def count(self, statements: Iterable[SetReward]) -> None:
-        """They are written."""
+    def count_given(self, statements: Iterable[SetReward]) -> None:
+        """Count rewards that were written."""
         for statement in statements:
             self.given["final" if statement.interaction_id is None else "completion"] += 1
 
     async def history(self, session: RecordedSession) -> SessionDetails:
-        """What is recorded of a session, with its last rewards."""
+        """Return the details of a session, with its last rewards."""
         async with session.lock:
             await self._sessions.load(session)
             info = session.info()
-            rewards = await self._sessions.journal.rewards(session.id, last=_SHOWN)
+            rewards = await self._sessions.journal.rewards(session.id, last=_MAX_SHOWN)
             _, given = await self._sessions.journal.reward_parts(session.id, None)
         shown = [
             RewardEntry(
@@ -142,7 +137,7 @@ class RewardBook:
 
     # ------------------------------------------------------------------------------------------
 
-    async def _set(
+    async def _combine(
         self,
         session: RecordedSession,
         interaction_id: str | None,
@@ -150,18 +145,17 @@ class RewardBook:
         parts: Parts,
         by: str,
     ) -> tuple[list[SetReward], float]:
-        """The statements that add these parts to what there is, and the sum then."""
+        """Return the statements that add these parts to the present ones, and the new sum."""
         self._require_known(parts)
         known: dict[str | None, float] = {}
         if before is not None:
             known, given = await self._sessions.journal.reward_parts(session.id, interaction_id)
             if given >= _MAX_GIVEN:
                 raise Unprocessable(
-                    f"the session was given {given} rewards, revised ones counted; that is the "
-                    "most",
+                    f"the session was given {given} rewards, revisions included; it takes no more",
                     code="too_many_rewards",
                 )
-            # One from before histories were kept.
+            # A reward from before histories were kept.
             known = known or {None: before}
         known |= parts
         if len(known) > _MAX_NAMES:
@@ -190,22 +184,22 @@ class RewardBook:
     def _combined(self, parts: Parts) -> float:
         total = parts.get(None, 0.0)
         for name in sorted(n for n in parts if n is not None):
-            # A name that has lost its weight since then weighs nothing any more.
+            # A name that is not configured any more has no weight.
             weight = self._weights.get(name, 0.0) if self._weights else 1.0
             total += weight * parts[name]
         return total
 
 
-def _counting(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
-    """The row of a session that is rewarded now, and what writes it, if it was said to count as
-    0."""
+def _no_longer_unrewarded(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
+    """Return a rewarded session's row and the statements that write it: without the reason that no
+    reward was given, if it had one."""
     if row.state is not SessionState.FINALIZED or row.reason is None:
         return row, []
     row = replace(row, reason=None)
     return row, [set_state(row)]
 
 
-def _chosen(session: RecordedSession, wanted: str | None) -> Interaction:
+def _rewarded_interaction(session: RecordedSession, wanted: str | None) -> Interaction:
     tree = session.tree
     if wanted is not None and wanted not in tree:
         # Any of them: the first one may still be sampled, or have failed.

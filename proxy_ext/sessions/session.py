@@ -1,4 +1,4 @@
-"""One session in memory: its states, its tree, and the calls under way."""
+"""One session in memory: its row, its tree of interactions, and its calls under way."""
 
 from __future__ import annotations
 
@@ -28,8 +28,8 @@ LIVE_STATES = (
     SessionState.LEASED,
 )
 
-_EARLIER_KEYS = (16,)
-"""Bytes of keys that are made no more."""
+_OLD_KEY_SIZES = (16,)
+"""Sizes, in bytes, of chain keys that earlier versions made."""
 
 
 class ActiveCall(Protocol):
@@ -51,29 +51,29 @@ class PolicyCall(ActiveCall, Protocol):
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class RecordedSession:
-    """A session in memory, with its tree and the calls under way. All times are monotonic."""
+    """A session in memory, with its tree and its calls under way. All times are monotonic."""
 
     row: SessionRow
     idle_timeout: float = math.inf
-    """Seconds without a call, a reward or a heartbeat after which it expires."""
+    """Seconds without a call, a reward or a heartbeat after which the session expires."""
     opened: float = 0.0
-    """When it was; reckoned from the row, on the clock that survives a restart."""
+    """Time of its opening, derived from the row on a clock that survives a restart."""
     active: float = field(default_factory=time.monotonic)
-    """When its agent was last heard of."""
+    """Time of its agent's last sign of life."""
     _tree: InteractionTree | None = field(default=None, init=False, repr=False)
     calls: set[PolicyCall] = field(default_factory=set)
     frozen_calls: set[ActiveCall] = field(default_factory=set)
     """Calls of frozen models under way."""
     unconfirmed: dict[str, RequestMark] = field(default_factory=dict)
     """Answers that are not known to have reached the agent, oldest first: an earlier process's, and
-    those that nobody heard while the store could not be told."""
+    undelivered ones that the store could not record."""
     recovered: bool = False
-    """It is an earlier process's, and its answers are still to be looked for."""
+    """An earlier process opened it, and its unconfirmed answers are not loaded yet."""
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     lease_began: float = 0.0
     lease_expires: float = 0.0
     closing: bool = False
-    """It is being ended: new calls are refused and recordings of running ones are awaited."""
+    """It is being ended: new calls are refused, recordings of running ones are awaited."""
 
     def __post_init__(self) -> None:
         if self.opened == 0.0:
@@ -94,7 +94,10 @@ class RecordedSession:
     @property
     def tree(self) -> InteractionTree:
         """Its interactions. They may be in the journal alone: `await sessions.load(session)` first,
-        and do not await in between, unless its lock is held or one of its calls is under way."""
+        and do not await in between, unless its lock is held or one of its calls is under way.
+
+        RuntimeError if they are not in memory.
+        """
         if self._tree is None:
             raise RuntimeError(f"the tree of session {self.id} was not loaded")
         return self._tree
@@ -104,47 +107,47 @@ class RecordedSession:
         self._tree = tree
 
     @property
-    def warm(self) -> bool:
+    def loaded(self) -> bool:
         """Whether its tree is in memory."""
         return self._tree is not None
 
-    def cool(self) -> None:
-        """Let its tree go: the journal has it."""
+    def unload(self) -> None:
+        """Drop its tree from memory; the journal has it."""
         self._tree = None
 
     @property
     def expires(self) -> float:
-        """When its ttl runs out."""
+        """Time at which its ttl runs out."""
         return self.opened + self.row.expires_at - self.row.created_at
 
     @property
     def idle_expires(self) -> float:
-        """When it has been idle for too long; later if something happens."""
+        """Time at which it expires as idle; later if something happens."""
         busy = self.calls or self.frozen_calls
         return (time.monotonic() if busy else self.active) + self.idle_timeout
 
     @property
     def reward_due(self) -> float:
-        """When it has awaited its reward for long enough."""
+        """Deadline of its awaited reward; inf without one."""
         until = self.row.awaits_until
         return math.inf if until is None else self.opened + until - self.row.created_at
 
     def row_time(self, monotonic: float) -> float:
-        """A moment as its row keeps it: seconds after ``created_at``, on its own clock."""
+        """Return a time as the row stores it: ``created_at`` and the seconds since the opening."""
         return self.row.created_at + monotonic - self.opened
 
     def touch(self) -> None:
-        """Its agent was heard of."""
+        """Renew its idle time."""
         self.active = time.monotonic()
 
     def require_open(self) -> None:
-        """SessionClosed (410) unless it takes calls."""
+        """Raise SessionClosed (410) unless it takes calls."""
         lifecycle.target(self.row, Event.CALL)
         if self.closing:
             raise lifecycle.refusal(self.row, Event.CALL, closing=True)
 
     def heartbeat(self) -> Heartbeat:
-        """Its agent is there; SessionClosed unless it is open."""
+        """Renew its idle time and return the times left; SessionClosed unless it is open."""
         lifecycle.target(self.row, Event.HEARTBEAT)
         self.touch()
         now = time.monotonic()
@@ -153,7 +156,7 @@ class RecordedSession:
         )
 
     def require_version(self, serving: int) -> None:
-        """VersionGone if it is pinned to another weight version."""
+        """Raise VersionGone if it is pinned to another weight version."""
         pinned = self.row.pinned_version
         if pinned is not None and pinned != serving:
             raise VersionGone.of(pinned, serving)
@@ -161,7 +164,7 @@ class RecordedSession:
     def info(
         self, row: SessionRow | None = None, tree: InteractionTree | None = None
     ) -> SessionInfo:
-        """What is to be said of it; as it will be with this row and this tree."""
+        """Return its description; with ``row`` and ``tree`` as it will be with them."""
         row = row or self.row
         tree = self.tree if tree is None else tree
         rewards = {i.id: i.reward for i in tree if i.reward is not None}
@@ -207,7 +210,7 @@ def _finite(seconds: float) -> float | None:
 
 
 def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
-    """The first and the last weight version of any token; within an interaction they only grow."""
+    """Return the first and last weight version of its tokens, which grow in each interaction."""
     sampled = [i.output_versions for i in tree if len(i.output_versions)]
     if not sampled:
         return None, None
@@ -215,17 +218,17 @@ def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
 
 
 def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
-    """Add a stored interaction under the key that continuations look for; but none of a frozen
-    model, which nothing continues, rewards or exports.
+    """Add a stored interaction under the key by which continuations find it.
 
-    The key of an earlier version is reckoned anew from the texts; where they were not kept, what
-    continues the interaction starts a branch.
+    Interactions of frozen models are left out: nothing continues, rewards or exports them. A key of
+    an earlier version is computed anew from the texts; where these were not stored, a continuation
+    of the interaction starts a branch.
     """
     interaction, key = stored.interaction, stored.key
     if is_frozen(interaction):
         return
     texts = not lacks_texts(interaction)
-    if texts and (key is None or len(key) in _EARLIER_KEYS) and "text" not in interaction.request:
+    if texts and (key is None or len(key) in _OLD_KEY_SIZES) and "text" not in interaction.request:
         parent = interaction.parent_id
         keys = chain_keys(
             [*interaction.message_delta, interaction.output_message],
@@ -241,16 +244,20 @@ _BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
 
 
 def clock_stamp() -> str:
-    """Now, as `SessionRow.clock` keeps it."""
+    """Return the present time as `SessionRow.clock` stores it: the boot's id and its seconds."""
     return f"{_boot_id()} {_boot_seconds():.3f}"
 
 
 def session_age(row: SessionRow) -> float:
-    """Seconds since the session was opened."""
+    """Return the seconds since a session's opening, across restarts and changes of the wall clock.
+
+    The boot clock (CLOCK_BOOTTIME) counts a suspended machine's time and cannot be set. After a
+    reboot only the wall clock is left.
+    """
     boot, _, seconds = (row.clock or "").partition(" ")
     if boot and boot == _boot_id():
         passed = _boot_seconds() - float(seconds)
-        # Far less than nothing: a container whose clock began anew. A little: the stamp's rounding.
+        # Slightly negative: the stamp was rounded. Far below: a container whose clock restarted.
         if passed > -1:
             return max(0.0, passed)
     return max(0.0, time.time() - row.created_at)
@@ -258,7 +265,7 @@ def session_age(row: SessionRow) -> float:
 
 @functools.cache
 def _boot_id() -> str:
-    """Empty where the system has none: then every restart is like a reboot."""
+    """Return the boot's id; empty where there is none: then every restart counts as a reboot."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

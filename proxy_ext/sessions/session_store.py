@@ -1,8 +1,8 @@
 """The live sessions of one rank: found, recovered, recorded, and moved from state to state.
 
-Each change is checked against the table of states (lifecycle.py), written to the journal, then made
-in memory, under the session's lock. What ends sessions is in endings.py, what rewards them in
-rewards.py, what watches their time in expiry.py.
+Each change is checked against the table of states (state_machine.py), written to the journal, then
+made in memory, under the session's lock. endings.py ends sessions, rewards.py rewards them, and
+expiry.py watches their time.
 """
 
 from __future__ import annotations
@@ -56,62 +56,62 @@ log = logging.getLogger(__name__)
 
 
 class SessionStore:
-    """The sessions of a rank, backed by its journal."""
+    """The sessions of a rank, backed by its journal, and the indexes over them."""
 
     def __init__(
         self,
         journal: Journal,
         config: SessionConfig,
-        names: SessionIds,
+        ids: SessionIds,
         *,
         rank: int,
     ) -> None:
         self.journal = journal
         self.config = config
-        self.names = names
+        self.ids = ids
         self.rank = rank
         self.grants = GrantBook(journal, "grants")
         self.run_grants = GrantBook(journal, "run_grants")
-        """Of the run's own trainer."""
-        self.task_names = ArealIds(journal, rank)
+        """Grants of the run's own trainer."""
+        self.areal_ids = ArealIds(journal, rank)
         self.admission = Admission(max_waiting=config.max_waiting)
-        self.groups = GroupBook(names, timeout=config.group_timeout, least=config.min_group_size)
+        self.groups = GroupBook(ids, timeout=config.group_timeout, min_size=config.min_group_size)
         self.counts = SessionCounts()
         self.deadlines = DeadlineQueue()
-        """When to look at which session again."""
+        """Sessions by the time at which they may expire."""
         self.deliveries = DeliveryTracker(journal)
         self.undelivered = 0
-        """Answers taken out of training because they reached nobody."""
+        """Number of answers taken out of training because they reached no client."""
         self.live: dict[str, RecordedSession] = {}
         self.trees = TreeCache(journal, self.deliveries, self.live, budget=config.hot_bytes)
-        self._held: WeakValueDictionary[str, RecordedSession] = WeakValueDictionary()
-        """Ended ones that somebody is at work with: whoever asks next shares them, and the lock."""
+        self._ended: WeakValueDictionary[str, RecordedSession] = WeakValueDictionary()
+        """Ended sessions in use: all users share one object, and its lock."""
         self._lanes: dict[str, str] = {}
-        self.leasable = LeaseIndex(self.live, self.groups)
-        self.implicit = ConversationIndex()
-        self._ending: set[asyncio.Task[None]] = set()
+        self.lease_index = LeaseIndex(self.live, self.groups)
+        self.conversations = ConversationIndex()
+        self._tasks: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Condition()
         """Notified whenever a group may have closed."""
 
     # -- start ---------------------------------------------------------------------------------
 
     async def recover(self, *, lease_ttl: float) -> None:
-        """Take over what the journal holds: open sessions go on, finalized ones wait.
+        """Load what the journal holds: open sessions go on, finalized ones wait.
 
-        What they recorded is read when somebody wants it, so that a start is soon done.
+        Their interactions are read on demand, so that a start is quick.
         """
         now = time.monotonic()
         for row in await self.journal.sessions(LIVE_STATES):
             session = RecordedSession(row, self.idle_timeout(row))
-            # As if it began now: its holder may not have heard yet that it has it.
+            # As if the lease began now: its owner may not know of it yet.
             session.lease_began, session.lease_expires = now, now + lease_ttl
             session.recovered = True
             self.live[row.id] = session
-            self.implicit.add(session, new=False)
+            self.conversations.add(session, new=False)
             self.watch(session)
         await self._recover_groups()
         for session in self.live.values():
-            self.leasable.note(session)
+            self.lease_index.update(session)
         self.counts.recover(await self.journal.counts(), (s.row for s in self.live.values()))
         await self.grants.recover()
         await self.run_grants.recover()
@@ -121,7 +121,7 @@ class SessionStore:
             log.info("recovered %d sessions from the journal", len(self.live))
 
     async def _recover_groups(self) -> None:
-        # Also those that nobody is in any more, but could still join.
+        # Also groups without a live member that further members may join.
         since = time.time() - self.config.group_timeout
         unfilled = await self.journal.unfilled_groups(since, left=NO_PLACE)
         for group_id in dict.fromkeys([*(s.row.group_id for s in self.live.values()), *unfilled]):
@@ -131,59 +131,59 @@ class SessionStore:
                     self.groups.add(group)
 
     def _recovered(self, rows: list[SessionRow]) -> Group:
-        return self.groups.recovered(rows, age=session_age(rows[0]))
+        return self.groups.from_rows(rows, age=session_age(rows[0]))
 
     async def groups_of(self, sessions: Iterable[RecordedSession]) -> list[Group]:
-        """The groups of ended sessions that are to be leased again, from the journal."""
+        """Return the groups of ended sessions that are to be leased again, from the journal."""
         ids = dict.fromkeys(session.row.group_id for session in sessions)
         gone = [id for id in ids if id is not None and self.groups.get(id) is None]
         return [self._recovered(await self.journal.group(id)) for id in gone]
 
     def revive(self, sessions: Iterable[RecordedSession], groups: Iterable[Group]) -> None:
-        """Put ended sessions that are leased again back among the live ones, with their groups."""
+        """Make ended sessions that are leased again live, with their groups."""
         for group in groups:
             self.groups.restore(group)
         for session in sessions:
             self.live[session.id] = session
-            if session.warm:
-                self.trees.keep(session)
+            if session.loaded:
+                self.trees.add(session)
             group_id = session.row.group_id
             if group_id is not None and (found := self.groups.get(group_id)) is not None:
-                found.note(session.row)
-            self.leasable.note(session)
+                found.update(session.row)
+            self.lease_index.update(session)
 
     @property
     def reserved(self) -> int:
-        """Slots taken by train sessions that are not there yet."""
+        """Number of slots taken by train sessions that are not open yet."""
         created = self.counts.created[SessionMode.TRAIN]
         return self.admission.admitted + self._on_grants - created
 
     @property
     def _on_grants(self) -> int:
-        """Sessions that took a grant and no slot."""
+        """Number of sessions that took a grant instead of a slot."""
         return self.grants.spent + self.run_grants.spent
 
     def grants_of(self, caller: Caller) -> GrantBook:
-        """What this caller grants, and opens sessions on."""
+        """Return the grants that this caller makes and uses."""
         return self.run_grants if caller == RUN else self.grants
 
     def add(self, session: RecordedSession) -> None:
-        """A new session that the journal has; its lane's newest one."""
+        """Add a new session that the journal has, the newest of its lane."""
         self.counts.add(session.row)
         self.live[session.id] = session
         session.tree = InteractionTree()
-        self.trees.keep(session)
+        self.trees.add(session)
         self._lanes[session.row.lane] = session.id
-        self.implicit.add(session, new=True)
+        self.conversations.add(session, new=True)
         self.watch(session)
 
     def idle_timeout(self, row: SessionRow) -> float:
-        """Seconds that this session may be idle."""
+        """Return the seconds that this session may be idle."""
         config = self.config
         return config.implicit_idle_timeout if row.implicit else config.idle_timeout
 
     def watch(self, session: RecordedSession) -> None:
-        """See to it that its time is looked at when it may be over."""
+        """Schedule a check of the session for when its time may be over."""
         if session.state is SessionState.OPEN:
             self.deadlines.add(session.id, min(session.expires, session.idle_expires))
         elif session.state is SessionState.AWAITING_REWARD:
@@ -194,7 +194,7 @@ class SessionStore:
     # -- look-up -------------------------------------------------------------------------------
 
     async def by_lane(self, lane: str) -> RecordedSession | None:
-        """The lane's newest session; ended ones are read from the journal, without a tree."""
+        """Return the lane's newest session; an ended one comes from the journal, without a tree."""
         session_id = self._lanes.get(lane)
         if session_id is not None:
             return self.live[session_id]
@@ -203,12 +203,12 @@ class SessionStore:
             return None
         session = self._stored(row)
         if session.state is SessionState.OPEN and session.id in self.live:
-            # One that was recovered. While it is open, its lane gets no other one.
+            # A recovered session. While it is open, its lane gets no other one.
             self._lanes.setdefault(lane, session.id)
         return session
 
     async def by_id(self, session_id: str) -> RecordedSession:
-        """A session by its id; NotFound."""
+        """Return a session by its id; NotFound."""
         session = self.live.get(session_id)
         if session is not None:
             return session
@@ -218,28 +218,26 @@ class SessionStore:
         return self._stored(row)
 
     def _stored(self, row: SessionRow) -> RecordedSession:
-        """An ended session; or the live one, if it was opened while its row was being read."""
-        session = self.live.get(row.id) or self._held.get(row.id)
+        """Return an ended session, or the live one if it was opened while its row was read."""
+        session = self.live.get(row.id) or self._ended.get(row.id)
         if session is None:
-            session = self._held[row.id] = RecordedSession(row)
+            session = self._ended[row.id] = RecordedSession(row)
         return session
 
     async def load(self, session: RecordedSession) -> None:
-        """See to it that the session has its tree; it is there until the next `await`.
-
-        And as long as its lock is held, or one of its calls is under way.
-        """
+        """Load the session's tree, which stays in memory until the next `await`, and as long as
+        its lock is held or one of its calls is under way."""
         try:
             await self.trees.load(session)
         except SessionDamaged:
-            # Not here: whoever wants the tree may hold the session's lock.
+            # In a task of its own: the caller may hold the session's lock.
             task = asyncio.create_task(self._end_damaged(session))
-            self._ending.add(task)
-            task.add_done_callback(self._ending.discard)
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
             raise
 
     async def _end_damaged(self, session: RecordedSession) -> None:
-        """End a session of which something cannot be read, so that it is never trained on."""
+        """End a session that cannot be read completely, so that it is never trained on."""
         async with session.lock:
             row = session.row
             if row.content == "deleted":
@@ -264,9 +262,9 @@ class SessionStore:
         key: bytes,
         mark: RequestMark | None,
     ) -> Interaction:
-        """Make an interaction durable, then visible; ``mark``: by which retries are known.
+        """Make an interaction durable, then visible; ``mark`` identifies retries of its request.
 
-        What was recorded, without its texts if they are not to be kept.
+        Return what was recorded, without its texts if these are not stored.
         """
         mark = mark or UNMARKED
         if not self.config.store_content:
@@ -275,23 +273,24 @@ class SessionStore:
             await self.load(session)
             await self.deliveries.commit(PutInteraction(interaction, key, mark))
             session.tree.add(interaction, key)
-            self.implicit.recorded(session, interaction, key)
-            self.trees.grew(session, interaction)
+            self.conversations.add_answer(session, interaction, key)
+            self.trees.add_interaction(session, interaction)
         return interaction
 
     async def mark_undelivered(self, session: RecordedSession, interaction: Interaction) -> None:
-        """Take an interaction out of training whose answer reached nobody.
+        """Take an interaction whose answer reached no client out of training.
 
-        Also one that is not trained on for another reason: no reward is meant for it, either.
+        An interaction that is untrainable for another reason is marked as well: no reward without
+        an id is meant for it.
         """
         async with session.lock:
             await self.load(session)
             taking_calls = session.state is SessionState.OPEN
-            told = interaction.untrainable_reason == UNDELIVERED
-            if taking_calls and not told and not was_used(session, interaction):
+            marked = interaction.untrainable_reason == UNDELIVERED
+            if taking_calls and not marked and not was_used(session, interaction):
                 await self.journal.commit(PutInteraction(undelivered(interaction)))
                 interaction.untrainable_reason = UNDELIVERED
-                self.implicit.unheard(session, interaction.id)
+                self.conversations.mark_undelivered(session, interaction.id)
                 self.undelivered += 1
 
     # -- change --------------------------------------------------------------------------------
@@ -304,14 +303,14 @@ class SessionStore:
         answer: BaseModel | None = None,
         keep: KeepAnswer = no_receipt,
     ) -> None:
-        """Commit a change of one session, with what keeps its answer; then its row is this one.
+        """Commit a change of one session and its idempotent answer, then make ``row`` its row.
 
-        The caller has its lock, and has asked the table.
+        The caller holds its lock, and has checked the change against the table of states.
         """
         kept = keep(answer) if answer is not None else ()
         await self.journal.commit(*statements, *kept)
         self._set_row(session, row)
-        await self._changed([session])
+        await self._update_indexes([session])
 
     async def move(
         self,
@@ -322,9 +321,9 @@ class SessionStore:
         owner: str | None = None,
         step: int | None = None,
     ) -> None:
-        """Let the same happen to several sessions at once; one write.
+        """Apply one event to several sessions in one write.
 
-        Raises what the table refuses one of them with; nothing is changed then.
+        Raises the table's refusal of any of them; nothing is changed then.
         """
         chosen = sorted(sessions, key=lambda session: session.id)
         reasons = reasons or {}
@@ -335,81 +334,81 @@ class SessionStore:
             rows = []
             for row in (session.row for session in chosen):
                 state = target(row, event)
-                held = replace(row, owner=owner_after(row, event, owner), step=step)
-                # That it counts as 0 stays true; why it was rejected does not, if it is replayed.
-                said = None if row.state is SessionState.REJECTED else row.reason
-                rows.append(ended(held, state, reasons.get(row.id, said)))
+                owned = replace(row, owner=owner_after(row, event, owner), step=step)
+                # A replay drops the reason of a rejection; that a session counts as 0 stays.
+                reason = None if row.state is SessionState.REJECTED else row.reason
+                rows.append(ended(owned, state, reasons.get(row.id, reason)))
             await self.journal.commit(*_set_states(rows))
             for session, row in zip(chosen, rows, strict=True):
                 self._set_row(session, row)
-        await self._changed(chosen)
+        await self._update_indexes(chosen)
 
     def _set_row(self, session: RecordedSession, row: SessionRow) -> None:
-        """What the journal has of it now."""
+        """Take over a row that the journal has."""
         self.counts.move(session.row, row)
         session.row = row
 
-    async def _changed(self, sessions: Iterable[RecordedSession]) -> None:
-        """Bring groups and look-up tables in line with new states; wake long polls."""
+    async def _update_indexes(self, sessions: Iterable[RecordedSession]) -> None:
+        """Update groups and indexes to new states; wake long polls."""
         sessions = list(sessions)
-        self.implicit.changed(sessions)
+        self.conversations.refresh(sessions)
         for session in sessions:
             self.watch(session)
             group = self.groups.get(session.row.group_id) if session.row.group_id else None
             if group is not None:
                 room = group.room
-                group.note(session.row)
-                # A place that was given back keeps its slot.
+                group.update(session.row)
+                # A place that was given up keeps its slot.
                 self.admission.admitted += group.room - room
                 if group.done:
                     self.groups.discard(group)
             if session.state in TERMINAL_STATES:
                 self.live.pop(session.id, None)
-                self.trees.forget(session)
-                self._held[session.id] = session
+                self.trees.remove(session)
+                self._ended[session.id] = session
                 # The lane may have its next session already.
                 if self._lanes.get(session.row.lane) == session.id:
                     del self._lanes[session.row.lane]
-            self.leasable.note(session)
-        await self.wake()
+            self.lease_index.update(session)
+        await self.wake_pollers()
 
     async def group_changed(self, group: Group) -> None:
-        """A group takes no more members."""
+        """Update the indexes to a group that takes no more members."""
         if group.done:
             self.groups.discard(group)
-        self.leasable.note_group(group.id)
-        await self.wake()
+        self.lease_index.update_group(group.id)
+        await self.wake_pollers()
 
-    def archived(self, session_ids: Iterable[str]) -> None:
-        """An archive holds the content of these ended ones now."""
+    def mark_archived(self, session_ids: Iterable[str]) -> None:
+        """Record in memory that an archive has the content of these ended sessions."""
         for session_id in session_ids:
-            session = self._held.get(session_id)
+            session = self._ended.get(session_id)
             if session is not None:
                 session.row = replace(session.row, content="archived")
-                session.cool()
+                session.unload()
 
-    async def wake(self) -> None:
-        """Long polls look again."""
+    async def wake_pollers(self) -> None:
+        """Let long polls check again."""
         async with self.ready:
             self.ready.notify_all()
 
 
 def ended(row: SessionRow, state: SessionState, reason: str | None = None) -> SessionRow:
-    """The row in this state, with the time of its end if it is one."""
+    """Return the row in this state, with the time of its end if the state is terminal."""
     at = time.time() if state in TERMINAL_STATES else None
     return replace(row, state=state, reason=reason, ended_at=at)
 
 
 def set_state(row: SessionRow) -> SetState:
-    """What writes this row's state."""
+    """Return the statement that writes this row's state."""
     return SetState((row.id,), row.state, row.reason, row.owner, row.step, row.ended_at)
 
 
 def _set_states(rows: Iterable[SessionRow]) -> list[SetState]:
-    """As few statements as do: one for rows that differ in nothing that it writes."""
+    """Return one statement for all rows that it writes alike."""
     same: dict[tuple[SessionState, str | None, str | None], list[SessionRow]] = {}
     for row in rows:
-        # Those that are given back have owners of their own.
+        # Sessions that are given back keep owners of their own.
         same.setdefault((row.state, row.reason, row.owner), []).append(row)
     return [
         replace(set_state(group[0]), session_ids=tuple(row.id for row in group))

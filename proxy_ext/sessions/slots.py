@@ -1,7 +1,7 @@
 """Slots for train sessions: a cap on sessions ever admitted, and a fair, bounded queue.
 
 The cap is absolute (`limit` sessions ever), so a repeated or lost capacity message changes nothing.
-Slots are taken in the order of asking; a group asks for all of its members at once.
+Slots are granted in the order of the requests; a group requests those of all its members at once.
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from itertools import islice
 
 from any_agent.errors import AnyAgentError, TooManyRequests
 
-_SHOWN = 64
-"""Places of the queue that the trainer is told of."""
-_RECALL = 3.0
-"""Seconds within which a refused client asks again: those of its 429, and some."""
+_MAX_SHOWN = 64  # entries of the queue that the trainer sees
+_RECALL_SECONDS = 3.0
+"""Time within which a refused client retries: its 429's Retry-After and a margin."""
 
 
 class Ticket:
-    """A place in the queue; ``granted`` once its slots are its own."""
+    """An entry of the queue; ``granted`` once it has its slots."""
 
     __slots__ = ("future", "refused", "slots")
 
@@ -34,7 +33,7 @@ class Ticket:
         return self.future.done() and not self.future.cancelled()
 
     async def wait(self, seconds: float) -> bool:
-        """Whether the slots were granted within the time; raises what they were refused with."""
+        """Wait for the slots and return whether they were granted; raise the queue's refusal."""
         if not self.future.done() and seconds > 0:
             await asyncio.wait([self.future], timeout=seconds)
         if self.refused is not None:
@@ -43,13 +42,13 @@ class Ticket:
 
 
 class Admission:
-    """Counts of one rank. ``admitted`` includes slots reserved for members not open yet."""
+    """The cap and the queue of one rank. ``admitted`` includes slots of members not open yet."""
 
     def __init__(self, *, admitted: int = 0, max_waiting: int) -> None:
         self.admitted = admitted
         self._limit = 0
-        self._lapses: float | None = None
-        """None: nobody has set the cap yet."""
+        self._limit_expires: float | None = None
+        """None: no cap was set yet."""
         self._max_waiting = max_waiting
         self._queue: deque[Ticket] = deque()
         self._refused: dict[str, tuple[int, float]] = {}
@@ -57,56 +56,56 @@ class Admission:
 
     @property
     def limit(self) -> int:
-        """The cap in force; nothing more is admitted once its setter has gone silent."""
-        return self.admitted if self._lapsed else self._limit
+        """The cap in force; nothing more is admitted once its setter is silent."""
+        return self.admitted if self._limit_expired else self._limit
 
     @property
-    def _lapsed(self) -> bool:
-        return self._lapses is None or time.monotonic() >= self._lapses
+    def _limit_expired(self) -> bool:
+        return self._limit_expires is None or time.monotonic() >= self._limit_expires
 
     @property
-    def why_none(self) -> str:
-        """Why no slot is free, if none is."""
-        if self._lapses is None:
-            return "no trainer has said yet how many it wants (it is starting, or none runs)"
-        if self._lapsed:
-            return "the trainer has not been heard of for a while (it restarts, or is gone)"
-        return "the trainer has as many as it wants now"
+    def no_slot_reason(self) -> str:
+        """The reason that no slot is free."""
+        if self._limit_expires is None:
+            return "no trainer has set a limit yet (it is starting, or none runs)"
+        if self._limit_expired:
+            return "the trainer has sent nothing for a while (it restarts, or is gone)"
+        return "the trainer has as many sessions as it wants now"
 
     @property
     def waiting(self) -> int:
-        """Slots that opens wait for."""
+        """Number of slots that opens wait for."""
         return sum(ticket.slots for ticket in self._queue)
 
     @property
     def queue(self) -> list[int]:
-        """The slots that are asked for: by opens that wait, then by those lately refused."""
+        """The slots that are wanted: by opens that wait, then by those lately refused."""
         now = time.monotonic()
         self._refused = {key: ask for key, ask in self._refused.items() if ask[1] > now}
-        waiting = [ticket.slots for ticket in islice(self._queue, _SHOWN)]
+        waiting = [ticket.slots for ticket in islice(self._queue, _MAX_SHOWN)]
         return [*waiting, *(slots for slots, _ in self._refused.values())]
 
     def remember(self, key: str, slots: int) -> None:
-        """Somebody who did not wait was refused.
+        """Show a refused request, which did not wait, in the queue for a while.
 
-        Nobody would know of it otherwise: where free slots are shared with other ranks, there
-        might never be enough of them here at the moment of asking.
+        Where free slots are shared with other ranks, there might otherwise never be enough of them
+        here at the moment of a request.
         """
-        if len(self._refused) < _SHOWN or key in self._refused:
-            self._refused[key] = (slots, time.monotonic() + _RECALL)
+        if len(self._refused) < _MAX_SHOWN or key in self._refused:
+            self._refused[key] = (slots, time.monotonic() + _RECALL_SECONDS)
 
     def forget(self, key: str) -> None:
-        """It was served now."""
+        """Remove a remembered request that was granted."""
         self._refused.pop(key, None)
 
     def set_limit(self, limit: int, ttl: float) -> None:
         """Set the cap for ``ttl`` seconds."""
         self._limit = limit
-        self._lapses = time.monotonic() + ttl
+        self._limit_expires = time.monotonic() + ttl
         self._grant()
 
-    def ask(self, slots: int) -> Ticket:
-        """Queue for slots; TooManyRequests when the queue is full, or why it is closed."""
+    def request(self, slots: int) -> Ticket:
+        """Queue for slots; TooManyRequests when the queue is full, or the error of its closing."""
         if self._closed is not None:
             raise self._closed
         if len(self._queue) >= self._max_waiting:
@@ -117,7 +116,7 @@ class Admission:
         return ticket
 
     def withdraw(self, ticket: Ticket) -> None:
-        """Leave the queue, or give granted slots back."""
+        """Remove a ticket from the queue, or release its granted slots."""
         if ticket.granted:
             self.release(ticket.slots)
         elif not ticket.future.done():
@@ -126,7 +125,7 @@ class Admission:
             self._grant()
 
     def close(self, error: AnyAgentError) -> None:
-        """Refuse whoever waits, at once, and whoever asks until `reopen`."""
+        """Refuse all waiting requests now, and new ones until `reopen`."""
         self._closed = error
         while self._queue:
             ticket = self._queue.popleft()
@@ -137,7 +136,7 @@ class Admission:
         self._closed = None
 
     def release(self, slots: int) -> None:
-        """Give back slots that no session was opened on."""
+        """Free slots on which no session was opened."""
         self.admitted -= slots
         self._grant()
 

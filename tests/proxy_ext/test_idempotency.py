@@ -176,7 +176,7 @@ async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.Monk
     assert await service.journal.answer(scope, "fresh") is not None
     old = time.time() - KEPT_SECONDS - 1
     await service.journal.commit(PutAnswer(scope, "old", b"", 200, b"", old))
-    monkeypatch.setattr(idempotency, "_SWEEP_EVERY", 0.0)
+    monkeypatch.setattr(idempotency, "_SWEEP_INTERVAL", 0.0)
     await service.answers.sweep()
     assert await service.journal.answer(scope, "old") is None
     assert (await proxy.post(START, {}, **keyed("fresh"))).content == fresh.content
@@ -253,7 +253,7 @@ async def test_too_many_that_wait(start: Start, monkeypatch: pytest.MonkeyPatch)
 
 
 async def test_one_that_waits_too_long(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(idempotency, "_LONGEST_WAIT", 0.05)
+    monkeypatch.setattr(idempotency, "_MAX_WAIT", 0.05)
     proxy = await start()
     first = asyncio.create_task(proxy.post(START, {"wait": 20}, **keyed("k")))
     await until(lambda: proxy.service.sessions.admission.waiting == 1)

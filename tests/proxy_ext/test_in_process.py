@@ -188,7 +188,7 @@ async def test_what_was_on_its_way_to_one_that_left_is_the_next_ones(
             await left
         (trajectory,) = await workflow.arun_episode(None, None)
     assert trajectory.session_id == id
-    assert not proxy.service.sessions.leasable.leased and len(app.session_cache) == 0
+    assert not proxy.service.sessions.lease_index.leased and len(app.session_cache) == 0
 
 
 async def test_one_that_is_cancelled_twice_loses_nothing(

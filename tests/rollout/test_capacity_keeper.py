@@ -86,7 +86,7 @@ class Rank:
         )
 
     def ask(self, slots: int) -> None:
-        ticket = self.admission.ask(slots)
+        ticket = self.admission.request(slots)
         if ticket.granted:
             self.reserved += slots
         else:

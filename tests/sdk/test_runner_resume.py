@@ -188,7 +188,7 @@ async def test_a_group_that_went_on_without_them(served: Served, tmp_path: Path)
         await asyncio.wait([running])
         (group,) = served.proxy.service.sessions.groups.all()
         group.deadline = 0.0
-        await until(lambda: group.over)
+        await until(lambda: group.expired)
         hold = False
         for _ in range(2):
             results = await runner(file, group_size=5, concurrency=5).arun(agent, ITEMS[:1])

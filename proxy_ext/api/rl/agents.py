@@ -65,10 +65,14 @@ async def set_reward(
     by, keep = caller.name, receipt.keep
     if body.reward is None:
         final = parts_of(body.final_reward, body.name)
-        return receipt.response(await service.rewards.give_final(session, final, by=by, keep=keep))
+        return receipt.response(
+            await service.rewards.set_final_reward(session, final, by=by, keep=keep)
+        )
     wanted = body.interaction_id or body.completion_id
     parts = parts_of(body.reward, body.name)
-    return receipt.response(await service.rewards.give(session, parts, wanted, by=by, keep=keep))
+    return receipt.response(
+        await service.rewards.set_reward(session, parts, wanted, by=by, keep=keep)
+    )
 
 
 @router.post("/finalize", response_model=SessionFinalized)

@@ -202,7 +202,7 @@ async def set_reward(
     session = await service.auth.session(request, body.session_id)
     keep = shaped(receipt.keep, lambda _: ArealDone())
     parts = parts_of(body.reward)
-    await service.rewards.give(session, parts, body.interaction_id, by=caller.name, keep=keep)
+    await service.rewards.set_reward(session, parts, body.interaction_id, by=caller.name, keep=keep)
     return receipt.response(ArealDone())
 
 

@@ -74,7 +74,7 @@ async def test_a_group_that_is_too_small_is_rejected(start: Start, awaiting: boo
     if awaiting:
         group = proxy.service.sessions.groups.get("g")
         assert group is not None
-        await until(lambda: group.over)
+        await until(lambda: group.expired)
         assert await proxy.lease() == [], "the group waits for its reward"
         key = last["api_key"]
         await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, key)

@@ -169,8 +169,8 @@ async def leave_unheard(agent: Agent, monkeypatch: pytest.MonkeyPatch) -> None:
         return await retries.join_retried_call(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(wire, "mark_of", noted)
-        patched.setattr(wire, "take_up", late)
+        patched.setattr(wire, "retry_mark", noted)
+        patched.setattr(wire, "join_retried_call", late)
         again = agent.begin(1)
         await until(lambda: asked)
         await hang_up(again)

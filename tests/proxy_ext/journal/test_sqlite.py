@@ -265,7 +265,7 @@ async def test_erased_content_that_somebody_reads(
     journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves the log when the reader does; until then nothing waits for long."""
-    monkeypatch.setattr(writer, "_WIPED_EVERY", 0.0)
+    monkeypatch.setattr(writer, "_WIPED_INTERVAL", 0.0)
     interaction = make_interaction("i", "s")
     interaction.message_delta = [{"role": "user", "content": "canary" * 3000}]
     await journal.commit(PutSession(make_row("s")), PutInteraction(interaction))

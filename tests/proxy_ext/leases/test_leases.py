@@ -113,7 +113,7 @@ async def test_a_sweep_does_not_end_a_lease_that_begins(
         await asyncio.sleep(0)
 
     with monkeypatch.context() as patched:
-        patched.setattr(proxy.service.sessions, "_changed", swept)
+        patched.setattr(proxy.service.sessions, "_update_indexes", swept)
         assert len(await proxy.lease()) == 1
         await asyncio.gather(*sweeps)
     assert await state(proxy, session["session_id"]) == "leased"
@@ -177,7 +177,7 @@ async def test_an_answer_has_a_bound(proxy: Proxy, monkeypatch: pytest.MonkeyPat
     for k in range(3):
         for _ in range(2):
             await proxy.finished_session(group_id=f"g{k}", group_size=2)
-    one = proxy.service.sessions.leasable.first(1)[0]
+    one = proxy.service.sessions.lease_index.first(1)[0]
     size = sum(leases._bytes(i) for session in one for i in session.tree)
     body = {"owner": "trainer", "wait": 0, "max_groups": 9}
 
@@ -418,7 +418,7 @@ async def test_what_is_given_back_together_keeps_its_own_holders(proxy: Proxy) -
     await proxy.lease()
     exported = (await proxy.finished_session())["session_id"]
     await proxy.export(exported)
-    for held in proxy.service.sessions.leasable.leased:
+    for held in proxy.service.sessions.lease_index.leased:
         held.lease_expires = 0.0
     await proxy.service.leases.expire()
     for session_id, owner in ((had, "trainer"), (exported, None)):

@@ -287,7 +287,7 @@ async def test_one_that_cannot_be_ended_holds_up_no_other(
             raise failures.pop()
         await expire(session, reason)
 
-    monkeypatch.setattr(expiry, "_AT_ONCE", 1)
+    monkeypatch.setattr(expiry, "_BATCH", 1)
     monkeypatch.setattr(proxy.service.endings, "expire", failing)
     for session in sessions:
         assert (await expired(proxy, session))["state"] == "expired"

@@ -102,7 +102,7 @@ async def test_a_place_in_a_group_that_is_over_is_nobodys(start: Start) -> None:
     await proxy.post("/rl/v1/finalize", {"await_reward": True}, last["api_key"])
     (group,) = proxy.service.sessions.groups.all()
     group.deadline = 0.0
-    await until(lambda: group.over)
+    await until(lambda: group.expired)
     await abort(proxy, last, keep_place=True)
     assert len(await proxy.lease()) == 2
     assert await slots(proxy) == (3, 0, 0)

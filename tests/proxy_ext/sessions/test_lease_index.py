@@ -29,7 +29,7 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
     def move(k: int, state: SessionState) -> None:
         session = live[f"s{k}"]
         session.row = replace(session.row, state=state)
-        leasable.note(session)
+        leasable.update(session)
 
     for k in range(0, 10_000, 2):
         move(k, SessionState.FINALIZED)
@@ -52,7 +52,7 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_MOST_NOTED", 10)
+    monkeypatch.setattr(module, "_MAX_PENDING", 10)
     live: dict[str, RecordedSession] = {}
     leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, least=1))
     for k in range(100):
@@ -60,12 +60,12 @@ def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) ->
             make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)
         )
         live[session.id] = session
-        leasable.note(session)
+        leasable.update(session)
         if k != 50:
             session.row = replace(session.row, state=SessionState.ABORTED)
             del live[session.id]
-            leasable.note(session)
-    assert len(leasable._noted) + len(leasable._places) <= 12
+            leasable.update(session)
+    assert len(leasable._pending) + len(leasable._positions) <= 12
     assert [s.id for (s,) in leasable.first(2)] == ["s50"]
 
 
@@ -73,7 +73,7 @@ async def test_groups_are_found_after_a_restart(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many sessions were recovered before their groups were."""
-    monkeypatch.setattr(module, "_MOST_NOTED", 0)
+    monkeypatch.setattr(module, "_MAX_PENDING", 0)
     proxy = await start()
     await proxy.admit(8)
     ids = [(await proxy.finished_session(group_id="g"))["session_id"] for _ in range(2)]

@@ -253,7 +253,7 @@ async def test_a_long_history_shows_its_end(proxy: Proxy) -> None:
     id, key, _ = await begun(proxy)
     session = proxy.service.sessions.live[id]
     for k in range(300):
-        await proxy.service.rewards.give_final(session, {None: float(k)}, by="test")
+        await proxy.service.rewards.set_final_reward(session, {None: float(k)}, by="test")
     info = await shown(proxy, id)
     assert (info["rewards_given"], len(info["reward_history"])) == (300, 256)
     assert info["reward_history"][-1]["value"] == 299

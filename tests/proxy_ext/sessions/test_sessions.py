@@ -187,7 +187,7 @@ async def test_why_no_slot_is_free(start: Start) -> None:
     await proxy.admit(0)
     assert "as many as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
     await proxy.admit(1, ttl=0.001)
-    await until(lambda: "not been heard of" in proxy.service.sessions.admission.why_none)
+    await until(lambda: "not been heard of" in proxy.service.sessions.admission.no_slot_reason)
     assert "not been heard of" in (await refused(proxy, 429, "no_capacity"))["message"]
 
 

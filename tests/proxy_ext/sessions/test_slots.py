@@ -60,7 +60,7 @@ async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.Monk
     assert len(slots.queue) == admission._SHOWN
     slots.ask(5)
     assert slots.queue[0] == 5
-    monkeypatch.setattr(admission, "_RECALL", -1.0)
+    monkeypatch.setattr(admission, "_RECALL_SECONDS", -1.0)
     slots.remember("g0", 2)
     assert slots.queue == [5] + [1] * (admission._SHOWN - 1)
 

@@ -124,8 +124,8 @@ async def test_a_session_that_was_let_go_is_the_same(
     cold = await start(f"root={tmp_path / 'cold'}", COLD)
     await cold.admit(100)
     assert await walk(cold, engine, seed) == await walk(warm, engine, seed)
-    assert cold.service.sessions.trees.read > 20
-    assert warm.service.sessions.trees.read == 0
+    assert cold.service.sessions.trees.reads > 20
+    assert warm.service.sessions.trees.reads == 0
 
 
 # -- what is read, and when ------------------------------------------------------------------------
@@ -142,12 +142,12 @@ async def test_a_start_reads_no_tree_and_a_list_neither(start: Start) -> None:
     trees = proxy.service.sessions.trees
     listed = (await proxy.http.get("/rl/v1/sessions")).json()
     assert session["session_id"] in str(listed)
-    assert (len(trees), trees.read) == (0, 0)
+    assert (len(trees), trees.reads) == (0, 0)
     answer = await proxy.complete(session["api_key"])
-    assert trees.read == 1
+    assert trees.reads == 1
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
     assert response.json()["interaction_id"] == answer["id"]
-    assert trees.read == 1
+    assert trees.reads == 1
 
 
 class Reads:
@@ -176,7 +176,7 @@ async def one(proxy: Proxy) -> tuple[RecordedSession, TreeCache]:
     await until(lambda: not session.calls)
     trees = proxy.service.sessions.trees
     trees._trim()
-    assert not session.warm
+    assert not session.loaded
     return session, trees
 
 
@@ -211,10 +211,10 @@ async def test_a_store_that_cannot_be_read_is_told_and_asked_again(
     reads.error = StoreUnavailable("it burns", retry_after=1)
     with pytest.raises(StoreUnavailable):
         await trees.load(session)
-    assert not session.warm
+    assert not session.loaded
     reads.error = None
     await trees.load(session)
-    assert session.warm
+    assert session.loaded
 
 
 async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine) -> None:
@@ -222,21 +222,21 @@ async def test_what_is_in_use_is_not_let_go(cold: Proxy, engine: ScriptedEngine)
     await trees.load(session)
     async with session.lock:
         trees._trim()
-        assert session.warm
+        assert session.loaded
     with trees.pinned(session):
         trees._trim()
-        assert session.warm
+        assert session.loaded
     release = engine.hold(at=1)
     key = cold.service.opening._signer.key_of(lane_of(session))
     call = asyncio.create_task(cold.complete(key))
     await until(lambda: session.calls)
     trees._trim()
-    assert session.warm
+    assert session.loaded
     release.set()
     await call
     await until(lambda: not session.calls)
     trees._trim()
-    assert not session.warm
+    assert not session.loaded
     assert trees.bytes == len(trees) == 0
 
 
