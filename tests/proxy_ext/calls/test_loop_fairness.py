@@ -18,7 +18,7 @@ async def rounds_of(count: int, turns: LoopTurns) -> list[int]:
         assert ticking is not None or len(out) == count
 
     async def work() -> None:
-        await turns.next()
+        await turns.wait()
         out.append(number)
 
     loop.call_soon(count_round)
@@ -34,7 +34,7 @@ async def test_one_goes_on_in_each_round() -> None:
 async def test_who_is_alone_does_not_wait() -> None:
     turns = LoopTurns()
     for _ in range(3):
-        coroutine = turns.next()
+        coroutine = turns.wait()
         try:
             coroutine.send(None)
         except StopIteration:
@@ -50,7 +50,7 @@ async def test_who_leaves_holds_nobody_up() -> None:
     done = list[int]()
 
     async def work(k: int) -> None:
-        await turns.next()
+        await turns.wait()
         done.append(k)
 
     tasks = [asyncio.create_task(work(k)) for k in range(5)]
@@ -60,4 +60,4 @@ async def test_who_leaves_holds_nobody_up() -> None:
     await asyncio.wait(tasks)
     assert done == [0, 3, 4]
     async with asyncio.timeout(60):
-        await turns.next()
+        await turns.wait()

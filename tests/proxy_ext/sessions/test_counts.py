@@ -182,7 +182,7 @@ def require_index(rank: Rank) -> None:
     sessions = rank.sessions
     live = list(sessions.live.values())
     leased = {s.id for s in live if s.state is SessionState.LEASED}
-    assert {s.id for s in sessions.leasable.leased} == leased
+    assert {s.id for s in sessions.lease_index.leased} == leased
     waiting: dict[str, list[RecordedSession]] = {}
     for s in live:
         if s.mode is SessionMode.TRAIN and s.state is SessionState.FINALIZED:
@@ -191,7 +191,7 @@ def require_index(rank: Rank) -> None:
                 waiting.setdefault(s.row.group_id or s.id, []).append(s)
     ages = {key: min(s.row.created_at for s in members) for key, members in waiting.items()}
     expected = [{s.id for s in waiting[key]} for key in sorted(waiting, key=ages.__getitem__)]
-    assert [{s.id for s in members} for members in sessions.leasable.first(10**6)] == expected
+    assert [{s.id for s in members} for members in sessions.lease_index.first(10**6)] == expected
     train = Counter(s.state for s in live if s.mode is SessionMode.TRAIN)
     capacity = rank.leases.capacity()
     assert capacity.running == train[SessionState.OPEN]

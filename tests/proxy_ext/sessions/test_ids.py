@@ -24,8 +24,8 @@ DETERMINISTIC = ("rollout.deterministic=true", "train.seed=7")
 def test_names_follow_from_the_seed() -> None:
     def some(rank: int, seed: int) -> list[Any]:
         names = SessionIds(rank, seed)
-        sessions = [names.single() for _ in range(3)]
-        sessions += [names.member(group, number) for group in ("g", "h") for number in range(3)]
+        sessions = [names.new_session() for _ in range(3)]
+        sessions += [names.new_member(group, number) for group in ("g", "h") for number in range(3)]
         return [*sessions, *(names.sampling_seed(sessions[0], number) for number in range(3))]
 
     assert some(1, 7) == some(1, 7)
@@ -39,31 +39,31 @@ def test_a_members_name_follows_from_its_group_alone() -> None:
     """So openers of other groups may come before it, or after."""
     names, other = SessionIds(0, 7), SessionIds(0, 7)
     for k in range(3):
-        other.single()
-        other.member(other.generation("another", ()), k)
-    assert names.member("g", 1) == other.member("g", 1)
-    assert names.generation("t", ()) == other.generation("t", ())
-    assert names.single() != other.single()
+        other.new_session()
+        other.new_member(other.new_generation("another", ()), k)
+    assert names.new_member("g", 1) == other.new_member("g", 1)
+    assert names.new_generation("t", ()) == other.new_generation("t", ())
+    assert names.new_session() != other.new_session()
 
 
 def test_generations_of_one_moment_differ() -> None:
     names = SessionIds(0, 7)
     taken: list[str] = []
     for _ in range(3):
-        taken.append(names.generation("t", taken))
+        taken.append(names.new_generation("t", taken))
     assert len(set(taken)) == 3
     again = SessionIds(0, 7)
     # What nobody got into does not count; what somebody did is used once.
-    assert again.generation("t", ()) == again.generation("t", ()) == taken[0]
-    again.member(taken[0], 0)
-    assert again.generation("t", ()) == taken[1]
+    assert again.new_generation("t", ()) == again.new_generation("t", ()) == taken[0]
+    again.new_member(taken[0], 0)
+    assert again.new_generation("t", ()) == taken[1]
 
 
 def test_without_a_seed_they_are_random() -> None:
     one, other = SessionIds(0), SessionIds(0)
-    assert one.single() != other.single()
-    assert one.member("g", 0) != other.member("g", 0)
-    assert one.generation("t", ()) != other.generation("t", ())
+    assert one.new_session() != other.new_session()
+    assert one.new_member("g", 0) != other.new_member("g", 0)
+    assert one.new_generation("t", ()) != other.new_generation("t", ())
     assert one.sampling_seed("s", 0) is None
 
 

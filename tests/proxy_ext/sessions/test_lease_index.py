@@ -21,7 +21,7 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
         f"s{k}": RecordedSession(make_row(f"s{k}", created_at=float(k), state=SessionState.OPEN))
         for k in range(10_000)
     }
-    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, least=1))
+    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, min_size=1))
     looked: list[object] = []
     members = leasable._members
     monkeypatch.setattr(leasable, "_members", lambda key: (looked.append(key), members(key))[1])
@@ -54,7 +54,7 @@ def test_polls_among_ten_thousand_sessions(monkeypatch: pytest.MonkeyPatch) -> N
 def test_where_nobody_polls_nothing_piles_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_MAX_PENDING", 10)
     live: dict[str, RecordedSession] = {}
-    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, least=1))
+    leasable = LeaseIndex(live, GroupBook(SessionIds(0), timeout=60, min_size=1))
     for k in range(100):
         session = RecordedSession(
             make_row(f"s{k}", created_at=float(k), state=SessionState.FINALIZED)

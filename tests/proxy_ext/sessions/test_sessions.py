@@ -183,12 +183,14 @@ async def test_waiting_opens_hear_at_once_that_the_run_has_finished(start: Start
 
 async def test_why_no_slot_is_free(start: Start) -> None:
     proxy = await start()
-    assert "no trainer has said yet" in (await refused(proxy, 429, "no_capacity"))["message"]
+    assert "no trainer has set a limit yet" in (await refused(proxy, 429, "no_capacity"))["message"]
     await proxy.admit(0)
-    assert "as many as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
+    assert "as many sessions as it wants" in (await refused(proxy, 429, "no_capacity"))["message"]
     await proxy.admit(1, ttl=0.001)
-    await until(lambda: "not been heard of" in proxy.service.sessions.admission.no_slot_reason)
-    assert "not been heard of" in (await refused(proxy, 429, "no_capacity"))["message"]
+    await until(
+        lambda: "the trainer has sent nothing" in proxy.service.sessions.admission.no_slot_reason
+    )
+    assert "the trainer has sent nothing" in (await refused(proxy, 429, "no_capacity"))["message"]
 
 
 async def test_a_service_that_does_not_train_refuses_train_sessions(start: Start) -> None:

@@ -57,12 +57,12 @@ async def test_wishes_are_forgotten_in_time_and_bounded(monkeypatch: pytest.Monk
     slots = Admission(max_waiting=9)
     for number in range(200):
         slots.remember(f"g{number}", 1)
-    assert len(slots.queue) == admission._SHOWN
-    slots.ask(5)
+    assert len(slots.queue) == admission._MAX_SHOWN
+    slots.request(5)
     assert slots.queue[0] == 5
     monkeypatch.setattr(admission, "_RECALL_SECONDS", -1.0)
     slots.remember("g0", 2)
-    assert slots.queue == [5] + [1] * (admission._SHOWN - 1)
+    assert slots.queue == [5] + [1] * (admission._MAX_SHOWN - 1)
 
 
 async def test_a_message_that_comes_late_changes_nothing(proxy: Proxy) -> None:
