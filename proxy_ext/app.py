@@ -76,6 +76,7 @@ def create_app(
     opened: Callable[[RankService], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: Provider | None = None,
+    journal_url: str | None = None,
 ) -> RankApp:
     """The ASGI app of a rank. ``opened`` is given the service when it is there; ``shape`` is that
     of the model which its engine should have.
@@ -104,6 +105,7 @@ def create_app(
                     engine_wait=engine_wait,
                     shape=shape,
                     provider=provider,
+                    journal_url=journal_url,
                 )
             )
             app.state.service = service

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from pathlib import Path
 
 from any_agent.auth.access import Access, run_dir_of
 from any_agent.auth.audit_log import AuditLog
@@ -35,7 +33,7 @@ from proxy_ext.calls.concurrency_limit import call_limit
 from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import IdempotencyStore
-from proxy_ext.journal import Journal, PutMeta, SQLiteJournal
+from proxy_ext.journal import Journal, open_journal
 from proxy_ext.leases.fence import Fence, drop_leftovers
 from proxy_ext.leases.leases import LeaseManager
 from proxy_ext.run_state import RunState
@@ -51,8 +49,6 @@ log = logging.getLogger(__name__)
 
 _SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
-_ROOM = 1 << 20
-"""Bytes; a full disk is written to again when it has as many. Less is gone at once."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +113,7 @@ async def open_service(
     engine_wait: float = 0.0,
     shape: ModelFingerprint | None = None,
     provider: Provider | None = None,
+    journal_url: str | None = None,
 ) -> AsyncIterator[RankService]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
@@ -135,7 +132,7 @@ async def open_service(
         request_timeout=config.engine.request_timeout,
         shape=shape,
     )
-    journal = SQLiteJournal(run_dir.journal(rank))
+    journal = open_journal(journal_url or run_dir.journal_url(rank))
     audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
     try:
         known = await _context_length(engine, engine_wait)
@@ -224,7 +221,7 @@ async def open_service(
             answers=IdempotencyStore(journal, signer),
             loop_lag=loop_lag_histogram(),
         )
-        sweeper = asyncio.create_task(_sweep(service, run_dir.journal(rank).parent))
+        sweeper = asyncio.create_task(_sweep(service))
         archiver = asyncio.create_task(archive.run())
         try:
             async with watched_loop(service.loop_lag):
@@ -268,23 +265,14 @@ async def _context_length(engine: RemoteEngine, wait: float) -> int:
         await asyncio.sleep(_POLL_INTERVAL)
 
 
-async def _look_for_room(journal: Journal, folder: Path) -> None:
-    """Whether a full disk takes writes again: who is sent away by `/readyz` does not write."""
-    if not journal.stats.full:
-        return
-    disk = await asyncio.to_thread(os.statvfs, folder)
-    if disk.f_bavail * disk.f_frsize >= _ROOM:
-        with suppress(StoreUnavailable):
-            await journal.commit(PutMeta("room", time.time()))
-
-
-async def _sweep(service: RankService, folder: Path) -> None:
+async def _sweep(service: RankService) -> None:
     """Expire sessions, groups and leases, and notice what nobody asks about."""
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
             service.auth.access.look()
-            await _look_for_room(service.journal, folder)
+            # Clients that `/readyz` sends elsewhere write nothing that would find the room.
+            await service.journal.retry_full()
             await service.expiry.sweep()
             await close_groups(service.sessions, service.expiry)
             await service.leases.expire()

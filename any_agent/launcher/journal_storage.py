@@ -15,12 +15,11 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
-import sqlite3
 from collections.abc import Callable, Iterable
-from contextlib import closing
 from pathlib import Path
 
 from any_agent.errors import ConfigError
+from any_agent.rundir.journal_files import copy_journal, journal_files
 from any_agent.rundir.layout import RunDir, read_json, write_json
 from any_agent.runtime.atomic_files import fsync
 
@@ -117,7 +116,7 @@ def store_journals(
         home = f"{machine}:{run.journal(rank)}"
         try:
             _leave(run, rank, home)
-        except (OSError, sqlite3.Error) as error:
+        except OSError as error:
             say(
                 f"rank {rank:<4} its journal was not copied ({error}): its sessions are only at "
                 f"{home}"
@@ -134,8 +133,7 @@ def _leave(run: RunDir, rank: int, home: str) -> None:
     whole = local.with_name(f".partial-{local.name}")
     _remove(whole)
     try:
-        with closing(sqlite3.connect(local)) as source, closing(sqlite3.connect(whole)) as target:
-            source.backup(target)
+        copy_journal(local, whole)
         _copy_whole(whole, _copy(run, rank))
     finally:
         _remove(whole)
@@ -161,7 +159,7 @@ def _copy_whole(source: Path, target: Path) -> None:
 
 
 def _remove(journal: Path) -> None:
-    for path in _files(journal):
+    for path in journal_files(journal):
         path.unlink(missing_ok=True)
 
 
@@ -169,11 +167,7 @@ def _set_aside(journal: Path) -> Path:
     """Under a name that nothing uses; which."""
     names = (journal.with_name(f"{journal.name}.earlier-{k}") for k in itertools.count(1))
     aside = next(path for path in names if not path.exists())
-    for old, new in zip(_files(journal), _files(aside), strict=True):
+    for old, new in zip(journal_files(journal), journal_files(aside), strict=True):
         if old.exists():
             old.rename(new)
     return aside
-
-
-def _files(journal: Path) -> Iterable[Path]:
-    return (Path(f"{journal}{end}") for end in ("-wal", "-shm", ""))

@@ -38,10 +38,12 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
+from urllib.parse import quote
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.atomic_files import fsync, write_atomic
 
+JOURNAL_SUFFIX = ".sqlite"
 FORMAT = 2
 """Of the folder's layout and of what its files mean."""
 
@@ -118,7 +120,11 @@ class RunDir:
         return self.path / "archive"
 
     def journal(self, rank: int) -> Path:
-        return (self.journals or self.path / "journal") / f"rank-{rank}.sqlite"
+        return (self.journals or self.path / "journal") / f"rank-{rank}{JOURNAL_SUFFIX}"
+
+    def journal_url(self, rank: int) -> str:
+        """Return the URL of a rank's journal, as `proxy_ext.journal.open_journal` takes it."""
+        return f"sqlite://{quote(str(self.journal(rank).absolute()))}"
 
     def create(self) -> None:
         """Make what is missing; ConfigError for a folder of another layout."""

@@ -14,17 +14,18 @@ from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
-from any_agent.rundir.layout import RunDir
+from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.output import ExportOutput, output
-from proxy_ext.export.reader import ExportFilter, SessionRecord, read_rank
+from proxy_ext.export.reader import SessionRecord, read_rank
 from proxy_ext.export.styles import rows
+from proxy_ext.journal import ExportFilter
 
 _READER_LEFT = 141
 """As a shell has it for a program that SIGPIPE ended."""
 _PROGRESS_INTERVAL = 5.0
-_RANK = re.compile(r"rank-(\d+)(\.sqlite|-.*\.jsonl\.gz)")
+_RANK = re.compile(rf"rank-(\d+)({re.escape(JOURNAL_SUFFIX)}|-.*\.jsonl\.gz)")
 
 
 class Exporter:

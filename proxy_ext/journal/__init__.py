@@ -1,13 +1,18 @@
 """The durable record of one rank's sessions.
 
-- What is acknowledged was committed: every write returns after the store's fsync.
-- A write is a list of small statements that commit together or not at all, so that any store
-  (SQLite here; Redis where ranks move between hosts) can carry it.
+- Acknowledged writes are committed: every write returns after the store's fsync.
+- A write is a list of small statements that commit together or not at all, so that any store can
+  carry it: SQLite here, others by :func:`register_journal`.
 - The proxy changes its memory only after the write: a store that fails changes nothing.
 """
 
-from proxy_ext.journal.base import Journal, JournalStats
+from pathlib import Path
+from urllib.parse import unquote, urlsplit
+
+from proxy_ext.journal.base import Journal, JournalStats, open_journal, register_journal
+from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
 from proxy_ext.journal.rows import (
+    EXPORT_OWNER,
     IMPLICITLY,
     AnswerRow,
     NumberedRow,
@@ -35,13 +40,19 @@ from proxy_ext.journal.statements import (
     Statement,
 )
 
+register_journal("sqlite", lambda url: SQLiteJournal(Path(unquote(urlsplit(url).path))))
+
 __all__ = [
+    "EXPORT_OWNER",
     "IMPLICITLY",
     "AnswerRow",
     "ArchiveContent",
+    "DamagedSession",
     "DropAnswers",
     "EraseContent",
+    "ExportFilter",
     "Journal",
+    "JournalReader",
     "JournalStats",
     "MarkDelivered",
     "NumberedRow",
@@ -61,4 +72,6 @@ __all__ = [
     "Statement",
     "StoredInteraction",
     "StoredRequest",
+    "open_journal",
+    "register_journal",
 ]

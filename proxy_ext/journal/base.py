@@ -1,10 +1,12 @@
-"""The journal's interface: any store that keeps a rank's sessions."""
+"""The interface of journals, and the registry of their kinds."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable
+from typing import Any, Protocol, TypeAlias
+from urllib.parse import urlsplit
 
+from any_agent.errors import ConfigError
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import SessionState
 from proxy_ext.journal.rows import (
@@ -23,16 +25,16 @@ COMMIT_BOUNDS = (0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5
 
 
 class JournalStats:
-    """What the store's writes cost; written by its thread, read by whoever asks."""
+    """Counters of a journal, written by its thread and read by any other."""
 
     def __init__(self) -> None:
         self.writes = 0
-        """Writes that were committed; one commit may carry many."""
+        """Number of committed writes; one commit may carry many."""
         self.commit_seconds = Histogram(COMMIT_BOUNDS)
         self.full = False
-        """The disk has no room: the last write was refused for that."""
+        """The disk has no room: the last write was refused for it."""
         self.damaged = 0
-        """Sessions that were ended because the journal had lost some of theirs, since the start."""
+        """Number of sessions ended because the journal had lost some of their data."""
 
 
 class Journal(Protocol):
@@ -41,112 +43,145 @@ class Journal(Protocol):
     stats: JournalStats
 
     async def commit(self, *statements: Statement) -> None:
-        """Write all of them durably or none; StoreUnavailable if the store cannot.
+        """Write all statements durably or none; StoreUnavailable if the store cannot.
 
-        StoreBusy, which is one, says that it was not begun; StoreFull that the disk has no room and
-        nothing was written; after another one a crash may show that it was written all the same.
+        Its subclass StoreBusy means that the write was not begun, StoreFull that the disk has no
+        room and nothing was written. After any other StoreUnavailable a crash may show that the
+        statements were written all the same.
         """
         ...
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
-        """Sessions in any of the states, in the order of their creation."""
+        """Return the sessions in any of the states, in the order of their creation."""
         ...
 
     async def session_of_lane(self, lane: str) -> SessionRow | None:
-        """The newest session of a lane."""
+        """Return the newest session of a lane."""
         ...
 
     async def session(self, session_id: str) -> SessionRow | None:
-        """One session, whatever its state."""
+        """Return one session, whatever its state."""
         ...
 
     async def group(self, group_id: str) -> list[SessionRow]:
-        """Every member that a group ever had, in the order of their creation."""
+        """Return every member that a group ever had, in the order of their creation."""
         ...
 
     async def group_ids(self) -> list[str]:
-        """Every group that ever had a member."""
+        """Return the id of every group that ever had a member."""
         ...
 
     async def unfilled_groups(self, since: float, *, left: str) -> list[str]:
-        """Groups to which fewer members than their size were added since then (epoch seconds).
+        """Return the groups that got fewer members than their size since then (epoch seconds).
 
-        Those with the owner ``left`` do not count: they gave their places back.
+        Members with the owner ``left`` do not count: they gave up their places.
         """
         ...
 
     async def last_session(self, prefix: str) -> str | None:
-        """The last session's id, in the order of ids, of those that begin with this."""
+        """Return the greatest session id with this prefix."""
         ...
 
     async def last_number(self, prefix: str) -> int | None:
-        """The highest whole number that follows this prefix, and nothing after it, in an id."""
+        """Return the highest number N of which the prefix followed by N is a session id."""
         ...
 
     async def counts(self) -> dict[tuple[str, SessionState], int]:
-        """How many sessions there are of each mode in each state."""
+        """Return the number of sessions by mode and state."""
         ...
 
     async def ended(
         self, *, before: float, oldest_step: int | None, limit: int
     ) -> list[NumberedRow]:
-        """Ended sessions whose content no resume can need, the oldest first.
+        """Return ended sessions whose content no resume can need, the oldest first.
 
-        Those that ended before then (seconds since the epoch), are still stored and, where an
-        optimizer step consumed them, whose step the oldest checkpoint holds.
+        They ended before then (seconds since the epoch), their content is stored, and if an
+        optimizer step consumed them, the oldest checkpoint includes that step.
         """
         ...
 
     async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
-        """Sessions with lower numbers than ``before``, newest first.
+        """Return sessions with lower numbers than ``before``, newest first.
 
-        It looks at a bounded number of them, so that a page may be short, or empty, and yet not be
-        the last one.
+        It scans a bounded number of them, so that a page may be short or empty without being the
+        last one.
         """
         ...
 
     async def number(self, session_id: str) -> int | None:
-        """The session's place in the order of creation."""
+        """Return the session's number in the order of creation."""
         ...
 
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
-        """In the order of their first commit: parents before children."""
+        """Return a session's interactions in the order of their first commit: parents first.
+
+        SessionDamaged if they are not what was written.
+        """
         ...
 
     async def session_of_interaction(self, interaction_id: str) -> str | None:
-        """Whose it is; None for one that is not here, or not any more."""
+        """Return the session of an interaction; None for one that is not stored."""
         ...
 
     async def requests(self, session_id: str) -> list[StoredRequest]:
-        """The marked requests of a session's interactions, in their order."""
+        """Return the marked requests of a session's interactions, in their order."""
         ...
 
     async def rewards(self, session_id: str, *, last: int | None = None) -> list[RewardRow]:
-        """Every reward that was ever set, or the last ones, in the order in which they were."""
+        """Return every reward that was ever set, or the last ones, in their order."""
         ...
 
     async def reward_parts(
         self, session_id: str, interaction_id: str | None
     ) -> tuple[dict[str | None, float], int]:
-        """What an interaction's reward (None: the session's) is made of, by name, and how many
-        rewards the session was ever given."""
+        """Return the parts of an interaction's reward (None: the session's) by name, and the number
+        of rewards that the session was ever given."""
         ...
 
     async def answer(self, scope: str, key: str) -> AnswerRow | None:
-        """What the request with this idempotency key was answered."""
+        """Return the answer to the request with this idempotency key."""
         ...
 
     async def meta(self, key: str) -> Any:
-        """A named value, or None."""
+        """Return a named value, or None."""
         ...
 
     async def trim(self) -> int:
-        """Give some of the space that removed content left back to the file system; the bytes that
-        are still free."""
+        """Give some free space back to the file system; return the bytes that are still free."""
+        ...
+
+    async def retry_full(self) -> None:
+        """Try a write if the disk was full and may have room now; otherwise do nothing."""
         ...
 
     def size(self) -> int:
-        """The bytes that it takes on disk."""
+        """Return the bytes that it takes on disk."""
         ...
 
     async def close(self) -> None: ...
+
+
+JournalOpener: TypeAlias = Callable[[str], Journal]
+"""Opens or creates the journal at a URL; StartupError if it cannot be used."""
+_OPENERS: dict[str, JournalOpener] = {}
+
+
+def register_journal(scheme: str, opener: JournalOpener) -> None:
+    """Let :func:`open_journal` open URLs of a scheme."""
+    _OPENERS[scheme] = opener
+
+
+def open_journal(url: str) -> Journal:
+    """Open or create the journal at a URL, such as `sqlite:///run/journal/rank-0.sqlite`.
+
+    Raises:
+        ConfigError: no journal is registered for the URL's scheme.
+        StartupError: the journal cannot be used; the message tells what to do.
+    """
+    scheme = urlsplit(url).scheme
+    if scheme not in _OPENERS:
+        known = ", ".join(sorted(_OPENERS))
+        raise ConfigError(
+            f"there is no journal for {scheme}:// ({known} are known): call register_journal first"
+        )
+    return _OPENERS[scheme](url)

@@ -24,7 +24,7 @@ _PARTS = tuple(
 )
 
 
-def open_journal(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
+def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
     """The connection to a journal that may be new, and what was lost of one that was damaged.
 
     Raises:

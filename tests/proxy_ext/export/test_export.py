@@ -22,8 +22,8 @@ from any_agent.types import SessionState
 from proxy_ext.archive.files import ArchiveFolder, ArchiveWriter, read_lines
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reader as reading
-from proxy_ext.export.reader import ExportFilter
-from proxy_ext.journal import EraseContent
+from proxy_ext.journal import EraseContent, ExportFilter
+from proxy_ext.journal import reader as journal_reader
 from tests.support.archives import CALLS, Exported, Rank, archive_now
 from tests.support.proxy import HELLO
 from tests.support.proxy_fixtures import Start
@@ -99,7 +99,7 @@ async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
             ExportFilter(("trained", "open")),
             ExportFilter(task_id="t", since=1.0),
         ):
-            sql, values = reading._query(wanted)
+            sql, values = journal_reader._query(wanted)
             values |= {"number": 1, "last": 9}
             plan = connection.execute(f"EXPLAIN QUERY PLAN {sql}", values).fetchall()
             assert [row[3].partition("(")[0] for row in plan] == [

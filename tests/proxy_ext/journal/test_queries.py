@@ -134,7 +134,7 @@ async def test_pages(journal: SQLiteJournal, monkeypatch: pytest.MonkeyPatch) ->
     first = (await journal.page(SessionFilter(), before=None, limit=1)).rows[0]
     assert (first.number, first.interactions) == (10, 1)
     # However rare the wanted ones are, one page looks at so many and no more.
-    monkeypatch.setattr(listing, "_LOOKED_AT", 4)
+    monkeypatch.setattr(listing, "_MAX_SCANNED", 4)
     assert await all(SessionFilter(task_id="t0"), 9) == ["s8", "s6", "s4", "s2", "s0"]
     empty = await journal.page(SessionFilter(state=SessionState.TRAINED), before=None, limit=9)
     assert (empty.rows, empty.before) == ([], 7)

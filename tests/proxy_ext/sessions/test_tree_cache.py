@@ -259,7 +259,7 @@ async def test_what_nobody_has_wanted_for_longest_goes_first(start: Start) -> No
     await trees.load(first)
     trees._budget = trees.bytes - 1
     trees._trim()
-    assert [s.warm for s in (first, second, third)] == [True, False, True]
+    assert [s.loaded for s in (first, second, third)] == [True, False, True]
     assert trees.bytes <= trees._budget
     # Ended ones count no more.
     await proxy.post("/rl/v1/sessions/x/abort".replace("x", third.id), {}, opened[2]["api_key"])

@@ -1,0 +1,171 @@
+"""A reader of a SQLite journal that another process may be using: it never writes."""
+
+from __future__ import annotations
+
+import sqlite3
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NamedTuple
+
+from any_agent.errors import StartupError
+from any_agent.record import unpack_interaction
+from any_agent.types import Interaction
+from proxy_ext.journal import schema
+from proxy_ext.journal.rows import RewardRow, SessionRow
+from proxy_ext.journal.sqlite import session_row
+from proxy_ext.journal.writer import is_damage
+
+
+@dataclass(frozen=True, slots=True)
+class ExportFilter:
+    """A choice of sessions; None or empty: any."""
+
+    states: Sequence[str] = ()
+    task_id: str | None = None
+    since: float | None = None
+    """Earliest creation; seconds since the epoch."""
+
+    def matches(self, state: str, task_id: str | None, created_at: float) -> bool:
+        return (
+            (not self.states or state in self.states)
+            and (self.task_id is None or task_id == self.task_id)
+            and (self.since is None or created_at >= self.since)
+        )
+
+
+class StoredSession(NamedTuple):
+    """One session with its rewards and interactions, which are empty if an archive has them."""
+
+    number: int
+    row: SessionRow
+    rewards: list[RewardRow]
+    interactions: list[Interaction]
+
+
+class DamagedSession(NamedTuple):
+    """A session that cannot be read."""
+
+    id: str
+    problem: str
+
+
+class JournalReader:
+    """Reads a journal a session at a time, each in a transaction of its own.
+
+    So a running service is not held up. Every method raises StartupError if the file cannot be read
+    at all.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        with self._readable():
+            uri = f"{path.absolute().as_uri()}?mode=ro"
+            self._connection = sqlite3.connect(uri, uri=True, timeout=30, isolation_level=None)
+            self._connection.row_factory = sqlite3.Row
+            (version,) = self._connection.execute("PRAGMA user_version").fetchone()
+        if version != schema.VERSION:
+            self._connection.close()
+            raise StartupError(
+                f"the journal {path} has version {version}, and this any-agent reads "
+                f"{schema.VERSION}: start the service once, which upgrades older ones"
+            )
+
+    def close(self) -> None:
+        self._connection.close()
+
+    def has(self, session_id: str) -> bool:
+        """Return whether the journal has a row of this session."""
+        sql = "SELECT 1 FROM sessions WHERE id = ?"
+        with self._readable():
+            return self._connection.execute(sql, (session_id,)).fetchone() is not None
+
+    def is_deleted(self, number: int) -> bool:
+        """Return whether the content of a session is deleted by now."""
+        sql = "SELECT content FROM sessions WHERE number = ?"
+        with self._readable():
+            row = self._connection.execute(sql, (number,)).fetchone()
+        return row is not None and row["content"] == "deleted"
+
+    def sessions(self, wanted: ExportFilter) -> Iterator[StoredSession | DamagedSession]:
+        """Iterate over the sessions of this moment that are not deleted, in order of creation."""
+        sql, values = _query(wanted)
+        with self._readable():
+            (last,) = self._connection.execute("SELECT MAX(number) FROM sessions").fetchone()
+        number = 0
+        while True:
+            with self._readable():
+                self._connection.execute("BEGIN")
+                try:
+                    bounds = {"number": number, "last": last}
+                    found = self._connection.execute(sql, {**values, **bounds}).fetchone()
+                    session = self._session(found) if found is not None else None
+                finally:
+                    self._connection.execute("ROLLBACK")
+            if session is None:
+                return
+            number = found["number"]
+            yield session
+
+    def _session(self, found: sqlite3.Row) -> StoredSession | DamagedSession:
+        try:
+            row = session_row(found)
+            if row.content != "stored":
+                return StoredSession(found["number"], row, [], [])
+            sql = (
+                "SELECT interaction_id, name, value, by, at FROM rewards WHERE session_id = ? "
+                "ORDER BY number"
+            )
+            rewards = [RewardRow(*each) for each in self._connection.execute(sql, (row.id,))]
+            interactions = list(self._interactions(row.id))
+            if found["recorded"] not in (None, len(interactions)):
+                problem = f"{len(interactions)} of {found['recorded']} interactions are there"
+                return DamagedSession(row.id, problem)
+            return StoredSession(found["number"], row, rewards, interactions)
+        except (ValueError, sqlite3.DatabaseError) as error:
+            if isinstance(error, sqlite3.DatabaseError) and not is_damage(error):
+                raise
+            return DamagedSession(found["id"], str(error))
+
+    def _interactions(self, session_id: str) -> Iterator[Interaction]:
+        sql = (
+            "SELECT id, data, checksum, reward FROM interactions WHERE session_id = ? "
+            "ORDER BY number"
+        )
+        for id, data, checksum, reward in self._connection.execute(sql, (session_id,)):
+            if zlib.crc32(data) != checksum:
+                raise ValueError(f"interaction {id} is not what was written")
+            interaction = unpack_interaction(data)
+            interaction.reward = reward
+            yield interaction
+
+    @contextmanager
+    def _readable(self) -> Iterator[None]:
+        try:
+            yield
+        except sqlite3.Error as error:
+            raise StartupError(
+                f"the journal {self._path} cannot be read ({error}): start the service, which "
+                "saves what can be read of a damaged one"
+            ) from error
+
+
+def _query(wanted: ExportFilter) -> tuple[str, dict[str, object]]:
+    conditions = ["number > :number", "number <= :last", "content <> 'deleted'"]
+    values: dict[str, object] = {}
+    if wanted.states:
+        marks = [f":state{k}" for k in range(len(wanted.states))]
+        conditions.append(f"state IN ({', '.join(marks)})")
+        values |= {mark[1:]: state for mark, state in zip(marks, wanted.states, strict=True)}
+    if wanted.task_id is not None:
+        conditions.append("task_id = :task_id")
+        values["task_id"] = wanted.task_id
+    if wanted.since is not None:
+        conditions.append("created_at >= :since")
+        values["since"] = wanted.since
+    where = " AND ".join(conditions)
+    # By number: with any other index each step would scan all remaining rows.
+    sql = f"SELECT * FROM sessions NOT INDEXED WHERE {where} ORDER BY number LIMIT 1"
+    return sql, values

@@ -1,0 +1,60 @@
+"""Every journal keeps the contract, and so does the one of docs/how-to/extend.md."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import ConfigError
+from any_agent.rundir import RunDir
+from any_agent.types import SessionState
+from proxy_ext.journal import SQLiteJournal, open_journal
+from tests.support.journal_contract import check_journal
+from tests.support.proxy_fixtures import Start
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "how-to" / "extend.md"
+
+
+def register_memory_journal() -> None:
+    """Run the code of the document's section."""
+    section = DOCUMENT.read_text("utf-8").partition("\n## Add a journal\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(code, str(DOCUMENT), "exec", dont_inherit=True), names)
+
+
+async def test_the_sqlite_journal(tmp_path: Path) -> None:
+    url = RunDir(tmp_path / "a trial: é#?%").journal_url(0)
+    await check_journal(lambda: open_journal(url))
+    journal = open_journal(url)
+    assert isinstance(journal, SQLiteJournal)
+    await journal.close()
+
+
+async def test_the_journal_of_the_document() -> None:
+    register_memory_journal()
+    await check_journal(lambda: open_journal("memory://contract"))
+
+
+async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
+    register_memory_journal()
+    url = "memory://rank-0"
+    proxy = await start(journal_url=url)
+    await proxy.admit(9)
+    session = await proxy.open()
+    answer = await proxy.complete(session["api_key"])
+    await proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, session["api_key"])
+    (trajectory,) = await proxy.lease()
+    assert trajectory.final_reward == 0.5
+    assert [i.id for i in trajectory.interactions] == [answer["id"]]
+    journal = open_journal(url)
+    (row,) = await journal.sessions([SessionState.LEASED])
+    assert row.id == session["session_id"]
+
+
+def test_an_unknown_scheme_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"no journal for redis:// \(.*sqlite"):
+        open_journal("redis://host/0")
