@@ -109,7 +109,7 @@ def create_app(
                 )
             )
             app.state.service = service
-            rank_app.began(service)
+            rank_app.on_started(service)
             opened(service)
             # Some 700,000 objects of the libraries live as long as the process: a full collection
             # that walks them stops every stream for a third of a second.
@@ -118,7 +118,7 @@ def create_app(
             try:
                 yield
             finally:
-                rank_app.ended()
+                rank_app.on_stopped()
 
     app = FastAPI(
         title="any-agent",

@@ -1,4 +1,4 @@
-"""Whose a request is, and which session it is about."""
+"""The caller of a request, and the session that the request is about."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ from proxy_ext.web.quotas import TenantQuotas
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 _CALLER_SCOPE_KEY = "any_agent.caller"
 SESSIONS_SCOPE_KEY = "any_agent.sessions"
-"""Ids of the sessions that a request turned out to be about, for the audit log."""
+"""Ids of the sessions that a request concerns, for the audit log."""
 SESSION_HEADER = "x-any-agent-session"
 
 _NO_SESSION = (
-    "no session: POST /rl/v1/start_session gives an api_key; send it as the bearer token "
-    "(OPENAI_API_KEY), or in the path as /{api_key}/v1"
+    "the request names no session: POST /rl/v1/start_session gives an api_key; send it as the "
+    "bearer token (OPENAI_API_KEY), or in the path as /{api_key}/v1"
 )
 
 
 class Authenticator:
-    """The keys of one rank. `proxy_ext.web.permissions` says what each is good for."""
+    """Resolves the keys of one rank's requests; `proxy_ext.web.permissions` has their rights."""
 
     def __init__(self, sessions: SessionStore, access: Access, quotas: TenantQuotas) -> None:
         self._sessions = sessions
@@ -34,13 +34,13 @@ class Authenticator:
 
     @property
     def open_mode(self) -> bool:
-        """Whether everybody is the operator."""
+        """Whether every caller counts as the operator."""
         return self.access.open_mode
 
     def caller(self, request: Request) -> Caller:
-        """Who sends this; Unauthenticated for a key that is not valid here.
+        """Return the sender of a request; Unauthenticated for a key that is not valid here.
 
-        Asked the first time it counts the request: TooManyRequests beyond the tenant's quota.
+        The first call for a request counts it: TooManyRequests beyond the tenant's quota.
         """
         known: Caller | None = request.scope.get(_CALLER_SCOPE_KEY)
         if known is None:
@@ -52,31 +52,33 @@ class Authenticator:
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         if prefix is None:
             return self.access.caller(bearer_of(request))
-        # Behind a prefix other bearers ("DUMMY") mean nothing, but for another session's key.
+        # With a prefix any other bearer ("DUMMY") means nothing, unless it is a session's key.
         if prefix.startswith(SESSION_KEY_PREFIX):
             return self.access.caller(prefix)
         if not self.open_mode:
-            raise Unauthenticated("a session is named by its key here, not by its id")
+            raise Unauthenticated(
+                "this service needs API keys: put the session's key in the path, not its id"
+            )
         return Caller(Scope.SESSION, "session", identity=f"session {prefix}")
 
     async def session(self, request: Request, named: str | None = None) -> RecordedSession:
-        """The session a request is about; ``named`` is the one in its path, body or query.
+        """Return a request's session; ``named`` is the one in its path, body or query.
 
-        Path prefix, else key, else header, else ``named``; two that disagree are refused. Another
-        caller's session is NotFound, as if it were not there.
+        The path prefix, else the key, else the header, else ``named`` counts; two that disagree are
+        refused. Another caller's session is NotFound, as if it did not exist.
         """
         session = await self.session_or_none(request, named)
         if session is None:
-            said = _NO_SESSION
+            message = _NO_SESSION
             if self.caller(request) is not ANYONE:
-                said = "this key names no session: send the session's own key, or session_id"
-            raise Unauthenticated(said, code="no_session")
+                message = "this key names no session: send the session's own key, or session_id"
+            raise Unauthenticated(message, code="no_session")
         return session
 
     async def session_or_none(
         self, request: Request, named: str | None = None
     ) -> RecordedSession | None:
-        """As `session`, but None where the caller names no session."""
+        """Return a request's session as `session` does; None if the request names none."""
         names = [name for name in (request.headers.get(SESSION_HEADER), named) if name]
         caller = self.caller(request)
         if caller is NOBODY:
@@ -85,22 +87,26 @@ class Authenticator:
         if caller.scope is Scope.SESSION:
             own = await self._own(request)
             self._require_no_other(request, own)
-            # Only now is it known whose request it is.
+            # Only now is the tenant known.
             self._quotas.charge_request(own.row.tenant)
-        found = [await self._named(request, caller, name, own) for name in names]
+        found = [
+            own
+            if own is not None and name == own.id
+            else await self._named(request, caller, name, own)
+            for name in names
+        ]
         if len({session.id for session in found}) > 1:
             raise SessionMismatch(_DIFFERENT)
-        # A key names its lane's newest session, unless an earlier one is named, too.
+        # A key means its lane's newest session, unless the request names an earlier one.
         session = found[0] if found else own
         if session is not None:
             request.scope[SESSIONS_SCOPE_KEY] = [session.id]
         return session
 
     async def require_same(self, request: Request, named: str) -> None:
-        """SessionMismatch where ``named`` is not the session that a key, prefix or header names.
+        """Raise SessionMismatch unless key, prefix and header name the same session as ``named``.
 
-        For routes that are about no session, which any rank answers: where nothing else names one,
-        it is not looked up.
+        For routes that any rank answers: if only ``named`` names a session, it is not looked up.
         """
         if self.caller(request).scope is Scope.SESSION:
             await self.session_or_none(request, named)
@@ -108,7 +114,7 @@ class Authenticator:
             raise SessionMismatch(_DIFFERENT)
 
     async def _own(self, request: Request) -> RecordedSession:
-        """The session that the caller's session key or path prefix names."""
+        """Return the session of the caller's session key or path prefix."""
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         name = bearer_of(request) if prefix is None else prefix
         if name.startswith(SESSION_KEY_PREFIX):
@@ -116,9 +122,9 @@ class Authenticator:
         return await self._sessions.by_id(name)
 
     def _require_no_other(self, request: Request, own: RecordedSession) -> None:
-        """SessionMismatch where a prefix names one session and a genuine key another one.
+        """Raise SessionMismatch if a prefix and a genuine session key mean different sessions.
 
-        What is no key of ours, agents send because their SDK wants some key.
+        Other bearers are ignored: agents send them because their SDK needs some key.
         """
         if PREFIX_SCOPE_KEY not in request.scope:
             return
@@ -130,7 +136,7 @@ class Authenticator:
     async def _named(
         self, request: Request, caller: Caller, name: str, own: RecordedSession | None
     ) -> RecordedSession:
-        """A session by its key or id, if it is the caller's."""
+        """Return a session by its key or id, if the caller may use it."""
         if name.startswith(SESSION_KEY_PREFIX):
             session = await self._by_key(name)
             if own is not None and session.row.lane != own.row.lane:
@@ -139,7 +145,7 @@ class Authenticator:
                 raise Unauthenticated(_NOT_VALID)
             return session
         if name.startswith("sk-"):
-            # No error repeats a key.
+            # An error must not repeat a key.
             raise NotFound("there is no session of that name", code="session_not_found")
         try:
             session = await self._sessions.by_id(name)
@@ -162,12 +168,12 @@ class Authenticator:
 
 
 def no_session(id: str) -> NotFound:
-    """Of a session that is not there, and of one that the caller must not know of."""
+    """Return the error for a session that does not exist or that the caller must not see."""
     return NotFound(f"there is no session {id[:80]!r}", code="session_not_found")
 
 
 def is_callers(session: RecordedSession, caller: Caller) -> bool:
-    """Whether a session may be shown to a caller that has no session's key."""
+    """Return whether a caller without a session key may use a session."""
     if caller.scope is Scope.TENANT:
         return session.row.tenant == caller.tenant
     return caller.scope is Scope.ADMIN
@@ -178,12 +184,12 @@ _DIFFERENT = "the request names two different sessions (path, key, header, query
 
 
 def bearers_of(request: Request) -> set[str]:
-    """Every key that a request's headers hold."""
+    """Return every key in a request's headers."""
     headers = request.headers
     return keys.bearers_of(headers.getlist("authorization"), headers.getlist("x-api-key"))
 
 
 def bearer_of(request: Request) -> str:
-    """The key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
+    """Return the key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
     headers = request.headers
     return keys.bearer_of(headers.getlist("authorization"), headers.getlist("x-api-key"))

@@ -1,13 +1,13 @@
-"""`Idempotency-Key`: the same request again has the first answer again, and one effect.
+"""`Idempotency-Key`: a repeated request gets the first answer, and has one effect.
 
-A key belongs to its caller, method and path. Its request is known by a hash of the body's JSON (so
-neither the order of its fields nor white space matters), the query and the session's header; the
-key with another one is refused. Only answers that say yes are kept, each in the transaction of its
-effect, so that a crash leaves both or neither. Equal requests at the same time take turns: the
-first that succeeds answers them all.
+A key belongs to its caller, method and path. Its request is identified by a hash of the body's JSON
+(neither the order of fields nor white space matters), the query and the session's header; the same
+key with another request is refused. Only successful answers are stored, each in the transaction of
+its effect, so that a crash leaves both or neither. Equal concurrent requests take turns: the first
+that succeeds answers them all.
 
-An answer is as long as its session's rewards are many, and is stored compressed. Leases and exports
-are not kept: they are long, and asked for again they answer the same to their holder.
+Answers are stored compressed, since their size grows with a session's rewards. Leases and exports
+are not stored: they are long, and a repeated one answers the same to its owner.
 """
 
 from __future__ import annotations
@@ -35,21 +35,19 @@ from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statem
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
 
 HEADER = "idempotency-key"
-KEPT_SECONDS = 24 * 3600.0
+ANSWER_TTL = 24 * 3600.0
 _SWEEP_INTERVAL = 600.0
-_MAX_WAITING = 1024
-"""Requests that wait for an equal one, in all."""
-_MAX_WAIT = 330.0
-"""Seconds: more than any route takes that is not a poll."""
-_PARSED_BYTES = 1 << 20
-"""Longer bodies are the same if their bytes are: sorting them would hold everything up."""
+_MAX_WAITING = 1024  # requests that wait for an equal one, over all keys
+_MAX_WAIT = 330.0  # seconds: longer than any route but polls takes
+_MAX_PARSED_BYTES = 1 << 20
+"""Longer bodies are compared byte by byte: to sort them would hold up the event loop."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _JSON = "application/json"
 
 
-# No error: but a FastAPI dependency answers in no other way.
+# An exception, as a FastAPI dependency cannot answer otherwise.
 class ReplayedAnswer(Exception):
-    """The request was answered before; ``response`` is that answer."""
+    """Answers a request with the stored ``response`` of an earlier one."""
 
     def __init__(self, response: Response) -> None:
         super().__init__()
@@ -57,7 +55,7 @@ class ReplayedAnswer(Exception):
 
 
 def idempotency_key(request: Request) -> str | None:
-    """The request's key; InvalidRequest for one that is none."""
+    """Return the request's key, or None; InvalidRequest for a malformed one."""
     found = set(request.headers.getlist(HEADER))
     if not found:
         return None
@@ -71,10 +69,10 @@ def idempotency_key(request: Request) -> str | None:
 
 
 def request_hash(request: Request, body: bytes) -> bytes:
-    """The same for requests that ask for the same."""
-    # What is no JSON, or too deep, its route refuses, or takes to be empty.
+    """Return a hash that equal requests share."""
+    # The route refuses a body that is not JSON or too deep, or ignores it.
     with suppress(orjson.JSONDecodeError, orjson.JSONEncodeError):
-        if len(body) <= _PARSED_BYTES:
+        if len(body) <= _MAX_PARSED_BYTES:
             body = orjson.dumps(orjson.loads(body), option=orjson.OPT_SORT_KEYS)
     digest = hashlib.blake2b(digest_size=16)
     named = ",".join(request.headers.getlist(SESSION_HEADER))
@@ -85,10 +83,10 @@ def request_hash(request: Request, body: bytes) -> bytes:
 
 
 class Receipt:
-    """What a route needs to answer a request once, whether it came with a key or not.
+    """Lets a route answer a request once, whether it came with a key or not.
 
-    A route passes ``keep`` to what makes the change, which commits the statements together with
-    it, and returns ``response(answer)``.
+    A route passes ``keep`` to the function that makes the change, which commits its statements
+    together with the change, and returns ``response(answer)``.
     """
 
     def __init__(
@@ -106,7 +104,7 @@ class Receipt:
 
     @property
     def keep(self) -> KeepAnswer:
-        """`no_receipt` itself for a request without a key."""
+        """The callback that stores an answer; `no_receipt` for a request without a key."""
         return self._keep if self._key is not None else no_receipt
 
     def _keep(self, answer: BaseModel) -> tuple[Statement, ...]:
@@ -116,30 +114,30 @@ class Receipt:
         return (PutAnswer(self._scope, self._key, self._request, 200, body, time.time()),)
 
     async def store(self, answer: BaseModel) -> Response:
-        """Keep the answer of a route that writes nothing itself, and answer it.
+        """Store and return the answer of a route that writes nothing itself.
 
-        After a crash just before it the request's repetition does the same once more: only for
-        what may be done twice.
+        After a crash just before it a repeated request takes effect again, so this is only for
+        effects that may happen twice.
         """
         if statements := self.keep(answer):
             await self._answers.journal.commit(*statements)
         return self.response(answer)
 
     def response(self, answer: BaseModel) -> Response:
-        """The answer; as it was kept, if it was."""
+        """Return the answer, byte for byte as it was stored."""
         return Response(self._body or _json(answer), media_type=_JSON)
 
 
 @dataclass(slots=True, eq=False)
 class _KeyLock:
-    """Equal requests, one at a time."""
+    """Lets equal requests go on one at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
 
 
 class IdempotencyStore:
-    """The kept answers of one rank. No session key is stored with them: they are derived again."""
+    """The stored answers of one rank. Session keys are not stored in them, but derived again."""
 
     def __init__(self, journal: Journal, signer: KeySigner) -> None:
         self.journal = journal
@@ -148,14 +146,14 @@ class IdempotencyStore:
         self._waiting = 0
         self._swept = time.monotonic()
         self.replayed = 0
-        """Requests that were answered as their first ones had been."""
+        """Number of requests answered from the store."""
 
     @asynccontextmanager
     async def receipt(self, request: Request, caller: Caller) -> AsyncIterator[Receipt]:
-        """The request's turn; Replayed if it was answered already.
+        """Give the request its turn; ReplayedAnswer if it was answered already.
 
-        InvalidRequest for a bad key, Unprocessable (`idempotency_mismatch`) for the key of another
-        request, ServiceUnavailable if equal ones take too long or are too many.
+        InvalidRequest for a malformed key, Unprocessable (`idempotency_mismatch`) for the key of
+        another request, ServiceUnavailable if equal ones take too long or are too many.
         """
         key = idempotency_key(request)
         if key is None:
@@ -173,13 +171,12 @@ class IdempotencyStore:
         """Forget old answers, now and then."""
         if time.monotonic() - self._swept >= _SWEEP_INTERVAL:
             self._swept = time.monotonic()
-            await self.journal.commit(DropAnswers(time.time() - KEPT_SECONDS))
+            await self.journal.commit(DropAnswers(time.time() - ANSWER_TTL))
 
     def _replay(self, row: AnswerRow, hashed: bytes) -> Response:
         if row.request_hash != hashed:
             raise Unprocessable(
-                "this Idempotency-Key came with another request before; every request needs one "
-                "of its own",
+                "this Idempotency-Key was used for another request; give every request its own key",
                 code="idempotency_mismatch",
             )
         body = self.unpack(row.body)
@@ -206,7 +203,7 @@ class IdempotencyStore:
             await turn.lock.acquire()
             return
         busy = ServiceUnavailable(
-            "an equal request with this Idempotency-Key is under way; ask again for its answer",
+            "an equal request with this Idempotency-Key is under way; send it again for the answer",
             code="idempotency_busy",
             retry_after=2,
         )
@@ -221,19 +218,19 @@ class IdempotencyStore:
         finally:
             self._waiting -= 1
 
-    # -- what is stored: a byte that says how, and the JSON, short ---------------------------------
+    # -- stored form: "0" or "1" (with a sealed session key), and the compressed JSON --------------
 
     def pack(self, answer: BaseModel) -> bytes:
-        """The answer without the session key that it may hold."""
+        """Return the stored form of an answer, without its session key."""
         data = answer.model_dump(mode="json")
         lane = self._signer.verify(data.get("api_key") or "")
         if lane is None:
             return b"0" + zlib.compress(orjson.dumps(data), 1)
-        seal = {"rank": lane.rank, "lane": lane.id, "print": _print(data["api_key"])}
+        seal = {"rank": lane.rank, "lane": lane.id, "print": _fingerprint(data["api_key"])}
         return b"1" + zlib.compress(orjson.dumps(data | {"api_key": seal}), 1)
 
     def unpack(self, body: bytes) -> bytes:
-        """The answer's JSON, byte for byte; Conflict if its key's secret is gone."""
+        """Return the answer's JSON, byte for byte; Conflict if its key's secret is retired."""
         kind, content = body[:1], zlib.decompress(body[1:])
         if kind == b"0":
             return content
@@ -242,11 +239,11 @@ class IdempotencyStore:
 
     def _key(self, seal: dict[str, Any]) -> str:
         for key in self._signer.keys_of(Lane(seal["rank"], seal["lane"])):
-            if _print(key) == seal["print"]:
+            if _fingerprint(key) == seal["print"]:
                 return key
         raise Conflict(
-            "the session's key was signed with a secret that is not used any more; open another "
-            "session, with a new Idempotency-Key",
+            "the session's key was signed with a secret that is retired; open another session with "
+            "a new Idempotency-Key",
             code="key_retired",
         )
 
@@ -255,6 +252,6 @@ def _json(answer: BaseModel) -> bytes:
     return orjson.dumps(answer.model_dump(mode="json"))
 
 
-def _print(key: str) -> str:
-    """Tells the keys of one lane apart that different secrets signed."""
+def _fingerprint(key: str) -> str:
+    """Return a short hash that tells apart keys of one lane signed with different secrets."""
     return hashlib.blake2b(key.encode(), digest_size=4).hexdigest()

@@ -1,6 +1,6 @@
-"""A rank's app for code of the same process: its engine, its sessions, and its trajectories.
+"""A rank's app for code in the same process: its engine, its sessions, and its trajectories.
 
-Everything may be used from any event loop: what waits does so on the app's own.
+Everything may be used from any event loop; the work itself runs on the app's own.
 """
 
 from __future__ import annotations
@@ -22,13 +22,12 @@ from proxy_ext.sessions.session import RecordedSession
 
 T = TypeVar("T")
 
-_HERE = (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.FINALIZED)
-_SLACK = 30.0
-"""Seconds that slots are offered beyond a poll: the next one renews them."""
+_VISIBLE = (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.FINALIZED)
+_LIMIT_MARGIN = 30.0  # seconds that slots stay offered after a poll: the next one renews them
 
 
 class RankApp(EntryMiddleware):
-    """The ASGI app of a rank; it has to be started (by uvicorn, say) before it is asked here."""
+    """The ASGI app of a rank; start it (by uvicorn, say) before you use these methods."""
 
     _service: RankService | None = None
     _loop: asyncio.AbstractEventLoop | None = None
@@ -36,19 +35,20 @@ class RankApp(EntryMiddleware):
     def __init__(self, *parts: Any, **settings: Any) -> None:
         super().__init__(*parts, **settings)
         self.waiting: Counter[str] = Counter()
-        """Groups that each workflow waits for, by its owner."""
+        """Number of groups that each workflow waits for, by its owner."""
         self._engine = _AppEngine(self)
 
-    def began(self, service: RankService) -> None:
-        """It runs on this event loop, with these parts."""
+    def on_started(self, service: RankService) -> None:
+        """Bind the app to its parts and to the running event loop."""
         self._service, self._loop = service, asyncio.get_running_loop()
 
-    def ended(self) -> None:
+    def on_stopped(self) -> None:
+        """Unbind the app from its parts."""
         self._service = None
 
     @property
     def service(self) -> RankService:
-        """The rank's parts; ServiceUnavailable before it is started and after its end."""
+        """The rank's parts; ServiceUnavailable while the app is not running."""
         if self._service is None:
             raise ServiceUnavailable(
                 "this app is not running: serve it by uvicorn, whose lifespan starts it, first"
@@ -59,19 +59,18 @@ class RankApp(EntryMiddleware):
     def engine(self) -> RolloutEngine:
         """The engine that samples its calls: token ids in, token ids out. Always one object.
 
-        ServiceUnavailable before the app is started and after its end.
+        ServiceUnavailable while the app is not running.
         """
         _ = self.service
         return self._engine
 
     @property
     def session_cache(self) -> SessionCache:
-        """The sessions that were not handed over yet, as they are at each look."""
+        """A live view of the sessions that were not handed over yet."""
         return SessionCache(self.service.sessions.live)
 
     async def load(self, session_id: str) -> None:
-        """Have a session's completions in memory, should they be in the journal alone; NotFound for
-        an unknown one. They stay for a while."""
+        """Load a session's completions into memory, where they stay for a while; NotFound."""
 
         async def loaded(service: RankService) -> None:
             await service.sessions.load(await service.sessions.by_id(session_id))
@@ -79,23 +78,23 @@ class RankApp(EntryMiddleware):
         await self.run(loaded)
 
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
-        """Packed trajectories of closed groups, or None; as a client's of the same name."""
+        """Return packed trajectories of closed groups, or None; see `RLClient.lease`."""
 
         async def leased(service: RankService) -> bytes | None:
             if service.calls.draining:
-                raise Draining("the service is stopping: it hands out nothing more")
+                raise Draining("the service is stopping and leases no more trajectories")
             body = Lease(owner=owner, wait=wait, max_groups=max_groups)
             return pack_trajectories(found) if (found := await service.leases.lease(body)) else None
 
         return await self.run(leased)
 
     async def ack(self, *, owner: str, trained: list[str], rejected: list[Any]) -> int:
-        """End leases for good; as a client's of the same name."""
+        """End leases for good; see `RLClient.ack`."""
         body = Ack(owner=owner, trained=trained, rejected=rejected)
         return await self.run(lambda service: service.leases.ack(body))
 
     async def give_back(self, *, owner: str) -> None:
-        """End all leases of one holder without an effect."""
+        """End all leases of one owner without an effect."""
 
         async def given(service: RankService) -> None:
             await service.leases.give_back(list(service.leases.held_by(owner)), owner)
@@ -103,19 +102,21 @@ class RankApp(EntryMiddleware):
         await self.run(given)
 
     async def admit(self, *, seconds: float) -> None:
-        """Let the sessions of as many groups as are waited for be open or ready to be leased, for
-        so many seconds. Those that are there count. A trainer's own limit is overwritten."""
+        """Allow as many sessions, open or ready to be leased, as the awaited groups need.
+
+        The limit lasts so many seconds, counts the present sessions, and overwrites a trainer's.
+        """
 
         async def admitted(service: RankService) -> None:
             now = service.leases.capacity()
             wanted = self.waiting.total() * service.config.sessions.group_size
             free = max(0, wanted - now.running - now.buffered - now.reserved)
-            service.sessions.admission.set_limit(now.admitted + free, seconds + _SLACK)
+            service.sessions.admission.set_limit(now.admitted + free, seconds + _LIMIT_MARGIN)
 
         await self.run(admitted)
 
     async def run(self, work: Callable[[RankService], Coroutine[Any, Any, T]]) -> T:
-        """Do some work on the app's event loop; it is cancelled with its caller."""
+        """Run work on the app's event loop; it is cancelled with its caller."""
         service = self.service
         if self._loop is None or asyncio.get_running_loop() is self._loop:
             return await work(service)
@@ -124,7 +125,7 @@ class RankApp(EntryMiddleware):
 
 
 class _AppEngine:
-    """An app's engine, for callers on any event loop."""
+    """The engine of an app, for callers on any event loop."""
 
     def __init__(self, app: RankApp) -> None:
         self._app = app
@@ -174,19 +175,19 @@ class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):
 
     def __getitem__(self, session_id: str) -> Mapping[str, CompletionWithTokenLogpReward]:
         session = self._live[session_id]
-        if session.state not in _HERE:
+        if session.state not in _VISIBLE:
             raise KeyError(session_id)
         return Completions(session)
 
     def __iter__(self) -> Iterator[str]:
-        return (s.id for s in list(self._live.values()) if s.state in _HERE)
+        return (s.id for s in list(self._live.values()) if s.state in _VISIBLE)
 
     def __len__(self) -> int:
         return sum(1 for _ in self)
 
 
 class Completions(Mapping[str, CompletionWithTokenLogpReward]):
-    """A read-only view of what one session has recorded."""
+    """A read-only view of one session's recorded completions."""
 
     def __init__(self, session: RecordedSession) -> None:
         self._session = session
@@ -205,27 +206,27 @@ class Completions(Mapping[str, CompletionWithTokenLogpReward]):
     def _tree(self) -> Any:
         if not self._session.loaded:
             raise ServiceUnavailable(
-                f"the completions of session {self._session.id} are in the journal alone: "
+                f"the completions of session {self._session.id} are in the journal, not in memory: "
                 "await app.load(session_id) first"
             )
         return self._session.tree
 
 
 class _Recorded(CompletionWithTokenLogpReward):
-    """One that is in the journal, which this object does not write to."""
+    """A completion that the journal has; setting an attribute raises AttributeError."""
 
-    _whole = False
+    _complete = False
 
     @classmethod
     def of(cls, *args: Any) -> _Recorded:
         made = super().of(*args)
-        made._whole = True
+        made._complete = True
         return made
 
     def __setattr__(self, name: str, value: object) -> None:
-        if self._whole:
+        if self._complete:
             raise AttributeError(
-                f"{name} of a recorded completion is not set here, where nobody would see it: "
-                "rewards are given by POST /rl/v1/set_reward"
+                f"{name} of a recorded completion cannot be set, as the journal would not have it: "
+                "set rewards by POST /rl/v1/set_reward"
             )
         super().__setattr__(name, value)

@@ -1,7 +1,7 @@
-"""Imports of a rank that leave out what no rank uses: seconds of its start, and 200 MiB.
+"""Imports of a rank without unused libraries, which would cost seconds at start and 200 MiB.
 
-Of transformers a rank uses tokenizers, which need no torch, but transformers imports torch where
-it is installed; of renderers it uses all but the client, which imports openai.
+A rank uses the tokenizers of transformers, which need no torch, but transformers imports torch
+where it is installed; it uses all of renderers but the client, which imports openai.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ _QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
 
 
 def import_lean() -> None:
-    """Import transformers and renderers; what was imported before stays as it is.
+    """Import transformers without torch, and renderers without openai.
 
-    Afterwards torch and openai are imported by whoever asks for them, as ever; transformers itself
-    goes on without torch for this process's life.
+    Modules that were imported before stay as they are. Other code can import torch and openai
+    afterwards; transformers itself does without torch for the life of this process.
     """
     if "transformers" not in sys.modules:
-        with _instead("torch", None), _quiet():
+        with _substitute("torch", None), _without_advice():
             from transformers.utils import is_torch_available
 
-            # It is asked once and remembered.
+            # transformers caches the answer.
             is_torch_available()
     stand_in = ModuleType("openai")
     stand_in.AsyncOpenAI = object  # type: ignore[attr-defined]
-    with _instead("openai", stand_in):
+    with _substitute("openai", stand_in):
         import renderers  # noqa: F401
 
 
 @contextmanager
-def _instead(name: str, module: ModuleType | None) -> Iterator[None]:
-    """What an import of ``name`` finds meanwhile, unless it is there already; None: nothing."""
+def _substitute(name: str, module: ModuleType | None) -> Iterator[None]:
+    """Let an import of ``name`` find ``module`` (None: fail) meanwhile, unless it is imported."""
     if name in sys.modules:
         yield
         return
@@ -47,8 +47,8 @@ def _instead(name: str, module: ModuleType | None) -> Iterator[None]:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Without transformers' advice to install torch."""
+def _without_advice() -> Iterator[None]:
+    """Silence transformers' advice to install torch."""
     before = os.environ.get(_QUIET)
     os.environ[_QUIET] = "1"
     try:

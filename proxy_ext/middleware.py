@@ -1,6 +1,6 @@
-"""What stands in front of every route: limits, the session prefix, LiteLLM's allowlist, and keys.
+"""The checks in front of every route: limits, the session prefix, LiteLLM's allowlist, and keys.
 
-A request whose key is not good for its route never reaches the route, nor is its body read.
+A request whose key has no right to its route never reaches the route, nor is its body read.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
-_API = (API_HEADER.encode(), API_VERSION.encode())
+_VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
 
 
 class EntryMiddleware:
-    """An ASGI app over ours and LiteLLM's."""
+    """An ASGI app that passes checked requests to ours or to LiteLLM's."""
 
     def __init__(
         self,
@@ -49,7 +49,7 @@ class EntryMiddleware:
         self._audit = audit
         self._max_body_bytes = max_body_bytes
         self._body_timeout = body_timeout
-        self.bounds = RequestLimits()
+        self.limits = RequestLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -61,14 +61,14 @@ class EntryMiddleware:
         if "/rl/" in scope["path"]:
             send = _with_version(send)
         try:
-            held = self.bounds.enter()
+            reservation = self.limits.acquire()
         except AnyAgentError as error:
             await send_error(send, error, scope["path"])
             return
         try:
-            await self._answer(scope, self._limited(receive, held), send)
+            await self._answer(scope, self._limited(receive, reservation), send)
         finally:
-            held.leave()
+            reservation.release()
 
     async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -86,7 +86,7 @@ class EntryMiddleware:
             return
         rule = RULES.get((scope["method"], template))
         if rule is None:
-            # Another method of a path that there is: the app says which.
+            # Another method of a known path: the app answers 405 with the allowed ones.
             await self._ours(scope, receive, send)
             return
         request = Request(scope)
@@ -94,7 +94,7 @@ class EntryMiddleware:
             self._authorize(request, rule)
         except AnyAgentError as error:
             if isinstance(error, Unauthenticated | Forbidden):
-                self._refused(request, template, error)
+                self._log_refusal(request, template, error)
             await send_error(send, error, scope["path"])
             return
         if rule.audited:
@@ -102,25 +102,25 @@ class EntryMiddleware:
         await self._ours(scope, receive, send)
 
     def _authorize(self, request: Request, rule: RouteRule) -> None:
-        # What everybody may have, a wrong key does not hinder.
+        # A route that needs no key is open to a request with a wrong one.
         if KeyScope.NONE not in rule.scopes:
             authorize(rule.scopes, self._auth().caller(request))
 
-    def _refused(self, request: Request, template: str, error: AnyAgentError) -> None:
+    def _log_refusal(self, request: Request, template: str, error: AnyAgentError) -> None:
         who: dict[str, str | None] = {}
         if isinstance(error, Forbidden):
             caller = self._auth().caller(request)
             who = {"who": caller.name, "key": caller.identity}
         elif PREFIX_SCOPE_KEY not in request.scope:
-            # Who goes on with a revoked key can be found.
+            # So that the user of a revoked key can be found.
             who = {"claimed": key_id(bearer_of(request))}
         self._audit().refusal(error.code, **who, **_where(request, template), status=error.status)
 
     def _audited(self, request: Request, template: str, send: Send) -> Send:
-        """Sends on, and writes down what was answered."""
+        """Wrap ``send`` so that the answer is written to the audit log."""
         caller = self._auth().caller(request)
 
-        async def watched(message: Message) -> None:
+        async def send_and_log(message: Message) -> None:
             if message["type"] == "http.response.start":
                 self._audit().use(
                     who=caller.name,
@@ -131,12 +131,14 @@ class EntryMiddleware:
                 )
             await send(message)
 
-        return watched
+        return send_and_log
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
         if sum(len(k) + len(v) for k, v in headers) > _MAX_HEADER_BYTES:
-            raise PayloadTooLarge("the request's headers are too large")
+            raise PayloadTooLarge(
+                f"the request's headers exceed {_MAX_HEADER_BYTES} bytes; send shorter ones"
+            )
         values = dict(headers)
         length = values.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
@@ -148,7 +150,7 @@ class EntryMiddleware:
                 fetch_sites=_texts(headers, b"sec-fetch-site"),
             )
 
-    def _limited(self, receive: Receive, held: Reservation) -> Receive:
+    def _limited(self, receive: Receive, reservation: Reservation) -> Receive:
         """Count the body's bytes and bound the wait for each part of it."""
         size = 0
         complete = False
@@ -166,7 +168,7 @@ class EntryMiddleware:
             size += part
             if size > self._max_body_bytes:
                 raise self._too_large()
-            held.add(part)
+            reservation.add(part)
             complete = not message.get("more_body", False)
             return message
 
@@ -179,11 +181,11 @@ class EntryMiddleware:
 
 
 def _with_version(send: Send) -> Send:
-    """Says in an answer's head which version of the `/rl` routes it is of."""
+    """Wrap ``send`` so that the answer's headers give the version of the `/rl` routes."""
 
     async def versioned(message: Message) -> None:
         if message["type"] == "http.response.start":
-            message = {**message, "headers": [*message["headers"], _API]}
+            message = {**message, "headers": [*message["headers"], _VERSION_HEADER]}
         await send(message)
 
     return versioned
@@ -193,8 +195,8 @@ def _not_found(path: str) -> str:
     message = f"there is no route {_redact(path)[:200]}"
     if path.startswith("/v1/v1/"):
         return (
-            f"{message}: the base URL of Anthropic's clients, which add /v1 themselves, "
-            "must not end in it; that of OpenAI's ends in one /v1"
+            f"{message}: the base URL of Anthropic's clients must not end in /v1, which they add "
+            "themselves; that of OpenAI's ends in one /v1"
         )
     return message
 
@@ -213,18 +215,18 @@ def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
 
 
 def _without_prefix(scope: Scope) -> Scope:
-    """Take `/{session}` off the path."""
+    """Remove the session prefix `/{session}` from the path."""
     prefix = session_prefix(scope["path"])
     if prefix is None:
         return scope
     path = scope["path"].removeprefix(f"/{prefix}")
     if path.startswith(("/v1/rl/", "/v1/v1/")):
-        # An agent's base URL ends in /v1, and is all that it may know, and Anthropic's client too.
+        # An agent may know only its base URL, which ends in /v1; Anthropic's client adds another.
         path = path.removeprefix("/v1")
     return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
 
 
 def _as_json(scope: Scope) -> Scope:
-    """Every body of ours is JSON, whatever curl calls it."""
+    """Set the content type to JSON, as all bodies of our routes are, whatever curl sends."""
     headers = [(k, v) for k, v in scope["headers"] if k != b"content-type"]
     return {**scope, "headers": [*headers, (b"content-type", b"application/json")]}

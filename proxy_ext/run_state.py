@@ -1,4 +1,4 @@
-"""What the rank knows of the run: weight version, steps, state, checkpoint; and the pause."""
+"""The run as one rank knows it: weight version, steps, state, checkpoint; and pauses."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ _RESUME_INTERVAL = 1.0
 
 
 class EnginePauses:
-    """How often, and for how long in all, sampling stood still for weight updates."""
+    """Counts the pauses of sampling for weight updates, and their total time."""
 
     def __init__(self) -> None:
         self.count = 0
-        self._over = 0.0
+        self._ended_seconds = 0.0
         self._began: float | None = None
 
     @property
     def seconds(self) -> float:
-        """The pause under way counted in."""
+        """Total seconds, the present pause included."""
         running = time.monotonic() - self._began if self._began is not None else 0.0
-        return self._over + running
+        return self._ended_seconds + running
 
     def begin(self) -> None:
         if self._began is None:
@@ -42,12 +42,12 @@ class EnginePauses:
             self._began = time.monotonic()
 
     def end(self) -> None:
-        self._over = self.seconds
+        self._ended_seconds = self.seconds
         self._began = None
 
 
 class RunState:
-    """The run's state on one rank; kept in the journal, so that a restart knows it."""
+    """The run's state on one rank, stored in the journal for a restart."""
 
     def __init__(
         self, config: Config, engine: RemoteEngine, journal: Journal, *, training: bool
@@ -61,14 +61,14 @@ class RunState:
         self.step = 0
         self.checkpoint: str | None = None
         self.oldest_step: int | None = None
-        """Of the oldest checkpoint that is kept; None: not known."""
+        """The step of the oldest checkpoint that is kept; None: unknown."""
         self._highest = 0
         self._published: int | None = None
 
     @property
     def version(self) -> int:
-        """What the engine samples with, also after a restart; between publish and resume, what it
-        will sample with."""
+        """The weight version that the engine samples with; between publish and resume, the one
+        that it will sample with."""
         return self._engine.version if self._published is None else self._published
 
     async def recover(self) -> None:
@@ -79,14 +79,14 @@ class RunState:
         """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
         self.step = saved.get("step", 0)
-        # A run that is given further steps goes on: its trainer says so when it is there.
+        # A finished run with further configured steps goes on once its trainer is there.
         goes_on = self.state == "training" and self.step < self._config.train.steps
         if saved.get("state") == "finished" and not goes_on:
             self.state = "finished"
         self.checkpoint = saved.get("checkpoint")
         self.oldest_step = saved.get("oldest_step")
         self._highest = self._engine.version
-        # One that died just now comes back unpaused.
+        # An engine that died just now comes back unpaused.
         with contextlib.suppress(EngineUnavailable):
             if self._engine.version == HALF_LOADED:
                 await self._engine.hold()
@@ -95,7 +95,7 @@ class RunState:
                 await self._engine.resume(self._engine.version)
 
     def close(self) -> None:
-        """Leave the engine as it is: a pause is the next process's matter."""
+        """Stop watching a pause; the engine stays as it is for the next process."""
         self._watch(None)
 
     @property
@@ -115,16 +115,16 @@ class RunState:
         )
 
     def require_training(self) -> None:
-        """RunFinished unless train sessions are wanted."""
+        """Raise RunFinished unless train sessions are wanted."""
         if self.state != "training":
             raise self.not_training()
 
     def not_training(self) -> RunFinished:
-        """What an open of a train session is told."""
-        what = "training has ended" if self.state == "finished" else "no training is going on"
+        """Return the error of an open of a train session while nothing is trained."""
+        problem = "training has ended" if self.state == "finished" else "no training is going on"
         load = self.checkpoint or "the model"
         return RunFinished(
-            f"{what} in {self._config.experiment}/{self._config.trial}, so train sessions are "
+            f"{problem} in {self._config.experiment}/{self._config.trial}, so train sessions are "
             f"refused; open one with mode=eval, or load {load} for inference",
             details={"run": self.info.model_dump()},
         )
@@ -136,13 +136,13 @@ class RunState:
         self.oldest_step = body.oldest_step
 
     def may_want(self, row: SessionRow) -> bool:
-        """Whether a training that resumes from a kept checkpoint may train on it again."""
+        """Return whether a resume of the training from a kept checkpoint may need a session."""
         if row.state is SessionState.FINALIZED:
             return handed_out(row) and self.state != "finished"
         if row.state not in (SessionState.TRAINED, SessionState.REJECTED):
             return False
         if row.owner == EXPORT_OWNER:
-            # Whoever exported it trains elsewhere: no step of this run took it.
+            # An exported session is trained on elsewhere: no step of this run took it.
             return False
         if row.step is None:
             # A step that did not tell its number; or no step, if it was rejected before.
@@ -150,13 +150,16 @@ class RunState:
         return self.oldest_step is None or row.step > self.oldest_step
 
     async def pause(self, ttl: float) -> None:
-        """Stop sampling for a weight update; goes on by itself after ``ttl`` seconds."""
+        """Stop sampling for a weight update; it goes on by itself after ``ttl`` seconds."""
         self._watch(self._resume_after(ttl))
         self.pauses.begin()
         await self._engine.pause()
 
     async def publish(self, body: PublishedVersion) -> None:
-        """The engine has these weights now; used from `resume` on. Versions only grow."""
+        """Take over a version that the engine has and will use from `resume` on.
+
+        Conflict (`version_reused`) for a lower version.
+        """
         highest = max(self._highest, self.version)
         if body.version < highest:
             raise Conflict(
@@ -167,7 +170,7 @@ class RunState:
         self.step = body.step
 
     async def resume(self) -> None:
-        """Sample again. If the engine is away, EngineUnavailable; it goes on when it is back."""
+        """Resume sampling, now or when the engine is back; EngineUnavailable while it is away."""
         try:
             await self._resume_now()
         except AnyAgentError:
@@ -176,23 +179,25 @@ class RunState:
         self._watch(None)
 
     async def _resume_now(self) -> None:
-        # It may have died in the pause and come back with other weights: ask it.
+        # The engine may have died in the pause and come back with other weights.
         await self._engine.info()
         if self._engine.version == HALF_LOADED:
-            raise EngineUnavailable("its weights are half loaded: it waits for its trainer")
+            raise EngineUnavailable(
+                "the engine's weights are half loaded; it waits for its trainer"
+            )
         await self._engine.resume(self._engine.version)
         self._published = None
         self.pauses.end()
 
     def _watch(self, work: Coroutine[Any, Any, None] | None) -> None:
-        """Replace what is to end the pause."""
+        """Replace the task that ends the pause."""
         if self._watchdog is not None:
             self._watchdog.cancel()
         self._watchdog = asyncio.create_task(work) if work is not None else None
 
     async def _resume_after(self, ttl: float) -> None:
         await asyncio.sleep(ttl)
-        log.warning("a weight update was not ended within %g s; the engine goes on", ttl)
+        log.warning("a weight update did not end within %g s; the engine resumes without it", ttl)
         await self._resume_until_done()
 
     async def _resume_until_done(self) -> None:

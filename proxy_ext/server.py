@@ -1,4 +1,4 @@
-"""Tells the other parts of the run that this rank serves, and what it is busy with."""
+"""The HTTP server of a rank: it registers the rank with the run, and drains before it ends."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ from proxy_ext.web.drain import InFlightCounter
 
 log = logging.getLogger(__name__)
 
-_LAST_MOMENT = 0.5
-"""Seconds."""
+_FINAL_WAIT = 0.5  # seconds for requests that are about to be answered
 
 
 def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
-    """The rank as it is now."""
+    """Return the rank's registry entry as of now."""
     counts = service.sessions.counts.now
     return RegistryEntry(
         name=rank_name(service.rank),
@@ -47,11 +46,11 @@ def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
 
 
 class DrainingServer(uvicorn.Server):
-    """Present from when it listens until it is told to stop, before it lets its calls end.
+    """A server that is registered while it takes new work, and drains at SIGTERM.
 
-    SIGTERM drains: it says that it stops, awaits ``drain``, then every request under way for up to
+    To drain it announces that it stops, awaits ``drain``, then every request under way for up to
     ``drain_timeout`` seconds, and ends. SIGINT, or a second signal, ends it at once. Either way it
-    has ended well.
+    exits successfully.
     """
 
     def __init__(
@@ -63,53 +62,52 @@ class DrainingServer(uvicorn.Server):
         *,
         drain_timeout: float,
     ) -> None:
-        self._under_way = InFlightCounter(cast(ASGIApp, config.app))
-        config.app = self._under_way
+        self._requests = InFlightCounter(cast(ASGIApp, config.app))
+        config.app = self._requests
         super().__init__(config)
-        self._present: Heartbeat | None = None
+        self._heartbeat: Heartbeat | None = None
         self._folder = folder
         self._describe = describe
         self._drain = drain
         self._drain_timeout = drain_timeout
-        self._asked = False
+        self._drain_requested = False
         self._draining: asyncio.Task[None] | None = None
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        """uvicorn's own raises the signal again at the end, and the process would die of it."""
-        if sig == signal.SIGTERM and self.started and not self._asked:
-            self._asked = True
+        """Handle a signal. uvicorn's own raises it again at the end, which would kill us."""
+        if sig == signal.SIGTERM and self.started and not self._drain_requested:
+            self._drain_requested = True
         else:
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Called ten times a second."""
-        if self._asked and self._draining is None:
-            self._draining = asyncio.create_task(self._drained())
+        """Start a requested drain; uvicorn calls this ten times a second."""
+        if self._drain_requested and self._draining is None:
+            self._draining = asyncio.create_task(self._run_drain())
         return await super().on_tick(counter)
 
-    async def _drained(self) -> None:
+    async def _run_drain(self) -> None:
         try:
-            if self._present is not None:
-                self._present.stopping()
+            if self._heartbeat is not None:
+                self._heartbeat.stopping()
             await self._drain()
-            await self._under_way.none(self._drain_timeout)
+            await self._requests.wait_until_idle(self._drain_timeout)
         except Exception:
-            log.exception("what is under way could not be awaited")
+            log.exception("the drain failed; requests under way are cut off")
         self.should_exit = True
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._present = Heartbeat(self._folder, self._describe)
-            await self._present.begin()
+            self._heartbeat = Heartbeat(self._folder, self._describe)
+            await self._heartbeat.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         if self._draining is not None:
             self._draining.cancel()
-        if self._present is not None:
-            await self._present.end()
-        # Whatever is about to be answered.
-        await self._under_way.none(_LAST_MOMENT)
-        if cut := self._under_way.cut():
+        if self._heartbeat is not None:
+            await self._heartbeat.end()
+        await self._requests.wait_until_idle(_FINAL_WAIT)
+        if cut := self._requests.cancel_all():
             log.warning("%d requests were not answered in time and are cut off", cut)
         await super().shutdown(sockets=sockets)

@@ -334,7 +334,7 @@ class SessionOpener:
             raise closed_error(key.name)
         while True:
             if groups.is_full(key):
-                self._quotas.begin_group(tenant, groups.unfilled(tenant))
+                self._quotas.require_group(tenant, groups.unfilled(tenant))
             group = groups.join_or_create(
                 key, tenant=tenant, size=size, by_default=body.group_size is None
             )

@@ -234,7 +234,7 @@ async def _whole(
             version = version_of(in_order, service.run.version)
             answer = asked.answer(listener.call.head, version)
             body = await whole(answer, asked.call, in_order)
-            await client.look()
+            await client.poll()
         response = Response(
             body, headers=_headers(listener, asked.call, version), media_type="application/json"
         )
@@ -277,7 +277,7 @@ async def _events(
     ended: dict[int, Interaction] = {}
     choices = listener.call.head.choices
     async with ClientConnection(request, on_leave=listener.disconnect) as client:
-        await client.look()
+        await client.poll()
         while True:
             events: list[bytes] = []
             size = 0

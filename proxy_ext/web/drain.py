@@ -1,4 +1,4 @@
-"""The end of a rank's proxy: what is under way ends, and nothing new begins."""
+"""The drain of a rank: requests under way end, and new calls and sessions are refused."""
 
 from __future__ import annotations
 
@@ -13,22 +13,22 @@ from proxy_ext.web.exchange import send_error
 
 
 def draining() -> Draining:
-    """What a call or an open is told meanwhile."""
+    """Return the error of calls and opens during the drain."""
     return Draining(
-        "this rank is stopping: it ends what is under way and begins nothing new; try again",
+        "this rank is stopping: it finishes its present work and starts none; try again",
         retry_after=5,
     )
 
 
 class InFlightCounter:
-    """An ASGI app around another one, which knows its requests and can cut them off."""
+    """An ASGI app around another one, which tracks its requests and can cancel them."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
         self._tasks: set[asyncio.Task[Any] | None] = set()
-        self._none = asyncio.Event()
-        self._none.set()
-        self._cut = False
+        self._idle = asyncio.Event()
+        self._idle.set()
+        self._cancelled = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -36,27 +36,30 @@ class InFlightCounter:
             return
         task = asyncio.current_task()
         self._tasks.add(task)
-        self._none.clear()
+        self._idle.clear()
         try:
             await self._answer(scope, receive, send)
         finally:
             self._tasks.discard(task)
             if not self._tasks:
-                self._none.set()
+                self._idle.set()
 
-    async def none(self, within: float) -> bool:
-        """Wait until none is under way, but no longer than ``within`` seconds; whether that came.
+    async def wait_until_idle(self, seconds: float) -> bool:
+        """Wait up to ``seconds`` until no request is under way; return whether none is.
 
         Requests that come meanwhile are answered, too.
         """
         with suppress(TimeoutError):
-            async with asyncio.timeout(within):
-                await self._none.wait()
-        return self._none.is_set()
+            async with asyncio.timeout(seconds):
+                await self._idle.wait()
+        return self._idle.is_set()
 
-    def cut(self) -> int:
-        """End what is under way: with 503, or a broken connection if the answer has begun."""
-        self._cut = True
+    def cancel_all(self) -> int:
+        """End all requests: with 503, or a broken connection if the answer has begun.
+
+        Return their number.
+        """
+        self._cancelled = True
         for task in self._tasks:
             if task is not None:
                 task.cancel()
@@ -70,13 +73,13 @@ class InFlightCounter:
             begun = True
             await send(message)
 
-        if not self._cut:
+        if not self._cancelled:
             try:
                 await self._app(scope, receive, sent)
                 return
             except asyncio.CancelledError:
-                if not self._cut:
+                if not self._cancelled:
                     raise
-        # What has begun is not ended: a client must not take it for whole.
+        # A begun answer is not completed: a client must not mistake it for a whole one.
         if not begun:
             await send_error(send, draining(), scope["path"])

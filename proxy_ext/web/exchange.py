@@ -1,4 +1,4 @@
-"""Reading JSON bodies, and answers that know whether their client is still there."""
+"""JSON bodies, event streams, and clients that may disconnect."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 
 class JSONResponse(Response):
-    """JSON by orjson."""
+    """A JSON response made by orjson."""
 
     media_type = "application/json"
 
@@ -30,7 +30,7 @@ class JSONResponse(Response):
 
 
 def error_response(error: AnyAgentError, path: str, status: int | None = None) -> Response:
-    """An error as an answer at this path, with its own status unless another one is given."""
+    """Return an error in the shape of its path's API, with its own status or the given one."""
     body, headers = shaped(error, path, status)
     return JSONResponse(body, status_code=status or error.status, headers=headers)
 
@@ -47,16 +47,18 @@ async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
 
 
 async def read_json(request: Request) -> Any:
-    """The body as JSON; InvalidRequest or PayloadTooLarge as :func:`json_of`."""
+    """Return the body as JSON; InvalidRequest or PayloadTooLarge as in :func:`json_of`."""
     try:
         body = await request.body()
     except ClientDisconnect:
-        raise InvalidRequest("the body did not arrive whole") from None
+        raise InvalidRequest(
+            "the connection closed before the body was complete; send it again"
+        ) from None
     return await json_of(body)
 
 
 class ClientConnection:
-    """The other end of one request, watched; ``on_leave`` is called at once when it leaves."""
+    """Watches the client of one request, and calls ``on_leave`` when it disconnects."""
 
     def __init__(self, request: Request, on_leave: Callable[[], object]) -> None:
         self._request = request
@@ -68,14 +70,14 @@ class ClientConnection:
         self._task = asyncio.create_task(self._watch())
         return self
 
-    async def look(self) -> None:
-        """Notice one that has left already, also where nothing else is waited for."""
+    async def poll(self) -> None:
+        """Let a disconnect that has happened already be noticed."""
         await asyncio.sleep(0)
 
     async def __aexit__(self, *_: object) -> None:
         if self._task is not None:
             self._task.cancel()
-            # Not awaited itself: its cancellation must not be taken for the caller's.
+            # Awaited by `wait`: its cancellation must not be mistaken for the caller's.
             await asyncio.wait([self._task])
 
     async def _watch(self) -> None:
@@ -88,7 +90,7 @@ class ClientConnection:
 
 
 async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
-    """Await the work, and cancel it if the client leaves: nobody would hear of its result."""
+    """Await the work, and cancel it if the client leaves; InvalidRequest then."""
     task = asyncio.ensure_future(work)
     async with ClientConnection(request, on_leave=task.cancel):
         try:
@@ -100,38 +102,38 @@ async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise InvalidRequest("the client left") from None
 
 
-class _Patience:
-    """Ends a stream whose client takes too long to read an event: one timer for all of them."""
+class _SendTimeout:
+    """Ends a stream whose client takes too long to read an event: one timer for all events."""
 
     def __init__(self, seconds: float) -> None:
         self.began: float | None = None
-        """When the event was sent that is not read yet."""
+        """Time at which the unread event was sent."""
         self._seconds = seconds
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
-        self._over = False
+        self._expired = False
 
-    async def __aenter__(self) -> _Patience:
+    async def __aenter__(self) -> _SendTimeout:
         self._task = asyncio.current_task()
-        self._look()
+        self._check()
         return self
 
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
-        if self._over and kind is asyncio.CancelledError and self._task is not None:
+        if self._expired and kind is asyncio.CancelledError and self._task is not None:
             self._task.uncancel()
             raise TimeoutError("the client does not read its stream")
 
-    def _look(self) -> None:
+    def _check(self) -> None:
         waited = time.monotonic() - self.began if self.began is not None else 0.0
         if waited >= self._seconds:
-            self._over = True
+            self._expired = True
             assert self._task is not None
             self._task.cancel()
             return
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._seconds - waited, self._look)
+        self._timer = loop.call_later(self._seconds - waited, self._check)
 
 
 class EventStream(Response):
@@ -156,11 +158,14 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            async with aclosing(self._events) as events, _Patience(self._send_timeout) as patience:
+            async with (
+                aclosing(self._events) as events,
+                _SendTimeout(self._send_timeout) as timeout,
+            ):
                 async for event in events:
-                    patience.began = time.monotonic()
+                    timeout.began = time.monotonic()
                     await send({"type": "http.response.body", "body": event, "more_body": True})
-                    patience.began = None
+                    timeout.began = None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._finish()

@@ -1,60 +1,58 @@
-"""How much one process takes in at once: requests under way, and the bytes of their bodies.
+"""Bounds on one process: the number of requests under way, and the bytes of their bodies.
 
-Each part behind has narrower bounds of its own; these hold for what comes before them, as when very
-many clients wait, or send large bodies at once. Who is too much is told so, and when to come again.
+The parts behind have narrower bounds; these hold before them, as when very many clients wait or
+send large bodies at once. A refused request is told when to retry.
 """
 
 from __future__ import annotations
 
 from any_agent.errors import ServiceUnavailable
 
-MAX_REQUESTS = 8192
-"""Requests under way at once, those that wait for a slot or a trajectory included."""
-MAX_BYTES = 256 * 2**20
-"""Of the bodies of requests under way, together."""
-_RETRY_AFTER = 2.0
+MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
+MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
+_RETRY_AFTER = 2.0  # seconds
 
 
 class Reservation:
-    """What one request holds until it is answered."""
+    """The share of one request until it is answered."""
 
-    __slots__ = ("_bounds", "_size")
+    __slots__ = ("_limits", "_size")
 
-    def __init__(self, bounds: RequestLimits) -> None:
-        self._bounds = bounds
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
         self._size = 0
 
     def add(self, size: int) -> None:
-        """Take in some bytes more; ServiceUnavailable if that is too much at once."""
-        bounds = self._bounds
-        # One that is alone is bounded by the limit of bodies.
-        if bounds.bytes + size > bounds.most_bytes and bounds.bytes > self._size:
+        """Count more bytes of the body; ServiceUnavailable if all bodies together are too large."""
+        limits = self._limits
+        # A single request is bounded by the limit of bodies alone.
+        if limits.bytes + size > limits.max_bytes and limits.bytes > self._size:
             raise ServiceUnavailable(
-                f"requests of {bounds.bytes} bytes are under way; try again",
+                f"requests of {limits.bytes} bytes are under way here; try again",
                 code="too_many_bytes",
                 retry_after=_RETRY_AFTER,
             )
-        bounds.bytes += size
+        limits.bytes += size
         self._size += size
 
-    def leave(self) -> None:
-        """It is answered."""
-        self._bounds.bytes -= self._size
-        self._bounds.requests -= 1
+    def release(self) -> None:
+        """End the request's share."""
+        self._limits.bytes -= self._size
+        self._limits.requests -= 1
 
 
 class RequestLimits:
-    """The requests of one process."""
+    """The requests under way in one process."""
 
-    def __init__(self, most_requests: int = MAX_REQUESTS, most_bytes: int = MAX_BYTES) -> None:
-        self.most_requests = most_requests
-        self.most_bytes = most_bytes
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
         self.requests = 0
         self.bytes = 0
 
-    def enter(self) -> Reservation:
-        """Begin a request; ServiceUnavailable if there are too many."""
-        if self.requests >= self.most_requests:
+    def acquire(self) -> Reservation:
+        """Count a new request; ServiceUnavailable if there are too many."""
+        if self.requests >= self.max_requests:
             raise ServiceUnavailable(
                 f"{self.requests} requests are under way here; try again",
                 code="too_many_requests",

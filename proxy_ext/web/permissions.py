@@ -1,6 +1,6 @@
-"""Which key opens which route: the one table. `proxy_ext.middleware` holds every request to it.
+"""The table of routes and of the keys that may use them. `proxy_ext.middleware` applies it.
 
-A route that is not here answers nobody: it is an error at the start of the proxy.
+A route that is missing here is an error at the start of the proxy.
 """
 
 from __future__ import annotations
@@ -16,26 +16,26 @@ from any_agent.errors import StartupError
 
 EVERYBODY = frozenset(Scope)
 KEYS = EVERYBODY - {Scope.NONE}
-"""Whoever has a key, whatever for."""
+"""Callers with any key."""
 AGENTS = frozenset({Scope.ADMIN, Scope.TENANT, Scope.SESSION})
 OPENERS = frozenset({Scope.ADMIN, Scope.TENANT})
 TRAINERS = frozenset({Scope.ADMIN, Scope.TRAINER})
 STARTERS = OPENERS | TRAINERS
-"""A trainer that runs agents on a dataset opens their sessions itself."""
+"""Callers that open sessions: a trainer that runs agents on a dataset does so itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class RouteRule:
-    """Of one method of one path."""
+    """The rule of one method of one path."""
 
     scopes: frozenset[Scope]
     audited: bool = False
-    """Whether its use is written to the audit log, not only its refusals."""
+    """Whether each use is written to the audit log, not only refusals."""
 
 
 _AUDITED = "audited"
 _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
-    # Model calls. Sessions' keys concern their own session, tenants' keys those of their tenant.
+    # Model calls. A session's key is for that session, a tenant's key for the tenant's sessions.
     "POST /v1/chat/completions": (AGENTS, ""),
     "POST /chat/completions": (AGENTS, ""),
     "POST /v1/completions": (AGENTS, ""),
@@ -77,20 +77,20 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/version": (TRAINERS, _AUDITED),
     "POST /rl/v1/pause": (TRAINERS, _AUDITED),
     "POST /rl/v1/resume": (TRAINERS, _AUDITED),
-    # Trajectories. An export leases what it exports: it is the trainer's, not the tenants'.
+    # Trajectories. An export leases what it exports, so it needs a trainer's key.
     "GET /rl/v1/capacity": (TRAINERS, ""),
     "PUT /rl/v1/capacity": (TRAINERS, ""),
     "POST /rl/v1/lease": (TRAINERS, ""),
     "POST /rl/v1/ack": (TRAINERS, ""),
     "POST /rl/v1/export_trajectories": (TRAINERS, _AUDITED),
-    # The names that AReaL's users know.
+    # AReaL's names.
     "POST /rl/start_session": (STARTERS, ""),
     "POST /rl/set_reward": (AGENTS, ""),
     "POST /rl/end_session": (AGENTS, ""),
     "POST /grant_capacity": (TRAINERS, ""),
     "POST /export_trajectories": (TRAINERS, _AUDITED),
     "GET /health": (EVERYBODY, ""),
-    # What tells how the service is.
+    # Health and metrics.
     "GET /healthz": (EVERYBODY, ""),
     "GET /readyz": (EVERYBODY, ""),
     "GET /metrics": (METRICS_SCOPES, ""),
@@ -105,15 +105,15 @@ RULES: dict[tuple[str, str], RouteRule] = {
 """By method and path template."""
 
 LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
-"""All that LiteLLM's own app answers, to everybody. Its debug, settings, key and UI routes are not
-there for any key."""
+"""The routes that LiteLLM's own app answers, to every caller. Its debug, settings, key and UI
+routes exist for no key."""
 
 _FIXED = {path for _, path in RULES if "{" not in path}
 _OPEN = {tuple(path.split("/")): path for _, path in RULES if "{" in path}
 
 
 def template_of(path: str) -> str | None:
-    """The path template of a request's path, or None where there is no route."""
+    """Return the template of a request's path, or None where there is no route."""
     if path in _FIXED:
         return path
     parts = path.split("/")
@@ -127,16 +127,16 @@ def template_of(path: str) -> str | None:
 
 
 def check_routes(routes: Iterable[Any]) -> None:
-    """StartupError for a route of the app that is not in the table."""
+    """Raise StartupError for a route of the app that is not in the table."""
     missing = [f"{method} {path}" for method, path in listed(routes) if (method, path) not in RULES]
     if missing:
         raise StartupError(
-            f"no scope is given for {', '.join(missing)}: add each to proxy_ext/web/permissions.py"
+            f"routes without a rule: {', '.join(missing)}; add each to proxy_ext/web/permissions.py"
         )
 
 
 def listed(routes: Iterable[Any]) -> list[tuple[str, str]]:
-    """Every method and path template of an app's routes; a route of another kind has no method."""
+    """Return every method and path template of an app's routes."""
     return [
         (method, str(route.path))
         for route in iter_route_contexts(list(routes))

@@ -14,7 +14,7 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext import idempotency
-from proxy_ext.idempotency import KEPT_SECONDS
+from proxy_ext.idempotency import ANSWER_TTL
 from proxy_ext.journal import PutAnswer
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
@@ -174,7 +174,7 @@ async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.Monk
     fresh = await proxy.post(START, {}, **keyed("fresh"))
     scope = f"anyone POST {START}"
     assert await service.journal.answer(scope, "fresh") is not None
-    old = time.time() - KEPT_SECONDS - 1
+    old = time.time() - ANSWER_TTL - 1
     await service.journal.commit(PutAnswer(scope, "old", b"", 200, b"", old))
     monkeypatch.setattr(idempotency, "_SWEEP_INTERVAL", 0.0)
     await service.answers.sweep()

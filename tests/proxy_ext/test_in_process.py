@@ -104,8 +104,8 @@ async def test_its_sessions_can_be_looked_at_until_they_are_handed_over(proxy: P
 async def test_completions_in_the_journal_alone_are_read_when_asked_for(proxy: Proxy) -> None:
     id = await attempt(proxy)
     sessions = proxy.service.sessions
-    sessions.trees.forget(sessions.live[id])
-    sessions.live[id].cool()
+    sessions.trees.remove(sessions.live[id])
+    sessions.live[id].unload()
     with pytest.raises(ServiceUnavailable, match=r"await app\.load"):
         list(proxy.front.session_cache[id])
     await proxy.front.load(id)

@@ -207,23 +207,23 @@ async def test_a_proxy_that_stops(proxy: Proxy) -> None:
 
 
 async def test_too_many_requests_at_once(proxy: Proxy) -> None:
-    bounds = proxy.front.bounds
-    bounds.most_requests = 0
+    bounds = proxy.front.limits
+    bounds.max_requests = 0
     turned_away(await proxy.http.get("/healthz"), 503, "too_many_requests")
-    bounds.most_requests = 10
+    bounds.max_requests = 10
     assert (await proxy.http.get("/healthz")).status_code == 200
     assert bounds.requests == 0
 
 
 async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> None:
-    bounds = proxy.front.bounds
-    bounds.most_bytes = 50_000
+    bounds = proxy.front.limits
+    bounds.max_bytes = 50_000
     keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
     long = [{"role": "system", "content": " " * 40_000}, *HELLO]
     alone = await proxy.call(keys[0], long)
     assert alone.status_code in (200, 400), alone.text
     async with held_calls(proxy, engine, keys[:1]):
         assert 0 < bounds.bytes < 1000
-        bounds.most_bytes = 1000
+        bounds.max_bytes = 1000
         turned_away(await proxy.call(keys[1], long), 503, "too_many_bytes")
     await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
