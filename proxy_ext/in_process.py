@@ -97,7 +97,7 @@ class RankApp(EntryMiddleware):
         """End all leases of one owner without an effect."""
 
         async def given(service: RankService) -> None:
-            await service.leases.give_back(list(service.leases.held_by(owner)), owner)
+            await service.leases.give_back(list(service.leases.leased_by(owner)), owner)
 
         await self.run(given)
 

@@ -1,4 +1,4 @@
-"""Opening sessions: a key's lane, a slot or a group's reservation, a row in the journal."""
+"""The opening of sessions: a key's lane, a slot or a place in a group, a row in the journal."""
 
 from __future__ import annotations
 
@@ -36,17 +36,17 @@ from proxy_ext.web.quotas import TenantQuotas
 
 @dataclass(frozen=True, slots=True)
 class DeterministicPlace:
-    """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it takes a
-    granted slot, without a group, if there is one."""
+    """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it uses a
+    granted slot, without a group, if one is left."""
 
     task: str
     grant_only: bool = False
-    """No other slot will do."""
+    """Refuse any other slot."""
 
 
 @dataclass(frozen=True, slots=True)
-class _ReservedSlot:
-    """Whose session is to be opened, and under which key."""
+class _OpenTarget:
+    """The owner and the key of a session that is to be opened."""
 
     caller: Caller
     lane: Lane
@@ -55,7 +55,7 @@ class _ReservedSlot:
     numbers: TaskNumbers | None = None
     grant_only: bool = False
     implicit: bool = False
-    """By a model call."""
+    """Opened by a model call."""
 
 
 class SessionOpener:
@@ -82,13 +82,13 @@ class SessionOpener:
         self._largest_group = largest_group
         self._base_url = f"{public_url}/v1"
         self._opening: set[str] = set()
-        """Lanes whose session is being opened."""
+        """Lanes of sessions that are being opened."""
         self.refused: Counter[str] = Counter()
-        """Opens that were refused, by the error's code."""
+        """Number of refused opens, by the error's code."""
         self._draining = False
 
     def drain(self) -> None:
-        """Refuse whoever waits for a slot, at once, and whoever comes."""
+        """Refuse all opens from now on, those that wait for a slot included."""
         self._draining = True
         self._sessions.admission.close(draining())
 
@@ -101,17 +101,17 @@ class SessionOpener:
         numbered: DeterministicPlace | None = None,
         implicit: bool = False,
     ) -> SessionStarted:
-        """Open a session: take a slot (train), write it, answer it with its key.
+        """Open a session: take a slot (train), write it, and return it with its key.
 
-        ``implicit``: for a model call that names none.
+        ``implicit``: for a model call that names no session.
         """
         try:
-            return await self._checked(body, caller, keep, numbered, implicit=implicit)
+            return await self._check_and_open(body, caller, keep, numbered, implicit=implicit)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
 
-    async def _checked(
+    async def _check_and_open(
         self,
         body: StartSession,
         caller: Caller,
@@ -124,7 +124,7 @@ class SessionOpener:
             raise draining()
         on_grant = numbered is not None and self._sessions.grants_of(caller).left > 0
         if body.mode == "train" and not on_grant:
-            # Whoever grants slots trains by itself, whatever becomes of the training here.
+            # Sessions on grants are trained on elsewhere, whatever becomes of the training here.
             self._run.require_training()
         if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
             raise TooManyRequests(
@@ -134,38 +134,38 @@ class SessionOpener:
                 retry_after=5,
             )
         numbers = await self._sessions.areal_ids.numbers_of(numbered.task) if numbered else None
-        place = replace(await self._place(body.api_key, caller), implicit=implicit)
+        target = replace(await self._resolve_key(body.api_key, caller), implicit=implicit)
         if numbered is not None:
-            place = replace(place, numbers=numbers, grant_only=numbered.grant_only)
-        self._quotas.begin_open(place.tenant)
-        self._opening.add(place.lane.id)
+            target = replace(target, numbers=numbers, grant_only=numbered.grant_only)
+        self._quotas.begin_open(target.tenant)
+        self._opening.add(target.lane.id)
         try:
-            return await self._open(body, place, keep)
+            return await self._open(body, target, keep)
         finally:
-            self._opening.discard(place.lane.id)
-            self._quotas.end_open(place.tenant)
+            self._opening.discard(target.lane.id)
+            self._quotas.end_open(target.tenant)
 
     async def _open(
-        self, body: StartSession, place: _ReservedSlot, keep: KeepAnswer
+        self, body: StartSession, target: _OpenTarget, keep: KeepAnswer
     ) -> SessionStarted:
         mode = SessionMode(body.mode)
         pinned = self._pinned(body)
         group: Group | None = None
         granted: GrantBook | None = None
-        if place.numbers is not None and mode is SessionMode.TRAIN:
-            grants = self._sessions.grants_of(place.caller)
+        if target.numbers is not None and mode is SessionMode.TRAIN:
+            grants = self._sessions.grants_of(target.caller)
             granted = grants if grants.spend() else None
         if mode is SessionMode.TRAIN and granted is None:
-            # The grant that there was may have been taken meanwhile.
+            # Another open may have taken the last grant meanwhile.
             self._run.require_training()
-            if place.grant_only:
-                raise self._no_slot(place.tenant)
-            group = await self._admit(body, place.tenant)
-        session = self._session(body, place, group, pinned, GRANT_OWNER if granted else None)
+            if target.grant_only:
+                raise self._no_slot(target.tenant)
+            group = await self._admit(body, target.tenant)
+        session = self._session(body, target, group, pinned, GRANT_OWNER if granted else None)
         row = session.row
         answer = SessionStarted(
             session_id=row.id,
-            api_key=place.key,
+            api_key=target.key,
             base_url=self._base_url,
             mode=body.mode,
             version=self._run.version,
@@ -174,13 +174,13 @@ class SessionOpener:
             expires_in=row.expires_at - row.created_at,
             idle_in=self._sessions.idle_timeout(row),
         )
-        # Shielded: a client that leaves now must not leave a row that memory lacks.
+        # Shielded: if the client leaves now, memory and journal must still agree.
         insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
         try:
             await asyncio.shield(insert)
         except asyncio.CancelledError:
             await asyncio.wait([insert])
-            # One that may ask again, and gets this answer then, wants the session.
+            # A request with an idempotency key may be repeated, and gets this session then.
             if insert.exception() is None and keep is no_receipt:
                 await self._endings.abort(session, "its opener left")
             raise
@@ -189,7 +189,7 @@ class SessionOpener:
     def _session(
         self,
         body: StartSession,
-        place: _ReservedSlot,
+        target: _OpenTarget,
         group: Group | None,
         pinned: int | None,
         owner: str | None,
@@ -197,8 +197,8 @@ class SessionOpener:
         wall = time.time()
         ttl = min(body.ttl or self._config.ttl, self._config.ttl)
         row = SessionRow(
-            id=self._name(place, group),
-            lane=place.lane.id,
+            id=self._new_id(target, group),
+            lane=target.lane.id,
             mode=SessionMode(body.mode),
             state=SessionState.OPEN,
             task_id=body.task_id,
@@ -208,22 +208,22 @@ class SessionOpener:
             created_at=wall,
             expires_at=wall + ttl,
             owner=owner,
-            tenant=place.tenant,
-            opened_by=f"{IMPLICITLY if place.implicit else ''}{place.caller.name}",
+            tenant=target.tenant,
+            opened_by=f"{IMPLICITLY if target.implicit else ''}{target.caller.name}",
             pinned_version=pinned,
             clock=clock_stamp(),
         )
         return RecordedSession(row, self._sessions.idle_timeout(row))
 
-    def _name(self, place: _ReservedSlot, group: Group | None) -> str:
-        if place.numbers is not None:
-            return place.numbers.new()
+    def _new_id(self, target: _OpenTarget, group: Group | None) -> str:
+        if target.numbers is not None:
+            return target.numbers.new()
         return (
             self._sessions.groups.new_member(group) if group else self._sessions.ids.new_session()
         )
 
     def _pinned(self, body: StartSession) -> int | None:
-        """The weight version that all of its tokens must have; VersionGone for another one."""
+        """Return the weight version that all tokens must have; VersionGone for another one."""
         if body.version not in (None, "current", self._run.version):
             raise VersionGone.at_open(body.version, self._run.version)
         return None if body.version is None else self._run.version
@@ -243,7 +243,7 @@ class SessionOpener:
             if granted is not None:
                 granted.refund()
             elif group is not None:
-                self._not_opened(group)
+                self._give_up_place(group)
             elif session.mode is SessionMode.TRAIN:
                 self._sessions.admission.release(1)
             raise
@@ -254,8 +254,8 @@ class SessionOpener:
                 self._sessions.groups.start_clock(group)
             group.update(session.row)
 
-    def _not_opened(self, group: Group) -> None:
-        """Its slot stays the group's, unless the group's time is over."""
+    def _give_up_place(self, group: Group) -> None:
+        """Return the place of a session that was not opened; an expired group frees its slot."""
         group.promised -= 1
         if group.expired:
             self._sessions.admission.release(1)
@@ -264,15 +264,15 @@ class SessionOpener:
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    async def _place(self, api_key: str | None, caller: Caller) -> _ReservedSlot:
+    async def _resolve_key(self, api_key: str | None, caller: Caller) -> _OpenTarget:
         if api_key is None:
             lane, key = self._signer.mint(self._sessions.rank)
-            return _ReservedSlot(caller, lane, key, caller.tenant)
+            return _OpenTarget(caller, lane, key, caller.tenant)
         lane = self._lane(api_key)
         current = await self._sessions.by_lane(lane.id)
         tenant = current.row.tenant if current is not None else caller.tenant
         if caller.scope is Scope.TENANT and (current is None or tenant != caller.tenant):
-            # Another tenant's is answered as one that was never given out.
+            # Another tenant's key is refused as one that never existed.
             raise Unauthenticated(_NOT_A_KEY)
         if current is not None and current.state is SessionState.OPEN:
             raise Conflict(
@@ -281,7 +281,7 @@ class SessionOpener:
             )
         if lane.id in self._opening:
             raise Conflict("another open with this key is under way", code="lane_busy")
-        return _ReservedSlot(caller, lane, api_key, tenant)
+        return _OpenTarget(caller, lane, api_key, tenant)
 
     def _lane(self, api_key: str) -> Lane:
         lane = self._signer.verify(api_key)
@@ -296,7 +296,7 @@ class SessionOpener:
     # -- slots ---------------------------------------------------------------------------------
 
     async def _admit(self, body: StartSession, tenant: str | None) -> Group | None:
-        """A slot of its own, or one of its group's; TooManyRequests if none came in time."""
+        """Take a slot, or a place in a group; TooManyRequests if none came free in time."""
         wait = min(body.wait, self._config.max_wait)
         if body.group_id is not None or body.task_id is not None:
             return await self._admit_member(body, tenant, wait)
@@ -311,7 +311,7 @@ class SessionOpener:
         if not granted:
             self._sessions.admission.withdraw(ticket)
             if body.api_key is not None:
-                # Only this rank will do.
+                # No other rank can open it.
                 self._sessions.admission.remember(body.api_key, 1)
             raise self._no_slot(tenant)
         return None
@@ -320,7 +320,7 @@ class SessionOpener:
         size = body.group_size or self._config.group_size
         if size > self._largest_group:
             raise InvalidRequest(
-                f"group_size {size} exceeds {self._largest_group}, the lesser of the run's "
+                f"group_size {size} exceeds {self._largest_group}, the smaller of the run's "
                 "batch_size and max_concurrent: such a group could never be admitted",
                 param="group_size",
             )
@@ -328,9 +328,9 @@ class SessionOpener:
         key = group_key(body.group_id, body.task_id, tenant)
         unknown = key.named and groups.get(key.name) is None
         stored = await self._sessions.journal.group(key.name) if unknown else []
-        # Looked at again: others may have begun it meanwhile, and theirs are the sessions read.
+        # Checked again: another open may have started it meanwhile, whose sessions were read.
         if stored and groups.get(key.name) is None:
-            # Its sessions were trained on long ago, perhaps; it is closed for good.
+            # The group is closed for good, and its sessions have ended.
             raise closed_error(key.name)
         while True:
             if groups.is_full(key):
@@ -344,10 +344,10 @@ class SessionOpener:
                 return group
             if key.named:
                 raise closed_error(group.id)
-            # Others were first; the task's next generation begins.
+            # Other opens took the places; this one joins the task's next generation.
 
     async def _wait_for(self, group: Group, seconds: float) -> None:
-        """Return once the group has its slots; TooManyRequests if none came in time."""
+        """Wait until the group has its slots; TooManyRequests if they did not come in time."""
         if group.ticket is None and not group.begun:
             try:
                 group.ticket = self._sessions.admission.request(group.size)
@@ -367,7 +367,7 @@ class SessionOpener:
         self._sessions.admission.forget(str(group.key))
 
     def _discard_unused(self, group: Group) -> None:
-        """Give back the slots (or the place) of a group that nobody got into."""
+        """Withdraw the slots of a group that never had a member."""
         if group.ticket is not None and group.unused:
             if not group.ticket.granted:
                 self._sessions.admission.remember(str(group.key), group.size)
@@ -379,13 +379,13 @@ class SessionOpener:
             f"no slot for a train session is free: {self._sessions.admission.no_slot_reason}; "
             "try again later, or pass a (longer) `wait`, in seconds, to wait for one"
         )
-        # Nobody is told of another tenant's groups.
+        # A tenant must not learn of another tenant's groups.
         groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]
         partial = next((g for g in groups if g.begun and g.room > 0), None)
         if partial is not None:
-            kept = sum(group.room for group in groups if group.begun)
+            reserved = sum(group.room for group in groups if group.begun)
             message += (
-                f". {kept} slots are kept for groups that are not full: "
+                f". {reserved} slots are kept for groups that are not full: "
                 f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"
             )
         return TooManyRequests(message, retry_after=2)

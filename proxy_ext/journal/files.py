@@ -1,4 +1,4 @@
-"""A journal's files: created, checked, salvaged, migrated, opened."""
+"""The file of a SQLite journal: created, checked, salvaged, migrated, opened."""
 
 from __future__ import annotations
 
@@ -14,21 +14,20 @@ from proxy_ext.journal.wal import has_lost_commits
 
 log = logging.getLogger(__name__)
 
-_CHECKED_WHOLE = 256 << 20
-"""Bytes. Checking them takes 0.1 s if they are in the page cache, else as long as reading them. Of
-a larger journal everything but the interactions is checked; these have checksums, for when they
-are read."""
-_WHOLE = ("PRAGMA integrity_check",)
-_PARTS = tuple(
+_MAX_CHECKED_BYTES = 256 << 20
+"""Size up to which the whole file is checked, which takes 0.1 s if it is in the page cache. In a
+larger file the interactions are left out; their checksums are checked when they are read."""
+_FULL_CHECK = ("PRAGMA integrity_check",)
+_PARTIAL_CHECK = tuple(
     f"PRAGMA integrity_check({table})" for table in ("sessions", "rewards", "answers", "meta")
 )
 
 
 def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
-    """The connection to a journal that may be new, and what was lost of one that was damaged.
+    """Return the connection to a journal, created if it is new, and the damage if it had any.
 
     Raises:
-        StartupError: it cannot be used; the message says what to do.
+        StartupError: it cannot be used; the message tells what to do.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -50,7 +49,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
 
 
 def mark_damaged(path: Path) -> None:
-    """Have the next start salvage the journal, whether or not its check finds what we found."""
+    """Let the next start salvage the journal, even if its check finds no damage."""
     with contextlib.suppress(OSError):
         _mark(path).touch()
 
@@ -64,22 +63,23 @@ def _connect(path: Path) -> sqlite3.Connection:
 
 
 def _checked(path: Path) -> salvage.Damage | None:
-    """Leave a sound journal at the path; what was lost if it was not."""
+    """Check the journal and salvage a damaged one; return the damage."""
     if path.stat().st_size == 0:
         raise salvage.unusable(path, "it is empty")
     damage = None
-    # Before SQLite sees the log, which it cuts off where it cannot read on.
+    # Before SQLite opens the log, which it truncates at the first unreadable frame.
     commits_lost = has_lost_commits(path.with_name(f"{path.name}-wal"))
     size = path.stat().st_size
-    cut_off = _whole_size(path) > size
-    if cut_off:
-        # SQLite reads nothing at all of such a file.
-        os.truncate(path, _whole_size(path))
+    full_size = _expected_size(path)
+    truncated = full_size > size
+    if truncated:
+        # SQLite reads nothing at all of a file that is too short.
+        os.truncate(path, full_size)
     connection = _connect(path)
     try:
         problem = _problem(connection, path)
-        if problem is None and cut_off:
-            # What is gone was free: no check misses it, but SQLite does.
+        if problem is None and truncated:
+            # Only free pages are gone, which no check needs but SQLite does.
             problem = "it is shorter than its own header says"
         if problem is None and commits_lost:
             problem = "its log is damaged, and the newest commits are lost"
@@ -91,14 +91,14 @@ def _checked(path: Path) -> salvage.Damage | None:
         _mark(path).unlink(missing_ok=True)
     finally:
         connection.close()
-        if cut_off:
+        if truncated:
             kept = path if damage is None else damage.quarantine / path.name
             os.truncate(kept, size)
     rows = ", ".join(f"{number} of {table}" for table, number in damage.rows.items())
     log.error(
         "the journal %s was damaged (%s); rows that could not be read: %s; sessions ended for it: "
         "%d, never trained on; everything else goes on. The damaged file is kept in %s: check the "
-        "disk, and delete it when you do not need it",
+        "disk, and delete the file when you do not need it",
         path,
         problem,
         rows or "none",
@@ -108,8 +108,8 @@ def _checked(path: Path) -> salvage.Damage | None:
     return damage
 
 
-def _whole_size(path: Path) -> int:
-    """The bytes that the file is to have, by its own header; 0 if the log tells instead."""
+def _expected_size(path: Path) -> int:
+    """Return the file's size by its own header; 0 if the log decides instead."""
     log_file = path.with_name(f"{path.name}-wal")
     if log_file.exists() and log_file.stat().st_size > 0:
         return 0
@@ -118,16 +118,16 @@ def _whole_size(path: Path) -> int:
     if not head.startswith(b"SQLite format 3\0") or len(head) < 32:
         return 0
     page_size = int.from_bytes(head[16:18], "big")
-    # 65,536 does not fit in there.
+    # The header stores 65,536 as 1.
     return (65_536 if page_size == 1 else page_size) * int.from_bytes(head[28:32], "big")
 
 
 def _problem(connection: sqlite3.Connection, path: Path) -> str | None:
-    """What is wrong with the file; None if nothing is."""
+    """Return a problem that SQLite's check finds; None if there is none."""
     try:
         version = schema.version_of(connection, path)
-        whole = path.stat().st_size <= _CHECKED_WHOLE or version < schema.VERSION
-        for sql in _WHOLE if whole else _PARTS:
+        full = path.stat().st_size <= _MAX_CHECKED_BYTES or version < schema.VERSION
+        for sql in _FULL_CHECK if full else _PARTIAL_CHECK:
             for (found,) in connection.execute(sql):
                 if found != "ok":
                     return " ".join(str(found).split())[:200]

@@ -1,4 +1,4 @@
-"""What a journal holds, as it is read back."""
+"""The rows of a journal, as they are read back, and the owners of sessions."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any, Literal
 from any_agent.types import Interaction, SessionState
 
 IMPLICITLY = "implicit: "
-"""Before the name of whose key it was, in ``opened_by`` of a session that a model call opened. No
-name of a caller begins like that."""
+"""Prefix of ``opened_by`` in sessions that a model call opened; no caller's name begins with it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +21,7 @@ class SessionRow:
     state: SessionState
     task_id: str | None
     group_id: str | None
-    """The generation of its group that it belongs to; None for a group of one."""
+    """The generation of its group; None for a session without a group."""
     group_size: int
     metadata: dict[str, Any]
     created_at: float
@@ -30,22 +29,21 @@ class SessionRow:
     final_reward: float | None = None
     reason: str | None = None
     owner: str | None = None
-    """The trainer or export that holds its lease, or has had it; whose it is from the start, if it
-    was opened on a grant."""
+    """The trainer or export that has or had its lease; GRANT_OWNER if it was opened on a grant."""
     tenant: str | None = None
     opened_by: str | None = None
-    """Whose key opened it, by name."""
+    """The name of the key that opened it."""
     pinned_version: int | None = None
-    """Every token of it is of this weight version."""
+    """The weight version of every token; None: any."""
     clock: str | None = None
-    """The boot's id and the boot clock's seconds when it was opened."""
+    """The boot's id and the boot clock's seconds at its opening."""
     awaits_until: float | None = None
-    """Until when it waits for its rewards."""
+    """Deadline of its awaited rewards."""
     step: int | None = None
     """The optimizer step that consumed it."""
     ended_at: float | None = None
     content: Literal["stored", "archived", "deleted"] = "stored"
-    """Where its interactions are."""
+    """The place of its interactions."""
 
     @property
     def implicit(self) -> bool:
@@ -55,19 +53,19 @@ class SessionRow:
 
 @dataclass(frozen=True, slots=True)
 class NumberedRow:
-    """A session in the order of their creation."""
+    """A session with its number in the order of creation."""
 
     number: int
     row: SessionRow
     interactions: int = 0
-    """How many the journal holds; not counted by every read."""
+    """Number of its interactions, which not every read counts."""
     rewards_given: int = 0
-    """As :attr:`interactions`."""
+    """Number of its rewards, which not every read counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """Which sessions are wanted; None: any."""
+    """A choice of sessions; None: any."""
 
     state: SessionState | None = None
     task_id: str | None = None
@@ -77,16 +75,16 @@ class SessionFilter:
 
 @dataclass(frozen=True, slots=True)
 class SessionPage:
-    """Some sessions, newest first."""
+    """A page of sessions, newest first."""
 
     rows: list[NumberedRow]
     before: int | None
-    """The next page is of lower numbers; None: there is none."""
+    """Upper bound of the numbers on the next page; None: this is the last page."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestMark:
-    """Which request an interaction answers, so that a retry of it finds the answer."""
+    """Identifies the request that an interaction answers, so that a retry finds the answer."""
 
     hash: bytes
     retry_count: int
@@ -94,11 +92,11 @@ class RequestMark:
 
 @dataclass(frozen=True, slots=True)
 class StoredInteraction:
-    """An interaction, and what is stored beside it."""
+    """An interaction and the key stored with it."""
 
     interaction: Interaction
     key: bytes | None
-    """Under which continuations look for it; None in journals of version 1."""
+    """The chain key by which continuations find it; None in journals of version 1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +110,7 @@ class StoredRequest:
 
 @dataclass(frozen=True, slots=True)
 class RewardRow:
-    """One reward as it was set, whether or not a later one replaced it."""
+    """One reward as it was set, also if a later one replaced it."""
 
     interaction_id: str | None
     """None: the session's final reward."""
@@ -125,7 +123,7 @@ class RewardRow:
 
 @dataclass(frozen=True, slots=True)
 class AnswerRow:
-    """What an idempotent request was answered."""
+    """The stored answer to an idempotent request."""
 
     scope: str
     key: str
@@ -137,31 +135,27 @@ class AnswerRow:
 
 
 EXPORT_OWNER = "export"
-"""Holds what `export_trajectories` leased; a trainer does not take these back."""
+"""Owner of what `export_trajectories` leased; a trainer does not take these back."""
 GRANT_OWNER = "grant"
-"""Has what was opened on a grant, until its end: whoever granted it exports it, and polls never get
-it."""
-
-
+"""Owner of sessions that were opened on a grant: only exports get them, polls never."""
 NO_PLACE = "no-place"
-"""Of what was aborted with `keep_place`: it is no member of its group any more, in which another
-session takes its place. Nobody has it."""
+"""Owner of sessions aborted with `keep_place`, which left their groups' places to others."""
 
 
 def handed_out(row: SessionRow) -> bool:
-    """Whether a trainer has had it, and it waits again.
+    """Return whether a session waits again after a trainer has had it.
 
-    A step may have taken it that was killed before it could say so: then a resume makes that step
-    again, as it was, and nothing of it must have changed.
+    A step that was killed before its ack may have taken it: a resume repeats that step as it was,
+    so the session must not change.
     """
     return row.state is SessionState.FINALIZED and row.owner not in (None, GRANT_OWNER)
 
 
 def for_export(row: SessionRow) -> bool:
-    """Whether an export has it, or nobody but an export may."""
+    """Return whether an export has the session, or only an export may have it."""
     return row.owner in (EXPORT_OWNER, GRANT_OWNER)
 
 
 def holds(row: SessionRow, owner: str) -> bool:
-    """Whether this is its lease's holder, if it is leased."""
+    """Return whether this owner has the session's lease, if it is leased."""
     return row.owner == owner or (owner == EXPORT_OWNER and row.owner == GRANT_OWNER)

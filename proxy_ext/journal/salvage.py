@@ -1,9 +1,9 @@
-"""A damaged journal: what can be read of it becomes a new file, the original is set aside.
+"""The salvage of a damaged journal: its readable rows become a new file, the original is set aside.
 
-Whatever table, page and index are damaged, each row is looked for by its number, and the numbers
-come from the table and from each of its indexes, from both ends. The indexes also tell which
-session a row that cannot be read belonged to: such a session is ended and its content is removed,
-so that nothing is ever trained on half of it.
+Whatever table, page or index is damaged, each row is looked up by its number, and the numbers come
+from the table and from each of its indexes, read from both ends. The indexes also give the session
+of an unreadable row: that session is ended and its content removed, so that nothing is ever trained
+on half of a session.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ AND content = 'stored'
 
 @dataclass(slots=True)
 class Damage:
-    """What was lost of a journal."""
+    """The damage of a journal."""
 
     quarantine: Path
-    """The folder that the damaged files were moved to."""
+    """The folder with the damaged files."""
     rows: dict[str, int] = field(default_factory=dict)
-    """How many rows of each table could not be read."""
+    """Number of unreadable rows by table."""
     sessions: int = 0
-    """How many sessions were ended for it."""
+    """Number of sessions ended for it."""
 
 
 @dataclass(slots=True)
@@ -73,28 +73,28 @@ class _Table:
     name: str
     columns: list[str]
     indexes: list[tuple[str, list[str]]]
-    """Names and columns; partial ones are left out."""
+    """Names and columns of indexes over all rows."""
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
-    """What the indexes know of each row, by its number."""
+    """The columns that the indexes have of each row, by its number."""
     complete: bool = False
-    """Whether there can be no other rows than these."""
+    """Whether all rows are known."""
 
-    def look(self) -> None:
-        """Find every row's number."""
+    def find_rows(self) -> None:
+        """Collect the number of every row."""
         listings: list[tuple[str, list[str]]] = [("NOT INDEXED", [])]
         listings += [(f'INDEXED BY "{name}"', columns) for name, columns in self.indexes]
         for how, columns in listings:
             order = columns or ["rowid"]
-            whole = []
+            read_fully = []
             for way in ("ASC", "DESC"):
                 by = ", ".join(f"{column} {way}" for column in order)
-                what = ", ".join(["rowid", *columns])
-                sql = f"SELECT {what} FROM {self.name} {how} ORDER BY {by}"
-                whole.append(self._listed(sql, columns))
-            self.complete = self.complete or any(whole)
+                selected = ", ".join(["rowid", *columns])
+                sql = f"SELECT {selected} FROM {self.name} {how} ORDER BY {by}"
+                read_fully.append(self._read_listing(sql, columns))
+            self.complete = self.complete or any(read_fully)
 
-    def _listed(self, sql: str, columns: list[str]) -> bool:
-        """Take in a listing as far as it can be read; whether that is to its end."""
+    def _read_listing(self, sql: str, columns: list[str]) -> bool:
+        """Read a listing as far as possible, and return whether that was to its end."""
         try:
             for number, *values in self.source.execute(sql):
                 row = self.known.setdefault(number, {})
@@ -104,7 +104,7 @@ class _Table:
         return True
 
     def rows(self) -> Iterator[tuple[int, tuple[Any, ...] | None]]:
-        """Each row's number and values, in their order; None where it cannot be read."""
+        """Iterate over all numbers with their rows' values; None where a row is unreadable."""
         sql = f"SELECT {', '.join(self.columns)} FROM {self.name} NOT INDEXED WHERE rowid = ?"
         for number in sorted(self.known):
             row = None
@@ -129,7 +129,7 @@ class _Table:
             return False
 
     def session_of(self, number: int) -> str | None:
-        """Whose row this is, if the indexes or what is left of the row tell."""
+        """Return the session of a row, if the indexes or the rest of the row have it."""
         session_id = self.known[number].get("session_id")
         if session_id is None:
             sql = f"SELECT session_id FROM {self.name} NOT INDEXED WHERE rowid = ?"
@@ -147,12 +147,12 @@ def _is_json(value: Any) -> bool:
 
 
 def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Damage:
-    """Put a new journal in the damaged one's place; it closes ``source``, the damaged one's.
+    """Replace a damaged journal by a new one, and close ``source``, the damaged one's connection.
 
-    ``commits_lost``: the newest state of some rows is missing, nobody knows of which.
+    ``commits_lost``: the newest state of unknown rows is missing.
 
     Raises:
-        StartupError: nothing can be read of it.
+        StartupError: nothing of it can be read.
         OSError, sqlite3.Error: the new file cannot be written; the damaged one is as it was.
     """
     new = path.with_name(f".salvaging-{path.name}")
@@ -181,18 +181,17 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
     target.close()
     fsync(new)
     new.rename(_salvaged(path))
-    # Before the damaged one moves: there is always one of them to begin with.
+    # Before the damaged file moves: at every moment one of the two exists.
     fsync(path.parent)
     _set_aside(path, damage.quarantine)
-    # Its file was moved, so closing it does not write the log into it.
+    # The file was moved, so that closing the connection does not write the log into it.
     source.close()
     finish(path)
     return damage
 
 
 def finish(path: Path) -> None:
-    """Put a salvaged journal in its place, if there is one: the end of a salvage, or after a kill
-    amid one."""
+    """Move a salvaged journal to its place, if there is one, also after a kill meanwhile."""
     salvaged = _salvaged(path)
     if not salvaged.exists():
         return
@@ -203,10 +202,10 @@ def finish(path: Path) -> None:
 
 
 def unusable(path: Path, error: object) -> StartupError:
-    """A journal of which nothing can be saved."""
+    """Return the error of a journal of which nothing can be saved."""
     return StartupError(
-        f"the journal {path} is damaged and nothing can be read of it ({error}): put a copy of it "
-        "in its place, or move it away and start again without its sessions"
+        f"the journal {path} is damaged and nothing of it can be read ({error}): replace it by a "
+        "backup, or move it away and start again without its sessions"
     )
 
 
@@ -215,7 +214,7 @@ def _salvaged(path: Path) -> Path:
 
 
 def _set_aside(path: Path, quarantine: Path) -> None:
-    """Move the damaged files; the log first: without its file it is never read."""
+    """Move the damaged files; the log first, as it is never read without its file."""
     damaged = [path.with_name(path.name + end) for end in ("-wal", "-shm", "")]
     if not any(file.exists() for file in damaged):
         return
@@ -228,12 +227,12 @@ def _set_aside(path: Path, quarantine: Path) -> None:
 
 
 def _schema(source: sqlite3.Connection) -> tuple[dict[str, str], list[str], int]:
-    """The SQL of the tables by their names, that of the indexes, and the version."""
+    """Return the SQL of the tables by name, the SQL of the indexes, and the version."""
     sql = "SELECT type, name, sql FROM sqlite_master WHERE sql IS NOT NULL"
     items = source.execute(sql).fetchall()
     tables = {name: text for kind, name, text in items if kind == "table"}
     if "sessions" not in tables or "interactions" not in tables:
-        raise sqlite3.DatabaseError("its tables are not there")
+        raise sqlite3.DatabaseError("its tables are missing")
     (version,) = source.execute("PRAGMA user_version").fetchone()
     return tables, [text for kind, _, text in items if kind == "index"], version
 
@@ -250,15 +249,15 @@ def _table(source: sqlite3.Connection, name: str) -> _Table:
 
 @dataclass(slots=True)
 class _LostRows:
-    """The sessions that lost something."""
+    """The sessions with lost data."""
 
     content: set[str] = field(default_factory=set)
     history: set[str] = field(default_factory=set)
-    """Only rewards as they were given; what they added up to is still there."""
+    """Sessions that lost single rewards, but not the combined ones."""
     perhaps: bool = False
-    """Others may have lost some of what came last, too."""
+    """Other sessions may have lost their newest rows as well."""
     commits: bool = False
-    """The newest state of some of them is lost, nobody knows of which."""
+    """The newest state of unknown sessions is lost."""
 
 
 def _copy(
@@ -270,12 +269,12 @@ def _copy(
 ) -> None:
     for name in names:
         table = _table(source, name)
-        table.look()
+        table.find_rows()
         numbers = _copy_rows(table, target)
         if numbers:
             damage.rows[name] = len(numbers)
         if name == "sessions":
-            lost.content |= _bury(table, target, numbers)
+            lost.content |= _insert_tombstones(table, target, numbers)
         elif name in _CHILDREN:
             owners = {table.session_of(number) for number in numbers}
             ids = {owner for owner in owners if owner is not None}
@@ -287,8 +286,8 @@ def _copy(
 
 
 def _copy_rows(table: _Table, target: sqlite3.Connection) -> list[int]:
-    """The numbers of the rows that could not be read."""
-    # A table's own number is its rowid.
+    """Copy the readable rows, and return the numbers of the others."""
+    # A column `number` is the rowid.
     names = table.columns if "number" in table.columns else ["rowid", *table.columns]
     sql = f"INSERT INTO {table.name} ({', '.join(names)}) VALUES ({', '.join('?' * len(names))})"
     lost = []
@@ -298,14 +297,14 @@ def _copy_rows(table: _Table, target: sqlite3.Connection) -> list[int]:
                 raise sqlite3.IntegrityError("it cannot be read")
             target.execute(sql, row if len(row) == len(names) else (number, *row))
         except sqlite3.IntegrityError:
-            # Also one that the table's own rules refuse: what is read is not what was written.
+            # Also a row that breaks a constraint: it is not what was written.
             lost.append(number)
     return lost
 
 
-def _bury(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str]:
-    """Keep the names of sessions whose rows are gone, so that nobody hears they never were."""
-    buried = set()
+def _insert_tombstones(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str]:
+    """Insert a row for each session whose row is lost, so that its id stays known."""
+    inserted = set()
     for number in lost:
         known = table.known[number]
         values = {
@@ -317,23 +316,23 @@ def _bury(table: _Table, target: sqlite3.Connection, lost: list[int]) -> set[str
             "group_id": known.get("group_id"),
             "group_size": 1,
             "metadata": b"{}",
-            # So that its group has as much time as it can have had.
+            # The latest possible opening gives its group the most time.
             "created_at": time.time(),
             "expires_at": time.time(),
         }
         if "content" in table.columns and values["state"] in TERMINAL_STATES:
-            # If nothing of it is here; and whoever looks for it there in vain says so.
+            # Its content may be in an archive; if it is not, an export reports that.
             values["content"] = "archived"
         marks = ", ".join(f":{name}" for name in values)
         with contextlib.suppress(sqlite3.IntegrityError):
             target.execute(f"INSERT INTO sessions ({', '.join(values)}) VALUES ({marks})", values)
-            buried.add(str(known["id"]))
-    target.executemany(_LIKE_ITS_GROUP, [(id,) for id in buried])
-    return buried
+            inserted.add(str(known["id"]))
+    target.executemany(_LIKE_ITS_GROUP, [(id,) for id in inserted])
+    return inserted
 
 
 def _end(target: sqlite3.Connection, lost: _LostRows) -> int:
-    """End the sessions that lost something, and remove what is left of their content."""
+    """End the sessions with lost data, and remove the rest of their content."""
     target.execute("CREATE TEMP TABLE damaged (id TEXT PRIMARY KEY)")
     add = "INSERT OR IGNORE INTO damaged "
     target.executemany(f"{add} VALUES (?)", [(id,) for id in lost.content])

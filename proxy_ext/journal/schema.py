@@ -1,4 +1,4 @@
-"""The tables of a SQLite journal, how older ones become these, and the settings it is used with."""
+"""The tables of a SQLite journal, their migration from version 1, and its settings."""
 
 from __future__ import annotations
 
@@ -41,8 +41,8 @@ CREATE TABLE answers (
 CREATE INDEX answers_by_time ON answers (created_at);
 CREATE TABLE meta (key TEXT PRIMARY KEY, value BLOB NOT NULL) STRICT;
 """
-"""``recorded``: how many interactions a session had when its calls ended, so that none of them can
-be missing unnoticed; ``checksum``: the CRC-32 of ``data``."""
+"""``recorded``: the number of a session's interactions when its calls ended, so that a missing one
+is noticed; ``checksum``: the CRC-32 of ``data``."""
 _FROM_1 = f"""
 BEGIN IMMEDIATE;
 DROP INDEX sessions_by_state;
@@ -73,20 +73,17 @@ DROP TABLE meta_1;
 PRAGMA user_version = 2;
 COMMIT;
 """
-"""When a session ended was not written: by its expiry at the latest."""
-_PAGE = 16_384
-"""Bytes. SQLite begins a new page for a row that does not fit into the last one: with its own 4 KB
-pages, every turn of some hundred tokens would take a page of its own."""
-_LOG_BYTES = 4 << 20
-"""The log is copied into the file when it has grown to this."""
-_LOG_LEFT = 16 << 20
-"""What is left of a log that had to grow beyond that."""
-_CACHE_KB = 16_384
-"""A commit of many rows is written once, at its end."""
+"""Version 1 did not store the end of a session, which is its expiry at the latest."""
+_PAGE_BYTES = 16_384
+"""SQLite begins a new page for a row that does not fit into the last one: with its default of 4 KB,
+every turn of some hundred tokens would take a page of its own."""
+_CHECKPOINT_LOG_BYTES = 4 << 20  # the log is copied into the file when it has this size
+_MAX_LOG_BYTES = 16 << 20  # to which a log that had to grow further is cut
+_CACHE_KB = 16_384  # so that a commit of many rows is written once, at its end
 
 
 def create(path: Path) -> None:
-    """A new journal: whole under its name or not there, also after a crash."""
+    """Create a journal atomically: after a crash it is complete or does not exist."""
     new = path.with_name(f".new-{path.name}")
     new.unlink(missing_ok=True)
     connection = sqlite3.connect(new, isolation_level=None)
@@ -102,29 +99,29 @@ def create(path: Path) -> None:
 
 
 def shape(connection: sqlite3.Connection) -> None:
-    """What must be said of a file before its first table."""
-    connection.execute(f"PRAGMA page_size = {_PAGE}")
-    # Lets what the archives took be given back to the file system in small steps.
+    """Set what SQLite takes only before a file's first table."""
+    connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
+    # So that space freed by archiving can go back to the file system in small steps.
     connection.execute("PRAGMA auto_vacuum = INCREMENTAL")
 
 
 def version_of(connection: sqlite3.Connection, path: Path) -> int:
-    """The journal's version; StartupError for one that this service cannot use."""
+    """Return the journal's version; StartupError for one that this service cannot use."""
     (version,) = connection.execute("PRAGMA user_version").fetchone()
     if version > VERSION:
         raise StartupError(
-            f"the journal {path} is of version {version}, this any-agent knows {VERSION}: "
-            "go on with the newer any-agent that wrote it, or choose another --trial"
+            f"the journal {path} has version {version}, and this any-agent knows {VERSION}: "
+            "use the newer any-agent that wrote it, or choose another --trial"
         )
     if version == 0:
         raise StartupError(
-            f"{path} is no journal: move it away and start again, or choose another --trial"
+            f"{path} is not a journal: move it away and start again, or choose another --trial"
         )
     return int(version)
 
 
 def migrate(connection: sqlite3.Connection) -> None:
-    """Make a journal of version 1 one of this version, in one transaction."""
+    """Migrate a journal of version 1 to this version in one transaction."""
     connection.create_function("checksum_of", 1, zlib.crc32, deterministic=True)
     try:
         connection.executescript(_FROM_1)
@@ -136,13 +133,13 @@ def migrate(connection: sqlite3.Connection) -> None:
 
 
 def settle(connection: sqlite3.Connection) -> None:
-    """The settings that the journal is used with."""
+    """Apply the settings of a journal in use."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")
     (page_size,) = connection.execute("PRAGMA page_size").fetchone()
-    connection.execute(f"PRAGMA wal_autocheckpoint = {_LOG_BYTES // page_size}")
-    connection.execute(f"PRAGMA journal_size_limit = {_LOG_LEFT}")
+    connection.execute(f"PRAGMA wal_autocheckpoint = {_CHECKPOINT_LOG_BYTES // page_size}")
+    connection.execute(f"PRAGMA journal_size_limit = {_MAX_LOG_BYTES}")
     connection.execute(f"PRAGMA cache_size = -{_CACHE_KB}")
-    # What is deleted is overwritten, not just forgotten.
+    # Deleted content is overwritten with zeros.
     connection.execute("PRAGMA secure_delete = ON")
     connection.row_factory = sqlite3.Row

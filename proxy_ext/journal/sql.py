@@ -1,4 +1,4 @@
-"""Statements as SQL. What is costly happens here, before the writer's transaction begins."""
+"""SQL of the statements. The costly packing happens here, before the writer's transaction."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ _AMONG = "IN (SELECT value FROM json_each(?))"
 
 @functools.singledispatch
 def prepare(statement: Statement) -> Prepared:
-    """The SQL of a statement."""
+    """Return the SQL of a statement."""
     raise TypeError(f"the journal cannot write {type(statement).__name__}")
 
 
@@ -87,8 +87,8 @@ ON CONFLICT (id) DO UPDATE SET
 def _(statement: PutInteraction) -> Prepared:
     i, mark = statement.interaction, statement.request
     data = pack_interaction(i)
-    of_request = (None, None) if mark is None else (mark.hash, mark.retry_count)
-    values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, statement.key, *of_request)
+    request = (None, None) if mark is None else (mark.hash, mark.retry_count)
+    values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, statement.key, *request)
     return ((_PUT_INTERACTION, values),)
 
 

@@ -1,4 +1,4 @@
-"""What can be written to a journal: small statements that commit together or not at all."""
+"""The writes of a journal: small statements that commit together or not at all."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from proxy_ext.journal.rows import RequestMark, SessionRow
 
 @dataclass(frozen=True, slots=True)
 class PutSession:
-    """A new session. One whose id is there already fails: nothing is ever overwritten."""
+    """Insert a session; an id that exists fails, so that nothing is ever overwritten."""
 
     row: SessionRow
 
@@ -30,12 +30,12 @@ class SetState:
     step: int | None = None
     """The optimizer step that consumed them."""
     at: float | None = None
-    """When they ended, if this is the end; seconds since the epoch."""
+    """Time of their end, seconds since the epoch; None for a state that is not terminal."""
 
 
 @dataclass(frozen=True, slots=True)
 class SetAwaiting:
-    """A session takes no more calls, and rewards until then (seconds since the epoch)."""
+    """Let a session take rewards, but no calls, until then (seconds since the epoch)."""
 
     session_id: str
     until: float
@@ -43,17 +43,17 @@ class SetAwaiting:
 
 @dataclass(frozen=True, slots=True)
 class PutInteraction:
-    """Insert or replace an interaction. A key or a mark that it has already is kept."""
+    """Insert or replace an interaction; None leaves its stored key or mark as it is."""
 
     interaction: Interaction
     key: bytes | None = None
-    """Under which continuations look for it."""
+    """The chain key by which continuations find it."""
     request: RequestMark | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class SetReward:
-    """Append to the history of rewards, and set the reward that it adds up to."""
+    """Append to the history of rewards, and set the combined reward."""
 
     session_id: str
     interaction_id: str | None
@@ -64,12 +64,12 @@ class SetReward:
     at: float
     """Seconds since the epoch."""
     combined: float
-    """What the interaction's, or the session's final, reward is from now on."""
+    """The new reward of the interaction, or the session's final reward."""
 
 
 @dataclass(frozen=True, slots=True)
 class MarkDelivered:
-    """The answers of these interactions reached their clients.
+    """Mark the answers of these interactions as delivered.
 
     A write of nothing else is not synced: it outlives the process, perhaps not the machine.
     """
@@ -79,7 +79,7 @@ class MarkDelivered:
 
 @dataclass(frozen=True, slots=True)
 class PutAnswer:
-    """What an idempotent request was answered; one under the same key already fails."""
+    """Insert the answer to an idempotent request; a key that exists fails."""
 
     scope: str
     key: str
@@ -91,7 +91,7 @@ class PutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DropAnswers:
-    """Forget the answers created before then (seconds since the epoch)."""
+    """Delete the answers created before then (seconds since the epoch)."""
 
     before: float
 
@@ -105,14 +105,14 @@ class EraseContent:
 
 @dataclass(frozen=True, slots=True)
 class ArchiveContent:
-    """Remove the interactions, rewards and metadata of ended sessions that an archive holds now."""
+    """Remove the interactions, rewards and metadata of ended sessions that an archive has now."""
 
     session_ids: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class PutMeta:
-    """A named JSON value of the rank: counters, the run's state."""
+    """Set a named JSON value of the rank, such as a counter or the run's state."""
 
     key: str
     value: Any
@@ -134,10 +134,10 @@ Statement: TypeAlias = (
 
 
 KeepAnswer: TypeAlias = Callable[[BaseModel], tuple[Statement, ...]]
-"""From an answer to what keeps it. Whatever changes something takes one, makes its answer before
-the commit, and commits these statements with the rest."""
+"""Returns the statements that store an idempotent answer. A change takes such a callback, makes its
+answer before the commit, and commits the statements together with the change."""
 
 
 def no_receipt(_: BaseModel) -> tuple[Statement, ...]:
-    """The KeepAnswer callback of a request without a key."""
+    """Store nothing: the callback of a request without an idempotency key."""
     return ()

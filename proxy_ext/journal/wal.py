@@ -1,8 +1,8 @@
-"""Whether a journal's log holds commits that SQLite would pass over.
+"""A check of a journal's log for commits that SQLite would silently drop.
 
-SQLite reads the log up to the first frame whose checksum is wrong: after a crash that is the write
-that was under way. A frame that was damaged later ends the log just so, and every commit behind it
-is gone without a word. Format: https://www.sqlite.org/fileformat2.html#walformat
+SQLite reads the log up to the first frame with a wrong checksum: after a crash that is the write
+that was under way. A frame that was damaged later ends the log in the same way, and every commit
+after it is silently lost. Format: https://www.sqlite.org/fileformat2.html#walformat
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import numpy.typing as npt
 _HEADER = struct.Struct(">8I")
 _FRAME_HEADER = 24
 _MAGIC = {0x377F0682: "<u4", 0x377F0683: ">u4"}
-"""Which byte order the checksums were made in."""
+"""The byte order of the checksums by the log's magic number."""
 _FRAMES_AT_ONCE = 256
 UNSYNCED = 3
-"""Commits in a row that the writer may leave to the next one's fsync: with it, or while one more
-is written, a crash of the machine may damage so many of them, and nothing acknowledged is lost."""
+"""Commits in a row that the writer may leave to the fsync of the next one. A crash of the machine
+may damage that many without the loss of anything acknowledged."""
 _MASK = 0xFFFFFFFF
 
 
 def has_lost_commits(log: Path) -> bool:
-    """Whether what follows the log's readable part is more than a crash can have cut off."""
+    """Return whether the log has more commits after its readable part than a crash can damage."""
     if not log.exists() or log.stat().st_size <= _HEADER.size + _FRAME_HEADER:
         return False
     with log.open("rb") as file:
@@ -47,26 +47,26 @@ def has_lost_commits(log: Path) -> bool:
             for (_, commit, *found, sum0, sum1), own in zip(
                 heads.tolist(), sums.of_frames(frames), strict=True
             ):
-                # Frames of an earlier round have other salts: they are in the file already.
+                # Frames of an earlier round have other salts: the file has their pages already.
                 ours = found == salts
                 state = sums.after(state, own)
                 readable = readable and ours and state == (sum0, sum1)
                 commits_behind += not readable and ours and commit != 0
-        # The last commit, too, may have been under way: it was not fsynced, nor acknowledged.
+        # The last commit may have been under way as well, neither fsynced nor acknowledged.
         return commits_behind > 1 + UNSYNCED
 
 
 class _Checksums:
-    """SQLite's: two sums over pairs of words, s0 += x + s1 and s1 += y + s0, modulo 2^32.
+    """SQLite's checksums: two sums over pairs of words, s0 += x + s1 and s1 += y + s0, mod 2^32.
 
-    That is linear, so a frame's part is a product with fixed factors, and so is what the state
-    before it contributes.
+    They are linear, so both a frame's share and the previous state's are products with fixed
+    factors.
     """
 
     def __init__(self, order: str, page_size: int) -> None:
         self._order = order
         pairs = (8 + page_size) // 2 // 4
-        # What a word adds to each sum, from the last pair of words back to the first.
+        # The factor of each word in each sum, from the last pair of words back to the first.
         factors = np.empty((2, pairs, 2), np.uint64)
         power: _Matrix = ((1, 0), (0, 1))
         for k in reversed(range(pairs)):
@@ -85,10 +85,10 @@ class _Checksums:
         return s0, s1
 
     def of_frames(self, frames: npt.NDArray[np.uint8]) -> list[list[int]]:
-        """Each frame's own part: of the first 8 bytes of its header, and of its page."""
+        """Return each frame's share: of the first 8 bytes of its header, and of its page."""
         summed = np.concatenate([frames[:, :8], frames[:, _FRAME_HEADER:]], axis=1)
         words = summed.view(self._order).astype(np.uint64)
-        # Overflow is modulo 2^64, which 2^32 divides.
+        # Overflow is modulo 2^64, a multiple of 2^32.
         parts = (words @ self._factors.T) & np.uint64(_MASK)
         out: list[list[int]] = parts.tolist()
         return out
@@ -103,6 +103,6 @@ _Matrix: TypeAlias = tuple[tuple[int, int], tuple[int, int]]
 
 
 def _times(power: _Matrix) -> _Matrix:
-    """The matrix times that of one pair: ((1, 1), (1, 2))."""
+    """Return the product with the matrix of one pair of words, ((1, 1), (1, 2))."""
     (a, b), (c, d) = power
     return (((a + b) & _MASK, (a + 2 * b) & _MASK), ((c + d) & _MASK, (c + 2 * d) & _MASK))

@@ -1,8 +1,8 @@
-"""The thread that owns a journal's connection: group commit, and what its failures mean.
+"""The thread that owns a journal's connection: group commit, and the meaning of failures.
 
-It commits everything that has queued since its last commit in one transaction, so that concurrent
-calls share an fsync; then come the reads that have queued: they see committed data only, no write
-that fails fails them, and no read of ours ever holds up a checkpoint.
+It commits all writes that queued since its last commit in one transaction, so that concurrent calls
+share an fsync; then it runs the queued reads: they see committed data only, do not fail with a
+write, and never hold up a checkpoint.
 """
 
 from __future__ import annotations
@@ -29,18 +29,14 @@ log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
 MAX_QUEUE = 16_384
-_LOG_INTERVAL = 60.0
-"""Seconds."""
-_WIPE_WAITS = 200
-"""Milliseconds that all writes wait for other processes that read."""
-_WIPED_INTERVAL = 5.0
-"""Seconds."""
-_ROOM = 1 << 20
-"""Bytes; a disk with less room is full, whatever a write's error says."""
+_LOG_INTERVAL = 60.0  # seconds between log lines about a full disk
+_WIPE_TIMEOUT_MS = 200  # for which writes wait for other processes that read
+_WIPE_INTERVAL = 5.0  # seconds between tries to empty the log
+_MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full, whatever a write's error is
 
 
 class JournalJob:
-    """Something for the thread, and the future that learns how it ended."""
+    """A function for the thread, and the future of its result."""
 
     __slots__ = ("future", "lazy", "loop", "run", "wipes", "writes")
 
@@ -55,10 +51,10 @@ class JournalJob:
         self.run = run
         self.writes = writes
         self.lazy = lazy
-        """A write that need not be on the disk when it is reported: it outlives the process, and
-        a crash of the machine only if others followed it."""
+        """A write that is reported before it is on the disk: it outlives the process, but a crash
+        of the machine only if another write followed."""
         self.wipes = wipes
-        """What it removes is to be in no file when it is reported."""
+        """A write whose removed content must be in no file when it is reported."""
         self.loop = asyncio.get_running_loop()
         self.future: asyncio.Future[Any] = self.loop.create_future()
 
@@ -75,16 +71,16 @@ class JournalWriter:
         self._stats = stats
         self._queue: queue.SimpleQueue[JournalJob | None] = queue.SimpleQueue()
         self._closed = False
-        self._said_full = -math.inf
+        self._full_logged = -math.inf
         self._unsynced = 0
-        """Commits since the last one that was synced."""
+        """Number of commits since the last synced one."""
         self._wipe_again: float | None = None
-        """When to empty the log that could not be emptied."""
+        """Time of the next try to empty the log; None if it is empty."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
 
     def submit(self, job: JournalJob) -> asyncio.Future[Any]:
-        """Queue a job; StoreBusy if it is not even begun."""
+        """Queue a job; StoreBusy if it will not be started."""
         if self._closed:
             raise StoreBusy("the journal is closed", retry_after=2)
         if self._queue.qsize() >= MAX_QUEUE:
@@ -93,7 +89,7 @@ class JournalWriter:
         return job.future
 
     async def close(self) -> None:
-        """Do what has queued, then close the connection."""
+        """Finish the queued jobs, then close the connection."""
         if not self._closed:
             self._closed = True
             self._queue.put(None)
@@ -116,15 +112,15 @@ class JournalWriter:
                 return
 
     def _write(self, jobs: list[JournalJob]) -> None:
-        """One transaction for all; none of it is reported before the commit."""
+        """Run all jobs in one transaction, and report none before the commit."""
         while jobs:
             try:
                 results = self._transact(jobs)
             except _BadJob as bad:
-                # The others are not to suffer for it.
+                # The other jobs are tried again without it.
                 self._fail([bad.job], bad.cause)
                 jobs = [job for job in jobs if job is not bad.job]
-            except Exception as cause:  # whatever it is, the callers must hear of it
+            except Exception as cause:  # any error goes to the callers
                 self._fail(jobs, cause)
                 return
             else:
@@ -147,7 +143,7 @@ class JournalWriter:
                 try:
                     results.append(job.run(connection))
                 except Exception as cause:
-                    if _is_the_stores(cause):
+                    if _fails_all_writes(cause):
                         raise
                     raise _BadJob(job, cause) from cause
             try:
@@ -169,9 +165,9 @@ class JournalWriter:
         return results
 
     def _empty_wal(self, *, anew: bool) -> None:
-        """Take what was removed out of the log, too, which holds pages as they were before.
+        """Empty the log, which has pages as they were before content was removed.
 
-        A reader in another process can prevent it: then it is tried again with later writes.
+        A reader in another process can prevent it: then later writes try again.
         """
         due = self._wipe_again is not None and time.monotonic() >= self._wipe_again
         if not anew and not due:
@@ -179,14 +175,17 @@ class JournalWriter:
         execute, busy = self.connection.execute, 1
         with contextlib.suppress(sqlite3.Error):
             (usual,) = execute("PRAGMA busy_timeout").fetchone()
-            execute(f"PRAGMA busy_timeout = {min(usual, _WIPE_WAITS)}")
+            execute(f"PRAGMA busy_timeout = {min(usual, _WIPE_TIMEOUT_MS)}")
             try:
                 (busy, *_) = execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 execute(f"PRAGMA busy_timeout = {usual}")
         if busy and self._wipe_again is None:
-            log.warning("%s-wal still holds erased content; it is tried again", self._path)
-        self._wipe_again = time.monotonic() + _WIPED_INTERVAL if busy else None
+            log.warning(
+                "%s-wal still has erased content, as a reader uses it; later writes try again",
+                self._path,
+            )
+        self._wipe_again = time.monotonic() + _WIPE_INTERVAL if busy else None
 
     def _read(self, jobs: list[JournalJob]) -> None:
         outcomes: list[_Outcome] = []
@@ -196,30 +195,30 @@ class JournalWriter:
             except AnyAgentError as error:
                 outcomes.append((job, None, error))
             except Exception as cause:
-                self._say("read", cause)
-                unread = StoreUnavailable("the journal cannot be read, try again", retry_after=5)
-                outcomes.append((job, None, unread))
+                self._log_failure("read", cause)
+                failure = StoreUnavailable("the journal cannot be read, try again", retry_after=5)
+                outcomes.append((job, None, failure))
         _report(outcomes)
 
     def _fail(self, jobs: list[JournalJob], cause: Exception) -> None:
         error = self._refusal(cause)
         self._stats.full = isinstance(error, StoreFull)
-        self._say("write", cause)
+        self._log_failure("write", cause)
         _report([(job, None, error) for job in jobs])
 
-    def _say(self, what: str, cause: Exception) -> None:
+    def _log_failure(self, kind: str, cause: Exception) -> None:
         now = time.monotonic()
         if _code_of(cause) == sqlite3.SQLITE_FULL:
-            # Every write fails, or every large one, for as long as it is full.
-            if now < self._said_full + _LOG_INTERVAL:
+            # While the disk is full every write, or every large one, fails.
+            if now < self._full_logged + _LOG_INTERVAL:
                 return
-            self._said_full = now
+            self._full_logged = now
         if is_damage(cause):
             mark_damaged(self._path)
-        log.error("journal %s failed: %s%s", what, cause, _advice(cause))
+        log.error("journal %s failed: %s%s", kind, cause, _advice(cause))
 
     def _refusal(self, cause: Exception) -> StoreUnavailable:
-        """What the callers are told."""
+        """Return the error for the callers."""
         unsure = isinstance(cause, _UnsureCommit)
         if _code_of(cause) == sqlite3.SQLITE_FULL or (not unsure and self._no_room(cause)):
             return StoreFull(
@@ -228,8 +227,8 @@ class JournalWriter:
             )
         if unsure:
             return StoreUnavailable(
-                "the journal's disk failed; this is not recorded now, yet a crash may show that "
-                "it was: look before you try again",
+                "the journal's disk failed; the change is not recorded now, but may be after a "
+                "crash: check it before you try again",
                 retry_after=5,
             )
         return StoreUnavailable(
@@ -243,11 +242,11 @@ class JournalWriter:
             disk = os.statvfs(self._path.parent)
         except OSError:
             return False
-        return disk.f_bavail * disk.f_frsize < _ROOM
+        return disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES
 
 
 class _BadJob(Exception):
-    """One job failed, not the transaction around it."""
+    """The failure of one job, not of the transaction around it."""
 
     def __init__(self, job: JournalJob, cause: Exception) -> None:
         super().__init__(str(cause))
@@ -256,14 +255,14 @@ class _BadJob(Exception):
 
 
 class _UnsureCommit(Exception):
-    """The commit itself failed: what it wrote may be on the disk."""
+    """The failure of the commit itself: its writes may be on the disk."""
 
     def __init__(self, cause: sqlite3.Error) -> None:
         super().__init__(str(cause))
         self.cause = cause
 
 
-_OF_ONE_JOB = frozenset(
+_JOB_ERRORS = frozenset(
     {
         sqlite3.SQLITE_CONSTRAINT,
         sqlite3.SQLITE_ERROR,
@@ -275,14 +274,14 @@ _OF_ONE_JOB = frozenset(
 )
 
 
-def _is_the_stores(cause: Exception) -> bool:
-    """Whether every other write would fail, too."""
+def _fails_all_writes(cause: Exception) -> bool:
+    """Return whether every other write would fail as well."""
     code = _code_of(cause)
-    return code is not None and code not in _OF_ONE_JOB
+    return code is not None and code not in _JOB_ERRORS
 
 
 def _code_of(cause: Exception) -> int | None:
-    """SQLite's primary result code."""
+    """Return SQLite's primary result code; None without one."""
     if isinstance(cause, _UnsureCommit):
         cause = cause.cause
     extended: int | None = getattr(cause, "sqlite_errorcode", None)
@@ -290,8 +289,8 @@ def _code_of(cause: Exception) -> int | None:
 
 
 def is_damage(cause: Exception) -> bool:
-    """Whether the file is not what was written."""
-    # Of a text that is none, Python's module says so, without a code.
+    """Return whether an error means that the file is not what was written."""
+    # Python's module reports a broken text without a code.
     no_text = isinstance(cause, sqlite3.OperationalError) and "decode to UTF-8" in str(cause)
     return no_text or _code_of(cause) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)
 
@@ -305,13 +304,13 @@ def _advice(cause: Exception) -> str:
 
 
 def _report(outcomes: list[_Outcome]) -> None:
-    """Tell the waiting, all of a loop at once: each wake-up of a loop costs it a system call."""
+    """Set the futures, all of a loop at once: each wake-up of a loop costs a system call."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
     for outcome in outcomes:
         by_loop.setdefault(outcome[0].loop, []).append(outcome)
-    for loop, told in by_loop.items():
+    for loop, reported in by_loop.items():
         try:
-            loop.call_soon_threadsafe(_settle, told)
+            loop.call_soon_threadsafe(_settle, reported)
         except RuntimeError:
             log.debug("the event loop ended before a journal write was reported")
 
@@ -319,7 +318,7 @@ def _report(outcomes: list[_Outcome]) -> None:
 def _settle(outcomes: list[_Outcome]) -> None:
     for job, result, error in outcomes:
         if job.future.done():
-            continue  # Whoever waited was cancelled.
+            continue  # the caller was cancelled
         if error is None:
             job.future.set_result(result)
         else:

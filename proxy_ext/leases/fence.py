@@ -1,8 +1,8 @@
-"""Keeps a trainer out that another one has taken over from.
+"""The fence that keeps out a trainer after a later start of it has taken over.
 
-Each start of the trainer has a number (`trainer.epoch` in the run's folder). The highest that a
-rank has heard of is in its journal; whoever comes with a lower one can neither lease nor publish,
-however long it was gone, also after the rank's restart. A request without a number is a person's.
+Each start of the trainer has a number (`trainer.epoch` in the run's folder). A rank's journal has
+the highest number that it has seen; a trainer with a lower one can neither lease nor publish,
+however long it was away, also after the rank's restart. A person's requests have no number.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ _META = "trainer_epoch"
 
 
 class Fence:
-    """The highest start of the trainer that this rank has heard of."""
+    """Checks requests against the latest start of the trainer that this rank has seen."""
 
     def __init__(
-        self, journal: Journal, taken_over: Callable[[], Awaitable[None]] | None = None
+        self, journal: Journal, on_takeover: Callable[[], Awaitable[None]] | None = None
     ) -> None:
-        """``taken_over`` is called once for each later start, before anything is done for it."""
+        """``on_takeover`` is called once for each later start, before it is served."""
         self._journal = journal
-        self._taken_over = taken_over
+        self._on_takeover = on_takeover
         self._lock = asyncio.Lock()
         self.epoch = 0
 
@@ -38,37 +38,40 @@ class Fence:
         """Load what the journal holds."""
         self.epoch = await self._journal.meta(_META) or 0
 
-    async def enter(self, epoch: int | None) -> None:
-        """A request of this start; StaleOwner if it is not the last one.
+    async def admit(self, epoch: int | None) -> None:
+        """Admit a request of this start; StaleOwner if it is not the latest one.
 
-        A later one is durable before anything is done for it.
+        The number of a later start is durable before its first request is served.
         """
         if epoch is not None and epoch > self.epoch:
             async with self._lock:
                 if epoch > self.epoch:
-                    if self._taken_over is not None:
-                        await self._taken_over()
+                    if self._on_takeover is not None:
+                        await self._on_takeover()
                     await self._journal.commit(PutMeta(_META, epoch))
                     self.epoch = epoch
         self.check(epoch)
 
     def check(self, epoch: int | None) -> None:
-        """StaleOwner if another one took over since."""
+        """Raise StaleOwner if a later start has taken over."""
         if epoch is not None and epoch < self.epoch:
             raise StaleOwner(
                 f"start {self.epoch} of the trainer has taken over from start {epoch}, which must "
-                "end; if that cannot be, write the higher number into the run's trainer.epoch"
+                "end; if it is in fact the latest, raise the number in the run's trainer.epoch"
             )
 
 
 log = logging.getLogger(__name__)
 
-_WHY = "its trainer ended before it had it"
+_UNCLAIMED = "its trainer ended before it had it"
 
 
 async def drop_leftovers(sessions: SessionStore, endings: SessionEnder) -> None:
-    """Withdraw the grants that the run's trainer has not used, and end the sessions that it opened
-    on others: those that run are aborted, and those that have ended rejected."""
+    """Revoke the unused grants of the run's trainer, and end the sessions that it opened on grants:
+    open ones are aborted, finalized ones rejected.
+
+    An earlier start that ran agents on a dataset left them; the next start repeats its items.
+    """
     await sessions.run_grants.withdraw()
     left = [
         session
@@ -78,11 +81,11 @@ async def drop_leftovers(sessions: SessionStore, endings: SessionEnder) -> None:
     for session in left:
         try:
             if session.state is SessionState.FINALIZED:
-                await endings.veto(session, _WHY)
+                await endings.veto(session, _UNCLAIMED)
             else:
-                await endings.abort(session, _WHY)
+                await endings.abort(session, _UNCLAIMED)
         except (Conflict, SessionClosed):
-            # It ended meanwhile.
+            # The session ended meanwhile.
             continue
     if left:
         log.info("%d sessions of an earlier start of the trainer were ended", len(left))

@@ -1,7 +1,7 @@
-"""Handing finalized trajectories to the trainer: lease, redelivery, acknowledgement.
+"""Leases of finalized trajectories to the trainer: lease, redelivery, acknowledgement.
 
-Only closed groups are handed out. A lease ends by an ack, by its holder's silence, or when another
-start of the trainer appears; what an earlier one still sends is refused (fence.py).
+Only closed groups are leased. A lease ends by an ack, by its owner's silence, or when another start
+of the trainer appears; requests of an earlier start are refused (fence.py).
 """
 
 from __future__ import annotations
@@ -24,12 +24,10 @@ from proxy_ext.sessions.state_machine import Event, allowed, refusal, target
 
 log = logging.getLogger(__name__)
 
-_UNHEARD_OF = 15.0
-"""Seconds within which a trainer says that it has what it leased; else the answer was lost."""
+_CONFIRM_TIMEOUT = 15.0
+"""Seconds within which a trainer confirms a new lease; after that its answer counts as lost."""
 _ANSWER_BYTES = 64 * 2**20
-"""About what one poll is answered at most, unless a single group is larger."""
-
-
+"""Estimated size of one poll's answer at most, unless a single group is larger."""
 _SHOWN_GROUPS = 8
 _BUFFERED = (SessionState.AWAITING_REWARD, SessionState.FINALIZED, SessionState.LEASED)
 
@@ -45,15 +43,15 @@ class LeaseManager:
         ttl: float,
         needed: Callable[[SessionRow], bool] = handed_out,
     ) -> None:
-        """``needed`` says whether a resume may want a session that a trainer has given back."""
+        """``needed`` tells whether a resume may need a session that a trainer has given back."""
         self._sessions = sessions
         self._needed = needed
         self._lease_index: LeaseIndex = sessions.lease_index
         self._fence = fence
         self._ttl = ttl
         self._lock = asyncio.Lock()
-        self._heard: tuple[str, int] = ("", 0)
-        """The trainer that set the cap last, and the number of its message."""
+        self._last_message: tuple[str, int] = ("", 0)
+        """The owner and the number of the last capacity message."""
         self._draining = False
 
     async def drain(self) -> None:
@@ -63,13 +61,13 @@ class LeaseManager:
             self._sessions.ready.notify_all()
 
     async def set_capacity(self, body: SetCapacity) -> Capacity:
-        """Set the cap, renew the leases held, take back those that their holder does not know of:
-        an earlier trainer's, and those whose answer was lost."""
-        owner, number = self._heard
+        """Set the cap, renew the owner's leases, and take back those that their owner does not know
+        of: an earlier trainer's, and those whose answer was lost."""
+        owner, number = self._last_message
         if body.owner == owner and body.number < number:
             return self.capacity()
-        self._heard = (body.owner, body.number)
-        # At once: what follows may wait, and must not undo a later message then.
+        self._last_message = (body.owner, body.number)
+        # Set the cap first: the rest may wait, and must not undo a later message.
         self._sessions.admission.set_limit(body.limit, body.ttl)
         held = set(body.held)
         now = time.monotonic()
@@ -79,22 +77,22 @@ class LeaseManager:
 
         def unknown(session: RecordedSession) -> bool:
             if session.row.owner == body.owner:
-                return session.id not in held and session.lease_began + _UNHEARD_OF < now
+                return session.id not in held and session.lease_began + _CONFIRM_TIMEOUT < now
             return not for_export(session.row)
 
         if taken := await self._give_back(unknown):
-            log.info("took back %d sessions that their trainer does not hold", taken)
+            log.info("took back %d leased sessions that their trainer does not know of", taken)
         return self.capacity()
 
     def capacity(self) -> Capacity:
         counts, admission = self._sessions.counts, self._sessions.admission
         return Capacity(
             admitted=admission.admitted,
-            # Also those of sessions that are being written: they are neither open nor free.
+            # With those of sessions that are being written: these are neither open nor free.
             reserved=self._sessions.reserved,
             waiting=admission.waiting,
-            # What was opened on grants is no trainer's: it neither takes its slots nor fills its
-            # batches, however long nobody exports it.
+            # Sessions opened on grants neither take a trainer's slots nor fill its batches, however
+            # late they are exported.
             running=counts.for_trainer(SessionState.OPEN),
             buffered=counts.for_trainer(*_BUFFERED),
             limit=admission.limit,
@@ -104,9 +102,10 @@ class LeaseManager:
         )
 
     async def lease(self, body: Lease, *, epoch: int | None = None) -> list[Trajectory]:
-        """Closed groups, oldest first; waits for one up to ``wait`` seconds, then nothing.
+        """Lease closed groups, oldest first; wait for one up to ``wait`` seconds.
 
-        StaleOwner if a later start of the trainer than ``epoch`` appeared meanwhile.
+        Return nothing if none closed. StaleOwner if a later start of the trainer than ``epoch``
+        appeared meanwhile.
         """
         if body.owner == GRANT_OWNER:
             raise InvalidRequest(f"no trainer may be named {GRANT_OWNER!r}", param="owner")
@@ -123,16 +122,15 @@ class LeaseManager:
                 groups = self._lease_index.first(body.max_groups)
                 if groups:
                     try:
-                        return await self._take(await self._as_fit(groups), body.owner)
+                        return await self._lease(await self._fitting(groups), body.owner)
                     except (Conflict, SessionClosed):
-                        # A member was vetoed or deleted meanwhile; the next look sees it.
+                        # A member was vetoed or deleted meanwhile, which the next round sees.
                         continue
             remaining = deadline - time.monotonic()
             if remaining <= 0 or self._draining:
                 return []
             async with ready:
-                # Looked at again under the condition's lock: a group that closed since then
-                # has notified nobody.
+                # Checked again under the condition's lock: a group may have closed since then.
                 if not self._lease_index.first(1) and not self._draining:
                     try:
                         async with asyncio.timeout(remaining):
@@ -141,7 +139,7 @@ class LeaseManager:
                         return []
 
     async def lease_sessions(self, session_ids: list[str], owner: str) -> list[Trajectory]:
-        """These sessions; Conflict if one is not waiting to be leased, or is not for an export."""
+        """Lease these sessions; Conflict if one is not there to be leased by this owner."""
         async with self._lock:
             chosen = []
             for session_id in dict.fromkeys(session_ids):
@@ -152,16 +150,16 @@ class LeaseManager:
                 if owner != EXPORT_OWNER and session.row.owner == GRANT_OWNER:
                     raise refusal(session.row, Event.LEASE)
                 if owner == EXPORT_OWNER and self._needed(session.row):
-                    # Taken by an export it would be revised, or acknowledged, behind its back.
+                    # A trainer may need it again: an export must not change it meanwhile.
                     raise refusal(session.row, Event.LEASE)
                 chosen.append(session)
-            return await self._take(chosen, owner)
+            return await self._lease(chosen, owner)
 
     async def replay(self, session_ids: list[str], owner: str) -> list[Trajectory]:
-        """These sessions once more, whatever a step has made of them.
+        """Lease these sessions once more, whatever a step has made of them.
 
-        For a resume from before that step: the one way out of `trained` and `rejected`. Conflict
-        naming those that no step took, that an export holds, or whose content is gone.
+        This is for a resume from before that step: the one way out of `trained` and `rejected`.
+        Conflict naming those that no step took, that an export leases, or whose content is gone.
         """
         async with self._lock:
             chosen = [await self._sessions.by_id(id) for id in dict.fromkeys(session_ids)]
@@ -176,48 +174,48 @@ class LeaseManager:
                     f"{len(wrong)} sessions cannot be trained on again: {'; '.join(wrong[:8])}",
                     code="not_replayable",
                 )
-            return await self._take(chosen, owner, Event.REPLAY)
+            return await self._lease(chosen, owner, Event.REPLAY)
 
     async def ack(self, body: Ack) -> int:
-        """End leases for good. Sessions already in the wanted state are left so."""
+        """End leases for good, and return their number. Repeated acks change nothing."""
         reasons = {r.session_id: r.reason for r in body.rejected}
         async with self._lock:
-            trained = await self._leased_by(body.owner, body.trained, Event.TRAIN)
-            rejected = await self._leased_by(body.owner, list(reasons), Event.REJECT)
+            trained = await self._to_change(body.owner, body.trained, Event.TRAIN)
+            rejected = await self._to_change(body.owner, list(reasons), Event.REJECT)
             move, by, step = self._sessions.move, body.owner, body.step
             await move(trained, Event.TRAIN, owner=by, step=step)
             await move(rejected, Event.REJECT, reasons=reasons, owner=by, step=step)
         return len(trained) + len(rejected)
 
     async def expire(self) -> None:
-        """Give back what a silent holder leased."""
+        """Give back the leases of silent owners."""
         if lapsed := await self._give_back(lambda s: s.lease_expires <= time.monotonic()):
-            log.warning("%d leases ran out; their sessions are handed out again", lapsed)
+            log.warning("%d leases ran out; their sessions can be leased again", lapsed)
 
-    def held_by(self, owner: str) -> set[str]:
-        """The sessions that one holder has leased."""
+    def leased_by(self, owner: str) -> set[str]:
+        """Return the ids of the sessions that one owner leases."""
         return {s.id for s in self._lease_index.leased if holds(s.row, owner)}
 
     async def give_back(self, session_ids: list[str], owner: str) -> None:
-        """End leases of one holder without an effect."""
+        """End leases of one owner without an effect."""
         ids = set(session_ids)
         await self._give_back(lambda s: s.id in ids and holds(s.row, owner))
 
     # ------------------------------------------------------------------------------------------
 
     async def _give_back(self, ended: Callable[[RecordedSession], bool]) -> int:
-        """End the leases that are ``ended``, without an effect; their number."""
+        """End the leases that are ``ended`` without an effect, and return their number."""
         if not any(map(ended, self._lease_index.leased)):
             return 0
         async with self._lock:
-            # Looked at again: whoever had the lock may have leased or renewed some of them.
+            # Checked again: some may have been leased or renewed while this waited for the lock.
             chosen = [session for session in self._lease_index.leased if ended(session)]
             if chosen:
                 await self._sessions.move(chosen, Event.RELEASE)
         return len(chosen)
 
-    async def _as_fit(self, groups: list[list[RecordedSession]]) -> list[RecordedSession]:
-        """The members of the first groups that one answer takes."""
+    async def _fitting(self, groups: list[list[RecordedSession]]) -> list[RecordedSession]:
+        """Return the members of the first groups that fit into one answer."""
         chosen: list[RecordedSession] = []
         size = 0
         for members in groups:
@@ -226,28 +224,28 @@ class LeaseManager:
                     await self._sessions.load(session)
                     size += sum(map(_bytes, session.tree))
             except SessionDamaged:
-                # It is being ended; its group comes without it.
+                # The session is being ended; its group is leased without it.
                 continue
             if chosen and size > _ANSWER_BYTES:
                 break
             chosen += members
         return chosen
 
-    async def _take(
+    async def _lease(
         self, chosen: list[RecordedSession], owner: str, event: Event = Event.LEASE
     ) -> list[Trajectory]:
         live = self._sessions.live
-        # Leased in the journal alone: the store failed in the middle of a replay.
+        # `s.id not in live`: leased in the journal alone, as the store failed during a replay.
         fresh = [
             s
             for s in chosen
             if s.state is not SessionState.LEASED or not holds(s.row, owner) or s.id not in live
         ]
         for session in chosen:
-            # Before they are leased: a sweep must not take new leases for ones that ran out.
+            # Set before the lease: a sweep must not take new leases for expired ones.
             session.lease_began = time.monotonic()
             session.lease_expires = session.lease_began + self._ttl
-        # Shielded: a poller that leaves now must not leave the journal ahead of the memory.
+        # Shielded: if the poller leaves now, memory and journal must still agree.
         write = asyncio.ensure_future(self._hand_out(fresh, owner, event))
         try:
             await asyncio.shield(write)
@@ -270,10 +268,10 @@ class LeaseManager:
         await self._sessions.move(sessions, event, owner=owner)
         self._sessions.revive(ended, groups)
 
-    async def _leased_by(
+    async def _to_change(
         self, owner: str, session_ids: list[str], event: Event
     ) -> list[RecordedSession]:
-        """Those of them that the event still changes; Conflict for one that he does not hold."""
+        """Return the sessions that the event still changes; Conflict for one leased to another."""
         found = []
         for session_id in dict.fromkeys(session_ids):
             session = await self._sessions.by_id(session_id)
@@ -282,7 +280,7 @@ class LeaseManager:
             if not holds(session.row, owner):
                 raise Conflict(
                     f"session {session_id} is not leased by {owner}; its lease ran out or was "
-                    "taken back",
+                    "taken back: lease it again",
                     code="lease_lost",
                     details={"state": str(session.state)},
                 )
@@ -291,12 +289,12 @@ class LeaseManager:
 
 
 def _bytes(interaction: Interaction) -> int:
-    """About what it is on the wire: its arrays, and texts that are at most some bytes a token."""
+    """Return the estimated size on the wire: arrays, and texts of a few bytes a token."""
     return 16 * (len(interaction.prompt_delta_ids) + len(interaction.output_ids))
 
 
 def trajectory(session: RecordedSession) -> Trajectory:
-    """A session as the trainer receives it."""
+    """Return a session as the trainer receives it."""
     interactions: list[Interaction] = list(session.tree)
     row = session.row
     return Trajectory(

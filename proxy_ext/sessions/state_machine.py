@@ -1,7 +1,7 @@
-"""A session's states, and everything that moves it from one to the next: one table.
+"""The table of a session's states and of everything that moves it from one to the next.
 
-Whatever changes a session asks :func:`target` first, and docs/sessions.md is written from here.
-What is not in the table is refused, with the state and what to do.
+Every change of a session calls :func:`target` first, and docs/sessions.md is generated from here.
+An event that is not in the table is refused, with the state and what to do.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ STATES = {
 
 
 class Event(StrEnum):
-    """What can happen to a session."""
+    """An event of a session."""
 
     OPEN = "open"
     CALL = "call"
@@ -60,26 +60,26 @@ class Event(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Transition:
-    """One line of the table; ``before`` None: there is no session yet."""
+    """One line of the table; ``before`` None: the session does not exist yet."""
 
     before: SessionState | None
     event: Event
     after: SessionState
     mode: SessionMode | None = None
-    """Only of sessions of this mode."""
+    """Restricts the line to sessions of this mode."""
     when: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class StateRule:
-    """Who may cause an event, what it does, and how it is refused elsewhere."""
+    """The authors, the effect and the refusal of an event."""
 
     by: str
     request: str
-    """How it is asked for; none for what the service does by itself."""
+    """The HTTP request; empty for events of the service itself."""
     does: str
     code: str = "session_closed"
-    """Of a refusal: `session_closed` is 410, every other one 409."""
+    """The error code of a refusal: `session_closed` is 410, every other one 409."""
 
 
 _OWNERS = "the session's key, its tenant, an admin"
@@ -193,7 +193,7 @@ EVENTS = {
         "some of what is stored of it cannot be read: ends it, and erases the rest",
     ),
 }
-"""Everything that can happen, by whom."""
+"""The rule of each event."""
 
 ENDED = (TRAINED, REJECTED, EVALUATED, EXPIRED, ABORTED)
 FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
@@ -251,7 +251,7 @@ TRANSITIONS = (
     Transition(LEASED, Event.DAMAGE, REJECTED),
     *(Transition(over, Event.DAMAGE, over) for over in ENDED),
 )
-"""Every move there is."""
+"""All lines of the table."""
 
 _TABLE: defaultdict[tuple[SessionState | None, Event], list[Transition]] = defaultdict(list)
 for _transition in TRANSITIONS:
@@ -259,14 +259,14 @@ for _transition in TRANSITIONS:
 
 
 def transitions(state: SessionState | None, event: Event) -> Sequence[Transition]:
-    """The lines of the table for an event in a state; none if it is refused."""
+    """Return the lines of the table for an event in a state; none if it is refused."""
     return _TABLE.get((state, event), ())
 
 
 def target(row: SessionRow, event: Event, to: SessionState | None = None) -> SessionState:
-    """The state that an event leads to; ``to`` where the table knows several.
+    """Return the state that an event leads to; ``to`` chooses where the table has several.
 
-    Raises SessionClosed (410) or Conflict (409) where the table has no such line.
+    SessionClosed (410) or Conflict (409) if the table has no such line.
     """
     if not allowed(row, event):
         raise refusal(row, event)
@@ -278,17 +278,17 @@ def target(row: SessionRow, event: Event, to: SessionState | None = None) -> Ses
 
 
 def owner_after(row: SessionRow, event: Event, owner: str | None) -> str | None:
-    """Who has it after an event that ``owner`` caused."""
+    """Return the owner of a session after an event that ``owner`` caused."""
     if row.owner == GRANT_OWNER and event in (Event.LEASE, Event.RELEASE):
         return GRANT_OWNER
     if event is Event.RELEASE and row.owner != EXPORT_OWNER:
-        # One that a trainer gives back stays known as one that it has had.
+        # The trainer that gives a session back stays its owner: it has had the session.
         return row.owner
     return owner
 
 
 def allowed(row: SessionRow, event: Event) -> bool:
-    """Whether the table has a line for it, and its condition on the row holds."""
+    """Return whether the table has a line for the event whose condition on the row holds."""
     if event is Event.REPLAY and (row.content != "stored" or for_export(row)):
         return False
     if event is Event.REWARD and handed_out(row):
@@ -297,16 +297,16 @@ def allowed(row: SessionRow, event: Event) -> bool:
 
 
 def refusal(row: SessionRow, event: Event, *, closing: bool = False) -> AnyAgentError:
-    """What the caller of a forbidden event is told; ``closing``: the session is being ended."""
+    """Return the error of a forbidden event; ``closing``: the session is being ended."""
     code, advice = refused_with(row.state, event)
     if handed_out(row) and event in _HANDED_OUT:
         code, advice = _HANDED_OUT[event]
     elif row.state is FINALIZED and event is Event.LEASE:
-        code, advice = "on_a_grant", "it was opened on a grant, so nobody but an export gets it"
+        code, advice = "on_a_grant", "it was opened on a grant, so only an export can lease it"
     why = f" ({row.reason})" if row.reason else ""
     gone = "" if row.content == "stored" else f", and its content was {row.content}"
-    said = "being ended" if closing else _describe(row)
-    message = f"session {row.id} is {said}{why}{gone}; {advice}"
+    state = "being ended" if closing else _describe(row)
+    message = f"session {row.id} is {state}{why}{gone}; {advice}"
     kind = SessionClosed if code == "session_closed" else Conflict
     details = {"state": str(row.state), "reason": row.reason}
     return kind(message, code=code, details=details)
@@ -318,29 +318,29 @@ def already_finalized(row: SessionRow) -> Conflict:
     revisable = allowed(row, Event.REWARD)
     advice = "set_reward revises it" if revisable else "it takes no more rewards"
     message = (
-        f"session {row.id} is {_describe(row)} already, and its final reward is {now}: this one "
-        f"differs and was refused; {advice}"
+        f"session {row.id} is {_describe(row)} already with the final reward {now}: another final "
+        f"reward is refused; {advice}"
     )
     details = {"state": str(row.state), "reason": row.reason}
     return Conflict(message, code="already_finalized", details=details)
 
 
 def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
-    """The error's code, and what to do."""
+    """Return the code of a refusal's error, and what to do."""
     return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
 
 
 def _describe(row: SessionRow) -> str:
-    words = _OF_EXPORTS if for_export(row) else _IN_WORDS
-    return words.get(row.state) or _IN_WORDS.get(row.state, str(row.state))
+    states = _EXPORT_STATES if for_export(row) else _STATE_TEXTS
+    return states.get(row.state) or _STATE_TEXTS.get(row.state, str(row.state))
 
 
-_IN_WORDS = {
+_STATE_TEXTS = {
     AWAITING: "awaiting its reward",
     LEASED: "handed to training",
     TRAINED: "trained on",
 }
-_OF_EXPORTS = {LEASED: "leased by an export", TRAINED: "exported"}
+_EXPORT_STATES = {LEASED: "leased by an export", TRAINED: "exported"}
 _NEW = "it takes no more calls or rewards: start a new session"
 _NO_CALLS = (
     "it takes no more calls, but rewards until its deadline (set_reward, then finalize); for calls "
@@ -348,7 +348,7 @@ _NO_CALLS = (
 )
 _REVISE = "set_reward can still revise its rewards; for more calls start a new session"
 _VETO = "POST .../veto keeps it out of training; for more calls start a new session"
-_TAKEN = "whoever leased it has it already, so it cannot be taken out"
+_TAKEN = "its trajectory was leased already, so it cannot be taken out of training"
 _EXCEPTIONS = {
     (Event.CALL, AWAITING): ("session_closed", _NO_CALLS),
     (Event.HEARTBEAT, AWAITING): ("session_closed", _NO_CALLS),
@@ -359,10 +359,13 @@ _EXCEPTIONS = {
     (Event.VETO, AWAITING): ("not_finalized", "abort it instead"),
     (Event.ABORT, LEASED): ("session_closed", _TAKEN),
     (Event.VETO, LEASED): ("in_training", _TAKEN),
-    (Event.LEASE, LEASED): ("not_finalized", "nobody else gets it before that lease has ended"),
-    (Event.LEASE, TRAINED): ("not_finalized", "it is not leased or exported once more"),
+    (Event.LEASE, LEASED): (
+        "not_finalized",
+        "it cannot be leased again before that lease has ended",
+    ),
+    (Event.LEASE, TRAINED): ("not_finalized", "it cannot be leased or exported once more"),
 }
-"""Refusals that are not their event's usual one."""
+"""Refusals that differ from their event's usual one."""
 for _ended in ENDED:
     for _event in (Event.ABORT, Event.VETO):
         _nothing = f"it is over, there is nothing to {_event}"
@@ -375,7 +378,7 @@ _HANDED_OUT = {
     Event.DELETE: ("in_training", "a trainer has had it, and may train on it again"),
     Event.LEASE: ("in_training", "a trainer has had it, and may train on it again"),
 }
-"""Refusals of sessions that were given back."""
+"""Refusals of sessions that a trainer has given back."""
 
 _ADVICE = {
     Event.DELETE: (

@@ -250,7 +250,7 @@ async def test_damage_that_no_check_finds(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As in a journal that is too large to be checked whole: once met, the next start salvages."""
-    monkeypatch.setattr(files, "_CHECKED_WHOLE", 0)
+    monkeypatch.setattr(files, "_MAX_CHECKED_BYTES", 0)
     path = written.copy(tmp_path / "damaged")
     overwrite(path, page_of(path, "sqlite_autoindex_interactions_1"), bytes(PAGE))
     journal = SQLiteJournal(path)
@@ -401,7 +401,7 @@ async def test_nothing_can_be_read(written: Written, tmp_path: Path) -> None:
     first_page = os.urandom(PAGE) + path.read_bytes()[PAGE:]
     for content in (b"", b"no database" * 1000, first_page):
         path.write_bytes(content)
-        with pytest.raises(StartupError, match=r"nothing can be read of it .* put a copy") as error:
+        with pytest.raises(StartupError, match=r"nothing of it can be read .* replace") as error:
             SQLiteJournal(path)
         assert str(path) in error.value.message
         # It is left where it is, as it is.

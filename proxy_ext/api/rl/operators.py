@@ -94,7 +94,7 @@ async def export(body: ExportTrajectories, request: Request, service: Anyone) ->
     It leases what it exports; `/rl/v1/ack` with owner "export" ends them.
     """
     request.scope[SESSIONS_SCOPE_KEY] = body.session_ids
-    earlier = service.leases.held_by(EXPORT_OWNER)
+    earlier = service.leases.leased_by(EXPORT_OWNER)
     trajectories = await service.leases.lease_sessions(body.session_ids, EXPORT_OWNER)
     try:
         out = _exported(trajectories, body)

@@ -33,7 +33,7 @@ Epoch = Annotated[int | None, Header(alias=EPOCH_HEADER, ge=0, le=2**53)]
 
 async def fenced(request: Request, epoch: Epoch = None) -> int | None:
     """The number of the trainer's start; StaleOwner if a later one has taken over."""
-    await service_of(request).fence.enter(epoch)
+    await service_of(request).fence.admit(epoch)
     return epoch
 
 

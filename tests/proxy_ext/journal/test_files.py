@@ -159,12 +159,12 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     newer = tmp_path / "newer.sqlite"
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StartupError, match="version 99, this any-agent knows 2: go on with"):
+    with pytest.raises(StartupError, match="version 99, and this any-agent knows 2: use the"):
         SQLiteJournal(newer)
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:
         connection.execute("CREATE TABLE t (x)")
-    with pytest.raises(StartupError, match="is no journal: move it away"):
+    with pytest.raises(StartupError, match="is not a journal: move it away"):
         SQLiteJournal(foreign)
     (tmp_path / "file").write_text("x")
     with pytest.raises(StartupError, match="cannot open"):

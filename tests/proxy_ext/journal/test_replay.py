@@ -193,7 +193,7 @@ async def test_a_new_trainers_lease_is_not_taken_back_as_the_last_ones(
     async def slow(*statements: Statement) -> None:
         if not message:
             message.append(asyncio.create_task(proxy.admit(10, owner="next", held=[id])))
-            await until(lambda: proxy.service.leases._heard[0] == "next")
+            await until(lambda: proxy.service.leases._last_message[0] == "next")
         await commit(*statements)
 
     monkeypatch.setattr(proxy.service.journal, "commit", slow)

@@ -265,7 +265,7 @@ async def test_erased_content_that_somebody_reads(
     journal: SQLiteJournal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It leaves the log when the reader does; until then nothing waits for long."""
-    monkeypatch.setattr(writer, "_WIPED_INTERVAL", 0.0)
+    monkeypatch.setattr(writer, "_WIPE_INTERVAL", 0.0)
     interaction = make_interaction("i", "s")
     interaction.message_delta = [{"role": "user", "content": "canary" * 3000}]
     await journal.commit(PutSession(make_row("s")), PutInteraction(interaction))
@@ -491,7 +491,7 @@ async def test_a_commit_that_fails_says_that_it_is_not_sure(journal: SQLiteJourn
     write, read = journal.commit(PutMeta("a", 1)), journal.meta("a")
     results = await asyncio.gather(write, read, return_exceptions=True)
     assert type(results[0]) is StoreUnavailable
-    assert "look before you try again" in str(results[0])
+    assert "check it before you try again" in str(results[0])
     # A read does not fail with the writes beside it.
     assert results[1] is None
     journal._writer.connection = real

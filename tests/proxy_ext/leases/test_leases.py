@@ -13,7 +13,7 @@ from any_agent.protocol.rl import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
 from proxy_ext.journal import Statement
 from proxy_ext.leases import leases
-from proxy_ext.leases.leases import _UNHEARD_OF
+from proxy_ext.leases.leases import _CONFIRM_TIMEOUT
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
@@ -104,7 +104,7 @@ async def test_a_sweep_does_not_end_a_lease_that_begins(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await proxy.finished_session()
-    changed = proxy.service.sessions._changed
+    changed = proxy.service.sessions._update_indexes
     sweeps: list[asyncio.Task[None]] = []
 
     async def swept(sessions: Any) -> None:
@@ -154,7 +154,7 @@ async def test_a_lease_whose_answer_was_lost_is_handed_out_again(proxy: Proxy) -
         await proxy.lease()
     live = proxy.service.sessions.live
     # Long enough ago for its holder to have said that it has it.
-    live[lost].lease_began -= _UNHEARD_OF + 1
+    live[lost].lease_began -= _CONFIRM_TIMEOUT + 1
     await proxy.admit(9, number=1)
     assert [await state(proxy, id) for id in (lost, fresh)] == ["finalized", "leased"]
     (again,) = await proxy.lease()
@@ -168,7 +168,7 @@ async def test_a_restart_takes_no_lease_back_at_once(start: Start, proxy: Proxy)
     again = await start()
     await again.admit(9, held=[])
     assert await state(again, id) == "leased"
-    again.service.sessions.live[id].lease_began -= _UNHEARD_OF + 1
+    again.service.sessions.live[id].lease_began -= _CONFIRM_TIMEOUT + 1
     await again.admit(9, held=[], number=1)
     assert await state(again, id) == "finalized"
 
@@ -237,7 +237,7 @@ async def test_a_slow_message_does_not_undo_a_later_one(
 
     monkeypatch.setattr(proxy.service.journal, "commit", slow)
     first = asyncio.create_task(proxy.admit(9, number=1))
-    await until(lambda: proxy.service.leases._heard == ("trainer", 1))
+    await until(lambda: proxy.service.leases._last_message == ("trainer", 1))
     assert (await proxy.admit(3, number=2, held=[id]))["limit"] == 3
     written.set()
     await first
@@ -395,7 +395,7 @@ async def test_a_veto_that_comes_while_a_group_is_read_ends_no_poll(
 ) -> None:
     """The trainer would end with it."""
     first, second = [(await proxy.finished_session())["session_id"] for _ in range(2)]
-    fit = proxy.service.leases._as_fit
+    fit = proxy.service.leases._fitting
     reached: list[int] = []
 
     async def vetoed(groups: Any) -> Any:
@@ -405,7 +405,7 @@ async def test_a_veto_that_comes_while_a_group_is_read_ends_no_poll(
             assert response.status_code == 200, response.text
         return await fit(groups)
 
-    monkeypatch.setattr(proxy.service.leases, "_as_fit", vetoed)
+    monkeypatch.setattr(proxy.service.leases, "_fitting", vetoed)
     (trajectory,) = await proxy.lease()
     assert trajectory.session_id == second
     assert len(reached) == 2

@@ -70,7 +70,7 @@ async def test_what_an_export_gives_back_stays_its_granters(proxy: Proxy) -> Non
         episode = await granted(client)
     id, leases = episode.session_id, proxy.service.leases
     await proxy.export(id)
-    assert leases.held_by(EXPORT_OWNER) == {id}
+    assert leases.leased_by(EXPORT_OWNER) == {id}
     # Neither a trainer's messages nor a second export end it.
     await proxy.admit(1000)
     assert len(await proxy.export(id)) == 1

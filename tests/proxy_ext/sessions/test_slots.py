@@ -86,7 +86,7 @@ async def test_a_lease_whose_answer_was_lost_is_soon_handed_out_again(
     await proxy.admit(10, held=[held])
     # Its answer may still be on the way.
     assert await state(proxy, lost) == "leased"
-    monkeypatch.setattr(leases, "_UNHEARD_OF", 0.0)
+    monkeypatch.setattr(leases, "_CONFIRM_TIMEOUT", 0.0)
     await proxy.admit(10, held=[held])
     assert await state(proxy, lost) == "finalized"
     assert [await state(proxy, id) for id in (held, exported)] == ["leased", "leased"]

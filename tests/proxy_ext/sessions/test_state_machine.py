@@ -308,7 +308,7 @@ async def test_what_was_revised_is_what_stands(proxy: Proxy) -> None:
     stale = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
     error = stale.json()["error"]
     assert (stale.status_code, error["code"]) == (409, "already_finalized")
-    assert "final reward is 0.5" in error["message"] and "set_reward revises" in error["message"]
+    assert "final reward 0.5" in error["message"] and "set_reward revises" in error["message"]
     await ok(proxy.post("/rl/v1/finalize", {"final_reward": 0.5}, key))
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 0.5
