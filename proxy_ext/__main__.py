@@ -28,24 +28,22 @@ _POLL_INTERVAL = 0.3
 
 
 def main() -> int:
-    # While there is nothing to end, Ctrl-C ends it without a word.
+    # Until the server runs, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m proxy_ext", description="One rank's proxy.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
-    parser.add_argument("--rank", type=int, default=0, help="which of the run's ranks this is")
-    parser.add_argument("--engine-url", required=True)
+    parser.add_argument("--rank", type=int, default=0, help="number of this rank")
+    parser.add_argument("--engine-url", required=True, help="URL of this rank's engine")
     parser.add_argument(
-        "--engine-wait", type=float, default=0.0, help="seconds that it may take to be there"
+        "--engine-wait", type=float, default=0.0, help="seconds to wait for the engine"
     )
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument(
-        "--public-url", help="what agents call, the router's; default: this process's own"
+        "--public-url", help="URL that agents call (the router's); default: this process's"
     )
-    parser.add_argument(
-        "--model-path", help="where the tokenizer is, if not in the configured model"
-    )
-    parser.add_argument("--training", action="store_true", help="a trainer will take sessions")
+    parser.add_argument("--model-path", help="folder of the tokenizer, if not the configured model")
+    parser.add_argument("--training", action="store_true", help="a trainer will lease sessions")
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
@@ -53,9 +51,8 @@ def main() -> int:
         set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
         for host in (args.host, config.server.host):
             require_key(config, host)
-        # What is missing is said before anything slow.
+        # Missing settings and a port in use are reported before anything slow.
         resolved(config.frozen.model_list, os.environ)
-        # Before anything slow, so that a port in use is known at once.
         listener = listen(args.host, args.port)
         return _serve(config, args, listener)
     except AnyAgentError as error:
@@ -64,8 +61,11 @@ def main() -> int:
 
 
 async def _check_engine(kind: str, url: str, wait: float, shape: ModelFingerprint) -> None:
-    """Said before the slow imports: StartupError if the engine does not answer in time, ConfigError
-    if it is another model's or in a public place."""
+    """Check the engine before the slow imports.
+
+    StartupError if it does not answer in time, ConfigError if it serves another model or has a
+    public address.
+    """
     await asyncio.to_thread(require_private_url, url)
     engine = open_engine(kind, url, decode=lambda _: "", shape=shape)
     deadline = time.monotonic() + wait
@@ -73,8 +73,8 @@ async def _check_engine(kind: str, url: str, wait: float, shape: ModelFingerprin
         while True:
             try:
                 await engine.info()
-                # One that an earlier proxy paused would answer nothing more. With half of its
-                # weights it must not: its trainer gives it the others once this proxy is there.
+                # Resume an engine that an earlier proxy paused, unless its weights are half loaded:
+                # its trainer completes them once this proxy serves.
                 if engine.version != HALF_LOADED:
                     await engine.resume(engine.version)
                 await engine.require_model()
@@ -144,7 +144,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     try:
         server.run(sockets=[listener])
     except SystemExit:
-        # uvicorn's way to say that the start failed; its log says why.
+        # uvicorn exits like this if the start failed; the log has the reason.
         return 1
     return 0 if server.started else 1
 

@@ -1,4 +1,4 @@
-"""One rank's app: our routes first, LiteLLM's proxy app behind an allowlist, one process."""
+"""One rank's app: our routes, and LiteLLM's proxy app behind an allowlist, in one process."""
 
 from __future__ import annotations
 
@@ -44,18 +44,19 @@ log = logging.getLogger(__name__)
 
 
 class Health(BaseModel):
-    """One rank's; the router answers with its ranks'."""
+    """The load of one rank; the router answers with those of its ranks."""
 
     status: Literal["ok"] = "ok"
     rank: int
     """The number of the rank in its service."""
     open: int
-    """Sessions."""
+    """Number of open sessions."""
     open_train: int
+    """Number of open train sessions."""
     buffered: int
-    """Live sessions that are not open: most wait for the trainer, or are with it."""
+    """Number of live sessions that are not open: most wait for the trainer, or it has them."""
     calls: int
-    """Under way."""
+    """Number of model calls under way."""
 
 
 class Readiness(BaseModel):
@@ -78,11 +79,11 @@ def create_app(
     provider: Provider | None = None,
     journal_url: str | None = None,
 ) -> RankApp:
-    """The ASGI app of a rank. ``opened`` is given the service when it is there; ``shape`` is that
-    of the model which its engine should have.
+    """Return the ASGI app of a rank.
 
-    ``load_litellm`` and ``provider``: only tests pass other ones. ConfigError for frozen models
-    that cannot be used.
+    ``opened`` gets the service when it is ready; ``shape`` is the fingerprint of the model that the
+    engine must have; ``journal_url`` replaces the run folder's journal. ``load_litellm`` and
+    ``provider`` are for tests. ConfigError for frozen models that cannot be used.
     """
     litellm = LiteLLMApp(load_litellm)
     if provider is None:
@@ -111,8 +112,8 @@ def create_app(
             app.state.service = service
             rank_app.on_started(service)
             opened(service)
-            # Some 700,000 objects of the libraries live as long as the process: a full collection
-            # that walks them stops every stream for a third of a second.
+            # The libraries' 700,000 objects live as long as the process: a full collection over
+            # them would stop every stream for a third of a second.
             gc.collect()
             gc.freeze()
             try:
@@ -145,32 +146,19 @@ def create_app(
 
 @cache
 def _routes() -> APIRouter:
-    """All of ours. FastAPI takes a quarter of a second to read their signatures; every app of a
-    process has the same ones, and each finds its service in the request."""
+    """Return all of our routes.
+
+    FastAPI takes a quarter of a second to read their signatures, so the apps of a process share
+    them; each route finds its service in the request.
+    """
     router = APIRouter()
-    _add_models_routes(router)
-    _add_responses_routes(router)
-    router.include_router(rl.router)
-    _add_health_routes(router)
-    return router
 
-
-def _add_models_routes(router: APIRouter) -> None:
     async def models(request: Request) -> Response:
         return JSONResponse(list_models(service_of(request)))
 
     async def model(request: Request, model: str) -> Response:
         return JSONResponse(one_model(service_of(request), model))
 
-    for prefix in ("/v1", ""):
-        schema = bool(prefix)
-        router.add_api_route(f"{prefix}/models", models, methods=["GET"], include_in_schema=schema)
-        router.add_api_route(
-            f"{prefix}/models/{{model}}", model, methods=["GET"], include_in_schema=schema
-        )
-
-
-def _add_responses_routes(router: APIRouter) -> None:
     async def again(request: Request, response_id: str) -> Response:
         return await response(service_of(request), request, response_id)
 
@@ -182,23 +170,34 @@ def _add_responses_routes(router: APIRouter) -> None:
 
     for prefix in ("/v1", ""):
         for method, path, endpoint in (
-            ("GET", "", again),
-            ("DELETE", "", delete),
-            ("GET", "/input_items", items),
+            ("GET", "/models", models),
+            ("GET", "/models/{model}", model),
+            ("GET", "/responses/{response_id}", again),
+            ("DELETE", "/responses/{response_id}", delete),
+            ("GET", "/responses/{response_id}/input_items", items),
         ):
             router.add_api_route(
-                f"{prefix}/responses/{{response_id}}{path}",
-                endpoint,
-                methods=[method],
-                include_in_schema=bool(prefix),
+                f"{prefix}{path}", endpoint, methods=[method], include_in_schema=bool(prefix)
             )
+    router.include_router(rl.router)
+    _add_health_routes(router)
+    return router
 
 
 def _add_health_routes(router: APIRouter) -> None:
     @router.get("/healthz")
     async def healthz(request: Request) -> Health:
-        """The process lives; what it is doing."""
-        return _health(service_of(request))
+        """The process lives; the answer shows its load."""
+        service = service_of(request)
+        live = list(service.sessions.live.values())
+        opened = [session for session in live if session.state is SessionState.OPEN]
+        return Health(
+            rank=service.rank,
+            open=len(opened),
+            open_train=sum(session.mode is SessionMode.TRAIN for session in opened),
+            buffered=len(live) - len(opened),
+            calls=len(service.calls),
+        )
 
     @router.get("/readyz")
     async def readyz(request: Request) -> Readiness:
@@ -236,13 +235,13 @@ def _add_error_handlers(app: FastAPI) -> None:
             return error_response(NotFound(f"there is no route {path[:200]}"), path)
         cause = error.__cause__
         if isinstance(cause, AnyAgentError):
-            # FastAPI wraps what goes wrong while it reads a body.
+            # FastAPI wraps errors that occur while it reads a body.
             return error_response(cause, path)
         if cause is not None:
             unreadable = InvalidRequest("the body is not valid JSON", code="invalid_json")
             return error_response(unreadable, path)
         response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
-        # Of another method: which there are.
+        # For a wrong method: the allowed ones.
         response.headers.update(error.headers or {})
         return response
 
@@ -263,7 +262,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
 def _validation_error(error: RequestValidationError) -> InvalidRequest:
     first = error.errors()[0]
-    # A name may be as long as a body.
+    # A field's name may be as long as a body.
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))[:200]
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
@@ -273,14 +272,3 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where}", param=where)
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
-
-
-def _health(service: RankService) -> Health:
-    live = service.sessions.live.values()
-    return Health(
-        rank=service.rank,
-        open=sum(s.state is SessionState.OPEN for s in live),
-        open_train=sum(s.state is SessionState.OPEN and s.mode is SessionMode.TRAIN for s in live),
-        buffered=sum(s.state is not SessionState.OPEN for s in live),
-        calls=len(service.calls),
-    )

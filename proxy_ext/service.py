@@ -1,4 +1,4 @@
-"""Everything one rank's proxy is made of, put together once."""
+"""The parts of one rank's proxy, and their assembly."""
 
 from __future__ import annotations
 
@@ -62,9 +62,9 @@ class RankService:
     engine: RemoteEngine
     completer: Completer
     sampling: GenerationHyperparameters
-    """What train sessions are sampled with."""
+    """Sampling of train sessions."""
     eval_sampling: GenerationHyperparameters
-    """What eval sessions are, where their agents ask for nothing else."""
+    """Sampling of eval sessions, where their agents set nothing else."""
     sessions: SessionStore
     rewards: RewardBook
     endings: SessionEnder
@@ -85,14 +85,14 @@ class RankService:
     loop_lag: Histogram
 
     async def drain(self) -> None:
-        """Begin nothing new and answer long polls; calls under way go on."""
+        """Refuse new calls and sessions, and answer long polls; calls under way go on."""
         self.calls.draining = True
         self.opening.drain()
         await self.leases.drain()
 
 
 def load_chat(config: Config, path: str | None = None) -> ChatFormat:
-    """The policy's chat format; ConfigError when its template cannot be used."""
+    """Return the policy's chat format; ConfigError if its template cannot be used."""
     return load_chat_format(
         path or config.model.path,
         renderer=config.model.renderer,
@@ -117,9 +117,8 @@ async def open_service(
 ) -> AsyncIterator[RankService]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
-    ``provider``: of the frozen models, if there are any.
-    The engine may take ``engine_wait`` seconds to be there: EngineUnavailable after that. ``shape``
-    is that of the model which it should have.
+    ``provider`` serves the frozen models, if there are any. EngineUnavailable if the engine does
+    not answer within ``engine_wait`` seconds; ``shape`` is the fingerprint of its model.
     """
     run_dir = run_dir_of(config)
     run_dir.create()
@@ -139,8 +138,8 @@ async def open_service(
         context = min(config.engine.context_length or known, known)
         access = Access(config)
         signer = access.signer
-        names = await SessionIds.recover(config, rank, journal)
-        sessions = SessionStore(journal, config.sessions, names, rank=rank)
+        ids = await SessionIds.recover(config, rank, journal)
+        sessions = SessionStore(journal, config.sessions, ids, rank=rank)
         await sessions.recover(lease_ttl=config.rollout.lease_ttl)
         run = RunState(config, engine, journal, training=training)
         await run.recover()
@@ -167,10 +166,10 @@ async def open_service(
         await fence.recover()
         late = LateRewardWaiter(sessions, endings, config.sessions, grader_of(config.sessions))
         quotas = _quotas(config, access, sessions)
-        s, asked = config.sampling, config.eval.temperature
         sampling = GenerationHyperparameters(
-            max_new_tokens=s.max_new_tokens, temperature=s.temperature
+            max_new_tokens=config.sampling.max_new_tokens, temperature=config.sampling.temperature
         )
+        eval_temperature = config.eval.temperature
         opening = SessionOpener(
             sessions,
             endings,
@@ -189,9 +188,9 @@ async def open_service(
             engine=engine,
             completer=completer,
             sampling=sampling,
-            eval_sampling=sampling.new(
-                temperature=s.temperature if asked is None else asked,
-            ),
+            eval_sampling=sampling
+            if eval_temperature is None
+            else sampling.new(temperature=eval_temperature),
             sessions=sessions,
             rewards=rewards,
             endings=endings,
@@ -243,18 +242,18 @@ async def open_service(
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
-    everybody = QuotaLimits.of(config.server)
+    default = QuotaLimits.of(config.server)
 
     def limits(tenant: str) -> QuotaLimits:
         own = access.limits(tenant)
-        return replace(everybody, **own.model_dump(exclude_none=True)) if own else everybody
+        return replace(default, **own.model_dump(exclude_none=True)) if own else default
 
     ranks, open_sessions = config.server.ranks, sessions.counts.undecided_of
     return TenantQuotas(limits, ranks=ranks, open_sessions=open_sessions)
 
 
 async def _context_length(engine: RemoteEngine, wait: float) -> int:
-    """It may have died since it was seen alive, before LiteLLM was imported."""
+    """Ask the engine, which may have died since the check before the slow imports."""
     deadline = time.monotonic() + wait
     while True:
         try:
@@ -266,7 +265,7 @@ async def _context_length(engine: RemoteEngine, wait: float) -> int:
 
 
 async def _sweep(service: RankService) -> None:
-    """Expire sessions, groups and leases, and notice what nobody asks about."""
+    """Expire sessions, groups and leases, and refresh keys, until cancelled."""
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:

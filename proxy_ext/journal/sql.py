@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import zlib
 from collections.abc import Iterable
 from typing import Any, TypeAlias
@@ -39,38 +38,6 @@ _SEAL = (
     "(SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id))"
 )
 _AMONG = "IN (SELECT value FROM json_each(?))"
-
-
-@functools.singledispatch
-def prepare(statement: Statement) -> Prepared:
-    """Return the SQL of a statement."""
-    raise TypeError(f"the journal cannot write {type(statement).__name__}")
-
-
-@prepare.register
-def _(statement: PutSession) -> Prepared:
-    row = statement.row
-    values = {name: getattr(row, name) for name in SESSION_FIELDS}
-    values |= {"metadata": orjson.dumps(row.metadata), "state": str(row.state)}
-    return ((_PUT_SESSION, tuple(values.values())),)
-
-
-@prepare.register
-def _(statement: SetState) -> Prepared:
-    s = statement
-    sql = (
-        "UPDATE sessions SET state = ?, reason = ?, owner = ?, step = ?, ended_at = ?, "
-        f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
-    )
-    return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
-
-
-@prepare.register
-def _(statement: SetAwaiting) -> Prepared:
-    sql = f"UPDATE sessions SET state = 'awaiting_reward', awaits_until = ?, {_SEAL} WHERE id = ?"
-    return ((sql, (statement.until, statement.session_id)),)
-
-
 _PUT_INTERACTION = """
 INSERT INTO interactions
     (id, session_id, data, checksum, reward, key, request_hash, retry_count)
@@ -83,76 +50,69 @@ ON CONFLICT (id) DO UPDATE SET
 """
 
 
-@prepare.register
-def _(statement: PutInteraction) -> Prepared:
-    i, mark = statement.interaction, statement.request
-    data = pack_interaction(i)
-    request = (None, None) if mark is None else (mark.hash, mark.retry_count)
-    values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, statement.key, *request)
-    return ((_PUT_INTERACTION, values),)
-
-
-@prepare.register
-def _(statement: SetReward) -> Prepared:
+def prepare(statement: Statement) -> Prepared:
+    """Return the SQL of a statement."""
     s = statement
-    history = (
-        "INSERT INTO rewards (session_id, interaction_id, name, value, by, at) "
-        "VALUES (?, ?, ?, ?, ?, ?)",
-        (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at),
-    )
-    if s.interaction_id is None:
-        sql = "UPDATE sessions SET final_reward = ? WHERE id = ?"
-    else:
-        sql = "UPDATE interactions SET reward = ? WHERE id = ?"
-    return (history, (sql, (s.combined, s.interaction_id or s.session_id)))
+    match s:
+        case PutSession(row):
+            fields = {name: getattr(row, name) for name in SESSION_FIELDS}
+            fields |= {"metadata": orjson.dumps(row.metadata), "state": str(row.state)}
+            return ((_PUT_SESSION, tuple(fields.values())),)
+        case SetState():
+            sql = (
+                "UPDATE sessions SET state = ?, reason = ?, owner = ?, step = ?, ended_at = ?, "
+                f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
+            )
+            return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
+        case SetAwaiting(session_id, until):
+            sql = (
+                f"UPDATE sessions SET state = 'awaiting_reward', awaits_until = ?, {_SEAL} "
+                "WHERE id = ?"
+            )
+            return ((sql, (until, session_id)),)
+        case PutInteraction(i, key, mark):
+            data = pack_interaction(i)
+            request = (None, None) if mark is None else (mark.hash, mark.retry_count)
+            values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, key, *request)
+            return ((_PUT_INTERACTION, values),)
+        case SetReward():
+            history = (
+                "INSERT INTO rewards (session_id, interaction_id, name, value, by, at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at),
+            )
+            if s.interaction_id is None:
+                sql = "UPDATE sessions SET final_reward = ? WHERE id = ?"
+            else:
+                sql = "UPDATE interactions SET reward = ? WHERE id = ?"
+            return (history, (sql, (s.combined, s.interaction_id or s.session_id)))
+        case MarkDelivered(ids):
+            return ((f"UPDATE interactions SET delivered = 1 WHERE id {_AMONG}", (_ids(ids),)),)
+        case PutAnswer():
+            sql = (
+                "INSERT INTO answers (scope, key, request_hash, status, body, created_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)"
+            )
+            return ((sql, (s.scope, s.key, s.request_hash, s.status, s.body, s.created_at)),)
+        case DropAnswers(before):
+            return (("DELETE FROM answers WHERE created_at < ?", (before,)),)
+        case EraseContent(ids):
+            return _drop_content(ids, "deleted")
+        case ArchiveContent(ids):
+            rewards = (f"DELETE FROM rewards WHERE session_id {_AMONG}", (_ids(ids),))
+            return (rewards, *_drop_content(ids, "archived"))
+        case PutMeta(key, value):
+            sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
+            return ((sql, (key, orjson.dumps(value))),)
 
 
-@prepare.register
-def _(statement: MarkDelivered) -> Prepared:
-    sql = f"UPDATE interactions SET delivered = 1 WHERE id {_AMONG}"
-    return ((sql, (_ids(statement.interaction_ids),)),)
-
-
-@prepare.register
-def _(statement: PutAnswer) -> Prepared:
-    s = statement
-    sql = (
-        "INSERT INTO answers (scope, key, request_hash, status, body, created_at) "
-        "VALUES (?, ?, ?, ?, ?, ?)"
-    )
-    return ((sql, (s.scope, s.key, s.request_hash, s.status, s.body, s.created_at)),)
-
-
-@prepare.register
-def _(statement: DropAnswers) -> Prepared:
-    return (("DELETE FROM answers WHERE created_at < ?", (statement.before,)),)
-
-
-@prepare.register
-def _(statement: EraseContent) -> Prepared:
-    ids = _ids(statement.session_ids)
-    rows = f"UPDATE sessions SET content = 'deleted', metadata = ? WHERE id {_AMONG}"
+def _drop_content(session_ids: Iterable[str], content: str) -> Prepared:
+    ids = _ids(session_ids)
+    rows = f"UPDATE sessions SET content = ?, metadata = ? WHERE id {_AMONG}"
     return (
         (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
-        (rows, (b"{}", ids)),
+        (rows, (content, b"{}", ids)),
     )
-
-
-@prepare.register
-def _(statement: ArchiveContent) -> Prepared:
-    ids = _ids(statement.session_ids)
-    rows = f"UPDATE sessions SET content = 'archived', metadata = ? WHERE id {_AMONG}"
-    return (
-        (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
-        (f"DELETE FROM rewards WHERE session_id {_AMONG}", (ids,)),
-        (rows, (b"{}", ids)),
-    )
-
-
-@prepare.register
-def _(statement: PutMeta) -> Prepared:
-    values = (statement.key, orjson.dumps(statement.value))
-    return (("INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)", values),)
 
 
 def _ids(ids: Iterable[str]) -> str:
