@@ -16,18 +16,80 @@ from any_agent.auth.access import CLIENT_HEADER, authorize
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
 from any_agent.auth.loopback import require_loopback_client
-from any_agent.errors import AnyAgentError, Forbidden, NotFound, PayloadTooLarge, Unauthenticated
+from any_agent.errors import (
+    AnyAgentError,
+    Forbidden,
+    NotFound,
+    PayloadTooLarge,
+    ServiceUnavailable,
+    Unauthenticated,
+)
 from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
 from proxy_ext.web.exchange import send_error
-from proxy_ext.web.limits import RequestLimits, Reservation
 from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
 _redact = Redactor().text
+MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
+MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
+_RETRY_AFTER = 2.0  # seconds
 _MAX_HEADER_BYTES = 32_768
 _VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
+
+
+class Reservation:
+    """The share of one request until it is answered."""
+
+    __slots__ = ("_limits", "_size")
+
+    def __init__(self, limits: RequestLimits) -> None:
+        self._limits = limits
+        self._size = 0
+
+    def add(self, size: int) -> None:
+        """Count more bytes of the body; ServiceUnavailable if all bodies together are too large."""
+        limits = self._limits
+        # A single request is bounded by the limit of bodies alone.
+        if limits.bytes + size > limits.max_bytes and limits.bytes > self._size:
+            raise ServiceUnavailable(
+                f"requests of {limits.bytes} bytes are under way here; try again",
+                code="too_many_bytes",
+                retry_after=_RETRY_AFTER,
+            )
+        limits.bytes += size
+        self._size += size
+
+    def release(self) -> None:
+        """End the request's share."""
+        self._limits.bytes -= self._size
+        self._limits.requests -= 1
+
+
+class RequestLimits:
+    """Bounds on the requests under way in one process, and on the bytes of their bodies.
+
+    The parts behind have narrower bounds; these hold before them, as when very many clients wait or
+    send large bodies at once. A refused request is told when to retry.
+    """
+
+    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
+        self.max_requests = max_requests
+        self.max_bytes = max_bytes
+        self.requests = 0
+        self.bytes = 0
+
+    def acquire(self) -> Reservation:
+        """Count a new request; ServiceUnavailable if there are too many."""
+        if self.requests >= self.max_requests:
+            raise ServiceUnavailable(
+                f"{self.requests} requests are under way here; try again",
+                code="too_many_requests",
+                retry_after=_RETRY_AFTER,
+            )
+        self.requests += 1
+        return Reservation(self)
 
 
 class EntryMiddleware:
