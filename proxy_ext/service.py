@@ -7,7 +7,7 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 
 from any_agent.auth.access import Access, run_dir_of
@@ -21,7 +21,6 @@ from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.loop_lag import loop_lag_histogram, watched_loop
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
-from any_agent.runtime.metrics import Histogram
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.implicit_session import ImplicitSessions
@@ -51,38 +50,113 @@ _SWEEP_SECONDS = 1.0
 _POLL_INTERVAL = 0.25
 
 
-@dataclass(frozen=True, slots=True)
 class RankService:
     """The parts of a rank's proxy."""
 
-    config: Config
-    rank: int
-    public_url: str
-    journal: Journal
-    engine: RemoteEngine
-    completer: Completer
-    sampling: GenerationHyperparameters
-    """Sampling of train sessions."""
-    eval_sampling: GenerationHyperparameters
-    """Sampling of eval sessions, where their agents set nothing else."""
-    sessions: SessionStore
-    rewards: RewardBook
-    endings: SessionEnder
-    late: LateRewardWaiter
-    expiry: SessionExpirer
-    quotas: TenantQuotas
-    opening: SessionOpener
-    implicit: ImplicitSessions
-    leases: LeaseManager
-    fence: Fence
-    archive: Archiver
-    calls: CallManager
-    frozen: FrozenModels
-    run: RunState
-    auth: Authenticator
-    audit: AuditLog
-    answers: IdempotencyStore
-    loop_lag: Histogram
+    def __init__(
+        self,
+        config: Config,
+        chat: ChatFormat,
+        *,
+        rank: int,
+        public_url: str,
+        training: bool,
+        journal: Journal,
+        ids: SessionIds,
+        engine: RemoteEngine,
+        engine_context: int,
+        engine_slots: int | None,
+        provider: Provider | None,
+    ) -> None:
+        run_dir, rollout, server = run_dir_of(config), config.rollout, config.server
+        access = Access(config)
+        self.config = config
+        self.rank = rank
+        self.public_url = public_url
+        self.journal = journal
+        self.engine = engine
+        self.sampling = GenerationHyperparameters(
+            max_new_tokens=config.sampling.max_new_tokens, temperature=config.sampling.temperature
+        )
+        """Sampling of train sessions."""
+        temperature = config.eval.temperature
+        self.eval_sampling = (
+            self.sampling if temperature is None else self.sampling.new(temperature=temperature)
+        )
+        """Sampling of eval sessions, where their agents set nothing else."""
+        self.completer = Completer(
+            engine,
+            chat,
+            context_length=min(config.engine.context_length or engine_context, engine_context),
+            keeps_cache=config.engine.update_mode == "in_place",
+            id_tag=rank_tag(rank),
+        )
+        self.sessions = sessions = SessionStore(journal, config.sessions, ids, rank=rank)
+        self.run = run = RunState(config, engine, journal, training=training)
+        self.rewards = RewardBook(sessions, config.sessions)
+        self.archive = Archiver(
+            sessions,
+            run_dir.archive,
+            about={"experiment": config.experiment, "trial": config.trial},
+            keep_seconds=config.sessions.keep_hours * 3600,
+            oldest_step=lambda: run.oldest_step,
+        )
+        self.endings = SessionEnder(
+            sessions,
+            self.rewards,
+            config.sessions,
+            needed=run.may_want,
+            unarchive=self.archive.remove,
+        )
+        self.late = LateRewardWaiter(
+            sessions, self.endings, config.sessions, grader_of(config.sessions)
+        )
+        self.expiry = SessionExpirer(sessions, self.endings, self.late)
+        self.quotas = _quotas(config, access, sessions)
+        self.opening = SessionOpener(
+            sessions,
+            self.endings,
+            access.signer,
+            config.sessions,
+            run=run,
+            quotas=self.quotas,
+            largest_group=min(rollout.batch_size, rollout.max_concurrent),
+            public_url=public_url,
+        )
+        self.implicit = ImplicitSessions(sessions, self.opening, self.completer, config.sessions)
+        self.fence = Fence(journal, partial(drop_leftovers, sessions, self.endings))
+        self.leases = LeaseManager(sessions, self.fence, ttl=rollout.lease_ttl, needed=run.may_want)
+        limit = call_limit(
+            server.max_inflight_calls, slots=engine_slots, sessions=rollout.max_concurrent
+        )
+        self.calls = CallManager(
+            self.completer,
+            sessions,
+            limit=limit,
+            retry_grace=server.retry_grace,
+            quotas=self.quotas,
+        )
+        self.frozen = FrozenModels(config, provider, sessions, self.quotas)
+        self.auth = Authenticator(sessions, access, self.quotas)
+        self.audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
+        self.answers = IdempotencyStore(journal, access.signer)
+        self.loop_lag = loop_lag_histogram()
+
+    async def recover(self) -> None:
+        """Load what the journal and the archives hold."""
+        await self.sessions.recover(lease_ttl=self.config.rollout.lease_ttl)
+        await self.run.recover()
+        await self.archive.recover()
+        await self.fence.recover()
+
+    async def close(self) -> None:
+        """End calls and grading, and write what waits."""
+        self.run.close()
+        await self.calls.close()
+        await self.frozen.close()
+        await self.late.close()
+        with suppress(StoreUnavailable):
+            await self.sessions.deliveries.flush()
 
     async def drain(self) -> None:
         """Refuse new calls and sessions, and answer long polls; calls under way go on."""
@@ -132,113 +206,37 @@ async def open_service(
         shape=shape,
     )
     journal = open_journal(journal_url or run_dir.journal_url(rank))
-    audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
     try:
-        known = await _context_length(engine, engine_wait)
-        context = min(config.engine.context_length or known, known)
-        access = Access(config)
-        signer = access.signer
-        ids = await SessionIds.recover(config, rank, journal)
-        sessions = SessionStore(journal, config.sessions, ids, rank=rank)
-        await sessions.recover(lease_ttl=config.rollout.lease_ttl)
-        run = RunState(config, engine, journal, training=training)
-        await run.recover()
-        completer = Completer(
-            engine,
-            chat,
-            context_length=context,
-            keeps_cache=config.engine.update_mode == "in_place",
-            id_tag=rank_tag(rank),
-        )
-        rewards = RewardBook(sessions, config.sessions)
-        archive = Archiver(
-            sessions,
-            run_dir.archive,
-            about={"experiment": config.experiment, "trial": config.trial},
-            keep_seconds=config.sessions.keep_hours * 3600,
-            oldest_step=lambda: run.oldest_step,
-        )
-        await archive.recover()
-        endings = SessionEnder(
-            sessions, rewards, config.sessions, needed=run.may_want, unarchive=archive.remove
-        )
-        fence = Fence(journal, partial(drop_leftovers, sessions, endings))
-        await fence.recover()
-        late = LateRewardWaiter(sessions, endings, config.sessions, grader_of(config.sessions))
-        quotas = _quotas(config, access, sessions)
-        sampling = GenerationHyperparameters(
-            max_new_tokens=config.sampling.max_new_tokens, temperature=config.sampling.temperature
-        )
-        eval_temperature = config.eval.temperature
-        opening = SessionOpener(
-            sessions,
-            endings,
-            signer,
-            config.sessions,
-            run=run,
-            quotas=quotas,
-            largest_group=min(config.rollout.batch_size, config.rollout.max_concurrent),
-            public_url=public_url,
-        )
         service = RankService(
-            config=config,
+            config,
+            chat,
             rank=rank,
             public_url=public_url,
+            training=training,
             journal=journal,
             engine=engine,
-            completer=completer,
-            sampling=sampling,
-            eval_sampling=sampling
-            if eval_temperature is None
-            else sampling.new(temperature=eval_temperature),
-            sessions=sessions,
-            rewards=rewards,
-            endings=endings,
-            late=late,
-            expiry=SessionExpirer(sessions, endings, late),
-            quotas=quotas,
-            opening=opening,
-            implicit=ImplicitSessions(sessions, opening, completer, config.sessions),
-            leases=LeaseManager(sessions, fence, ttl=config.rollout.lease_ttl, needed=run.may_want),
-            fence=fence,
-            archive=archive,
-            calls=CallManager(
-                completer,
-                sessions,
-                limit=call_limit(
-                    config.server.max_inflight_calls,
-                    slots=await engine.slots(),
-                    sessions=config.rollout.max_concurrent,
-                ),
-                retry_grace=config.server.retry_grace,
-                quotas=quotas,
-            ),
-            frozen=FrozenModels(config, provider, sessions, quotas),
-            run=run,
-            auth=Authenticator(sessions, access, quotas),
-            audit=audit,
-            answers=IdempotencyStore(journal, signer),
-            loop_lag=loop_lag_histogram(),
+            engine_context=await _context_length(engine, engine_wait),
+            ids=await SessionIds.recover(config, rank, journal),
+            engine_slots=await engine.slots(),
+            provider=provider,
         )
-        sweeper = asyncio.create_task(_sweep(service))
-        archiver = asyncio.create_task(archive.run())
         try:
-            async with watched_loop(service.loop_lag):
-                yield service
+            await service.recover()
+            sweeper = asyncio.create_task(_sweep(service))
+            archiver = asyncio.create_task(service.archive.run())
+            try:
+                async with watched_loop(service.loop_lag):
+                    yield service
+            finally:
+                sweeper.cancel()
+                archiver.cancel()
+                await asyncio.wait([archiver])
+                await service.close()
         finally:
-            sweeper.cancel()
-            archiver.cancel()
-            await asyncio.wait([archiver])
-            run.close()
-            await service.calls.close()
-            await service.frozen.close()
-            await late.close()
-            with suppress(StoreUnavailable):
-                await sessions.deliveries.flush()
+            await asyncio.to_thread(service.audit.close)
     finally:
         await engine.close()
         await journal.close()
-        await asyncio.to_thread(audit.close)
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
