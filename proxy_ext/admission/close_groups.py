@@ -27,7 +27,7 @@ async def close_groups(sessions: SessionStore, expiry: SessionExpirer) -> None:
     now = time.monotonic()
     for group in sessions.groups.all():
         try:
-            if group.begun and group.deadline <= now:
+            if group.started and group.deadline <= now:
                 await _close(sessions, expiry, group)
             if group.too_small:
                 await _reject(sessions, group)

@@ -41,8 +41,8 @@ from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.exchange import while_present
 
 JoinKind: TypeAlias = Literal["opened", "continued", "ambiguous", "retried", "reused"]
-"""How a call got its session: ambiguous means continued where another session had the same answer,
-reused means a session without any answer."""
+"""The way in which a call got its session: ambiguous means continued where another session had the
+same answer, reused means a session without any answer."""
 
 
 @dataclass(slots=True, eq=False)

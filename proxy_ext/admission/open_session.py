@@ -250,7 +250,7 @@ class SessionOpener:
         self._sessions.add(session)
         if group is not None:
             group.promised -= 1
-            if not group.begun:
+            if not group.started:
                 self._sessions.groups.start_clock(group)
             group.update(session.row)
 
@@ -348,7 +348,7 @@ class SessionOpener:
 
     async def _wait_for(self, group: Group, seconds: float) -> None:
         """Wait until the group has its slots; TooManyRequests if they did not come in time."""
-        if group.ticket is None and not group.begun:
+        if group.ticket is None and not group.started:
             try:
                 group.ticket = self._sessions.admission.request(group.size)
             except AnyAgentError:
@@ -381,9 +381,9 @@ class SessionOpener:
         )
         # A tenant must not learn of another tenant's groups.
         groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]
-        partial = next((g for g in groups if g.begun and g.room > 0), None)
+        partial = next((g for g in groups if g.started and g.room > 0), None)
         if partial is not None:
-            reserved = sum(group.room for group in groups if group.begun)
+            reserved = sum(group.room for group in groups if group.started)
             message += (
                 f". {reserved} slots are kept for groups that are not full: "
                 f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"

@@ -56,7 +56,7 @@ WHERE content = 'stored' AND ended_at < :before AND (
     OR (state IN ('trained', 'rejected') AND step <= :oldest_step)
 ) ORDER BY ended_at LIMIT :limit
 """
-"""By the time of their end: archived sessions, however many, cost nothing."""
+"""Ended sessions by the time of their end: archived ones, however many, cost nothing."""
 _PAGE = """
 SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions,
     (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given

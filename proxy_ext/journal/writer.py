@@ -74,7 +74,7 @@ class JournalWriter:
         self._full_logged = -math.inf
         self._unsynced = 0
         """Number of commits since the last synced one."""
-        self._wipe_again: float | None = None
+        self._next_wipe: float | None = None
         """Time of the next try to empty the log; None if it is empty."""
         self._thread = threading.Thread(target=self._work, name="journal", daemon=True)
         self._thread.start()
@@ -169,7 +169,7 @@ class JournalWriter:
 
         A reader in another process can prevent it: then later writes try again.
         """
-        due = self._wipe_again is not None and time.monotonic() >= self._wipe_again
+        due = self._next_wipe is not None and time.monotonic() >= self._next_wipe
         if not anew and not due:
             return
         execute, busy = self.connection.execute, 1
@@ -180,12 +180,12 @@ class JournalWriter:
                 (busy, *_) = execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
             finally:
                 execute(f"PRAGMA busy_timeout = {usual}")
-        if busy and self._wipe_again is None:
+        if busy and self._next_wipe is None:
             log.warning(
                 "%s-wal still has erased content, as a reader uses it; later writes try again",
                 self._path,
             )
-        self._wipe_again = time.monotonic() + _WIPE_INTERVAL if busy else None
+        self._next_wipe = time.monotonic() + _WIPE_INTERVAL if busy else None
 
     def _read(self, jobs: list[JournalJob]) -> None:
         outcomes: list[_Outcome] = []

@@ -69,19 +69,21 @@ class LeaseManager:
         self._last_message = (body.owner, body.number)
         # Set the cap first: the rest may wait, and must not undo a later message.
         self._sessions.admission.set_limit(body.limit, body.ttl)
-        held = set(body.held)
+        known = set(body.held)
         now = time.monotonic()
         for session in self._lease_index.leased:
-            if session.row.owner == body.owner and session.id in held:
+            if session.row.owner == body.owner and session.id in known:
                 session.lease_expires = now + self._ttl
 
         def unknown(session: RecordedSession) -> bool:
             if session.row.owner == body.owner:
-                return session.id not in held and session.lease_began + _CONFIRM_TIMEOUT < now
+                return session.id not in known and session.lease_began + _CONFIRM_TIMEOUT < now
             return not for_export(session.row)
 
-        if taken := await self._give_back(unknown):
-            log.info("took back %d leased sessions that their trainer does not know of", taken)
+        if number_taken := await self._give_back(unknown):
+            log.info(
+                "took back %d leased sessions that their trainer does not know of", number_taken
+            )
         return self.capacity()
 
     def capacity(self) -> Capacity:

@@ -84,14 +84,14 @@ class Group:
         return 0 if self.expired else self.size - len(self.members) - self.promised
 
     @property
-    def begun(self) -> bool:
+    def started(self) -> bool:
         """Whether the group ever had a member: then the slots are its own, and its time runs."""
         return bool(self.members or self.left)
 
     @property
     def unused(self) -> bool:
         """Whether the group never had a member and no open is on the way."""
-        return not (self.begun or self.promised or self.openers)
+        return not (self.started or self.promised or self.openers)
 
     @property
     def has_leased(self) -> bool:
@@ -187,12 +187,12 @@ class GroupBook:
     def unfilled(self, tenant: str | None) -> int:
         """Return the number of a tenant's groups that reserve slots for missing members."""
         mine = (group for group in self._by_id.values() if group.tenant == tenant)
-        return sum(group.begun and group.room > 0 for group in mine)
+        return sum(group.started and group.room > 0 for group in mine)
 
     def first_unfilled(self, limit: int) -> list[Unfilled]:
         """Return all tenants' unfilled groups that close first."""
         now = time.monotonic()
-        begun = [group for group in self._by_id.values() if group.begun and group.room > 0]
+        begun = [group for group in self._by_id.values() if group.started and group.room > 0]
         return [
             Unfilled(
                 group_id=group.id,

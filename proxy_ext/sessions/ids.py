@@ -119,7 +119,7 @@ class ArealIds:
         self._rank = rank
         self._recent: OrderedDict[str, TaskNumbers] = OrderedDict()
         self._used: WeakValueDictionary[str, TaskNumbers] = WeakValueDictionary()
-        """Also those that are no longer recent, while an open uses them."""
+        """All counters in use, those that are no longer recent included."""
 
     async def numbers_of(self, task: str) -> TaskNumbers:
         """Return the counter of a task."""

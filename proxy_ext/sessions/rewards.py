@@ -219,7 +219,7 @@ def _rewarded_interaction(session: RecordedSession, wanted: str | None) -> Inter
 
 
 def _choice_needed(completion: str) -> InvalidRequest:
-    """Of several choices each is an interaction of its own, and none is the call's answer."""
+    """Return the error for a call with several choices, each of which is its own interaction."""
     return InvalidRequest(
         f"completion {completion} has several choices, each with a reward of its own: name one by "
         f"its index, as completion_id {completion}.0",

@@ -73,7 +73,7 @@ class RecordedSession:
     lease_began: float = 0.0
     lease_expires: float = 0.0
     closing: bool = False
-    """It is being ended: new calls are refused, recordings of running ones are awaited."""
+    """The session is being ended: new calls are refused, running recordings are awaited."""
 
     def __post_init__(self) -> None:
         if self.opened == 0.0:
@@ -93,7 +93,7 @@ class RecordedSession:
 
     @property
     def tree(self) -> InteractionTree:
-        """Its interactions. They may be in the journal alone: `await sessions.load(session)` first,
+        """The interactions, perhaps in the journal alone: `await sessions.load(session)` first,
         and do not await in between, unless its lock is held or one of its calls is under way.
 
         RuntimeError if they are not in memory.

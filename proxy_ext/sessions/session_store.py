@@ -91,7 +91,7 @@ class SessionStore:
         self.conversations = ConversationIndex()
         self._tasks: set[asyncio.Task[None]] = set()
         self.ready = asyncio.Condition()
-        """Notified whenever a group may have closed."""
+        """A condition that is notified whenever a group may have closed."""
 
     # -- start ---------------------------------------------------------------------------------
 

@@ -26,13 +26,13 @@ STATES = {
     AWAITING: "takes no more calls; waits for its rewards until a deadline",
     FINALIZED: "waits to be trained on; its rewards can still be revised",
     LEASED: "handed to the trainer, or held by an export",
-    TRAINED: "an optimizer step used it, or whoever exported it trains on it elsewhere",
+    TRAINED: "an optimizer step used it, or it was exported to be trained on elsewhere",
     REJECTED: "never trained on; the reason says why",
     EVALUATED: "an eval session that is over",
     EXPIRED: "its time ran out",
     ABORTED: "thrown away by its owner",
 }
-"""What each state means."""
+"""The meaning of each state."""
 
 
 class Event(StrEnum):
@@ -164,19 +164,19 @@ EVENTS = {
     Event.RELEASE: StateRule(
         _SERVICE,
         "",
-        "takes it back: its lease ran out, or its holder has said (PUT /rl/v1/capacity) that it "
+        "takes it back: its lease ran out, or its owner reported (PUT /rl/v1/capacity) that it "
         "does not know of it",
         "lease_lost",
     ),
     Event.TRAIN: StateRule(
-        "its lease's holder",
+        "its lease's owner",
         "POST /rl/v1/ack",
         "ends it: an optimizer step used it; of what AReaL's `POST /export_trajectories` "
         "answered, at once",
         "lease_lost",
     ),
     Event.REJECT: StateRule(
-        "its lease's holder",
+        "its lease's owner",
         "POST /rl/v1/ack",
         "ends it: a step left it out, and says why",
         "lease_lost",
@@ -231,7 +231,7 @@ TRANSITIONS = (
     Transition(FINALIZED, Event.DISCARD, REJECTED),
     Transition(FINALIZED, Event.LEASE, LEASED, when=_LEASABLE),
     Transition(FINALIZED, Event.REPLAY, LEASED),
-    Transition(LEASED, Event.LEASE, LEASED, when="named by its holder"),
+    Transition(LEASED, Event.LEASE, LEASED, when="named by its lease's owner"),
     Transition(LEASED, Event.RELEASE, FINALIZED),
     Transition(LEASED, Event.TRAIN, TRAINED),
     Transition(LEASED, Event.REJECT, REJECTED),

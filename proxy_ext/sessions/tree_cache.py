@@ -30,7 +30,7 @@ class _Size(NamedTuple):
 
     recorded: int
     total: int
-    """With the caches that make the next calls quick."""
+    """The bytes including the caches that make the next calls quick."""
 
 
 _NOTHING = _Size(0, 0)

@@ -102,7 +102,7 @@ RULES: dict[tuple[str, str], RouteRule] = {
     (method, path): RouteRule(scopes, audited=note == _AUDITED)
     for (method, _, path), (scopes, note) in ((k.partition(" "), v) for k, v in _TABLE.items())
 }
-"""By method and path template."""
+"""The rules by method and path template."""
 
 LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
 """The routes that LiteLLM's own app answers, to every caller. Its debug, settings, key and UI

@@ -74,7 +74,7 @@ class TokenBucket:
         self._at = now
         return self._level
 
-    def take(self, amount: float, now: float) -> None:
+    def charge(self, amount: float, now: float) -> None:
         self._level = self.level(now) - amount
 
     def wait(self, wanted: float, now: float) -> float:
@@ -117,7 +117,7 @@ class TenantQuotas:
             return
         if wait := bucket.wait(1.0, now):
             raise self._exceeded("requests_per_second", tenant, limits.requests_per_second, wait)
-        bucket.take(1.0, now)
+        bucket.charge(1.0, now)
 
     def require_tokens(self, tenant: str | None) -> None:
         """Raise TooManyRequests while a tenant has overdrawn its tokens."""
@@ -138,7 +138,7 @@ class TenantQuotas:
         now = self._clock()
         bucket = self._bucket("tokens_per_second", tenant, limit, now)
         if bucket is not None:
-            bucket.take(number, now)
+            bucket.charge(number, now)
 
     def begin_open(self, tenant: str | None) -> None:
         """Count an open that starts; TooManyRequests if the tenant has as many as it may.

@@ -65,7 +65,7 @@ def test_who_may_is_what_the_scopes_say() -> None:
         "a tenant, the trainer, an admin": STARTERS,
         "the trainer, an admin": TRAINERS,
         "the trainer": frozenset({Scope.ADMIN, Scope.TRAINER}),
-        "its lease's holder": TRAINERS,
+        "its lease's owner": TRAINERS,
     }
     for rule in EVENTS.values():
         if rule.request:
