@@ -1,4 +1,8 @@
-"""The model families that are known by name: which models they are, what ends their turns."""
+"""The model families known by name: their model types and the tokens that end their turns.
+
+To add a family, add its row here, write its output grammar in `output/grammars/<family>.py`, and
+list that grammar in the tables of `output/grammars/__init__.py`.
+"""
 
 from __future__ import annotations
 
@@ -7,10 +11,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Family:
+    """One model family."""
+
     name: str
-    """As PyPI's ``renderers`` calls it; the output's grammar is chosen by it."""
+    """The name in PyPI's ``renderers``, by which the output grammar is chosen."""
     model_types: tuple[str, ...]
-    """``model_type`` of config.json."""
+    """The values of ``model_type`` in config.json."""
     stops: tuple[str, ...]
     """Tokens that end a turn, besides those of generation_config.json; the usual one first."""
 

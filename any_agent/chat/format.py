@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
-from any_agent.chat.format_variants import FormatVariants, render_key
+from any_agent.chat import format_probes as probes
 from any_agent.chat.message_validation import validate_messages, validate_tools
 from any_agent.chat.output.detokenizer import token_bytes_of
+from any_agent.chat.output.markers import TokenSpans
 from any_agent.chat.output.message import ParsedMessage
 from any_agent.chat.output.parser_factory import OutputParserFactory
-from any_agent.chat.output.stream_parser import StreamParser
-from any_agent.chat.output.text_parser import TextParser
-from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.chat.output.stream_parser import StreamParser, TextParser
 from any_agent.chat.prompt_renderer import PromptRenderer
 from any_agent.chat.template_kwargs import check_settings, effort_settings
 from any_agent.errors import AnyAgentError, InvalidRequest, TemplateError
@@ -22,8 +23,19 @@ from any_agent.types import BranchReason, IdArray, Message, Tool, plain_ids
 
 log = logging.getLogger(__name__)
 
-_TAIL = 64
-"""A generation prompt is shorter."""
+_MAX_GENERATION_PROMPT = 64
+"""Tokens; every generation prompt is shorter."""
+_MAX_VARIANTS = 32
+_PROBE: list[Message] = [
+    probes.SYSTEM,
+    probes.USER,
+    probes.REASONED,
+    probes.NEXT,
+    {**probes.REASONED, **probes.CALLED},
+    probes.result(1, "3"),
+    probes.TEXT,
+]
+_PROBES = (_PROBE, _PROBE[1:], _PROBE[:2], _PROBE[1:2], _PROBE[1:3])
 
 
 class ChatFormat:
@@ -33,48 +45,57 @@ class ChatFormat:
     """
 
     render_key: bytes = b""
-    """What tells a variant's conversations from those of the run's own settings; b"" where they
-    are written the same but for the generation prompt."""
+    """16 bytes that separate a variant's conversations from those of the run's own settings; b""
+    if at most the generation prompt differs."""
 
     def __init__(
         self,
         tokenizer: Any,
-        renderer: Any,
+        library_renderer: Any,
         stop_token_ids: Sequence[int],
-        writer: PromptRenderer,
+        renderer: PromptRenderer,
         *,
         name: str,
         keeps_thinking: bool = True,
     ) -> None:
         self.tokenizer = tokenizer
         self.name = name
-        """The family's, as PyPI's ``renderers`` calls it; "default" for any other."""
-        self.writer = writer
+        """The family's name in PyPI's ``renderers``; "default" for any other."""
+        self.renderer = renderer
         self.keeps_thinking = keeps_thinking
-        """Whether earlier reasoning stays in the context whatever the template does with it."""
+        """True if earlier reasoning stays in the context whatever the template does with it."""
         self.vocab_size = len(tokenizer)
         self.longest_token = max(map(len, tokenizer.get_vocab()))
-        """In characters: no text takes fewer tokens than its length over this."""
+        """Characters of the longest token; no text takes fewer tokens than its length over this."""
         self._token_texts: dict[int, str] = {}
         self.stop_token_ids: tuple[int, ...] = tuple(dict.fromkeys(stop_token_ids))
-        self._renderer = renderer
-        self._variants: FormatVariants[ChatFormat] = FormatVariants()
+        # typed: True and 1 are equal, and not the same to a template.
+        self._variants = lru_cache(maxsize=_MAX_VARIANTS, typed=True)(self._make_variant)
         self._added = frozenset(tokenizer.get_added_vocab().values())
         self._stop_set = frozenset(self.stop_token_ids)
-        self._reader = OutputParserFactory(
-            renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
+        self._parsers = OutputParserFactory(
+            library_renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
         )
         self._token_bytes = token_bytes_of(tokenizer, self.decode)
 
     def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
-        """The prompt's token ids, up to and with the generation prompt.
+        """Return the prompt's token ids, the generation prompt included.
 
         Raises:
             InvalidRequest: a message or tool has no valid shape.
             TemplateError: the template refuses it, or no tokenizer can encode it.
         """
         checked, checked_tools = validate_messages(messages), validate_tools(tools)
-        return plain_ids(self._template(lambda: self.writer.prompt_ids(checked, checked_tools)))
+        try:
+            return plain_ids(self.renderer.prompt_ids(checked, checked_tools))
+        except AnyAgentError:
+            raise
+        except Exception as e:
+            # Templates are foreign code: whatever one raises is about the request.
+            why = f"{type(e).__name__}: {e}"[:500].encode(errors="replace").decode()
+            raise TemplateError(
+                f"the chat template cannot render these messages: {why}", param="messages"
+            ) from e
 
     def bridge(
         self,
@@ -82,21 +103,21 @@ class ChatFormat:
         new_messages: list[Message],
         tools: list[Tool] | None,
         *,
-        said: Message | None = None,
+        answer: Message | None = None,
         prompt_tail: Sequence[int] | IdArray = (),
         past: Sequence[Message] = (),
     ) -> list[int] | None:
-        """The ids that follow a prompt and its output when these messages come next.
+        """Return the ids that follow a prompt and its output when these messages come next.
 
         They end the turn if the output does not (a truncated one), hold the new messages and
-        the next generation prompt, and are what the template writes there; its cost is that of
-        the new messages. ``said`` is the assistant's message as the caller has it, of which the
+        the next generation prompt, and are what the template writes there; the cost is that of
+        the new messages. ``answer`` is the assistant's message as the caller has it, of which the
         calls' ids and names are used. ``prompt_tail``: the prompt's last ids, for an output
         that was truncated after an opening which the prompt's end made. ``past``: the messages
-        before ``said``, in which some templates look for words (``/no_think``).
+        before ``answer``, in which some templates search for words (``/no_think``).
 
-        None where it is not proven what the template would write (:meth:`decline_reason`);
-        the caller then renders the whole anew.
+        None where it is not verified what the template would write (:meth:`decline_reason`);
+        the caller then renders the whole conversation anew.
 
         Raises:
             InvalidRequest: a new message or tool has no valid shape.
@@ -105,94 +126,100 @@ class ChatFormat:
             return None
         new, checked_tools = validate_messages(new_messages), validate_tools(tools)
         try:
-            (said,) = validate_messages([said]) if said is not None else (None,)
-            return self.writer.following_ids(
+            (answer,) = validate_messages([answer]) if answer is not None else (None,)
+            return self.renderer.following_ids(
                 plain_ids(output_ids),
                 new,
                 checked_tools,
-                said=said,
+                answer=answer,
                 prompt_tail=plain_ids(prompt_tail),
                 past=past,
             )
         except Exception as e:
-            # Whether the conversation can be rendered at all is for the whole to say.
-            log.debug("no bridge: %s: %s", type(e).__name__, e)
+            # Rendering the whole conversation decides whether the request is wrong.
+            log.debug("no exact continuation: %s: %s", type(e).__name__, e)
             return None
 
     def decline_reason(self, new_messages: list[Message]) -> BranchReason:
-        """Why :meth:`bridge` gave None: "thinking_stripped" or "template_declines"."""
+        """Return why :meth:`bridge` gave None: "thinking_stripped" or "template_declines"."""
         if self.keeps_thinking or not any(m.get("role") == "user" for m in new_messages):
             return "template_declines"
         return "thinking_stripped"
 
     def variant(self, settings: Mapping[str, Any]) -> ChatFormat:
-        """The same format under a call's own ``chat_template_kwargs``.
+        """Return the same format under a call's own ``chat_template_kwargs``.
 
         Raises:
-            InvalidRequest: a value that is no short plain one, or that the template refuses.
+            InvalidRequest: a value is not short and plain, or the template refuses it.
             UnsupportedParameter: the template has no such setting.
         """
-        checked = check_settings(settings, self.writer.known_settings)
-        own = self.writer.settings
-        if all(name in own and own[name] is value for name, value in checked):
+        checked = check_settings(settings, self.renderer.known_settings)
+        own = self.renderer.settings
+        if all(name in own and own[name] is value for name, value in checked.items()):
             return self
-
-        def make() -> ChatFormat:
-            made = copy.copy(self)
-            made.writer = self.writer.with_settings(dict(checked))
-            made.render_key = render_key(self.writer, made.writer, checked)
-            return made
-
         try:
-            return self._variants.get(checked, make)
+            return self._variants(**checked)
         except Exception as e:
             why = str(e)[:500].encode(errors="replace").decode()
             raise InvalidRequest(
                 f"chat_template_kwargs are refused: {why}", param="chat_template_kwargs"
             ) from e
 
+    def _make_variant(self, /, **settings: Any) -> ChatFormat:
+        made = copy.copy(self)
+        made.renderer = self.renderer.with_settings(settings)
+        if any(
+            _render_probe(self.renderer, probe, tools) != _render_probe(made.renderer, probe, tools)
+            for probe in _PROBES
+            for tools in (None, probes.TOOLS)
+        ):
+            key = repr(tuple(settings.items())).encode()
+            made.render_key = hashlib.blake2b(key, digest_size=16).digest()
+        return made
+
     def effort_kwargs(self, effort: str) -> Mapping[str, Any]:
-        """``reasoning_effort`` as settings for :meth:`variant`; {} where there is no such control.
+        """Return ``reasoning_effort`` as settings for :meth:`variant`; {} without such a control.
 
         Raises:
             InvalidRequest: there is no such effort.
         """
-        return effort_settings(effort, self.writer.known_settings, self.writer.settings)
+        return effort_settings(effort, self.renderer.known_settings, self.renderer.settings)
 
     def forced_call_ids(self, prompt_ids: Sequence[int] | IdArray, name: str) -> list[int] | None:
-        """The ids that, put after this prompt, make the model call that tool ("": any one).
+        """Return the ids that, after this prompt, make the model call that tool ("": any one).
 
         An open reasoning block is closed first. None where no such text is known for the family,
         or the name spells a special token.
         """
         if not self._added.isdisjoint(self.encode(name, special=False)):
             return None
-        text = self._reader.open_call(plain_ids(prompt_ids[-_TAIL:]), name or None)
+        tail = plain_ids(prompt_ids[-_MAX_GENERATION_PROMPT:])
+        text = self._parsers.open_call(tail, name or None)
         return None if text is None else self.encode(text, special=False)
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
-        """Return whether the prompt has opened the answer's reasoning."""
-        return self._reader.ends_in_reasoning(prompt_ids)
+        """Return True if the prompt has opened the answer's reasoning."""
+        return self._parsers.ends_in_reasoning(prompt_ids)
 
     def text_or_calls(
         self, prompt_ids: Sequence[int] | IdArray, text: Mapping[str, Any], names: Sequence[str]
     ) -> dict[str, Any] | None:
-        """A structural tag for an answer to this prompt that has a form, or calls these tools.
+        """Return a structural tag for an answer that is a text of a form, or calls these tools.
 
         Reasoning that the prompt has opened comes first, and is free. ``text``: the form, as a
         part of a structural tag (`json_schema`, `regex`). None where a call of this family could
-        not be told from a text.
+        not be distinguished from a text.
         """
-        return self._reader.text_or_calls(prompt_ids, dict(text), names)
+        return self._parsers.text_or_calls(prompt_ids, dict(text), names)
 
     @property
     def spans(self) -> TokenSpans:
-        """Which of an output's tokens are reasoning, and which are text."""
-        return self._reader.spans
+        """The function that locates an output's reasoning tokens and text tokens."""
+        return self._parsers.spans
 
     def one_call_stop_ids(self) -> tuple[int, ...] | None:
-        """The tokens after which one call is whole; None if no one token says so."""
-        return self._reader.one_call_stop_ids
+        """Return the tokens after which one call is complete; None if no single token ends it."""
+        return self._parsers.one_call_stop_ids
 
     def parse(
         self,
@@ -201,13 +228,13 @@ class ChatFormat:
         prompt_ids: Sequence[int] | IdArray,
         tools: list[Tool] | None,
     ) -> ParsedMessage:
-        """Text, reasoning and tool calls of one output; calls only if the request had tools.
+        """Return text, reasoning and tool calls of one output; calls only if the request had tools.
 
         Text ends at the first stop token. A call is what named a tool, truncated or not.
         """
         parser = self.stream_parser(prompt_ids=prompt_ids, tools=tools, stop=())
         parser.feed(plain_ids(output_ids))
-        return parser.finish(matched_stop=None)[1]
+        return parser.finish()[1]
 
     def stream_parser(
         self,
@@ -218,27 +245,27 @@ class ChatFormat:
         forced: Sequence[int] = (),
         call_seed: bytes = b"",
     ) -> StreamParser:
-        """A parser for one output as it is sampled; the text ends before a stop string.
+        """Return a parser for one output as it is sampled; the text ends before a stop string.
 
-        ``forced``: the prompt's last tokens, which begin a call: they are read as output.
-        ``call_seed``: answers of different ones have different ids of calls.
+        ``forced``: the prompt's last tokens, which begin a call and are parsed as output.
+        ``call_seed``: answers with different seeds have different ids of calls.
         """
-        return self._reader.parser(prompt_ids, tools, stop, forced, call_seed)
+        return self._parsers.parser(prompt_ids, tools, stop, forced, call_seed)
 
     def text_parser(self, stop: tuple[str, ...]) -> StreamParser:
-        """A parser for an output that is plain text, as a legacy completion's."""
-        return TextParser(self._reader.detokenisers(), self._stop_set, stop)
+        """Return a parser for an output that is plain text, as a legacy completion's."""
+        return TextParser(self._parsers.new_detokenizer(), self._stop_set, stop)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
-        """The ids of a text; ``special``: with those that the tokenizer puts around one."""
+        """Return the ids of a text; ``special``: with those that the tokenizer puts around one."""
         return plain_ids(self.tokenizer.encode(text, add_special_tokens=special))
 
     def token_bytes(self, token_id: int) -> bytes:
-        """One token's bytes, also where they are a part of a character."""
+        """Return one token's bytes, even if they are a part of a character."""
         return self._token_bytes(token_id)
 
     def decode(self, ids: Sequence[int] | IdArray) -> str:
-        """The text of token ids, special tokens spelled out."""
+        """Return the text of token ids, special tokens spelled out."""
         return str(
             self.tokenizer.decode(
                 plain_ids(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -246,20 +273,17 @@ class ChatFormat:
         )
 
     def token_text(self, token_id: int) -> str:
-        """One token's text by itself; part of a character shows as the replacement character."""
+        """Return one token's text; a part of a character shows as the replacement character."""
         text = self._token_texts.get(token_id)
         if text is None:
             text = self._token_texts[token_id] = self.decode([token_id])
         return text
 
-    def _template(self, render: Callable[[], Any]) -> Any:
-        """The boundary to foreign code: whatever a template raises is about the request."""
-        try:
-            return render()
-        except AnyAgentError:
-            raise
-        except Exception as e:
-            why = f"{type(e).__name__}: {e}"[:500].encode(errors="replace").decode()
-            raise TemplateError(
-                f"the chat template cannot render these messages: {why}", param="messages"
-            ) from e
+
+def _render_probe(
+    renderer: PromptRenderer, probe: list[Message], tools: list[Tool] | None
+) -> list[int] | str:
+    try:
+        return renderer.prompt_ids(probe, tools, generation=False)
+    except Exception as e:
+        return f"{type(e).__name__}: {e}"

@@ -1,19 +1,21 @@
-"""Finding a model's tokenizer and renderer, and proving that they agree."""
+"""Loading of chat formats: find a model's tokenizer and renderer, and check that they agree."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from functools import cache, wraps
+from functools import cache, lru_cache, wraps
+from os import PathLike
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from any_agent.chat.bridge import example_roles
+from any_agent.chat.bridge import TemplateRenderer
+from any_agent.chat.bridge_probes import CONTINUATION_EXAMPLES
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
-from any_agent.chat.prompt_renderer import LibraryRenderer, PromptRenderer, TemplateRenderer
+from any_agent.chat.prompt_renderer import LibraryRenderer, PromptRenderer
 from any_agent.chat.template import ChatTemplate
 from any_agent.chat.tool_visibility import tool_visibility
 from any_agent.errors import ConfigError
@@ -21,13 +23,13 @@ from any_agent.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
-_Where: TypeAlias = Literal["folder", "hub", "cache"]
-"""Where a model's small files are: in its folder, on the Hugging Face hub, or, if anywhere, in what
-was fetched from there before."""
+_Location: TypeAlias = Literal["folder", "hub", "cache"]
+"""The place of a model's small files: its folder, the Hugging Face hub, or the local cache of
+files fetched from the hub before."""
 
 
 class RendererMismatch(ConfigError):
-    """The renderer that was named writes otherwise than the model's own template."""
+    """The configured renderer writes another prompt than the model's own template."""
 
 
 def load_chat_format(
@@ -38,16 +40,16 @@ def load_chat_format(
     thinking_retention: str = "all",
     trust_remote_code: bool = False,
 ) -> ChatFormat:
-    """The chat format of a local model directory, or of a name on the Hugging Face hub.
+    """Load the chat format of a local model directory, or of a name on the Hugging Face hub.
 
     Settings and errors are those of :func:`chat_format_of`.
     """
-    _require_known(thinking_retention)
+    _check_retention(thinking_retention)
     local = Path(model_path).is_dir()
     tokenizer = _load_tokenizer(model_path, local=local, trust_remote_code=trust_remote_code)
-    where: _Where = "folder" if local else "hub"
-    own = _Loading(model_path, tokenizer, enable_thinking, thinking_retention)
-    return _format(own, where, renderer)
+    location: _Location = "folder" if local else "hub"
+    model = _LoadedModel(model_path, tokenizer, enable_thinking, thinking_retention)
+    return _make_format(model, location, renderer)
 
 
 def chat_format_of(
@@ -57,34 +59,67 @@ def chat_format_of(
     enable_thinking: bool | None = False,
     thinking_retention: str = "all",
 ) -> ChatFormat:
-    """The chat format of a tokenizer of transformers, whose model's other files are where it came
-    from, if they are on this machine.
+    """Make the chat format of a tokenizer of transformers.
 
-    ``auto`` writes with the tokenizer's own chat template, and knows the family by name where
-    PyPI's ``renderers`` agrees with it; without a template it writes with the family's
+    The model's other files are read from where the tokenizer came from, if they are on this
+    machine. ``auto`` writes with the tokenizer's own chat template, and knows the family by name
+    where PyPI's ``renderers`` agrees with it; without a template it writes with the family's
     renderer. Any other ``renderer`` is one of these, by name, and writes itself; ``default``
-    is the template of no known family.
-    ``enable_thinking`` None leaves it to the template. ``thinking_retention``: ``all`` keeps
-    earlier reasoning in the context, so that every turn continues exactly; ``tool_cycle`` ends
-    the exact continuation at a new user message, as the Qwen3 template would; ``template``
-    ends it wherever the template takes reasoning out.
+    is the template of no known family. ``enable_thinking`` None leaves it to the template.
+    ``thinking_retention``: ``all`` keeps earlier reasoning in the context, so that every turn
+    continues exactly; ``tool_cycle`` ends the exact continuation at a new user message, as the
+    Qwen3 template would; ``template`` ends it wherever the template takes reasoning out.
 
     Raises:
         ConfigError: no such path, no tokenizer, no template, or one that cannot be rendered.
     """
-    _require_known(thinking_retention)
+    _check_retention(thinking_retention)
     path = str(getattr(tokenizer, "name_or_path", "") or "(a tokenizer without a path)")
-    own = _Loading(path, tokenizer, enable_thinking, thinking_retention)
-    return _format(own, "folder" if Path(path).is_dir() else "cache", renderer)
+    model = _LoadedModel(path, tokenizer, enable_thinking, thinking_retention)
+    return _make_format(model, "folder" if Path(path).is_dir() else "cache", renderer)
+
+
+def chat_format_for(
+    tokenizer: ChatFormat | str | PathLike[str] | Any,
+    *,
+    renderer: str = "auto",
+    enable_thinking: bool | None = None,
+    thinking_retention: Literal["all", "tool_cycle", "template"] = "all",
+) -> ChatFormat:
+    """Return a cached chat format; loading one takes a second.
+
+    ``tokenizer`` is a tokenizer of transformers, or the path or hub name of one; a chat format is
+    returned as it is. Settings and errors are those of :func:`chat_format_of`.
+    """
+    if isinstance(tokenizer, ChatFormat):
+        return tokenizer
+    settings = (renderer, enable_thinking, thinking_retention)
+    if isinstance(tokenizer, str | PathLike):
+        return _cached_format(str(tokenizer), None, *settings)
+    template = getattr(tokenizer, "chat_template", None)
+    # A template may be set on it later; some models have several, by name.
+    key = template if isinstance(template, str | None) else repr(template)
+    return _cached_format(tokenizer, key, *settings)
+
+
+@lru_cache(maxsize=8)
+def _cached_format(
+    tokenizer: Any, template: str | None, renderer: str, thinking: bool | None, retention: str
+) -> ChatFormat:
+    """Load by path or make of a tokenizer; ``template`` is a part of the cache's key only."""
+    load = load_chat_format if isinstance(tokenizer, str) else chat_format_of
+    return load(
+        tokenizer, renderer=renderer, enable_thinking=thinking, thinking_retention=retention
+    )
 
 
 def load_hf_tokenizer(path: str) -> Any:
-    """The tokenizer of a local model folder, or of a name on the Hugging Face hub.
+    """Load the tokenizer of a local model folder, or of a name on the Hugging Face hub.
 
     It pads with its end-of-sequence token where the model names no other. Its
     ``apply_chat_template`` returns the list of token ids, as a request takes it and ``decode``
-    reads it; transformers' mapping with a mask beside them is ``return_dict=True``. Raises
-    ConfigError where there is none.
+    reads it; ``return_dict=True`` gives transformers' mapping with a mask beside them. Raises
+    ConfigError where there is no tokenizer.
     """
     tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
     if tokenizer.pad_token_id is None:
@@ -95,9 +130,9 @@ def load_hf_tokenizer(path: str) -> Any:
 
 @cache
 def _with_lists(base: Any) -> Any:
-    """A tokenizer's class whose ``apply_chat_template`` returns lists where it is not told.
+    """Return a tokenizer class whose ``apply_chat_template`` returns lists by default.
 
-    It has its base's name, which transformers writes into a saved tokenizer's files.
+    The class has its base's name, which transformers writes into a saved tokenizer's files.
     """
 
     @wraps(base.apply_chat_template)
@@ -114,25 +149,25 @@ def _with_lists(base: Any) -> Any:
 
 
 def _blank(base: Any) -> Any:
-    """A tokenizer of such a class, without its state."""
+    """Return a tokenizer of such a class, without its state."""
     made = _with_lists(base)
     return made.__new__(made)
 
 
-def _require_known(thinking_retention: str) -> None:
+def _check_retention(thinking_retention: str) -> None:
     if thinking_retention not in ("all", "tool_cycle", "template"):
         raise ConfigError(
             f"thinking_retention is {thinking_retention!r}: use all, tool_cycle or template"
         )
 
 
-def _format(own: _Loading, where: _Where, renderer: str) -> ChatFormat:
-    model_path, tokenizer = own.path, own.tokenizer
+def _make_format(model: _LoadedModel, location: _Location, renderer: str) -> ChatFormat:
+    model_path, tokenizer = model.path, model.tokenizer
     if renderer == "auto":
-        name, made = own.known_family(_family(tokenizer, model_path, where))
+        name, library = model.known_family(_family(tokenizer, model_path, location))
     else:
-        name, made = renderer, own.renderer(renderer)
-        if difference := own.difference(made):
+        name, library = renderer, model.renderer(renderer)
+        if difference := model.difference(library):
             raise RendererMismatch(
                 f"{model_path}: renderer {name} {difference}. Set the renderer of this "
                 "model's family, or renderer: default for its own template"
@@ -140,37 +175,37 @@ def _format(own: _Loading, where: _Where, renderer: str) -> ChatFormat:
     family = BY_NAME.get(name)
     vocab = tokenizer.get_vocab()
     named = [vocab[token] for token in (family.stops if family else ()) if token in vocab]
-    stops = [*named, *made.get_stop_token_ids(), *_generation_stops(model_path, where)]
-    writer: PromptRenderer
-    if own.template is not None and (renderer == "auto" or name == "default"):
-        writer = TemplateRenderer(
-            own.template,
+    stops = [*named, *library.get_stop_token_ids(), *_generation_stops(model_path, location)]
+    prompts: PromptRenderer
+    if model.template is not None and (renderer == "auto" or name == "default"):
+        prompts = TemplateRenderer(
+            model.template,
             tuple(dict.fromkeys(stops)),
-            retention=own.retention,
-            may_think=own.enable_thinking is not False,
+            retention=model.retention,
+            may_think=model.enable_thinking is not False,
         )
     else:
-        writer = LibraryRenderer(tokenizer, made, stops)
+        prompts = LibraryRenderer(tokenizer, library, stops)
     chat = ChatFormat(
-        tokenizer, made, stops, writer, name=name, keeps_thinking=own.retention == "all"
+        tokenizer, library, stops, prompts, name=name, keeps_thinking=model.retention == "all"
     )
-    showing = tool_visibility(chat)
-    if not showing.tools:
+    visibility = tool_visibility(chat)
+    if not visibility.tools:
         log.info(
             "%s: the chat template shows no tools; requests with tools are %s",
             model_path,
-            "taken for their calls to be read" if showing.calls else "refused",
+            "accepted, and calls are parsed" if visibility.calls else "refused",
         )
-    for n, (what, roles) in enumerate(example_roles().items()):
-        if refused := writer.prove(**roles).refused:
+    for n, (case, roles) in enumerate(CONTINUATION_EXAMPLES.items()):
+        if refusal := prompts.check_continuation(**roles).refusal:
             # Without the first no conversation is continued; the others not every template has.
             level = logging.INFO if n else logging.WARNING
-            log.log(level, "%s: no exact continuation for %s: %s", model_path, what, refused)
+            log.log(level, "%s: no exact continuation for %s: %s", model_path, case, refusal)
     return chat
 
 
-class _Loading:
-    """One tokenizer with its template, if it has one, and what ``renderers`` makes of it."""
+class _LoadedModel:
+    """One tokenizer with its template, if it has one, and the renderers that fit it."""
 
     def __init__(
         self, path: str, tokenizer: Any, enable_thinking: bool | None, retention: str
@@ -198,30 +233,30 @@ class _Loading:
             raise ConfigError(f"the chat template of {self.path} cannot be read: {e}") from e
 
     def known_family(self, name: str) -> tuple[str, Any]:
-        """The family's name and renderer where it agrees with the template, else the default."""
+        """Return the family's name and renderer if they match the template, else the default."""
         family = BY_NAME.get(name)
         vocab = self.tokenizer.get_vocab()
         if name == "default" or (family and any(t not in vocab for t in family.stops[:1])):
             return "default", self._default()
         try:
-            made = self.renderer(name)
+            library = self.renderer(name)
         except ConfigError as e:
             if self.template is None:
                 raise
-            # Its vocabulary is elsewhere, for one; the template is here.
+            # The renderer may need a vocabulary that is not here; the template is.
             log.info("%s: %s; its chat template is used", self.path, e)
             return name, self._default()
-        difference = self.difference(made)
+        difference = self.difference(library)
         if difference is None:
-            return name, made
+            return name, library
         log.warning("%s: renderer %s: %s; using the chat template", self.path, name, difference)
         return "default", self._default()
 
     def _default(self) -> Any:
-        made = self.renderer("default")
-        if difference := self.difference(made):
+        library = self.renderer("default")
+        if difference := self.difference(library):
             raise ConfigError(f"{self.path}: renderer default {difference}")
-        return made
+        return library
 
     def renderer(self, name: str) -> Any:
         if name == "default" and self.template is None:
@@ -231,8 +266,8 @@ class _Loading:
             )
         return _make(self.tokenizer, name, self.enable_thinking, self.retention)
 
-    def difference(self, made: Any) -> str | None:
-        return _difference(self.tokenizer, self.template, made)
+    def difference(self, renderer: Any) -> str | None:
+        return _difference(self.tokenizer, self.template, renderer)
 
 
 def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) -> Any:
@@ -252,7 +287,7 @@ def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) ->
     return tokenizer
 
 
-def _family(tokenizer: Any, model_path: str, where: _Where) -> str:
+def _family(tokenizer: Any, model_path: str, location: _Location) -> str:
     from renderers.base import MODEL_RENDERER_MAP
 
     by_name = MODEL_RENDERER_MAP.get(model_path) or MODEL_RENDERER_MAP.get(
@@ -260,10 +295,10 @@ def _family(tokenizer: Any, model_path: str, where: _Where) -> str:
     )
     if by_name is not None:
         return str(by_name)
-    model_type = _read_config(model_path, "config.json", where).get("model_type")
+    model_type = _read_config(model_path, "config.json", location).get("model_type")
     name = BY_MODEL_TYPE.get(str(model_type), "default")
     if name == "deepseek-v3" and "<think>" in str(getattr(tokenizer, "chat_template", "")):
-        # One model type; R1's template opens the reasoning itself.
+        # R1 has V3's model type, but its template opens the reasoning itself.
         return "deepseek-r1"
     return name
 
@@ -291,12 +326,12 @@ def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_rete
 
 
 def _difference(tokenizer: Any, template: ChatTemplate | None, renderer: Any) -> str | None:
-    """What is wrong with a first turn rendered by this renderer; None if nothing is."""
-    is_template = renderer.config.name == "default"
+    """Return what is wrong with a first turn by this renderer; None if nothing is."""
     if template is None:
         return None
+    is_template = renderer.config.name == "default"
     if "date_string" in template.known_settings:
-        # Both would write today's date, or one of them a date of its own.
+        # Both would write today's date, or one of them a fixed date.
         dated = {**template.settings, "date_string": getattr(renderer.config, "date_string", None)}
         template = template.with_settings(dated)
     rendered = 0
@@ -322,16 +357,16 @@ def _difference(tokenizer: Any, template: ChatTemplate | None, renderer: Any) ->
     return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 
 
-def _generation_stops(model_path: str, where: _Where) -> list[int]:
-    """The end tokens of generation_config.json, where a model keeps more than one."""
-    eos = _read_config(model_path, "generation_config.json", where).get("eos_token_id")
+def _generation_stops(model_path: str, location: _Location) -> list[int]:
+    """Return the end tokens of generation_config.json, where a model lists more than one."""
+    eos = _read_config(model_path, "generation_config.json", location).get("eos_token_id")
     values = eos if isinstance(eos, list) else [eos]
     return [i for i in values if isinstance(i, int)]
 
 
-def _read_config(model_path: str, name: str, where: _Where) -> dict[str, Any]:
+def _read_config(model_path: str, name: str, location: _Location) -> dict[str, Any]:
     path: str | Path | None = None
-    if where == "folder":
+    if location == "folder":
         path = Path(model_path) / name
     elif _HUB_NAME.fullmatch(model_path):
         from transformers.utils import cached_file
@@ -339,7 +374,7 @@ def _read_config(model_path: str, name: str, where: _Where) -> dict[str, Any]:
         path = cached_file(
             model_path,
             name,
-            local_files_only=where == "cache",
+            local_files_only=location == "cache",
             _raise_exceptions_for_missing_entries=False,
         )
     try:

@@ -1,4 +1,4 @@
-"""Checking an agent's messages and tools, and the form in which the renderers take them."""
+"""Validation of an agent's messages and tools, and their conversion to the renderers' form."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ _MEDIA = {"image_url", "image", "input_image", "input_audio", "audio", "video", 
 
 
 def validate_messages(messages: Any) -> list[Message]:
-    """The messages in the renderers' form: string contents, no developer role, known fields.
+    """Return the messages in the renderers' form: string contents, no developer role, known fields.
 
     Raises:
-        InvalidRequest: naming the index and the field that is wrong.
-        TemplateError: for text that no tokenizer takes (lone surrogates).
+        InvalidRequest: names the index and the field that is wrong.
+        TemplateError: a text has lone surrogates, which no tokenizer takes.
     """
     if not isinstance(messages, list) or not messages:
         raise InvalidRequest("messages must be a list with at least one message", param="messages")
@@ -24,10 +24,10 @@ def validate_messages(messages: Any) -> list[Message]:
 
 
 def validate_tools(tools: Any) -> list[Tool] | None:
-    """The tools as they are, None for none.
+    """Return the tools as they are, None for none.
 
     Raises:
-        InvalidRequest: naming the index and the field that is wrong.
+        InvalidRequest: names the index and the field that is wrong.
     """
     if tools is None or tools == []:
         return None
@@ -43,7 +43,7 @@ def validate_tools(tools: Any) -> list[Tool] | None:
 
 
 def text_of(content: Any) -> str | None:
-    """Plain text or a list of text parts as one string; None for anything else."""
+    """Return plain text or a list of text parts as one string; None for anything else."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, list):

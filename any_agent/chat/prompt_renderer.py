@@ -1,4 +1,4 @@
-"""What writes prompts and what follows an answer: a model's template, or one of `renderers`."""
+"""The interface that renders prompts and continuations, and its form by PyPI's ``renderers``."""
 
 from __future__ import annotations
 
@@ -6,14 +6,12 @@ from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, Protocol
 
-from any_agent.chat.bridge import Proof, TemplateBridge
-from any_agent.chat.template import ChatTemplate
-from any_agent.chat.template_kwargs import SWITCHES
+from any_agent.chat.bridge import ContinuationCheck
 from any_agent.types import Message, Tool
 
 
 class PromptRenderer(Protocol):
-    """Messages, already validated, to token ids. Thread-safe."""
+    """Renders messages, already validated, to token ids. Thread-safe."""
 
     @property
     def known_settings(self) -> frozenset[str]:
@@ -23,16 +21,16 @@ class PromptRenderer(Protocol):
     def settings(self) -> Mapping[str, Any]: ...
 
     @property
-    def keeps_spellings(self) -> bool:
-        """Whether special tokens that a text only spells stay plain text."""
+    def escapes_special_tokens(self) -> bool:
+        """True if special tokens that a text only spells stay plain text."""
 
     def with_settings(self, settings: Mapping[str, Any]) -> PromptRenderer:
-        """The same with some settings changed; ValueError if it takes no such value."""
+        """Return a renderer with some settings changed; ValueError for a value it refuses."""
 
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
     ) -> list[int]:
-        """A whole conversation, with the generation prompt unless told otherwise."""
+        """Render a whole conversation, by default with the generation prompt."""
 
     def following_ids(
         self,
@@ -40,88 +38,25 @@ class PromptRenderer(Protocol):
         new: list[Message],
         tools: list[Tool] | None,
         *,
-        said: Message | None,
+        answer: Message | None,
         prompt_tail: Sequence[int],
         past: Sequence[Message] = (),
     ) -> list[int] | None:
-        """What follows an output when these messages come next; None where it is not known."""
+        """Return what follows an output when these messages come next; None if unknown."""
 
-    def prove(self, roles: Sequence[str], *, calls: int = 0, tools: bool = False) -> Proof:
-        """Whether messages of these roles, after an answer with so many calls, are continued."""
-
-
-class TemplateRenderer:
-    """By the tokenizer's own chat template, which every engine would use as well."""
-
-    def __init__(
-        self,
-        template: ChatTemplate,
-        stop_ids: Sequence[int],
-        *,
-        retention: str,
-        may_think: bool = True,
-    ) -> None:
-        """``may_think`` False: there is no reasoning that the template could take out."""
-        self._template = template
-        self._stop_ids = stop_ids
-        self._retention = retention
-        self._may_think = may_think
-
-    @cached_property
-    def _bridge(self) -> TemplateBridge:
-        nothing_to_take = self._retention == "template" and not self._may_think
-        retention = "all" if nothing_to_take else self._retention
-        return TemplateBridge(self._template, self._stop_ids, retention=retention)
-
-    @property
-    def known_settings(self) -> frozenset[str]:
-        return self._template.known_settings
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self._template.settings
-
-    @property
-    def keeps_spellings(self) -> bool:
-        return self._template.keeps_spellings
-
-    def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
-        template = self._template.with_settings({**self.settings, **settings})
-        may_think = self._may_think or any(settings.get(name) for name in SWITCHES)
-        return TemplateRenderer(
-            template, self._stop_ids, retention=self._retention, may_think=may_think
-        )
-
-    def prompt_ids(
-        self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
-    ) -> list[int]:
-        return self._template.ids(messages, tools, generation=generation)
-
-    def following_ids(
-        self,
-        output_ids: Sequence[int],
-        new: list[Message],
-        tools: list[Tool] | None,
-        *,
-        said: Message | None,
-        prompt_tail: Sequence[int],
-        past: Sequence[Message] = (),
-    ) -> list[int] | None:
-        return self._bridge.following_ids(
-            output_ids, new, tools, said=said, prompt_tail=prompt_tail, past=past
-        )
-
-    def prove(self, roles: Sequence[str], *, calls: int = 0, tools: bool = False) -> Proof:
-        return self._bridge.prove(roles, calls=calls, tools=tools)
+    def check_continuation(
+        self, roles: Sequence[str], *, calls: int = 0, tools: bool = False
+    ) -> ContinuationCheck:
+        """Check if messages of these roles, after an answer with ``calls``, are continued."""
 
 
 class LibraryRenderer:
-    """By one of PyPI's ``renderers``, where it was asked for or there is no template.
+    """Renders by one of PyPI's ``renderers``, if it was configured or there is no template.
 
     Special tokens spelled in a text become control tokens here: it encodes texts itself.
     """
 
-    keeps_spellings = False
+    escapes_special_tokens = False
 
     def __init__(
         self,
@@ -140,7 +75,7 @@ class LibraryRenderer:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """The end of a prompt."""
+        """The last ids of a prompt."""
         return self.prompt_ids([{"role": "user", "content": "ok"}], None)[-16:]
 
     def with_settings(self, settings: Mapping[str, Any]) -> LibraryRenderer:
@@ -164,36 +99,38 @@ class LibraryRenderer:
         new: list[Message],
         tools: list[Tool] | None,
         *,
-        said: Message | None,
+        answer: Message | None,
         prompt_tail: Sequence[int],
         past: Sequence[Message] = (),
     ) -> list[int] | None:
-        """By the family's own bridge.
+        """Return the ids that the family's own bridge writes.
 
-        It declines what it would not have written itself, such as a turn that ended inside its
-        reasoning. What follows a turn that did end is the same whatever was in it, so there it is
-        taken from a turn of nothing but that end.
+        The bridge declines what it would not have written itself, such as a turn that ended inside
+        its reasoning. What follows a turn that did end is the same whatever was in it, so there it
+        is taken from a turn of nothing but that end.
         """
         before = [int(i) for i in prompt_tail] or self._opening
         output = [int(i) for i in output_ids]
-        new = _named(new, said)
         ended = bool(output) and output[-1] in self._stops
         seen = output[-1:] if ended else output
+        new = _with_tool_names(new, answer)
         rendered = self._renderer.bridge_to_next_turn(before, seen, new, tools=tools)
         ids = [] if rendered is None else list(rendered.token_ids)
         if ids[: len(before) + len(seen)] != before + seen:
             return None
         return ids[len(before) + len(seen) :] or None
 
-    def prove(self, roles: Sequence[str], *, calls: int = 0, tools: bool = False) -> Proof:
+    def check_continuation(
+        self, roles: Sequence[str], *, calls: int = 0, tools: bool = False
+    ) -> ContinuationCheck:
         if "assistant" in roles or "calling" in roles:
-            return Proof("the renderer continues with no answer that was not sampled")
-        return Proof(None)
+            return ContinuationCheck("the renderer continues with no answer that was not sampled")
+        return ContinuationCheck(None)
 
 
-def _named(new: list[Message], said: Message | None) -> list[Message]:
-    """Tools' results with their tools' names, which some families write."""
-    names = {c.get("id"): c["function"]["name"] for c in (said or {}).get("tool_calls") or ()}
+def _with_tool_names(new: list[Message], answer: Message | None) -> list[Message]:
+    """Add to tools' results their tools' names, which some families write."""
+    names = {c.get("id"): c["function"]["name"] for c in (answer or {}).get("tool_calls") or ()}
     return [
         {**m, "name": names[m["tool_call_id"]]}
         if m["role"] == "tool" and "name" not in m and m.get("tool_call_id") in names

@@ -1,4 +1,4 @@
-"""An answer's reasoning, wherever a framework keeps it."""
+"""Extraction of an answer's reasoning, in whatever field a framework puts it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ _THINKING = re.compile(r"\s*<think>(.*?)</think>", re.DOTALL)
 
 
 def split_thinking(text: str) -> tuple[str, str]:
-    """The reasoning that a content begins with (`<think>...</think>`), and the rest."""
+    """Split a content into its leading reasoning (`<think>...</think>`) and the rest."""
     match = _THINKING.match(text)
     return (match[1], text[match.end() :]) if match is not None else ("", text)
 
 
 def reasoning_of(message: Any) -> str:
-    """A message's reasoning without white space around it, "" for none."""
+    """Return a message's reasoning without white space around it, "" for none."""
     if not isinstance(message, dict):
         return ""
     for field in _FIELDS:

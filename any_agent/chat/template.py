@@ -6,15 +6,18 @@ import contextlib
 import json
 import re
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
+from any_agent.chat.message_validation import text_of
 from any_agent.chat.special_token_escape import SpecialTokenEscaper
 from any_agent.types import Message, Tool
 
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
-"""What every template is given; the other names that it reads are settings."""
+"""Names that every template gets; the other names that it reads are settings."""
+_MAX_SWITCH_WORDS = 128
+_SWITCH_ROLES = ("system", "developer", "user")
 _OWN_TAGS = re.compile(r"\{%-?\s*(end)?generation\s*-?%\}")
 
 
@@ -30,48 +33,48 @@ class ChatTemplate:
         self._encode = _encoder(tokenizer)
         self.added: dict[str, int] = dict(tokenizer.get_added_vocab())
         """Tokens that text is split at before anything else, with their ids."""
-        spelled = SpecialTokenEscaper(self.added)
-        self._spelled = spelled if self._can_break(spelled) else None
-        self._write_calls = self._find_dialect()
+        escaper = SpecialTokenEscaper(self.added)
+        self._escaper = escaper if self._can_escape(escaper) else None
+        self._convert_calls = self._find_call_format()
 
     def with_settings(self, settings: Mapping[str, Any]) -> ChatTemplate:
-        """The same template with other settings, sharing what does not depend on them."""
+        """Return this template with other settings, sharing what does not depend on them."""
         other = object.__new__(ChatTemplate)
         other.__dict__.update(self.__dict__)
         other.settings = dict(settings)
         return other
 
     @property
-    def keeps_spellings(self) -> bool:
-        """Whether special tokens that a text only spells stay plain text."""
-        return self._spelled is not None
+    def escapes_special_tokens(self) -> bool:
+        """True if special tokens that a text only spells stay plain text."""
+        return self._escaper is not None
 
     @cached_property
     def is_dated(self) -> bool:
-        """Whether it may write the time, and so another text from one moment to the next."""
+        """True if the template may write the time, so that its text changes by the moment."""
         return "strftime_now" in str(self._tokenizer.chat_template)
 
     @cached_property
     def known_settings(self) -> frozenset[str]:
-        """Names that the template reads beyond what every template is given."""
+        """Names that the template reads beyond those that every template gets."""
         from jinja2 import meta, nodes
 
         tree = self._syntax
         names = meta.find_undeclared_variables(tree)
-        # What is set inside a loop counts as undeclared, too; a setting is asked for first.
+        # jinja2 reports names set inside a loop as undeclared, too; settings are tested first.
         stored = {n.name for n in tree.find_all(nodes.Name) if n.ctx != "load"}
-        asked = {
+        tested = {
             test.node.name
             for test in tree.find_all(nodes.Test)
             if test.name in ("defined", "undefined") and isinstance(test.node, nodes.Name)
         }
         # Functions, and names of tokens such as bos_token, are no settings.
-        taken = _GIVEN | set(tree.environment.globals) | (stored - asked) | {"raise_exception"}
-        return frozenset(n for n in names - taken if not n.endswith("_token"))
+        excluded = _GIVEN | set(tree.environment.globals) | (stored - tested) | {"raise_exception"}
+        return frozenset(n for n in names - excluded if not n.endswith("_token"))
 
     @cached_property
     def searched_words(self) -> frozenset[str]:
-        """What it compares texts with or looks for in them, such as ``/no_think``."""
+        """Texts that the template compares with or searches for, such as ``/no_think``."""
         from jinja2 import nodes
 
         values: list[Any] = [
@@ -94,21 +97,21 @@ class ChatTemplate:
     def ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
     ) -> list[int]:
-        """A conversation's token ids, with the generation prompt unless told otherwise."""
-        messages, tools, mark = self.prepared(messages, tools)
+        """Return a conversation's token ids, by default with the generation prompt."""
+        messages, tools, mark = self.prepare(messages, tools)
         return self.encode(self.text(messages, tools, generation=generation), mark)
 
-    def prepared(
+    def prepare(
         self, messages: list[Message], tools: list[Tool] | None
     ) -> tuple[list[Message], list[Tool] | None, str | None]:
-        """In the form that this template reads, spelled tokens broken up by the mark, if any."""
-        messages = [self._write_calls(m) if m.get("tool_calls") else m for m in messages]
-        if self._spelled is None:
+        """Convert to the form that this template reads; the mark, if any, splits spelled tokens."""
+        messages = [self._convert_calls(m) if m.get("tool_calls") else m for m in messages]
+        if self._escaper is None:
             return messages, tools, None
-        return self._spelled.broken_up(messages, tools)
+        return self._escaper.escape(messages, tools)
 
     def text(self, messages: list[Message], tools: list[Tool] | None, *, generation: bool) -> str:
-        """What the template writes for prepared messages."""
+        """Return what the template writes for prepared messages."""
         return str(
             self._tokenizer.apply_chat_template(
                 messages,
@@ -120,40 +123,43 @@ class ChatTemplate:
         )
 
     def encode(self, text: str, mark: str | None = None) -> list[int]:
-        """The ids of a text, special tokens read as such; the mark is left out."""
+        """Return the ids of a text, special tokens read as such; the mark is left out."""
         if mark is None:
             return self._encode(text)
         return [i for piece in text.split(mark) for i in self._encode(piece)]
 
     def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens spelled out."""
+        """Return the text of ids, special tokens spelled out."""
         return str(
             self._tokenizer.decode(
                 ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
             )
         )
 
-    def _can_break(self, spelled: SpecialTokenEscaper) -> bool:
-        """Whether a text in pieces is the same text; not where each piece begins with a space."""
-        said = "a " + " b".join(list(self.added)[:8]) + " c"
-        (message,), _, mark = spelled.broken_up([{"role": "user", "content": said}], None)
+    def _can_escape(self, escaper: SpecialTokenEscaper) -> bool:
+        """Check that a text encoded in pieces stays the same text.
+
+        It does not if the tokenizer begins each piece with a space.
+        """
+        text = "a " + " b".join(list(self.added)[:8]) + " c"
+        (message,), _, mark = escaper.escape([{"role": "user", "content": text}], None)
         if mark is None:
             return True
         ids = self.encode(message["content"], mark)
-        return self.decode(ids) == said and not set(ids) & set(self.added.values())
+        return self.decode(ids) == text and not set(ids) & set(self.added.values())
 
-    def _find_dialect(self) -> Callable[[Message], Message]:
-        """How this template wants a call's arguments: as an object, or as JSON text."""
+    def _find_call_format(self) -> Callable[[Message], Message]:
+        """Find how this template reads a call's arguments: as an object, or as JSON text."""
         for objects in (True, False):
-            writes = _CallWriter(objects, objects)
-            if self._writes('{"key0": "value0"}', writes):
-                broken = objects and self._writes('{"key0": "value0', writes)
-                return _CallWriter(objects, broken or not objects)
-        return _CallWriter(True, True)
+            convert = _CallConverter(objects, objects)
+            if self._renders_call('{"key0": "value0"}', convert):
+                broken = objects and self._renders_call('{"key0": "value0', convert)
+                return _CallConverter(objects, broken or not objects)
+        return _CallConverter(True, True)
 
-    def _writes(self, arguments: str, writes: Callable[[Message], Message]) -> bool:
+    def _renders_call(self, arguments: str, convert: Callable[[Message], Message]) -> bool:
         call = {"name": "name0", "arguments": arguments}
-        said = writes(
+        message = convert(
             {
                 "role": "assistant",
                 "content": "",
@@ -161,15 +167,16 @@ class ChatTemplate:
             }
         )
         with contextlib.suppress(Exception):
-            text = self.text([{"role": "user", "content": "ok"}, said], None, generation=False)
+            text = self.text([{"role": "user", "content": "ok"}, message], None, generation=False)
             return all(word in text for word in ("name0", "key0", "value0"))
         return False
 
 
-class _CallWriter:
-    """Calls in the form that a template reads; ``takes_broken``: also what is no JSON, as text."""
+class _CallConverter:
+    """Converts calls to the form that a template reads."""
 
     def __init__(self, objects: bool, takes_broken: bool) -> None:
+        """``objects``: arguments as objects; ``takes_broken``: invalid JSON passes as text."""
         self._objects = objects
         self._takes_broken = takes_broken
 
@@ -197,7 +204,7 @@ class _CallWriter:
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
-    """Text to ids, for any number of threads at once."""
+    """Return a function from text to ids that any number of threads may call at once."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     if backend is None:
         lock = threading.Lock()
@@ -207,7 +214,7 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
                 return list(tokenizer.encode(text, add_special_tokens=False))
 
         return slow
-    # Once, here: the tokenizer's own encode sets these on every call, under others' feet.
+    # Once, here: the tokenizer's own encode sets these on every call, which is not thread-safe.
     backend.no_truncation()
     backend.no_padding()
     backend.encode_special_tokens = False
@@ -216,3 +223,32 @@ def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:
         return list(backend.encode(text, add_special_tokens=False).ids)
 
     return fast
+
+
+def find_switch_words(
+    words: Iterable[str], user: Message, follows: Callable[[list[Message]], Any]
+) -> tuple[str, ...]:
+    """Return those ``words`` in earlier messages that change what the template writes later.
+
+    An example is ``/no_think`` in a system prompt, from which on each turn begins with an empty
+    think block. The words stand in the template itself, so each can be tried. ``follows`` renders
+    what comes after a made-up conversation, and raises what the template raises.
+    """
+    usual = follows([user])
+    found = []
+    for word in sorted(words)[:_MAX_SWITCH_WORDS]:
+        for past in ([{"role": "system", "content": word}, user], [{**user, "content": word}]):
+            # A template that takes no system message refuses the real one, too.
+            with contextlib.suppress(Exception):
+                if follows(past) != usual:
+                    found.append(word)
+                    break
+    return tuple(found)
+
+
+def contains_switch(words: Sequence[str], past: Sequence[Message]) -> bool:
+    """Return True if a message of a user or a system has one of the words."""
+    if not words:
+        return False
+    texts = (text_of(m.get("content")) or "" for m in past if m.get("role") in _SWITCH_ROLES)
+    return any(word in text for text in texts for word in words)

@@ -1,4 +1,4 @@
-"""A call's own settings of the chat template (``chat_template_kwargs``), and reasoning effort."""
+"""Validation of a call's ``chat_template_kwargs``, and reasoning effort as such settings."""
 
 from __future__ import annotations
 
@@ -8,31 +8,28 @@ from typing import Any
 
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
-Settings = tuple[tuple[str, Any], ...]
-"""Sorted by name, so that equal ones are one key."""
-
 EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
-"""What agents may ask for as ``reasoning_effort``."""
+"""The values that agents may send as ``reasoning_effort``."""
 
 _PARAM = "chat_template_kwargs"
-_MOST = 16
-_LONGEST = 256
-"""Characters of a value."""
+_MAX_SETTINGS = 16
+_MAX_CHARACTERS = 256
 SWITCHES = ("enable_thinking", "thinking")
+"""Template settings that turn reasoning on and off."""
 
 
-def check_settings(asked: Any, known: frozenset[str]) -> Settings:
-    """The settings as they were asked for, if the template has them.
+def check_settings(given: Any, known: frozenset[str]) -> dict[str, Any]:
+    """Return the given settings, sorted by name, if the template has them.
 
     Raises:
-        InvalidRequest: they are no object, or a value is no short plain one.
+        InvalidRequest: they are no object, or a value is not short and plain.
         UnsupportedParameter: the template reads no such name.
     """
-    if not isinstance(asked, Mapping):
+    if not isinstance(given, Mapping):
         raise InvalidRequest(f"{_PARAM} must be an object", param=_PARAM)
-    if len(asked) > _MOST:
-        raise InvalidRequest(f"{_PARAM} has more than {_MOST} names", param=_PARAM)
-    for name, value in asked.items():
+    if len(given) > _MAX_SETTINGS:
+        raise InvalidRequest(f"{_PARAM} has more than {_MAX_SETTINGS} names", param=_PARAM)
+    for name, value in given.items():
         if name not in known:
             has = ", ".join(sorted(known)) or "no settings at all"
             raise UnsupportedParameter(
@@ -42,21 +39,21 @@ def check_settings(asked: Any, known: frozenset[str]) -> Settings:
             )
         if not _is_plain(value):
             raise InvalidRequest(
-                f"{_PARAM}.{name} must be a string of at most {_LONGEST} characters, a number, "
-                "a boolean or null",
+                f"{_PARAM}.{name} must be a string of at most {_MAX_CHARACTERS} characters, a "
+                "number, a boolean or null",
                 param=_PARAM,
             )
-    return tuple(sorted(asked.items()))
+    return dict(sorted(given.items()))
 
 
 def effort_settings(
     effort: str, known: frozenset[str], own: Mapping[str, Any]
 ) -> dict[str, str | bool]:
-    """What ``reasoning_effort`` means to a template; {} where it has no such control.
+    """Return ``reasoning_effort`` as template settings; {} for a template without such a control.
 
     A template that takes an effort gets the nearest of low, medium and high. One that can only
-    think or not stops thinking for "none"; it is not made to think by an effort in a run that
-    has turned thinking off (``own``: the run's settings).
+    switch thinking on or off stops thinking for "none"; an effort does not make it think in a run
+    that has turned thinking off (``own``: the run's settings).
 
     Raises:
         InvalidRequest: there is no such effort.
@@ -77,7 +74,7 @@ def effort_settings(
 
 def _is_plain(value: Any) -> bool:
     if isinstance(value, str):
-        return len(value) <= _LONGEST and not any("\ud800" <= c <= "\udfff" for c in value)
+        return len(value) <= _MAX_CHARACTERS and not any("\ud800" <= c <= "\udfff" for c in value)
     if isinstance(value, float):
         return math.isfinite(value)
     if isinstance(value, int):

@@ -1,4 +1,4 @@
-"""Whether a model is told of tools at all: templates leave out what they do not know."""
+"""Detection of templates that leave tools or calls out of the prompt."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from any_agent.chat import format_probes as probes
 from any_agent.chat.format import ChatFormat
 from any_agent.types import Message, Tool
 
-_MOST = 64
+_MAX_FORMATS = 64
 _FIRST: tuple[list[Message], ...] = (
     [probes.SYSTEM, probes.USER],
     [probes.USER],
@@ -24,28 +24,31 @@ _NAME = "add"
 
 @dataclass(frozen=True, slots=True)
 class ToolVisibility:
+    """The parts of tool use that a prompt shows to the model."""
+
     tools: bool
-    """They stand in a prompt; also where the template refuses them: then it says so itself."""
+    """True if tools stand in a prompt, or the template refuses them with its own error."""
     calls: bool
-    """Earlier calls do: such a model was taught to call, even if the agent is to tell it what."""
+    """True if earlier calls do: such a model was trained to call, even if the agent must describe
+    the tools in a message."""
 
 
-@lru_cache(maxsize=_MOST)
+@lru_cache(maxsize=_MAX_FORMATS)
 def tool_visibility(chat: ChatFormat) -> ToolVisibility:
-    """Probed once for each format; some renderings of two messages."""
+    """Probe a format, once for each; the cost is some renderings of two messages."""
 
-    def names(messages: list[Message], tools: list[Tool] | None) -> int | None:
+    def count_names(messages: list[Message], tools: list[Tool] | None) -> int | None:
         with contextlib.suppress(Exception):
-            return chat.decode(chat.writer.prompt_ids(messages, tools)).count(_NAME)
+            return chat.decode(chat.renderer.prompt_ids(messages, tools)).count(_NAME)
         return None
 
-    told = []
+    visible = []
     for messages in _FIRST:
-        without, given = names(messages, None), names(messages, probes.TOOLS)
+        without, given = count_names(messages, None), count_names(messages, probes.TOOLS)
         if without is not None:
-            told.append(given is None or given > without)
+            visible.append(given is None or given > without)
     calls = False
     for messages in _LATER:
         silent = [{k: v for k, v in m.items() if k != "tool_calls"} for m in messages[:2]]
-        calls = calls or (names(messages, None) or 0) > (names(silent, None) or 0)
-    return ToolVisibility(any(told) or not told, calls)
+        calls = calls or (count_names(messages, None) or 0) > (count_names(silent, None) or 0)
+    return ToolVisibility(any(visible) or not visible, calls)

@@ -1,4 +1,4 @@
-"""Closing what a truncated answer left open: a think block, a tool call."""
+"""Closing tokens for what a truncated answer left open: a think block, a tool call."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ _HARMONY = ("<|start|>", "<|channel|>", "<|constrain|>", "<|message|>", "<|end|>
 
 
 class TruncationCloser:
-    """Knows a vocabulary's pairs of tokens: ``<x>`` with ``</x>``, ``x_begin`` with ``x_end``.
+    """Closes blocks by a vocabulary's pairs: ``<x>`` with ``</x>``, ``x_begin`` with ``x_end``.
 
-    What was cut off inside a block is continued with the tokens that close it, innermost first,
-    so that the next message does not stand inside the reasoning or the call. They are part of
-    the next prompt and never trained on.
+    An answer that was cut off inside a block continues with the tokens that close it, innermost
+    first, so that the next message does not stand inside the reasoning or the call. They are part
+    of the next prompt and never trained on.
     """
 
     def __init__(self, template: ChatTemplate, stops: Collection[int]) -> None:
@@ -32,11 +32,11 @@ class TruncationCloser:
         self._harmony = [added[t] for t in _HARMONY] if all(t in added for t in _HARMONY) else []
 
     def closing_ids(self, prompt_tail: Sequence[int], output_ids: Sequence[int]) -> list[int]:
-        """The tokens that close what is open at the end of a prompt's tail and its output."""
+        """Return the tokens that close what a prompt's tail and its output leave open."""
         ids = [int(i) for part in (prompt_tail, output_ids) for i in part]
         if self._harmony:
             last = next((i for i in reversed(ids) if i in self._harmony), None)
-            # Inside a header: a message without its beginning could not be read.
+            # Inside a header: end it, since a message without its beginning is malformed.
             return [self._harmony[3]] if last in self._harmony[:3] else []
         due: list[int] = []
         for i in ids:
@@ -49,19 +49,21 @@ class TruncationCloser:
                     pass
         if self._has_thinking:
             return due[::-1]
-        return due[::-1] + self._closed_in_text(prompt_tail, [int(i) for i in output_ids])
+        return due[::-1] + self._close_in_text(prompt_tail, [int(i) for i in output_ids])
 
-    def _closed_in_text(self, prompt_tail: Sequence[int], output: list[int]) -> list[int]:
-        """For a vocabulary without such tokens, whose models may spell out their thinking.
+    def _close_in_text(self, prompt_tail: Sequence[int], output: list[int]) -> list[int]:
+        """Close thinking that is spelled out in a vocabulary without tokens for it.
 
-        It is what an answer begins with; anywhere else the word is only talked about.
+        Only an answer that begins with ``<think>`` thinks; later the word is plain text.
         """
-        said = self._template.decode(output)
-        begun = said.lstrip().startswith("<think>")
-        if not begun:
+        text = self._template.decode(output)
+        if "</think>" in text:
+            return []
+        opened = text.lstrip().startswith("<think>")
+        if not opened:
             prompt = self._template.decode([int(i) for i in prompt_tail])
-            begun = prompt.rstrip().endswith("<think>")
-        return self._template.encode("</think>") if begun and "</think>" not in said else []
+            opened = prompt.rstrip().endswith("<think>")
+        return self._template.encode("</think>") if opened else []
 
 
 def _closer(token: str, added: Mapping[str, int]) -> str | None:

@@ -252,7 +252,7 @@ class Completer:
                 if pinned is not None and any(v != pinned for v in chunk.versions):
                     if sampled.versions[0] != pinned:
                         raise VersionGone.of(pinned, sampled.versions[0])
-                    cut = parser.finish(matched_stop=None)[1]
+                    cut = parser.finish()[1]
                     yield self._completion(
                         prepared, choice, cut, "abort", session_id, sampled, VERSION_GONE
                     )
@@ -260,7 +260,7 @@ class Completer:
                 parsed = None
                 if chunk.stop_reason is not None:
                     matched = chunk.matched_stop if isinstance(chunk.matched_stop, str) else None
-                    rest, parsed = parser.finish(matched_stop=matched)
+                    rest, parsed = parser.finish()
                     deltas += rest
                 if stream:
                     first = deltas[0] if deltas else MessageDelta()
@@ -284,7 +284,7 @@ class Completer:
         forced = prompt[len(prompt) - interaction.request.get("forced", 0) :]
         parser = _parser(self._format(call), call, id, prompt, tuple(forced))
         parser.feed(interaction.output_ids.tolist())
-        parsed = parser.finish(matched_stop=None)[1]
+        parsed = parser.finish()[1]
         return replace(interaction, output_message=_message(call, parsed))
 
     def _completion(
@@ -357,7 +357,7 @@ class Completer:
             # With the stop string, which is among the ids: an agent goes on from both or neither.
             parser = prepared.chat.text_parser(())
             parser.feed(output_ids.tolist())
-            text = parser.finish(matched_stop=None)[1].content
+            text = parser.finish()[1].content
         given = prepared.call.prompts[choice.index // prepared.call.n]
         return digests(given, np.concatenate([choice.prompt.ids, output_ids]), text)
 

@@ -58,7 +58,7 @@ def parse_chat_request(body: Any, rules: ParseRules, chat: ChatFormat) -> Parsed
         mode=rules.mode,
         sampling=rules.sampling,
         model=rules.model,
-        known_settings=chat.writer.known_settings,
+        known_settings=chat.renderer.known_settings,
         unknown=rules.unknown,
     )
     logprobs = token_logprobs(chat)

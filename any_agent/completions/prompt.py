@@ -92,7 +92,9 @@ def _continued(
     prompt_end = len(before) - len(parent.output_ids)
     *past, said = call.messages[: found.covered]
     tail = before[max(0, prompt_end - _TAIL) : prompt_end]
-    added = chat.bridge(parent.output_ids, new, call.tools, said=said, prompt_tail=tail, past=past)
+    added = chat.bridge(
+        parent.output_ids, new, call.tools, answer=said, prompt_tail=tail, past=past
+    )
     if added is None:
         return None
     # The law of exact continuation, by construction: what is before is never touched.

@@ -28,7 +28,7 @@ _CASES = (
     ("text", probes.TEXT),
     ("reasoning", probes.REASONED),
     ("call", probes.CALLED),
-    ("text and call", probes.SAID_AND_CALLED),
+    ("text and call", probes.TEXT_AND_CALL),
     ("two calls", probes.CALLED_TWICE),
 )
 _CUTS = (("truncated call", probes.CALLED), ("unclosed reasoning", probes.REASONED))

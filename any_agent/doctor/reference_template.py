@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.prompt_renderer import TemplateRenderer
+from any_agent.chat.bridge import TemplateRenderer
 from any_agent.chat.tool_visibility import tool_visibility
 from any_agent.types import Message, Tool
 
@@ -45,7 +45,7 @@ class ReferenceTemplate:
     def __init__(self, chat: ChatFormat, kwargs: Mapping[str, Any]) -> None:
         self._tokenizer = chat.tokenizer
         self._kwargs = dict(kwargs)
-        self.is_own = isinstance(chat.writer, TemplateRenderer)
+        self.is_own = isinstance(chat.renderer, TemplateRenderer)
         """Whether the service writes with this template, not with a renderer."""
         showing = tool_visibility(chat)
         self.shows_tools = showing.tools

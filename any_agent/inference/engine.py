@@ -315,7 +315,7 @@ class RemoteSGLangEngine:
         response = self.generate(prompt, wanted.new(stop_token_ids=stops))
         parser = chat.stream_parser(prompt_ids=prompt, tools=tools, stop=wanted.stop)
         parser.feed(response.output_ids)
-        return parser.finish(matched_stop=None)[1].to_message()
+        return parser.finish()[1].to_message()
 
     # -- workflows -----------------------------------------------------------------------------
 

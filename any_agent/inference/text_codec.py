@@ -62,7 +62,7 @@ class TextCodec:
         def read(chunk: GenerationChunk) -> str:
             deltas = parser.feed([i for i in _told(chunk) if i not in self._special])
             if chunk.stop_reason is not None:
-                deltas += parser.finish(matched_stop=None)[0]
+                deltas += parser.finish()[0]
             return "".join(delta.content or "" for delta in deltas)
 
         return read

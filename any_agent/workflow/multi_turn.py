@@ -97,7 +97,7 @@ class MultiTurnWorkflow(RolloutWorkflow):
                 response.output_ids,
                 [self._feedback],
                 None,
-                said=said,
+                answer=said,
                 prompt_tail=response.input_ids[-64:],
                 past=messages,
             )

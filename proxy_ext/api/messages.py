@@ -52,7 +52,7 @@ async def count(service: RankService, request: Request) -> Response:
             parse_count,
             body,
             model=service.config.model.name,
-            known_settings=service.completer.chat.writer.known_settings,
+            known_settings=service.completer.chat.renderer.known_settings,
             unknown=service.config.server.unknown_parameters,
         )
         call = await parsed(parse, len(await request.body()))

@@ -65,7 +65,7 @@ def assert_as_the_template(
     chat: ChatFormat, output: list[int], said: Message, new: list[Message], tools: Any
 ) -> list[int]:
     prompt = chat.render(START, tools)
-    following = chat.bridge(output, new, tools, said=said, prompt_tail=prompt[-64:])
+    following = chat.bridge(output, new, tools, answer=said, prompt_tail=prompt[-64:])
     assert following is not None
     whole = chat.render([*START, said, *new], tools)
     assert whole[-len(following) :] == following
@@ -84,7 +84,7 @@ def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
     following = assert_as_the_template(chat, made.say("It is 3."), said, [USER], None)
     reasoned = made.say("It is 3.", reasoning="One and two.") if made.reasons else None
     if reasoned is not None:
-        assert chat.bridge(reasoned, [USER], None, said=said) == following
+        assert chat.bridge(reasoned, [USER], None, answer=said) == following
 
 
 @pytest.mark.parametrize(("name", "thinking"), WITH_TOOLS)
@@ -150,7 +150,7 @@ def test_a_cut_off_call_is_closed(name: str, closing: str) -> None:
     calls = (Call("add", {"a": 123456}),)
     text = made.chat.decode(made.say(calls=calls))
     output = made.encode(text[: text.index("456")])
-    following = loaded(name).bridge(output, [result(0, "5")], TOOLS, said=called(calls))
+    following = loaded(name).bridge(output, [result(0, "5")], TOOLS, answer=called(calls))
     assert following is not None
     assert made.chat.decode(following).startswith(closing)
 
@@ -191,7 +191,7 @@ def test_the_cost_is_that_of_what_is_new(name: str, monkeypatch: pytest.MonkeyPa
     made = family(name)
     chat = made.load()
     chat.bridge(made.say("It is 3."), [USER], TOOLS)
-    template: Any = chat.writer._template
+    template: Any = chat.renderer._template
     encoded: list[int] = []
     encode = template._encode
     monkeypatch.setattr(template, "_encode", lambda t: (encoded.append(len(t)), encode(t))[1])
@@ -292,7 +292,7 @@ def test_templates_of_all_kinds(tmp_path: Any, template: str, provable: bool) ->
     output = [*chat.encode("yes", special=False), end]
     following = chat.bridge(output, [USER], None)
     assert (following is not None) == provable
-    assert (chat.writer.prove(("user",)).refused is None) == provable
+    assert (chat.renderer.check_continuation(("user",)).refusal is None) == provable
     if following is not None:
         whole = chat.render([*START, {"role": "assistant", "content": "yes"}, USER], None)
         ours = chat.decode(chat.render(START, None) + output + following)

@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import load_chat_format
+from any_agent.chat.bridge import TemplateRenderer
 from any_agent.chat.families import BY_MODEL_TYPE, BY_NAME, FAMILIES
-from any_agent.chat.prompt_renderer import LibraryRenderer, TemplateRenderer
+from any_agent.chat.prompt_renderer import LibraryRenderer
 from tests.support.families import family
 
 
@@ -32,7 +33,7 @@ def test_a_family_is_known_and_written_by_its_template(name: str, known: str) ->
     made = family(name)
     chat = made.load()
     assert chat.name == known
-    assert isinstance(chat.writer, TemplateRenderer)
+    assert isinstance(chat.renderer, TemplateRenderer)
     assert made.encode(made.spec.ends[0])[0] in chat.stop_token_ids
 
 
@@ -67,8 +68,8 @@ def test_another_template_over_a_familys_vocabulary_is_no_family(
 
 def test_a_named_renderer_writes_itself() -> None:
     chat = family("qwen3").load(renderer="qwen3")
-    assert isinstance(chat.writer, LibraryRenderer)
-    assert not chat.writer.keeps_spellings
+    assert isinstance(chat.renderer, LibraryRenderer)
+    assert not chat.renderer.escapes_special_tokens
     ended = [20, chat.stop_token_ids[0]]
     user = [{"role": "user", "content": "x"}]
     assert chat.bridge(ended, user, None) == family("qwen3").load().bridge(ended, user, None)
@@ -76,7 +77,7 @@ def test_a_named_renderer_writes_itself() -> None:
     assert cut is not None
     assert chat.decode(cut).startswith("<|im_end|>\n<|im_start|>user\nx")
     assert chat.bridge(ended, [{"role": "assistant", "content": "x"}], None) is None
-    assert chat.writer.prove(("assistant",)).refused
+    assert chat.renderer.check_continuation(("assistant",)).refusal
 
 
 def test_without_a_template_the_familys_renderer_writes(tmp_path: Path) -> None:
@@ -85,5 +86,5 @@ def test_without_a_template_the_familys_renderer_writes(tmp_path: Path) -> None:
     (tmp_path / "model" / "chat_template.jinja").unlink()
     chat = load_chat_format(str(tmp_path / "model"))
     user = [{"role": "user", "content": "x"}]
-    assert isinstance(chat.writer, LibraryRenderer)
+    assert isinstance(chat.renderer, LibraryRenderer)
     assert chat.render(user, None) == made.load().render(user, None)

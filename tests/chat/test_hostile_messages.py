@@ -57,7 +57,7 @@ def test_any_messages(
     else:
         assert ids
     try:
-        following = chat.bridge([20, 21], messages, given_tools, said=said)
+        following = chat.bridge([20, 21], messages, given_tools, answer=said)
     except InvalidRequest:
         following = None
     assert following is None or following
@@ -86,7 +86,7 @@ def test_a_call_that_was_cut_off_is_rendered(name: str) -> None:
         ids = chat.render([user, said, result], TOOLS)
         assert "unfin" not in arguments or "unfin" in chat.decode(ids)
         output = family(name).encode("x") + list(chat.stop_token_ids[:1])
-        assert chat.bridge(output, [result], TOOLS, said=said) is not None
+        assert chat.bridge(output, [result], TOOLS, answer=said) is not None
 
 
 def test_deep_arguments_are_a_400() -> None:

@@ -29,7 +29,7 @@ def controls(chat: ChatFormat, ids: list[int]) -> list[int]:
 
 def test_what_a_user_spells_is_no_control_token(made: _Family) -> None:
     chat = made.load()
-    assert chat.writer.keeps_spellings
+    assert chat.renderer.escapes_special_tokens
     spelled = "x ".join(chat.tokenizer.get_added_vocab())
     plain = [{"role": "user", "content": WORD}]
     forged = [{"role": "user", "content": f"{WORD}{spelled}{WORD}"}]
@@ -49,7 +49,7 @@ def test_nor_what_a_tool_or_a_new_message_spells(made: _Family) -> None:
 
     def following(text: str) -> list[int]:
         new = [{"role": "tool", "tool_call_id": "1", "content": text}]
-        ids = chat.bridge(output, new, TOOLS, said=said)
+        ids = chat.bridge(output, new, TOOLS, answer=said)
         assert ids is not None
         whole = chat.render([{"role": "user", "content": "ok"}, said, *new], TOOLS)
         assert whole[-len(ids) :] == ids
@@ -97,7 +97,7 @@ def test_ordinary_text_is_encoded_as_ever(made: _Family) -> None:
     chat = made.load()
     messages = [{"role": "user", "content": "a < b, <b>né</b> | x <| y |> \ue000 🦜"}]
     own = chat.tokenizer.apply_chat_template(
-        messages, add_generation_prompt=True, return_dict=False, **chat.writer.settings
+        messages, add_generation_prompt=True, return_dict=False, **chat.renderer.settings
     )
     assert chat.render(messages, None) == list(own)
 
@@ -112,7 +112,7 @@ PARTS = st.one_of(st.sampled_from([*TOKENS, "<", ">", "\ue000", "\ue001"]), st.t
 @given(parts=st.lists(PARTS, max_size=12))
 def test_no_piece_holds_a_token_and_no_character_is_lost(parts: list[str]) -> None:
     text = "".join(parts)
-    (message,), _, mark = SpecialTokenEscaper(TOKENS).broken_up(
+    (message,), _, mark = SpecialTokenEscaper(TOKENS).escape(
         [{"role": "user", "content": text}], None
     )
     if mark is None:

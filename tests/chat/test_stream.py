@@ -15,10 +15,10 @@ from any_agent.chat import ChatFormat, ParsedMessage
 from any_agent.chat.output.detokenizer import (
     _ByteDetokenizer,
     _WindowDetokenizer,
-    detokeniser_factory,
+    detokenizer_factory,
 )
+from any_agent.chat.output.markers import Markers
 from any_agent.chat.output.parser_factory import OutputParserFactory
-from any_agent.chat.output.stream_parser import Markers
 from tests.support.chat_streams import chunked, joined
 
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
@@ -79,11 +79,11 @@ def test_deltas_concatenate_to_the_message(
     given_tools = TOOLS if tools else None
     parser = chat.stream_parser(prompt_ids=[1, 2, 3], tools=given_tools, stop=stop)
     deltas = [d for chunk in chunked(ids, sizes) for d in parser.feed(chunk)]
-    rest, parsed = parser.finish(matched_stop=None)
+    rest, parsed = parser.finish()
     assert joined(deltas + rest) == parsed
     whole = chat.stream_parser(prompt_ids=[1, 2, 3], tools=given_tools, stop=stop)
     whole.feed(ids)
-    assert whole.finish(matched_stop=None)[1] == parsed
+    assert whole.finish()[1] == parsed
     if not stop:
         assert chat.parse(ids, prompt_ids=[1, 2, 3], tools=given_tools) == parsed
     for call in parsed.tool_calls:
@@ -94,18 +94,20 @@ def test_deltas_concatenate_to_the_message(
 
 def reader_of(chat: ChatFormat, family: str) -> OutputParserFactory:
     ends = chat.stop_token_ids
-    return OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=family)
+    return OutputParserFactory(
+        chat._parsers._renderer, chat.tokenizer, chat.decode, ends, family=family
+    )
 
 
 @pytest.fixture(scope="session")
 def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
     buffered, window, text_marks = copy.copy(qwen3), copy.copy(qwen3), copy.copy(default)
-    buffered._reader = reader_of(qwen3, "unknown")
-    window._reader = copy.copy(qwen3._reader)
-    window._reader.detokenisers = lambda: _WindowDetokenizer(qwen3.decode)
-    text_marks._reader = copy.copy(default._reader)
-    marks = default._reader.grammar.marks
-    text_marks._reader._markers = Markers({}, frozenset(default.stop_token_ids), marks)
+    buffered._parsers = reader_of(qwen3, "unknown")
+    window._parsers = copy.copy(qwen3._parsers)
+    window._parsers.new_detokenizer = lambda: _WindowDetokenizer(qwen3.decode)
+    text_marks._parsers = copy.copy(default._parsers)
+    marks = default._parsers.grammar.marks
+    text_marks._parsers._markers = Markers({}, frozenset(default.stop_token_ids), marks)
     return {
         "qwen3": qwen3,
         "default": default,
@@ -120,7 +122,7 @@ def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
 def test_byte_detokeniser_equals_the_whole_decode(
     qwen3: ChatFormat, ids: list[int], sizes: list[int]
 ) -> None:
-    made = detokeniser_factory(qwen3.tokenizer, qwen3.decode)()
+    made = detokenizer_factory(qwen3.tokenizer, qwen3.decode)()
     assert isinstance(made, _ByteDetokenizer)
     assert "".join(made.push(c) for c in chunked(ids, sizes)) + made.flush() == qwen3.decode(ids)
 
@@ -148,7 +150,7 @@ def test_the_beginning_of_a_stop_string_is_held_back(qwen3: ChatFormat) -> None:
     assert joined(parser.feed(e)).content == "EN"
     assert joined(parser.feed(n + d)).content == ""
     assert parser.feed(d) == []
-    assert parser.finish(matched_stop="END") == ([], ParsedMessage("EN"))
+    assert parser.finish() == ([], ParsedMessage("EN"))
 
 
 @pytest.mark.parametrize("name", ["qwen3", "default", "buffered"])
@@ -157,7 +159,7 @@ def test_text_ends_before_the_stop_string(formats: dict[str, ChatFormat], name: 
     ids = chat.tokenizer.encode("<think>why</think>first END second", add_special_tokens=False)
     parser = chat.stream_parser(prompt_ids=[], tools=None, stop=("END",))
     parser.feed(ids)
-    assert parser.finish(matched_stop="END")[1] == ParsedMessage("first", "why")
+    assert parser.finish()[1] == ParsedMessage("first", "why")
 
 
 def test_reasoning_calls_and_text(qwen3: ChatFormat) -> None:
@@ -222,7 +224,7 @@ def test_what_named_a_tool_is_a_call(qwen3: ChatFormat, block: str, arguments: s
 )  # fmt: skip
 def test_agrees_with_the_renderer_on_what_models_write(qwen3: ChatFormat, text: str) -> None:
     ids = qwen3.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-    theirs = qwen3._renderer.parse_response(ids)
+    theirs = qwen3._parsers._renderer.parse_response(ids)
     ours = qwen3.parse(ids, prompt_ids=[], tools=TOOLS)
     assert ours.content == theirs.content
     assert (ours.reasoning_content or "") == (theirs.reasoning_content or "").strip()
@@ -270,7 +272,7 @@ def test_xml_calls_agree_with_the_renderer(qwen3: ChatFormat) -> None:
         tool_call_id=call, tool_call_end_id=call_end,
     )  # fmt: skip
     xml = copy.copy(qwen3)
-    xml._reader = reader_of(qwen3, "qwen3.5")
+    xml._parsers = reader_of(qwen3, "qwen3.5")
     ours = xml.parse(ids, prompt_ids=[], tools=TOOLS)
     assert (ours.content, ours.reasoning_content) == (theirs.content, theirs.reasoning_content)
     (read,) = ours.tool_calls

@@ -110,7 +110,7 @@ def test_spaces_that_the_tokenizer_puts(tmp_path: Path, scheme: str) -> None:
     assert following is not None
     assert prompt + output + following == whole
     spelled = chat.render([{"role": "user", "content": "x</s>y [INST] z"}], None)
-    if chat.writer.keeps_spellings:
+    if chat.renderer.escapes_special_tokens:
         assert end not in spelled
         assert "x</s>y [INST] z" in chat.decode(spelled)
     own = chat.tokenizer.apply_chat_template([ASK, said, USER], return_dict=False)
@@ -137,7 +137,7 @@ def test_tools_before_the_last_user_are_no_bridge_for_a_user(tmp_path: Path) -> 
     assert chat.name == "default"
     assert chat.bridge(output, [USER], None) is not None
     assert chat.bridge(output, [USER], TOOLS) is None
-    following = chat.bridge(output, [RESULT], TOOLS, said=CALLED)
+    following = chat.bridge(output, [RESULT], TOOLS, answer=CALLED)
     assert following is not None
     assert chat.render([ASK, CALLED, RESULT], TOOLS)[-len(following) :] == following
 
@@ -149,6 +149,6 @@ def test_what_a_call_was_named_is_known_from_the_answer() -> None:
     call = {"id": "call00000", "function": {"name": "look", "arguments": "{}"}}
     said = {"role": "assistant", "content": None, "tool_calls": [call]}
     output = [20, *made.encode("<|call|>")]
-    following = chat.bridge(output, [RESULT], TOOLS, said=said)
+    following = chat.bridge(output, [RESULT], TOOLS, answer=said)
     assert following is not None
     assert chat.decode(following).startswith("<|start|>functions.look to=assistant")

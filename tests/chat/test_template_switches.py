@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.chat.template_switches import contains_switch, find_switch_words
+from any_agent.chat.template import contains_switch, find_switch_words
 from any_agent.types import Message
 from tests.support.families import family, names
 
@@ -57,7 +57,7 @@ def test_what_follows_is_what_the_template_writes(
     said: Message = {"role": "assistant", "content": "It is 3."}
     output = family("unknown").say("It is 3.")
     tail = chat.render(start, None)[-64:]
-    following = chat.bridge(output, [NEXT], None, said=said, prompt_tail=tail, past=start)
+    following = chat.bridge(output, [NEXT], None, answer=said, prompt_tail=tail, past=start)
     assert following is not None
     assert chat.render([*start, said, NEXT], None)[-len(following) :] == following
     assert ("<think>" in chat.decode(following)) == ("/no_think" in str(start))

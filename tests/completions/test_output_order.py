@@ -8,8 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.tool_call_ids import ToolCallIds
+from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
 from any_agent.completions.encoders.output_order import parts_of
 from tests.support.records import make_interaction
 
@@ -30,7 +29,7 @@ def built(steps: list[Step]) -> tuple[list[MessageDelta], ParsedMessage]:
             builder.close_call()
         else:
             getattr(builder, kind)(text)
-        deltas += builder.take()
+        deltas += builder.take_deltas()
     return deltas, builder.message()
 
 

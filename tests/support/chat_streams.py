@@ -57,7 +57,7 @@ def streamed(parser: StreamParser, chunks: list[list[int]]) -> ParsedMessage:
     for chunk in chunks:
         step = parser.feed(chunk)
         deltas += step
-    rest, message = parser.finish(matched_stop=None)
+    rest, message = parser.finish()
     step += rest  # as a caller may: what it was given is its own
     assert joined(deltas + rest) == message
     return message

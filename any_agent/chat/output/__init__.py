@@ -1,1 +1,1 @@
-"""Sampled ids to text, reasoning and tool calls, whole or while they are sampled."""
+"""Parsing of sampled ids into text, reasoning and tool calls, at the end or as they come."""

@@ -1,4 +1,4 @@
-"""Outputs of families whose grammar is not known here: parsed whole, at the end."""
+"""Parsing of outputs in an unknown grammar: the whole output at its end."""
 
 from __future__ import annotations
 
@@ -12,34 +12,73 @@ from any_agent.chat.output.markers import TEXT
 from any_agent.chat.output.message import MessageDelta, ParsedMessage
 from any_agent.chat.output.message_builder import MessageBuilder
 from any_agent.chat.output.stop_strings import StopFilter
-from any_agent.chat.output.tool_call_ids import ToolCallIds
 from any_agent.types import Tool
 
 log = logging.getLogger(__name__)
 
 
-class WholeParser:
-    """One request's whole parses by the family's own parser, from PyPI's ``renderers``."""
+class BufferedParser:
+    """Collects tokens, and parses them at the end by the family's parser in ``renderers``."""
 
     def __init__(
         self,
         renderer: Any,
         decode: Callable[[Sequence[int]], str],
-        stop_ids: frozenset[int],
+        detokenizer: Detokenizer,
+        builder: MessageBuilder,
+        *,
         prompt_ids: list[int],
         tools: list[Tool] | None,
+        stop_ids: frozenset[int],
+        stop: tuple[str, ...],
     ) -> None:
         self._renderer = renderer
         self._decode = decode
-        self._stop_ids = stop_ids
+        self._detokenizer = detokenizer
+        self._builder = builder
         self._prompt_ids = prompt_ids
         self._tools = tools
+        self._stop_ids = stop_ids
+        self._stops = StopFilter(stop)
+        self._ids: list[int] = []
+        self._uncut = 0
+        """How many tokens end at or before the text that no stop string cuts."""
+        self._length = 0
+        self._visible = 0
+        self._tail: list[str] = []
 
-    def read(self, ids: list[int], more: str, builder: MessageBuilder) -> None:
-        """The output's message into the builder; what it did not read as a call is text.
+    def feed(self, ids: list[int]) -> list[MessageDelta]:
+        for i in ids:
+            if self._stops.matched or (self._ids and self._ids[-1] in self._stop_ids):
+                break
+            self._ids.append(i)
+            if self._stops.active:
+                self._match_stops(self._detokenizer.push([i]))
+        return []
 
-        ``more``: content after what these tokens say.
+    def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
+        if self._stops.matched:
+            # The token that completes a stop string may begin with text before it.
+            self._parse(self._ids[: self._uncut], "".join(self._tail))
+        else:
+            self._parse(self._ids, "")
+        return self._builder.take_deltas(), self._builder.message()
+
+    def _match_stops(self, text: str) -> None:
+        self._length += len(text)
+        passed = "".join(t for t, _ in self._stops.push([(text, TEXT)] if text else []))
+        self._visible += len(passed)
+        self._tail.append(passed)
+        if self._visible == self._length:
+            self._uncut = len(self._ids)
+            self._tail = []
+
+    def _parse(self, ids: list[int], more: str) -> None:
+        """Parse into the builder; what the parser did not read as a call is text.
+
+        ``more``: content after the text of these tokens.
         """
+        builder = self._builder
         try:
             response = self._renderer.parse_response(
                 ids, prompt_ids=self._prompt_ids, tools=self._tools
@@ -66,56 +105,6 @@ class WholeParser:
             builder.open_call(name)
             builder.arguments(arguments)
             builder.close_call()
-
-
-class BufferedParser:
-    """A stream whose steps all leave at the end."""
-
-    def __init__(
-        self,
-        whole: WholeParser,
-        detokeniser: Detokenizer,
-        stop_ids: frozenset[int],
-        stop: tuple[str, ...],
-        call_ids: ToolCallIds,
-    ) -> None:
-        self._whole = whole
-        self._builder = MessageBuilder(call_ids)
-        self._detokeniser = detokeniser
-        self._stop_ids = stop_ids
-        self._stops = StopFilter(stop)
-        self._ids: list[int] = []
-        self._clean = 0
-        """How many tokens end at or before the text that no stop string cuts."""
-        self._raw = 0
-        self._visible = 0
-        self._tail: list[str] = []
-
-    def feed(self, ids: list[int]) -> list[MessageDelta]:
-        for i in ids:
-            if self._stops.matched or (self._ids and self._ids[-1] in self._stop_ids):
-                break
-            self._ids.append(i)
-            if self._stops.active:
-                self._see(self._detokeniser.push([i]))
-        return []
-
-    def _see(self, text: str) -> None:
-        self._raw += len(text)
-        passed = "".join(t for t, _ in self._stops.push([(text, TEXT)] if text else []))
-        self._visible += len(passed)
-        self._tail.append(passed)
-        if self._visible == self._raw:
-            self._clean = len(self._ids)
-            self._tail = []
-
-    def finish(self, *, matched_stop: str | None) -> tuple[list[MessageDelta], ParsedMessage]:
-        if self._stops.matched:
-            # The token that completes a stop string may begin with text before it.
-            self._whole.read(self._ids[: self._clean], "".join(self._tail), self._builder)
-        else:
-            self._whole.read(self._ids, "", self._builder)
-        return self._builder.take(), self._builder.message()
 
 
 def _is_name(name: Any) -> bool:

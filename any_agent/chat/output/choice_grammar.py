@@ -1,7 +1,7 @@
-"""A grammar that leaves the model its choice: a text of a given form, or calls of its tools.
+"""Grammars that let the model choose: a text of a given form, or calls of its tools.
 
-In SGLang's (xgrammar's) form of a structural tag, of which the embedded engine reads the same
-parts. Markers stand in it as token ids: a text that spells one is none.
+They are structural tags in SGLang's (xgrammar's) form, of which the embedded engine reads the same
+parts. Markers stand in them as token ids: a text that spells a marker is no marker.
 """
 
 from __future__ import annotations
@@ -19,57 +19,57 @@ _KEY: Part = {"type": "regex", "pattern": "[A-Za-z0-9_.-]{1,64}"}
 
 
 class ChoiceGrammar:
-    """Writes such grammars for one family and vocabulary."""
+    """Makes such grammars for one family and vocabulary."""
 
     def __init__(self, grammar: OutputGrammar, vocab: Mapping[str, int]) -> None:
         self._grammar = grammar
         self._marks = {mark: vocab[mark] for mark in grammar.marks if mark in vocab}
         longest_first = sorted(self._marks, key=len, reverse=True)
-        # Without markers it finds nothing.
+        # Without markers the pattern matches nothing.
         self._cut = re.compile("(" + ("|".join(map(re.escape, longest_first)) or "(?!)") + ")")
 
     def grammar(self, text: Part, names: Sequence[str], *, in_reasoning: bool) -> Part | None:
-        """For an answer that is this text, or calls of these tools if there are any, after
-        ``in_reasoning``: reasoning that the prompt has opened.
+        """Return the grammar of an answer that is this text, or calls of these tools if any.
 
-        None where a call could not be told from a text: it begins with no token of its own.
+        ``in_reasoning``: the prompt has opened reasoning, which comes first. None where a call
+        could not be distinguished from a text: it begins with no token of its own.
         """
-        answer = _row(*self._written(self._grammar.text_opening), text)
+        answer = _sequence(*self._fixed(self._grammar.text_opening), text)
         calls = self._grammar.calls
         if names:
-            if calls is None or self._written(calls.opening + calls.begin)[0]["type"] != "token":
+            if calls is None or self._fixed(calls.opening + calls.begin)[0]["type"] != "token":
                 return None
-            answer = _or(answer, self._calls(calls, names))
+            answer = _either(answer, self._calls(calls, names))
         # Some families begin each answer with a line break.
-        answer = _row(_maybe("\n"), answer)
+        answer = _sequence(_optional("\n"), answer)
         if in_reasoning:
-            end, *rest = self._written(self._grammar.leave_reasoning.lstrip())
-            answer = _row(self._until(_const(""), end), *rest, answer)
+            end, *rest = self._fixed(self._grammar.leave_reasoning.lstrip())
+            answer = _sequence(self._until(_const(""), end), *rest, answer)
         return {"type": "structural_tag", "format": answer}
 
     def _calls(self, calls: CallSyntax, names: Sequence[str]) -> Part:
-        one = _row(
-            *self._written(calls.begin),
-            _or(*map(_const, names)),
-            *self._written(calls.between),
-            _row(_maybe(" "), _OBJECT)
+        one = _sequence(
+            *self._fixed(calls.begin),
+            _either(*map(_const, names)),
+            *self._fixed(calls.between),
+            _sequence(_optional(" "), _OBJECT)
             if calls.parameter is None
             else self._parameters(*calls.parameter),
-            *self._written(calls.end),
+            *self._fixed(calls.end),
         )
         more: list[Part] = []
         if calls.separator is not None:
-            more = [{"type": "star", "content": _row(_const(calls.separator), one)}]
-        return _row(*self._written(calls.opening), one, *more, *self._written(calls.closing))
+            more = [{"type": "star", "content": _sequence(_const(calls.separator), one)}]
+        return _sequence(*self._fixed(calls.opening), one, *more, *self._fixed(calls.closing))
 
     def _parameters(self, before: str, between: str, after: str) -> Part:
-        *first, begin = self._written(between)
-        end, *rest = self._written(after)
-        one = _row(*self._written(before), _KEY, *first, self._until(begin, end), *rest)
+        *first, begin = self._fixed(between)
+        end, *rest = self._fixed(after)
+        one = _sequence(*self._fixed(before), _KEY, *first, self._until(begin, end), *rest)
         return {"type": "star", "content": one}
 
-    def _written(self, text: str) -> list[Part]:
-        """A fixed text, its markers as tokens."""
+    def _fixed(self, text: str) -> list[Part]:
+        """Return the parts of a fixed text, its markers as tokens."""
         return [
             {"type": "token", "token": self._marks[piece]}
             if piece in self._marks
@@ -79,10 +79,10 @@ class ChoiceGrammar:
         ]
 
     def _until(self, begin: Part, end: Part) -> Part:
-        """Any text between these two, up to the first of the latter."""
+        """Return a part for any text between ``begin`` and the first ``end``."""
         content: Part = {"type": "any_text"}
         if end["type"] == "token":
-            # xgrammar's text holds markers, too: then nothing would ever end it.
+            # xgrammar's text may hold markers, so that nothing would ever end it.
             content["excludes"] = [m for m, i in self._marks.items() if i == end["token"]]
         return {"type": "tag", "begin": _edge(begin), "content": content, "end": _edge(end)}
 
@@ -91,15 +91,15 @@ def _const(text: str) -> Part:
     return {"type": "const_string", "value": text}
 
 
-def _maybe(text: str) -> Part:
+def _optional(text: str) -> Part:
     return {"type": "optional", "content": _const(text)}
 
 
-def _or(*parts: Part) -> Part:
+def _either(*parts: Part) -> Part:
     return {"type": "or", "elements": list(parts)}
 
 
-def _row(*parts: Part) -> Part:
+def _sequence(*parts: Part) -> Part:
     return parts[0] if len(parts) == 1 else {"type": "sequence", "elements": list(parts)}
 
 

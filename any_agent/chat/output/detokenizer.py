@@ -1,4 +1,4 @@
-"""Token ids to text, one token at a time, at a cost that does not grow with the output."""
+"""Incremental decoding of token ids, at a cost per token that does not grow with the output."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ class Detokenizer(Protocol):
     """The decoder of one output; the parts it returns concatenate to the output's text."""
 
     def push(self, ids: Sequence[int]) -> str:
-        """The text that became certain by these tokens; an unfinished character is held back."""
+        """Return the text that these tokens complete; an unfinished character waits."""
 
     def flush(self) -> str:
-        """What was held back; an unfinished character becomes U+FFFD."""
+        """Return the remaining text; an unfinished character becomes U+FFFD."""
 
 
 class _ByteDetokenizer:
-    """For byte-level BPE: every token is some bytes, and UTF-8 is decoded as a stream."""
+    """A detokenizer for byte-level BPE: each token is some bytes of a UTF-8 stream."""
 
     def __init__(self, table: list[bytes]) -> None:
         self._table = table
@@ -41,10 +41,10 @@ class _ByteDetokenizer:
 
 
 class _WindowDetokenizer:
-    """For any other tokenizer: decode a few tokens, with the ones before them as context."""
+    """A detokenizer for any other tokenizer: decodes a few tokens with earlier ones as context."""
 
-    _longest_character = 8
-    """Tokens that one character can take at most (byte fallback: four); more are broken bytes."""
+    _max_character_tokens = 8
+    """The most tokens that one character can take (byte fallback: four); more are broken bytes."""
 
     def __init__(self, decode: Callable[[list[int]], str]) -> None:
         self._decode = decode
@@ -57,7 +57,7 @@ class _WindowDetokenizer:
         for i in ids:
             self._pending.append(i)
             text = self._text()
-            if not text.endswith(_INCOMPLETE) or len(self._pending) >= self._longest_character:
+            if not text.endswith(_INCOMPLETE) or len(self._pending) >= self._max_character_tokens:
                 out.append(text)
                 self._context, self._pending = self._pending, []
         return "".join(out)
@@ -76,10 +76,10 @@ class _WindowDetokenizer:
         return both[len(before) :] if both.startswith(before) else self._decode(self._pending)
 
 
-def detokeniser_factory(
+def detokenizer_factory(
     tokenizer: Any, decode: Callable[[list[int]], str]
 ) -> Callable[[], Detokenizer]:
-    """A maker of decoders for this tokenizer: the byte table where it proves exact."""
+    """Return a maker of detokenizers: by the byte table if it decodes probes exactly."""
     table = _byte_table(tokenizer)
     if table is not None and _agrees(table, decode):
         return lambda: _ByteDetokenizer(table)
@@ -87,7 +87,7 @@ def detokeniser_factory(
 
 
 def token_bytes_of(tokenizer: Any, decode: Callable[[list[int]], str]) -> Callable[[int], bytes]:
-    """What gives one token's bytes: the byte table where there is one, else its text's."""
+    """Return a function from a token to its bytes: by the byte table, else by its text."""
     table = _byte_table(tokenizer)
     if table is None:
         return lambda i: decode([i]).encode(errors="replace")
@@ -95,7 +95,7 @@ def token_bytes_of(tokenizer: Any, decode: Callable[[list[int]], str]) -> Callab
 
 
 def _byte_table(tokenizer: Any) -> list[bytes] | None:
-    """The bytes of each id for a byte-level decoder, else None."""
+    """Return the bytes of each id for a byte-level decoder, else None."""
     backend = getattr(tokenizer, "backend_tokenizer", None)
     decoder = getattr(backend, "decoder", None)
     if decoder is None:
@@ -117,7 +117,7 @@ def _byte_table(tokenizer: Any) -> list[bytes] | None:
 
 @cache
 def _byte_alphabet() -> dict[str, int]:
-    """The printable stand-in that GPT-2's byte-level BPE has for each byte, inverted."""
+    """Map the printable characters of GPT-2's byte-level BPE to the bytes that they stand for."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     others = [b for b in range(256) if b not in set(printable)]
     shifted = {chr(256 + n): b for n, b in enumerate(others)}

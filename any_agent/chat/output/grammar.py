@@ -1,9 +1,10 @@
-"""What a family's outputs look like."""
+"""The description of a family's outputs: markers, state machine, syntax of calls."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 
 from any_agent.chat.output.json_stream import quoted
 from any_agent.chat.output.markers import THINK_CLOSE, THINK_OPEN
@@ -19,7 +20,7 @@ from any_agent.types import Tool
 THINK: Mapping[str, str] = {"<think>": THINK_OPEN, "</think>": THINK_CLOSE}
 
 NewMachine = Callable[[MessageBuilder, Sequence[Tool], bool], StateMachine]
-"""Of the builder, the request's tools, and whether the prompt ends inside reasoning."""
+"""Arguments: the builder, the request's tools, and True if the prompt ends inside reasoning."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,45 +28,44 @@ class CallSyntax:
     """The text that a family's models write around a call's name and arguments."""
 
     begin: str
-    """Up to the name."""
+    """The text up to the name."""
     between: str
     """The text between the name and the arguments."""
     end: str
     opening: str = ""
-    """Before the first call, ``closing`` after the last."""
+    """The text before the first call; ``closing`` comes after the last."""
     closing: str = ""
     separator: str | None = "\n"
-    """Between two calls; None: one at a time."""
+    """The text between two calls; None: one call at a time."""
     parameter: tuple[str, str, str] | None = None
-    """Around each argument's name and value; None: the arguments are a JSON object."""
+    """The texts around each argument's name and value; None: the arguments are a JSON object."""
 
     def open(self, name: str | None) -> str:
-        """The text that makes the model call this tool (any one, if None); where it may write
-        on."""
-        begun = self.opening + self.begin
+        """Return the text after which the model writes a call of this tool (of any, if None)."""
+        text = self.opening + self.begin
         if name is None:
-            return begun
+            return text
         # A name in quotes is a JSON string.
-        return begun + (quoted(name)[1:-1] if begun.endswith('"name": "') else name) + self.between
+        return text + (quoted(name)[1:-1] if text.endswith('"name": "') else name) + self.between
 
 
 @dataclass(frozen=True, slots=True)
 class OutputGrammar:
-    """One family's markers, and how its outputs are read and its calls begun."""
+    """One family's markers, state machine and call syntax."""
 
     marks: Mapping[str, str]
     """The markers' texts and kinds."""
     new_machine: NewMachine
     calls: CallSyntax | None = None
-    """None: how its models begin a call is not known."""
+    """None if the text with which its models begin a call is unknown."""
     one_call_stop: str | None = None
-    """The token after which one call is whole."""
+    """The token after which one call is complete."""
     leave_reasoning: str = "\n</think>\n\n"
     """The text that ends open reasoning."""
     text_opening: str = ""
     """The text before an answer in text."""
     turn_start: str | None = None
-    """The token from which on a prompt's end is the output's own header; None: no headers."""
+    """The token that begins the output's own header at a prompt's end; None: no headers."""
 
 
 def marked(
@@ -74,15 +74,14 @@ def marked(
     in_reasoning: ReasoningState = ReasoningState.DOUBT,
     bare: bool = False,
 ) -> NewMachine:
-    """Machines for ``[<think> reasoning </think>] content`` with calls read by ``new_reader``."""
+    """Make machines for ``[<think> reasoning </think>] content``, calls read by ``new_reader``."""
 
     def new_machine(
         builder: MessageBuilder, tools: Sequence[Tool], reasoning_open: bool
     ) -> StateMachine:
-        read = new_reader
         return OutputMachine(
             builder,
-            (lambda: read(builder, tools)) if tools and read else None,
+            partial(new_reader, builder, tools) if tools and new_reader else None,
             reasoning_open=reasoning_open,
             in_reasoning=in_reasoning,
             bare=bare,

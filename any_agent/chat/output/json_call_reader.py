@@ -1,4 +1,4 @@
-"""A call written as one JSON object, read while it arrives."""
+"""An incremental reader of a call that is written as one JSON object."""
 
 from __future__ import annotations
 
@@ -12,26 +12,26 @@ _ARGUMENTS = ("arguments", "parameters")
 
 
 class JsonCallReader:
-    """``{"name": ..., "arguments": {...}}``, in any order of keys; other keys are passed over.
+    """Reads ``{"name": ..., "arguments": {...}}``, in any order of keys; other keys are ignored.
 
-    The arguments leave as they were written; where they are a string, as what it says. Of equal
-    keys the first one counts. What is no JSON before a tool is named is no call (``failed``); what
-    is none afterwards leaves as it was written.
+    The arguments are passed to the builder as written; a JSON string is unescaped. Of equal keys
+    the first one counts. Invalid JSON before a tool is named makes it no call (``failed``); invalid
+    JSON afterwards is passed on as written.
     """
 
     def __init__(self, builder: MessageBuilder, declared: Collection[str] | None = None) -> None:
-        """``declared``: tools whose name alone makes a call; any other needs its arguments, too."""
+        """``declared``: tools whose name alone makes a call; any other needs arguments, too."""
         self._builder = builder
         self._declared = declared
         self.opened = False
         self.failed = False
-        self.over = False
-        """The closing brace was read."""
+        self.complete = False
+        """True once the closing brace was read."""
         self._name: str | None = None
         self._key: str | None = None
         self._pending: list[str] | None = None
-        """Arguments that came before a call could open; None: none were seen yet."""
-        self._arguments_over = False
+        """Arguments that came before a call could open; None: none came yet."""
+        self._arguments_complete = False
         self._scanner = ValueScanner()
         self._collected: list[str] = []
         self._string: StringReader | None = None
@@ -39,25 +39,25 @@ class JsonCallReader:
         self._step: Callable[[str, int], int] = self._before
 
     def feed(self, text: str) -> int:
-        """How much of ``text`` belongs to the object."""
+        """Read a text; return how much of it belongs to the object."""
         at = 0
-        while at < len(text) and not (self.over or self.failed):
+        while at < len(text) and not (self.complete or self.failed):
             at = self._step(text, at)
         return at
 
     def end(self) -> None:
-        """No more comes."""
+        """End the reading: no more text comes."""
         if self._string is not None:
             self._emit(self._string.flush())
             self._string = None
 
-    # -- steps: each takes the text from ``at`` on and says up to where it has read ----------------
+    # -- steps: each reads the text from ``at`` on, and returns the position after it --------------
 
     def _before(self, text: str, at: int) -> int:
         return self._expect(text, at, "{", self._before_key)
 
     def _before_key(self, text: str, at: int) -> int:
-        at = _past_white(text, at)
+        at = _skip_white(text, at)
         if at == len(text):
             return at
         if text[at] == "}":
@@ -79,7 +79,7 @@ class JsonCallReader:
         return self._expect(text, at, ":", self._before_value)
 
     def _before_value(self, text: str, at: int) -> int:
-        at = _past_white(text, at)
+        at = _skip_white(text, at)
         if at == len(text):
             return at
         if text[at] in ",}]:":
@@ -95,14 +95,11 @@ class JsonCallReader:
             self._step = self._in_arguments
             if text[at] == '"':
                 self._string = StringReader()
-                return self._scanner_past_quote(at)
+                self._scanner.feed('"')
+                return at + 1
         else:
             self._step = self._in_other
         return at
-
-    def _scanner_past_quote(self, at: int) -> int:
-        self._scanner.feed('"')
-        return at + 1
 
     def _in_name(self, text: str, at: int) -> int:
         end = self._collect(text, at)
@@ -129,7 +126,7 @@ class JsonCallReader:
         if end < 0:
             return len(text)
         self.end()
-        self._arguments_over = True
+        self._arguments_complete = True
         self._step = self._after_value
         return end
 
@@ -143,7 +140,7 @@ class JsonCallReader:
         return end
 
     def _after_value(self, text: str, at: int) -> int:
-        at = _past_white(text, at)
+        at = _skip_white(text, at)
         if at == len(text):
             return at
         if text[at] == "}":
@@ -155,10 +152,10 @@ class JsonCallReader:
             self._builder.arguments(self._raw.push(text[at:]))
         return len(text)
 
-    # -- what the steps share ----------------------------------------------------------------------
+    # -- helpers of the steps ----------------------------------------------------------------------
 
     def _expect(self, text: str, at: int, char: str, then: Callable[[str, int], int]) -> int:
-        at = _past_white(text, at)
+        at = _skip_white(text, at)
         if at == len(text):
             return at
         if text[at] != char:
@@ -186,22 +183,22 @@ class JsonCallReader:
             self._pending.append(text)
 
     def _close(self, at: int) -> int:
-        self.over = True
+        self.complete = True
         self.failed = not self.opened
         return at + 1
 
     def _fail(self, at: int) -> int:
-        """From here on it is no JSON."""
+        """Treat the text from here on as no JSON."""
         if not self.opened:
             self.failed = True
             return at
-        if not self._arguments_over:
+        if not self._arguments_complete:
             self._raw = WhitespaceTrimmer()
         self._step = self._as_written
         return at
 
 
-def _past_white(text: str, at: int) -> int:
+def _skip_white(text: str, at: int) -> int:
     while at < len(text) and text[at] in _WHITE:
         at += 1
     return at

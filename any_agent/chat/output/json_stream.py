@@ -1,4 +1,4 @@
-"""JSON that arrives in pieces: where a value ends, and what a string says."""
+"""Incremental JSON scanning: the end of a value, and the text of a string."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CHARACTERS = {"b": "\b", "f": "\f", "n": "\n", "r": "\r", "t": "\t"}
 
 
 class ValueScanner:
-    """Finds the end of one JSON value; of what is inside only brackets and strings count."""
+    """Finds the end of one JSON value by its brackets and strings."""
 
     def __init__(self) -> None:
         self._open: list[str] = []
@@ -30,10 +30,10 @@ class ValueScanner:
         self._escaped = False
         self._in_scalar = False
         self.broken_at: int | None = None
-        """Where in the last text a bracket did not match: nobody can say where the value ends."""
+        """The position of a mismatched bracket in the last text; the value has no end then."""
 
     def feed(self, text: str, at: int = 0) -> int:
-        """Where in ``text`` the value ends, from ``at`` on, or -1 if it goes on.
+        """Return where in ``text`` the value ends, from ``at`` on, or -1 if it goes on.
 
         The first character must be the value's own first one.
         """
@@ -50,7 +50,7 @@ class ValueScanner:
         return -1
 
     def _string(self, text: str, at: int) -> int:
-        """Past the next quote or escape."""
+        """Return the position after the next quote or escape, or -1."""
         if self._escaped:
             self._escaped = False
             return at + 1
@@ -64,7 +64,7 @@ class ValueScanner:
         return match.end()
 
     def _structure(self, text: str, at: int) -> int:
-        """Past the next bracket, or the quote that opens a string."""
+        """Return the position after the next bracket or opening quote, or -1."""
         if not self._open and text[at] not in '"{[':
             self._in_scalar = True
             return at
@@ -85,40 +85,40 @@ class ValueScanner:
 
 
 class StringReader:
-    """What a JSON string says, piece by piece, from the text between its quotes.
+    """Unescapes the text between a JSON string's quotes, piece by piece.
 
-    A lone surrogate stays escaped: no UTF-8 can carry it. So does an escape that is none.
+    A lone surrogate stays escaped: no UTF-8 can carry it. So does an invalid escape.
     """
 
     def __init__(self) -> None:
-        self._held = ""
+        self._pending = ""
 
     def push(self, text: str) -> str:
-        if not self._held and "\\" not in text:
+        if not self._pending and "\\" not in text:
             return text
-        text = self._held + text
-        self._held = ""
+        text = self._pending + text
+        self._pending = ""
         out: list[str] = []
         at = 0
         while (escape := text.find("\\", at)) >= 0:
             out.append(text[at:escape])
             if _UNFINISHED.fullmatch(text, escape):
-                self._held = text[escape:]
+                self._pending = text[escape:]
                 return "".join(out)
             match = _ESCAPE.match(text, escape)
-            out.append(_said(match) if match else text[escape])
+            out.append(_unescape(match) if match else text[escape])
             at = match.end() if match else escape + 1
         out.append(text[at:])
         return "".join(out)
 
     def flush(self) -> str:
-        """An escape that nothing completed, as far as it says something."""
-        held, self._held = self._held, ""
-        match = _ESCAPE.match(held)
-        return _said(match) + held[match.end() :] if match else held
+        """Return an unfinished escape, unescaped as far as it is valid."""
+        pending, self._pending = self._pending, ""
+        match = _ESCAPE.match(pending)
+        return _unescape(match) + pending[match.end() :] if match else pending
 
 
-def _said(match: re.Match[str]) -> str:
+def _unescape(match: re.Match[str]) -> str:
     if match["high"]:
         high, low = int(match["high"], 16), int(match["low"], 16)
         return chr(0x10000 + ((high - 0xD800) << 10) + (low - 0xDC00))
@@ -130,7 +130,7 @@ def _said(match: re.Match[str]) -> str:
 
 
 def read_string(inner: str) -> str | None:
-    """The text between a string's quotes, read strictly; None if it is no string for UTF-8."""
+    """Unescape a string's inner text strictly; None if it is invalid or not UTF-8."""
     try:
         value = json.loads(f'"{inner}"')
     except ValueError:
@@ -139,7 +139,7 @@ def read_string(inner: str) -> str | None:
 
 
 def is_json(text: str) -> bool:
-    """Whether this is one JSON value, in UTF-8 and without NaN and the like."""
+    """Return True for one JSON value, in UTF-8 and without NaN and the like."""
     try:
         json.loads(text, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -148,12 +148,12 @@ def is_json(text: str) -> bool:
 
 
 def quoted(text: str) -> str:
-    """``text`` as a JSON string, in characters where UTF-8 has them."""
+    """Return ``text`` as a JSON string, unescaped where UTF-8 has the characters."""
     return json.dumps(text, ensure_ascii=False)
 
 
 def as_arguments(value: object) -> str | None:
-    """Parsed arguments as JSON text: an object, or a string that is sent as it is."""
+    """Return parsed arguments as JSON text: an object, or a string as it is; else None."""
     if isinstance(value, str):
         return value if encodable(value) else None
     if not isinstance(value, dict):

@@ -1,4 +1,4 @@
-"""What an output says: the whole message, and the steps of its stream."""
+"""The parsed message of an output, and the deltas of its stream."""
 
 from __future__ import annotations
 
@@ -9,21 +9,21 @@ from typing import Any, Literal, TypeAlias
 from any_agent.types import Message
 
 Order: TypeAlias = list[tuple[Literal["reasoning", "content", "call"], int]]
-"""What was said in which order: how many characters of a kind in a row, or one call."""
+"""The order of an output's parts: the number of characters of one kind in a row, or one call."""
 
 
 @dataclass(slots=True)
 class ParsedMessage:
-    """One output, taken apart; ``tool_calls`` in OpenAI's form with ``call_<hex>`` ids."""
+    """One parsed output; ``tool_calls`` in OpenAI's form with ``call_<hex>`` ids."""
 
     content: str
     reasoning_content: str | None = None
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
     order: Order = field(default_factory=list, compare=False)
-    """Empty, if it is the usual one: reasoning, content, calls."""
+    """Empty for the usual order: reasoning, content, calls."""
 
     def to_message(self) -> Message:
-        """The assistant message in OpenAI's form; content is None beside tool calls alone."""
+        """Return the message in OpenAI's form; content is None if there are only tool calls."""
         message: Message = {"role": "assistant", "content": self.content}
         if self.reasoning_content is not None:
             message["reasoning_content"] = self.reasoning_content
@@ -37,7 +37,7 @@ class ParsedMessage:
 class MessageDelta:
     """One step of a stream in OpenAI's form; a parser sets exactly one of the fields.
 
-    A call comes as ``{index, id, type, function: {name, arguments: ""}}``, then as steps
+    A call comes as ``{index, id, type, function: {name, arguments: ""}}``, then as deltas
     ``{index, function: {arguments}}``.
     """
 
@@ -47,9 +47,9 @@ class MessageDelta:
 
 
 def merge_deltas(deltas: Iterable[MessageDelta]) -> MessageDelta:
-    """Several steps as one: all content, all reasoning, and each call's arguments joined.
+    """Merge deltas: all content, all reasoning, and each call's arguments joined.
 
-    The steps given stay as they are. The cost is linear in the text.
+    The given deltas stay as they are. The cost is linear in the text.
     """
     content: list[str] = []
     reasoning: list[str] = []

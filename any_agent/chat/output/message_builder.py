@@ -1,16 +1,44 @@
-"""Putting a message together while its stream leaves."""
+"""Assembly of a message and its stream's deltas; ids of tool calls."""
 
 from __future__ import annotations
 
+import hashlib
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import numpy as np
+
 from any_agent.chat.output.message import MessageDelta, Order, ParsedMessage
-from any_agent.chat.output.tool_call_ids import ToolCallIds
+from any_agent.types import IdArray
 
 _CONTENT = -1
 _REASONING = -2
 _RANKS = {_REASONING: 0, _CONTENT: 1}
 _CALL_RANK = 2
+
+
+class ToolCallIds:
+    """Makes ids ``call_<hex>``, equal for the same seed, prompt and output so far.
+
+    An id is known when its call opens. Each text is hashed once, however many calls an output has;
+    without a call nothing is hashed.
+    """
+
+    def __init__(self, prompt_ids: Sequence[int] | IdArray, seed: bytes = b"") -> None:
+        """``seed``: another answer's seed, even to the same prompt, gives other ids."""
+        self._prompt_ids = prompt_ids
+        self._seed = seed
+        self._hash: hashlib.blake2b | None = None
+
+    def make(self, since: Iterable[str], index: int, name: str) -> str:
+        """``since``: the output's texts after the last call's opening."""
+        if self._hash is None:
+            packed = np.asarray(self._prompt_ids, dtype="<i4").tobytes()
+            seed = hashlib.blake2b(self._seed).digest()
+            self._hash = hashlib.blake2b(packed, digest_size=12, key=seed)
+        text = f"{''.join(since)}\0{index}\0{name}\0"
+        self._hash.update(text.encode(errors="surrogatepass"))
+        return "call_" + self._hash.hexdigest()
 
 
 class WhitespaceTrimmer:
@@ -19,7 +47,7 @@ class WhitespaceTrimmer:
     __slots__ = ("_space", "_strip", "parts")
 
     def __init__(self, strip: str | None = None) -> None:
-        """``strip``: what counts as white space."""
+        """``strip``: the characters that count as white space."""
         self.parts: list[str] = []
         self._space: list[str] = []
         self._strip = strip
@@ -47,9 +75,9 @@ class WhitespaceTrimmer:
 
 
 class MessageBuilder:
-    """Takes the message's parts in order; ``take`` gives the stream's steps so far.
+    """Takes the message's parts in order, and makes the deltas of its stream.
 
-    Neighbouring steps of one kind leave as one.
+    Neighbouring parts of one kind become one delta.
     """
 
     def __init__(self, call_ids: ToolCallIds) -> None:
@@ -63,7 +91,7 @@ class MessageBuilder:
         self._run: list[str] = []
         self._run_kind = _CONTENT
         self._order: list[list[int]] = []
-        """Kinds, and how many characters of each in a row."""
+        """Pairs of a kind and the number of its characters in a row."""
 
     def content(self, text: str) -> None:
         visible = self._content.push(text)
@@ -88,19 +116,20 @@ class MessageBuilder:
         self._out.append(MessageDelta(tool_calls=[first]))
 
     def arguments(self, text: str) -> None:
-        """More of the arguments of the call that was opened last."""
+        """Add to the arguments of the call that was opened last."""
         if text:
             self._arguments[-1].append(text)
             self._emit(len(self._calls) - 1, text)
 
     def close_call(self) -> None:
-        """The call is whole: where the model wrote no arguments, there are none."""
+        """End the last call; without any arguments it gets an empty object."""
         if not self._arguments[-1]:
             self.arguments("{}")
 
-    def take(self) -> list[MessageDelta]:
+    def take_deltas(self) -> list[MessageDelta]:
+        """Return the deltas since the last time."""
         self._end_run()
-        # Never the same list twice: its taker may add to it.
+        # Never the same list twice: the caller may add to it.
         out, self._out = self._out, []
         return out
 
@@ -123,7 +152,7 @@ class MessageBuilder:
         ]
 
     def _emit(self, kind: int, text: str) -> None:
-        """``kind``: a call's index, or what else it is."""
+        """``kind``: a call's index, or one of the constants above."""
         if kind != self._run_kind:
             self._end_run()
             self._run_kind = kind

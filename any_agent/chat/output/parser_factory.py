@@ -1,26 +1,25 @@
-"""One model's outputs: which grammar they have, and a parser for each."""
+"""Making of parsers for one model's outputs, by the grammar of its family."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from any_agent.chat.output.buffered_parser import BufferedParser, WholeParser
+from any_agent.chat.output.buffered_parser import BufferedParser
 from any_agent.chat.output.choice_grammar import ChoiceGrammar, Part
-from any_agent.chat.output.detokenizer import detokeniser_factory
+from any_agent.chat.output.detokenizer import detokenizer_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
-from any_agent.chat.output.markers import Piece
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.stream_parser import IncrementalParser, Markers, StreamParser
-from any_agent.chat.output.token_spans import TokenSpans
-from any_agent.chat.output.tool_call_ids import ToolCallIds
+from any_agent.chat.output.markers import TEXT, Markers, Piece, TokenSpans
+from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
+from any_agent.chat.output.stream_parser import IncrementalParser, StreamParser
 from any_agent.types import IdArray, Tool, plain_ids
 
 _TAIL = 64
-"""So many of a prompt's last tokens tell how its output begins."""
+"""How many of a prompt's last tokens show how its output begins."""
 _REASONING_TAIL = 16
+"""How many of them show that reasoning is open."""
 
 
 class OutputParserFactory:
@@ -35,17 +34,17 @@ class OutputParserFactory:
         *,
         family: str,
     ) -> None:
-        """``family``: the renderer's name; ``default`` is read off the chat template.
+        """``family``: the renderer's name; for ``default`` the chat template decides.
 
         ``decode``: ids to text, special tokens spelled out.
         """
         self._renderer = renderer
         self._decode = decode
         self._stop_ids = frozenset(stop_ids)
-        self.detokenisers = detokeniser_factory(tokenizer, decode)
+        self.new_detokenizer = detokenizer_factory(tokenizer, decode)
         template = str(getattr(tokenizer, "chat_template", None) or "")
         self.grammar: OutputGrammar | None = grammar_of(family, template)
-        """None: outputs are parsed whole, at the end, by the renderer itself."""
+        """None: the renderer itself parses outputs, at their end."""
         marks = self.grammar.marks if self.grammar else {}
         self._vocab: dict[str, int] = tokenizer.get_vocab()
         by_id: dict[int, Piece] = {
@@ -54,9 +53,12 @@ class OutputParserFactory:
         in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
         self._markers = Markers(by_id, self._stop_ids, in_text)
         self.spans = TokenSpans(by_id)
-        self._choosing = ChoiceGrammar(self.grammar, self._vocab) if self.grammar else None
-        self.one_call_stop_ids = self._one_call_stop_ids()
-        """The tokens after which one call is whole; None if no one token says so."""
+        self._choice = ChoiceGrammar(self.grammar, self._vocab) if self.grammar else None
+        stop = self.grammar.one_call_stop if self.grammar else None
+        self.one_call_stop_ids: tuple[int, ...] | None = None
+        """The tokens after which one call is complete; None if no single token ends it."""
+        if stop in self._vocab:
+            self.one_call_stop_ids = (self._vocab[stop],)
 
     def parser(
         self,
@@ -66,19 +68,24 @@ class OutputParserFactory:
         forced: Sequence[int] = (),
         call_seed: bytes = b"",
     ) -> StreamParser:
-        """A parser for one output; calls are read only if there are tools.
+        """Return a parser for one output; calls are read only if there are tools.
 
-        ``forced``: the prompt's last tokens, which begin a call: they are read as output.
-        ``call_seed``: answers of different ones have different ids of calls.
+        ``forced``: the prompt's last tokens, which begin a call and are parsed as output.
+        ``call_seed``: answers with different seeds have different ids of calls.
         """
-        call_ids = ToolCallIds(prompt_ids, call_seed)
+        builder = MessageBuilder(ToolCallIds(prompt_ids, call_seed))
         grammar = self.grammar
         if grammar is None:
-            whole = WholeParser(
-                self._renderer, self._decode, self._stop_ids, plain_ids(prompt_ids), tools
+            return BufferedParser(
+                self._renderer,
+                self._decode,
+                self.new_detokenizer(),
+                builder,
+                prompt_ids=plain_ids(prompt_ids),
+                tools=tools,
+                stop_ids=self._stop_ids,
+                stop=stop,
             )
-            return BufferedParser(whole, self.detokenisers(), self._stop_ids, stop, call_ids)
-        builder = MessageBuilder(call_ids)
         end = len(prompt_ids) - len(forced)
         tail = plain_ids(prompt_ids[max(0, end - _TAIL) : end])
         in_reasoning = grammar.turn_start is None and self._ends_in_think(tail)
@@ -86,18 +93,18 @@ class OutputParserFactory:
         if isinstance(machine, HarmonyMachine):
             machine.prompt(self._header(tail))
         return IncrementalParser(
-            self.detokenisers(), self._markers, machine, builder, stop, plain_ids(forced)
+            self.new_detokenizer(), self._markers, machine, builder, stop, plain_ids(forced)
         )
 
     def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
-        """Whether the prompt has opened the output's reasoning, or a message that may be it."""
+        """Return True if the prompt has opened reasoning, or a message that may be reasoning."""
         tail = plain_ids(prompt_ids[-_TAIL:])
         if self.grammar is not None and self.grammar.turn_start is not None:
             return any(mark == "<|message|>" for mark, _ in self._header(tail))
         return self._ends_in_think(tail)
 
     def open_call(self, prompt_ids: Sequence[int] | IdArray, name: str | None) -> str | None:
-        """The text that, after this prompt, makes the model call a tool (any one, if None).
+        """Return the text that, after this prompt, makes the model call a tool (any one, if None).
 
         Special tokens are spelled out. None if no such text is known for this model.
         """
@@ -109,22 +116,18 @@ class OutputParserFactory:
     def text_or_calls(
         self, prompt_ids: Sequence[int] | IdArray, text: Part, names: Sequence[str]
     ) -> Part | None:
-        """A grammar of :class:`ChoiceGrammar`; None where the family is not known."""
-        if self._choosing is None:
+        """Return a grammar of :class:`ChoiceGrammar`; None where the family is not known."""
+        if self._choice is None:
             return None
         in_reasoning = self.ends_in_reasoning(prompt_ids)
-        return self._choosing.grammar(text, names, in_reasoning=in_reasoning)
-
-    def _one_call_stop_ids(self) -> tuple[int, ...] | None:
-        stop = self.grammar.one_call_stop if self.grammar else None
-        return (self._vocab[stop],) if stop in self._vocab else None
+        return self._choice.grammar(text, names, in_reasoning=in_reasoning)
 
     def _ends_in_think(self, tail: list[int]) -> bool:
-        """Whether the prompt's end opens reasoning (``<think>`` and white space)."""
+        """Return True if the prompt ends with ``<think>`` and white space."""
         return self._decode(tail[-_REASONING_TAIL:]).rstrip().endswith("<think>")
 
     def _header(self, tail: list[int]) -> list[Piece]:
-        """The pieces of the output's own header that stand at the prompt's end."""
+        """Return the pieces of the output's own header that stand at the prompt's end."""
         assert self.grammar is not None
         start = self._vocab.get(self.grammar.turn_start or "")
         if start not in tail:
@@ -133,7 +136,7 @@ class OutputParserFactory:
         pieces: list[Piece] = []
         for i in tail:
             piece = self._markers.by_id.get(i)
-            pieces.append(piece or (self._decode([i]), "text"))
+            pieces.append(piece or (self._decode([i]), TEXT))
             if piece is not None and piece[0] == "<|message|>":
                 break
         return pieces

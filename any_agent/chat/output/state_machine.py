@@ -1,9 +1,9 @@
-"""Raw output to reasoning, content and tool calls, as far as each is certain.
+"""The state machine that divides raw output into reasoning, content and tool calls.
 
 One machine serves every family whose output is ``[<think> reasoning </think>] content`` with calls
 between markers (or, in the families without markers, as bare JSON). Reasoning is the first region
-only. White space around reasoning and content is dropped. What opens like a call and never names
-a tool stays in the content as it was written.
+only. White space around reasoning and content is dropped. Text that opens like
+a call and never names a tool stays in the content as it was written.
 """
 
 from __future__ import annotations
@@ -26,41 +26,43 @@ from any_agent.chat.output.message_builder import MessageBuilder
 
 
 class Status(Enum):
+    """The state of a :class:`CallReader` after a piece."""
+
     READING = auto()
     DONE = auto()
-    """The block is over; the piece was its last one."""
+    """The block ends with this piece."""
     REFUSED = auto()
-    """This is no call, and the piece is not taken: nothing of it is in the message."""
+    """This is no call, and the piece was not consumed: nothing of it is in the message."""
 
 
 class CallReader(Protocol):
-    """Reads what follows a call's opening, into the builder."""
+    """Reads the text after a call's opening into the builder."""
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The kinds of markers that mean something to it, or to what may follow in one text with
-        it; the others come as text."""
+        """The kinds of markers that matter to it, or to what may follow in the same text; the
+        others come as text."""
 
     @property
     def opened(self) -> bool:
-        """Whether a tool was named: this is a call then, however it goes on."""
+        """True once a tool was named: it stays a call, however it goes on."""
 
     @property
     def rest(self) -> str:
-        """Of the last piece, what is behind the call's end."""
+        """The part of the last piece after the call's end."""
 
     def push(self, text: str, kind: str) -> Status: ...
 
     def end(self) -> None:
-        """The output ends here."""
+        """End the reading: the output ends inside the call."""
 
 
 class StateMachine(Protocol):
-    """Takes pieces in order, into the builder."""
+    """Takes pieces in order, and passes their content to the builder."""
 
     @property
     def wanted(self) -> frozenset[str]:
-        """The kinds of markers that mean something now, or after some more text."""
+        """The kinds of markers that matter now, or after some more text."""
 
     def push(self, text: str, kind: str) -> None: ...
 
@@ -68,12 +70,12 @@ class StateMachine(Protocol):
 
 
 class ReasoningState(Enum):
-    """What a call's opening means inside open reasoning."""
+    """The meaning of a call's opening inside open reasoning."""
 
     DRAFT = auto()
-    """Nothing."""
+    """The opening is a part of the reasoning."""
     DOUBT = auto()
-    """It ends the reasoning, unless a closing marker follows: until that is known it is held."""
+    """It ends the reasoning, unless a closing marker follows; until then the text waits."""
     CALL = auto()
     """It ends the reasoning."""
 
@@ -82,12 +84,12 @@ class _State(Enum):
     START = auto()
     REASONING = auto()
     DOUBT = auto()
-    """In reasoning, from a call's opening on."""
+    """In reasoning, after a call's opening."""
     BARE = auto()
-    """Where a call without markers may begin."""
+    """At a place where a call without markers may begin."""
     CONTENT = auto()
     SECTION = auto()
-    """Among calls, outside of each."""
+    """Inside a section of calls, between two of them."""
     CALL = auto()
 
 
@@ -96,7 +98,7 @@ _SEPARATORS = " \t\r\n;"
 
 
 class OutputMachine:
-    """See the module. ``new_reader`` None: the request has no tools, so nothing is a call."""
+    """The machine of the families with markers, and of those with calls as bare JSON."""
 
     def __init__(
         self,
@@ -107,7 +109,10 @@ class OutputMachine:
         in_reasoning: ReasoningState = ReasoningState.DOUBT,
         bare: bool = False,
     ) -> None:
-        """``reasoning_open``: the prompt ends inside reasoning. ``bare``: calls need no marker."""
+        """``new_reader`` None: the request has no tools, so nothing is a call.
+
+        ``reasoning_open``: the prompt ends inside reasoning. ``bare``: calls need no marker.
+        """
         self._builder = builder
         self._new_reader = new_reader
         self._openings = _OPENINGS if new_reader else frozenset()
@@ -115,8 +120,8 @@ class OutputMachine:
         self._after_reasoning = _State.BARE if bare and new_reader else _State.CONTENT
         self._reader: CallReader | None = None
         self._doubt: list[Piece] = []
-        self._held: list[str] = []
-        """What is content if no call comes of it."""
+        self._pending: list[str] = []
+        """Text that becomes content if it turns out to be no call."""
         self._in_section = False
         self._had_call = False
         self._enter(_State.REASONING if reasoning_open else _State.START)
@@ -202,24 +207,24 @@ class OutputMachine:
         if kind == TEXT:
             self._builder.content(text)
         elif kind == CALLS_OPEN:
-            self._held = [text]
+            self._pending = [text]
             self._in_section = True
             self._had_call = False
             self._enter(_State.SECTION)
         else:
-            self._held = [text]
+            self._pending = [text]
             self._open()
 
     def _at_bare(self, text: str, kind: str) -> None:
-        """Nothing was said yet, or nothing but calls."""
+        """Handle a piece where nothing came yet, or nothing but calls."""
         body = text.lstrip(_SEPARATORS if self._had_call else None)
         if kind != TEXT:
-            self._held.append(text)
+            self._pending.append(text)
             self._open()
         elif not body:
-            self._held.append(text)
+            self._pending.append(text)
         elif body[0] == "{":
-            self._held.append(text[: len(text) - len(body)])
+            self._pending.append(text[: len(text) - len(body)])
             self._open()
             self.push(body, TEXT)
         else:
@@ -228,14 +233,14 @@ class OutputMachine:
 
     def _among_calls(self, text: str, kind: str) -> None:
         if kind == TOOL_OPEN:
-            self._held.append(text)
+            self._pending.append(text)
             self._open()
         elif kind == CALLS_CLOSE and self._had_call:
-            self._held = []
+            self._pending = []
             self._in_section = False
             self._enter(_State.CONTENT)
         elif kind == TEXT and not text.strip():
-            self._held.append(text)
+            self._pending.append(text)
         else:
             self._release()
             self.push(text, kind)
@@ -254,11 +259,11 @@ class OutputMachine:
             self.push(text, kind)
             return
         if reader.opened:
-            self._held = []
+            self._pending = []
             self._had_call = True
             self.wanted = reader.wanted
         else:
-            self._held.append(text)
+            self._pending.append(text)
         if status is Status.DONE:
             after = _State.SECTION if self._in_section else self._after_reasoning
             self._reader = None
@@ -267,10 +272,10 @@ class OutputMachine:
                 self.push(reader.rest, TEXT)
 
     def _release(self) -> None:
-        """What was held is content."""
-        held, self._held = self._held, []
+        """Pass the pending text on as content."""
+        pending, self._pending = self._pending, []
         self._reader = None
         self._in_section = False
         self._enter(_State.CONTENT)
-        if held:
-            self._builder.content("".join(held))
+        if pending:
+            self._builder.content("".join(pending))

@@ -1,4 +1,4 @@
-"""Stop strings: what may begin one is held back, and nothing after one gets through."""
+"""Stop strings: text that may begin one waits, and nothing after one passes."""
 
 from __future__ import annotations
 
@@ -8,18 +8,18 @@ from any_agent.chat.output.markers import TEXT, Piece
 
 
 class StopFilter:
-    """Passes pieces on until a stop string is complete, then nothing more.
+    """Passes pieces until a stop string is complete, then nothing more.
 
-    Markers count by their text, so a stop string may be one, as in the engine's own match.
+    Markers match by their text, so a stop string may be one, as in the engine's own match.
     Feed it one token at a time: like the engine, it stops at the token that completes a stop.
     If that token completes several, the text ends before the one that begins first.
-    The cost per character does not depend on what was before (Knuth, Morris and Pratt's search).
+    The cost per character does not depend on earlier text (Knuth, Morris and Pratt's search).
     """
 
     def __init__(self, stops: tuple[str, ...]) -> None:
         self._searches = [_Search(s) for s in dict.fromkeys(stops) if s]
-        self._held: deque[Piece] = deque()
-        self._held_length = 0
+        self._pending: deque[Piece] = deque()
+        self._pending_length = 0
         self.matched = False
 
     @property
@@ -27,7 +27,7 @@ class StopFilter:
         return bool(self._searches)
 
     def push(self, pieces: list[Piece]) -> list[Piece]:
-        """The pieces of one token (of any number of them, where there are no stop strings)."""
+        """Filter the pieces of one token (of any number of tokens, without stop strings)."""
         if self.matched:
             return []
         if not self._searches:
@@ -37,41 +37,41 @@ class StopFilter:
             for search in self._searches:
                 end = search.push(text)
                 if end is not None:
-                    at = self._held_length + end - search.length
+                    at = self._pending_length + end - search.length
                     start = at if start is None else min(start, at)
-            self._hold(text, kind)
+            self._append(text, kind)
         if start is not None:
             self.matched = True
             return self._take(start, cut=True)
         doubtful = max(search.state for search in self._searches)
-        return self._take(self._held_length - doubtful, cut=False)
+        return self._take(self._pending_length - doubtful, cut=False)
 
     def finish(self) -> list[Piece]:
-        """What was held back in vain."""
-        return self._take(self._held_length, cut=False)
+        """Return the pieces that began no stop string."""
+        return self._take(self._pending_length, cut=False)
 
-    def _hold(self, text: str, kind: str) -> None:
-        self._held.append((text, kind))
-        self._held_length += len(text)
+    def _append(self, text: str, kind: str) -> None:
+        self._pending.append((text, kind))
+        self._pending_length += len(text)
 
     def _take(self, length: int, *, cut: bool) -> list[Piece]:
-        """The first ``length`` characters; a marker leaves whole, or as text where it is cut."""
+        """Return the first ``length`` characters; a marker passes whole, or as text if cut."""
         out: list[Piece] = []
-        while self._held:
-            text, kind = self._held[0]
+        while self._pending:
+            text, kind = self._pending[0]
             if len(text) <= length:
-                out.append(self._held.popleft())
+                out.append(self._pending.popleft())
                 length -= len(text)
-                self._held_length -= len(text)
+                self._pending_length -= len(text)
                 continue
             if length and (cut or kind == TEXT):
                 out.append((text[:length], TEXT))
-                self._held[0] = (text[length:], TEXT)
-                self._held_length -= length
+                self._pending[0] = (text[length:], TEXT)
+                self._pending_length -= length
             break
         if cut:
-            self._held.clear()
-            self._held_length = 0
+            self._pending.clear()
+            self._pending_length = 0
         return out
 
 
@@ -82,11 +82,11 @@ class _Search:
         self._stop = stop
         self.length = len(stop)
         self.state = 0
-        """How many last characters are the stop string's first ones."""
+        """How many last characters match the beginning of the stop string."""
         self._fallback = _fallbacks(stop)
 
     def push(self, text: str) -> int | None:
-        """Where in ``text`` the stop string ends first, if it does."""
+        """Return where in ``text`` the stop string first ends, if it does."""
         stop, fallback, state = self._stop, self._fallback, self.state
         at = 0
         while at < len(text):
@@ -107,7 +107,7 @@ class _Search:
 
 
 def _fallbacks(stop: str) -> list[int]:
-    """For each matched length, the next shorter one that is a match, too."""
+    """Return for each matched length the next shorter one that matches, too."""
     out = [0, 0]
     for char in stop[1:]:
         k = out[-1]

@@ -1,4 +1,4 @@
-"""Arguments that a model does not write as JSON, put into JSON while they arrive."""
+"""Conversion of arguments that a model does not write as JSON to JSON, as they arrive."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from any_agent.types import Tool
 
 
 class ArgumentsWriter:
-    """One call's parameters as a JSON object.
+    """Writes one call's parameters as a JSON object.
 
-    What the tool declares a string leaves as it comes; any other value when it is whole, as it was
-    written if that is JSON, else as a string. A value that is never closed leaves as far as it
-    was written, so that truncated arguments show as such.
+    A value that the tool declares a string is passed on as it comes; any other value once it is
+    complete, as written if that is JSON, else as a string. A value that is never closed is passed
+    on as far as it was written, so that truncated arguments show as such.
     """
 
     def __init__(self, builder: MessageBuilder, name: str, tools: Sequence[Tool]) -> None:
@@ -34,14 +34,14 @@ class ArgumentsWriter:
             self._builder.arguments('"')
 
     def more(self, text: str) -> None:
-        """More of the value that began last."""
+        """Add to the value that began last."""
         if self._value is None:
             self._builder.arguments(quoted(text)[1:-1])
         else:
             self._value.append(text)
 
     def end(self) -> None:
-        """The value is whole."""
+        """End the value."""
         if self._value is None:
             self._builder.arguments('"')
             return
@@ -50,12 +50,12 @@ class ArgumentsWriter:
         self._builder.arguments(written if is_json(written) else quoted(text))
 
     def cut(self) -> None:
-        """The value is not whole, and no more of it comes."""
+        """Write the value as it is: incomplete, and no more of it comes."""
         if self._value is not None:
             self._builder.arguments("".join(self._value).strip())
 
     def close(self) -> None:
-        """The call is whole."""
+        """End the call."""
         if self._count:
             self._builder.arguments("}")
         self._builder.close_call()

@@ -17,7 +17,7 @@ def parse_messages_request(body: Any, rules: ParseRules, chat: ChatFormat) -> Pa
         mode=rules.mode,
         sampling=rules.sampling,
         model=rules.model,
-        known_settings=chat.writer.known_settings,
+        known_settings=chat.renderer.known_settings,
         unknown=rules.unknown,
     )
     return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))

@@ -26,7 +26,7 @@ def parse_responses_request(
         sampling=rules.sampling,
         model=rules.model,
         tree=tree,
-        known_settings=chat.writer.known_settings,
+        known_settings=chat.renderer.known_settings,
         unknown=rules.unknown,
         context_length=context_length,
     )

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
 from any_agent.completions.encoders.output_order import OutputPart
@@ -177,7 +177,7 @@ class ResponsesEncoder:
         message = interaction.output_message
         reasoned = bool(message.get("reasoning_content"))
         said = bool(message.get("content") or message.get("tool_calls"))
-        return self._spans.reasoning(ids, reasoned=reasoned, said=said)
+        return self._spans.reasoning(ids, reasoned=reasoned, answered=said)
 
     def _response(self, interaction: Interaction, items: bytes) -> bytes:
         match interaction.finish_reason:
@@ -243,7 +243,7 @@ class _SampledOutput:
         return self._entries(write, *self._span(spans))
 
     def _span(self, spans: TokenSpans) -> tuple[int, int]:
-        start = spans.reasoning(self._ids, reasoned=self._reasoned, said=True)
+        start = spans.reasoning(self._ids, reasoned=self._reasoned, answered=True)
         return spans.text(self._ids, start, calls=self._called)
 
     def _entries(self, write: LogprobsEncoder, start: int, end: int) -> bytes:

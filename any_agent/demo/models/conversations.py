@@ -40,7 +40,7 @@ class Author:
             message = self.chat.parse(said, prompt_ids=talk.prompt, tools=talk.tools).to_message()
             if new["role"] == "tool":
                 new["tool_call_id"] = message["tool_calls"][0]["id"]
-            ids = self.chat.bridge(said, [new], talk.tools, said=message)
+            ids = self.chat.bridge(said, [new], talk.tools, answer=message)
             if ids is None:
                 raise AssertionError("a later turn must continue the earlier one exactly")
             return list(ids)

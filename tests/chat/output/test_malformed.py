@@ -21,7 +21,9 @@ def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
     """A reader over the Qwen3 miniature's vocabulary, with this family's markers in it or not."""
     chat = family("qwen3").chat
     ends = chat.stop_token_ids
-    made = OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=renderer)
+    made = OutputParserFactory(
+        chat._parsers._renderer, chat.tokenizer, chat.decode, ends, family=renderer
+    )
     if as_text or made.grammar is None:
         return made
     tokenizer = copy.deepcopy(chat.tokenizer)
@@ -31,7 +33,7 @@ def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
     def decode(ids: Any) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    made = OutputParserFactory(chat._renderer, tokenizer, decode, ends, family=renderer)
+    made = OutputParserFactory(chat._parsers._renderer, tokenizer, decode, ends, family=renderer)
     made.tokenizer = tokenizer  # type: ignore[attr-defined]
     return made
 

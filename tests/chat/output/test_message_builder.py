@@ -4,8 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.chat.output.message import MessageDelta
-from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
-from any_agent.chat.output.tool_call_ids import ToolCallIds
+from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds, WhitespaceTrimmer
 
 
 @given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12))
@@ -23,17 +22,17 @@ def test_neighbours_of_one_kind_are_one_step() -> None:
     made.content("a")
     made.content("b")
     made.reasoning("c")
-    assert made.take() == [MessageDelta(content="ab"), MessageDelta(reasoning_content="c")]
-    assert made.take() == []
+    assert made.take_deltas() == [MessageDelta(content="ab"), MessageDelta(reasoning_content="c")]
+    assert made.take_deltas() == []
 
 
 def test_steps_that_were_taken_are_the_caller_s() -> None:
     made = MessageBuilder(ToolCallIds([1]))
-    taken = made.take()
+    taken = made.take_deltas()
     made.content("a")
-    taken += made.take()
+    taken += made.take_deltas()
     assert taken == [MessageDelta(content="a")]
-    assert made.take() == []
+    assert made.take_deltas() == []
 
 
 def test_ids_of_calls_are_their_answers_own() -> None:
@@ -50,7 +49,7 @@ def test_a_call_is_told_before_its_arguments() -> None:
     made.close_call()
     made.open_call("now")
     made.close_call()
-    first, second, third, fourth = made.take()
+    first, second, third, fourth = made.take_deltas()
     assert first.tool_calls is not None and third.tool_calls is not None
     assert first.tool_calls[0]["function"] == {"name": "add", "arguments": ""}
     assert second.tool_calls == [{"index": 0, "function": {"arguments": '{"a": 1}'}}]

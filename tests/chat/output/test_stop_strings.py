@@ -47,7 +47,7 @@ def test_a_long_stop_string_does_not_make_tokens_dear() -> None:
     made = StopFilter(("a" * 5000 + "b",))
     for _ in range(20_000):
         made.push([("a", TEXT)])
-    assert made._held_length == 5000
+    assert made._pending_length == 5000
 
 
 def test_without_stop_strings_pieces_pass() -> None:

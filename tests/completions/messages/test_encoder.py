@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from any_agent.chat import chain_keys
 from any_agent.chat.output.message import MessageDelta, merge_deltas
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.tool_call_ids import ToolCallIds
+from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
 from any_agent.completions.call_types import Delta
 from any_agent.completions.messages import MessagesEncoder
 from any_agent.completions.messages.input_messages import conversation_of
@@ -56,13 +55,13 @@ def built(steps: list[tuple[str, str]]) -> tuple[list[MessageDelta], Interaction
     for kind, text in steps:
         if kind == "call":
             builder.open_call("find")
-            deltas += builder.take()
+            deltas += builder.take_deltas()
             builder.arguments(text[: len(text) // 2])
-            deltas += builder.take()
+            deltas += builder.take_deltas()
             builder.arguments(text[len(text) // 2 :])
         else:
             getattr(builder, kind)(text)
-        deltas += builder.take()
+        deltas += builder.take_deltas()
     parsed = builder.message()
     order = {"order": [list(each) for each in parsed.order]} if parsed.order else {}
     finish = "tool_calls" if parsed.tool_calls else "stop"

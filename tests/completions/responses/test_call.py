@@ -9,7 +9,7 @@ import orjson
 import pytest
 
 from any_agent.chat import MessageDelta, merge_deltas
-from any_agent.chat.output.token_spans import TokenSpans
+from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.responses import ResponsesEncoder
 from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter

@@ -80,7 +80,7 @@ def check_parsing(
         call_seed=node.id.encode(),
     )
     deltas = parser.feed(node.output_ids.tolist())
-    rest, parsed = parser.finish(matched_stop=None)
+    rest, parsed = parser.finish()
     assert parsed.to_message() == node.output_message
     assert merged([*deltas, *rest]) == {
         k: v for k, v in node.output_message.items() if k != "role" and v

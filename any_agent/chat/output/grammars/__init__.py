@@ -1,4 +1,4 @@
-"""Which family writes in which grammar."""
+"""The tables of output grammars: by the renderer's name, and by signs in the chat template."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _BY_RENDERER: dict[str, OutputGrammar] = {
     "kimi-k2": kimi.GRAMMAR,
     "minimax-m2": xml.MINIMAX_GRAMMAR,
 }
-"""By the name of PyPI's ``renderers``. The others' outputs are parsed whole."""
+"""Keys are names of PyPI's ``renderers``. Outputs of other families are parsed at their end."""
 _BY_TEMPLATE: tuple[tuple[tuple[str, ...], OutputGrammar], ...] = (
     (("<minimax:tool_call>", "<invoke name="), xml.MINIMAX_GRAMMAR),
     (("<tool_call>", "<function="), xml.GRAMMAR),
@@ -38,14 +38,14 @@ _BY_TEMPLATE: tuple[tuple[tuple[str, ...], OutputGrammar], ...] = (
     (("<|start|>", "<|channel|>", "<|message|>"), harmony.GRAMMAR),
     (("<|start_header_id|>", '"parameters": '), llama.GRAMMAR),
 )
-"""What a template writes, and the grammar that this gives away; the first match counts."""
+"""Texts in a chat template, and the grammar that they identify; the first match counts."""
 
 
 def grammar_of(renderer: str, template: str) -> OutputGrammar | None:
-    """The grammar of a renderer's outputs; ``default`` takes its from the chat template.
+    """Return the grammar of a renderer's outputs; for ``default`` the chat template identifies it.
 
-    None where it is not known here. A template that writes no calls that are known here has
-    reasoning at most.
+    None for an unknown grammar. A template without a known form of calls gets a grammar with
+    reasoning alone.
     """
     if renderer != "default":
         return _BY_RENDERER.get(renderer)

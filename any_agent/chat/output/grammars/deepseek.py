@@ -1,4 +1,4 @@
-"""DeepSeek V3 and R1: in a section of calls, each a name and a fenced block of JSON.
+"""DeepSeek V3 and R1: a section of calls, each a name and a fenced block of JSON.
 
 ``<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>name``, a line break, the block,
 ``<｜tool▁call▁end｜>``, ..., ``<｜tool▁calls▁end｜>``.
@@ -23,7 +23,7 @@ _FENCE_LINE = re.compile(r"```(?:json)?[ \t]*\n?")
 
 
 class DeepSeekReader:
-    """Behind the arguments' value anything is passed over."""
+    """Reads one call; text after the arguments' value is ignored."""
 
     wanted = frozenset({SEPARATOR, TOOL_CLOSE})
     rest = ""
@@ -40,7 +40,7 @@ class DeepSeekReader:
     def push(self, text: str, kind: str) -> Status:
         if kind == TOOL_CLOSE:
             if not self.opened:
-                self._name_is(self._text)
+                self._open_call(self._text)
             if self._refused:
                 return Status.REFUSED
             self.end()
@@ -59,7 +59,7 @@ class DeepSeekReader:
     # -- steps -------------------------------------------------------------------------------------
 
     def _in_type(self, text: str) -> None:
-        """Always ``function``; what it says is of no use."""
+        """Ignore the type, which is always ``function``."""
 
     def _in_name(self, text: str) -> None:
         self._text += text
@@ -70,13 +70,13 @@ class DeepSeekReader:
             return
         rest = self._text[match.end(1) :]
         self._text = ""
-        self._name_is(match[1])
+        self._open_call(match[1])
         if not self._refused:
             self._step = self._before_value
             self._before_value(rest)
 
     def _before_value(self, text: str) -> None:
-        """White space and the fence's first line."""
+        """Skip white space and the fence's first line."""
         self._text = (self._text + text).lstrip()
         if _FENCE.startswith(self._text) or (
             self._text.startswith(_FENCE) and f"{_FENCE}json\n".startswith(self._text)
@@ -106,7 +106,7 @@ class DeepSeekReader:
     def _as_written(self, text: str) -> None:
         self._builder.arguments(self._raw.push(text))
 
-    def _name_is(self, text: str) -> None:
+    def _open_call(self, text: str) -> None:
         name = text.strip()
         self._refused = not name or self._step == self._in_type
         if not self._refused:

@@ -1,4 +1,4 @@
-"""``<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> ... </tool_call>`` (GLM)."""
+"""GLM: ``<tool_call>name <arg_key>k</arg_key> <arg_value>v</arg_value> ... </tool_call>``."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ _NO_NAME = re.compile(r"\S\s+\S")
 
 
 class GlmReader:
-    """A name ends at a line break or a marker, and has no white space in it.
+    """Reads one call; its name ends at a line break or a marker, and has no white space in it.
 
-    Text that is neither name, key nor value is passed over.
+    Text that is neither name, key nor value is ignored.
     """
 
     wanted = frozenset({TOOL_CLOSE, KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE})

@@ -1,8 +1,8 @@
-"""gpt-oss: an output is messages, each with a header that says where its text belongs.
+"""gpt-oss: an output of several messages, each with a header that routes its text.
 
 ``<|start|>assistant<|channel|>commentary to=functions.name <|constrain|>json<|message|>{...}``,
 ended by ``<|end|>``, ``<|call|>`` or ``<|return|>``. The channel ``analysis`` is reasoning,
-``final`` and ``commentary`` are content, and what goes to a function is a call.
+``final`` and ``commentary`` are content, and a message to a function is a call.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _FUNCTIONS = "functions."
 
 
 class HarmonyMachine:
-    """Text outside of messages, and a header that never ends, is content as it was written."""
+    """Reads such messages; text outside of them, or a header that never ends, is content."""
 
     wanted = frozenset({START, CHANNEL, CONSTRAIN, MESSAGE, END})
 
@@ -41,12 +41,12 @@ class HarmonyMachine:
         self._header: list[str] | None = None
         self._header_length = 0
         self._given = 0
-        """How many of the header's parts stand in the prompt."""
+        """The number of the header's parts that stand in the prompt."""
         self._channel: str | None = None
         self._arguments: WhitespaceTrimmer | None = None
 
     def prompt(self, pieces: Sequence[tuple[str, str]]) -> None:
-        """The header that the prompt's end has begun, and perhaps ended."""
+        """Read the header that the prompt's end has begun, and perhaps ended."""
         for text, kind in pieces:
             self.push(text, kind)
         self._given = len(self._header or ())

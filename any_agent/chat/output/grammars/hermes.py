@@ -1,4 +1,4 @@
-"""``<tool_call>{"name": ..., "arguments": {...}}</tool_call>`` (Qwen3, Hermes)."""
+"""Qwen3, Hermes: ``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from any_agent.types import Tool
 
 
 class HermesReader:
-    """What follows the closing brace, up to the closing marker, is passed over."""
+    """Reads one call; text between the closing brace and the closing marker is ignored."""
 
     wanted = frozenset({TOOL_CLOSE})
     rest = ""

@@ -1,4 +1,4 @@
-"""Kimi K2: in a section of calls, each an id that holds the name, and JSON.
+"""Kimi K2: a section of calls, each an id that contains the name, and JSON.
 
 ``<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>{...}<|tool_call_end|>``
 """
@@ -17,7 +17,7 @@ _MAX_ID = 256
 
 
 class KimiReader:
-    """The whole body is the arguments."""
+    """Reads one call; everything after the separator is arguments."""
 
     wanted = frozenset({SEPARATOR, TOOL_CLOSE})
     rest = ""
@@ -48,7 +48,7 @@ class KimiReader:
         return Status.READING
 
     def end(self) -> None:
-        """All has left."""
+        """Nothing is pending."""
 
 
 GRAMMAR = OutputGrammar(

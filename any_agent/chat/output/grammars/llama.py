@@ -1,8 +1,8 @@
-"""Llama 3: the whole answer is a call, ``{"name": ..., "parameters": {...}}``, or none is in it.
+"""Llama 3: an answer that is as a whole a call, ``{"name": ..., "parameters": {...}}``, or text.
 
 ``<|python_tag|>`` may stand before a call. Several are separated by white space or semicolons.
 A JSON answer that happens to have a name is no call unless a tool has that name or there are
-parameters, too.
+parameters.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from any_agent.types import Tool
 
 
 class LlamaReader:
+    """Reads one call."""
+
     wanted = frozenset({TOOL_OPEN})
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
@@ -33,7 +35,7 @@ class LlamaReader:
         read = self._object.feed(text)
         if self._object.failed:
             return Status.REFUSED
-        if not self._object.over:
+        if not self._object.complete:
             return Status.READING
         self._builder.close_call()
         self.rest = text[read:]

@@ -1,4 +1,4 @@
-"""Calls whose parameters stand between tags (Qwen3-Coder and Qwen3.5; MiniMax M2)."""
+"""Qwen3-Coder, Qwen3.5 and MiniMax M2: calls whose parameters stand between tags."""
 
 from __future__ import annotations
 
@@ -17,12 +17,14 @@ _MAX_NAME = 256
 
 @dataclass(frozen=True, slots=True)
 class Tags:
+    """The tags of one family."""
+
     function: str
     function_end: str
     parameter: str
     parameter_end: str
     quote: str
-    """Closes the name in an opening tag."""
+    """The text that closes the name in an opening tag."""
 
 
 QWEN = Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
@@ -30,10 +32,10 @@ MINIMAX = Tags('<invoke name="', "</invoke>", '<parameter name="', "</parameter>
 
 
 class XmlReader:
-    """One block; it may hold several calls. One line break at each end of a value is not its own.
+    """Reads one block, which may hold several calls.
 
-    Between parameters and after calls anything is passed over; a value goes on until its closing
-    tag, or until the block ends.
+    One line break at each end of a value does not belong to it. Text between parameters and after
+    calls is ignored; a value goes on until its closing tag, or until the block ends.
     """
 
     wanted = frozenset({TOOL_CLOSE})
@@ -45,7 +47,7 @@ class XmlReader:
         self._builder = builder
         self._tools = tools
         self._text = ""
-        """Not yet read: a tag that is not whole, or what may be the beginning of one."""
+        """Unread text: an incomplete tag, or a text that may begin one."""
         self._functions = MarkerFinder([tags.function])
         self._parameters = MarkerFinder([tags.parameter, tags.function_end])
         self._value_ends = MarkerFinder(["\n" + tags.parameter_end, tags.parameter_end])
@@ -56,7 +58,7 @@ class XmlReader:
     def push(self, text: str, kind: str) -> Status:
         if kind == TOOL_CLOSE:
             if self.opened:
-                self._end(whole=True)
+                self._end(complete=True)
             return Status.DONE if self.opened else Status.REFUSED
         self._text += text
         while self._step():
@@ -64,17 +66,17 @@ class XmlReader:
         return Status.REFUSED if self._refused else Status.READING
 
     def end(self) -> None:
-        self._end(whole=False)
+        self._end(complete=False)
 
-    def _end(self, *, whole: bool) -> None:
+    def _end(self, *, complete: bool) -> None:
         if self._step in (self._at_value, self._in_value) and self._writer is not None:
             self._writer.more(self._text)
             self._writer.cut()
-        elif whole and self._writer is not None:
+        elif complete and self._writer is not None:
             self._writer.close()
         self._writer = None
 
-    # -- steps: each takes what it can of the text, and says whether the next one can go on -------
+    # -- steps: each consumes what it can of the text, and returns True if the next one can go on --
 
     def _before_function(self) -> bool:
         if self.opened:
@@ -141,7 +143,7 @@ class XmlReader:
         return True
 
     def _skip_to(self, marks: MarkerFinder) -> str | None:
-        """Drops the text up to the first mark and with it."""
+        """Drop the text up to the first mark and the mark; return the mark, if any."""
         found = marks.find(self._text)
         if found is None:
             self._text = self._text[len(self._text) - marks.doubtful(self._text) :]
@@ -150,10 +152,10 @@ class XmlReader:
         return found[1]
 
     def _until_quote(self) -> tuple[str | None, bool]:
-        """A tag's name; else whether what is there can still become one."""
+        """Return a tag's name, and True if there is one or the text can still become one."""
         end = self._text.find(self._tags.quote)
         name = self._text[:end] if end >= 0 else self._text
-        # Of a closing quote that is not whole, the beginning is not the name's.
+        # The text may end with a part of the closing quote, which is not the name's.
         longest = _MAX_NAME if end >= 0 else _MAX_NAME + len(self._tags.quote) - 1
         readable = len(name) <= longest and "\n" not in name
         if not readable or end < 0:
