@@ -13,8 +13,8 @@ from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool
 from any_agent.rollout import WorkflowExecutor
 from any_agent.rundir.layout import RunDir
-from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.dump import TrajectoryDump
+from any_agent.workflow.openai_proxy import AgentService
 from trainer.service import LocalService
 from trainer.weight_folders import tokenizer_of
 

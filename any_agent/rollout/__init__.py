@@ -1,4 +1,4 @@
-"""Running workflows: admission by staleness, long polls, batches."""
+"""Executors that run workflows for a trainer: admission by staleness, long polls, batches."""
 
 from any_agent.rollout.admission import free_slots
 from any_agent.rollout.lease_executor import Consumed, LeaseExecutor

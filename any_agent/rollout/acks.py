@@ -1,4 +1,4 @@
-"""Acknowledging sessions to the ranks that they live on."""
+"""`AckSender`: acknowledges sessions to the ranks that they live on."""
 
 from __future__ import annotations
 
@@ -16,12 +16,12 @@ from any_agent.rollout.rank_clients import RankClients
 log = logging.getLogger(__name__)
 
 _RETRY_DELAY = (0.25, 5.0)
-"""Seconds until the next try; doubled up to the second."""
+"""Seconds until the next try: the first delay, doubled up to the second."""
 
 
 @dataclass(slots=True, eq=False)
 class _PendingAck:
-    """What one rank is to be told of one batch."""
+    """One rank's part of one batch's acknowledgement."""
 
     trained: list[str]
     rejected: list[Rejection]
@@ -30,21 +30,21 @@ class _PendingAck:
 
 
 class AckSender:
-    """Tells each rank what became of its sessions, and goes on until it knows.
+    """Acknowledges to each rank how its sessions were used, and retries until it has answered.
 
-    A rank that is away for long holds up neither the others nor the caller; what it was not told
-    yet stays its buffered sessions, so there is never more of it than that.
+    A rank that is away for long holds up neither the others nor the caller; the sessions of its
+    pending acknowledgements stay buffered there, so their number is bounded.
     """
 
     def __init__(
         self, ranks: RankClients, *, owner: str, settled: Callable[[list[str]], None]
     ) -> None:
-        """``settled`` hears of the sessions that a rank has let go of."""
+        """``settled`` is called with the sessions that a rank has released."""
         self._ranks = ranks
         self._owner = owner
         self._settled = settled
-        self._todo: list[deque[_PendingAck]] = [deque() for _ in range(len(ranks))]
-        self._more = [asyncio.Event() for _ in range(len(ranks))]
+        self._pending: list[deque[_PendingAck]] = [deque() for _ in range(len(ranks))]
+        self._wakeups = [asyncio.Event() for _ in range(len(ranks))]
 
     async def send(
         self,
@@ -54,7 +54,7 @@ class AckSender:
         patience: float,
         step: int | None = None,
     ) -> None:
-        """Return when every rank knows; after ``patience`` seconds even if one does not yet.
+        """Return when every rank has answered, or after ``patience`` seconds at the latest.
 
         ``step`` is the optimizer step that consumed them, if one did.
         """
@@ -65,45 +65,45 @@ class AckSender:
             refused = [r for r in rejected if home(r.session_id) == rank]
             if mine or refused:
                 ack = _PendingAck(mine, refused, step, asyncio.get_running_loop().create_future())
-                self._todo[rank].append(ack)
-                self._more[rank].set()
+                self._pending[rank].append(ack)
+                self._wakeups[rank].set()
                 sent.append(ack.done)
         await self._wait(sent, patience)
 
     async def flush(self, *, patience: float) -> None:
-        """The same for everything that was sent before."""
-        await self._wait([todo[-1].done for todo in self._todo if todo], patience)
+        """Wait in the same way for everything that was sent before."""
+        await self._wait([pending[-1].done for pending in self._pending if pending], patience)
 
     async def _wait(self, sent: list[asyncio.Future[None]], patience: float) -> None:
         late = (await asyncio.wait(sent, timeout=patience))[1] if sent else ()
         if late:
             log.warning(
-                "%d ranks could not be told in %g s what became of their sessions; they will be, "
-                "once they answer",
+                "%d ranks have not answered an acknowledgement within %g s; it is sent again until "
+                "they do",
                 len(late),
                 patience,
             )
 
     async def run(self, rank: int) -> None:
-        """One rank's messages in order, until cancelled."""
-        todo = self._todo[rank]
+        """Send one rank's acknowledgements in order, until cancelled."""
+        pending = self._pending[rank]
         while True:
-            self._more[rank].clear()
-            while todo:
-                ack = todo[0]
+            self._wakeups[rank].clear()
+            while pending:
+                ack = pending[0]
                 await self._send(self._ranks.clients[rank], ack)
-                todo.popleft()
+                pending.popleft()
                 self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
                 ack.done.set_result(None)
-            await self._more[rank].wait()
+            await self._wakeups[rank].wait()
 
     async def _send(self, client: RLClient, ack: _PendingAck) -> None:
         trained, rejected = ack.trained, ack.rejected
         try:
             await self._repeat(client, trained, rejected, ack.step)
         except (Conflict, NotFound):
-            # The lease of some was lost meanwhile (another trainer, a very long step); the others
-            # must not wait for their time-out.
+            # Some leases were lost meanwhile (another trainer, a very long step); the other
+            # sessions must not wait for their time-out.
             for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
                 try:
                     await self._repeat(client, *one, ack.step)
@@ -113,7 +113,10 @@ class AckSender:
     async def _repeat(
         self, client: RLClient, trained: list[str], rejected: list[Rejection], step: int | None
     ) -> None:
-        """All or none. Repeating an ack changes nothing, so a full store, say, ends no run."""
+        """Send an acknowledgement, which the rank applies entirely or not at all, until it answers.
+
+        Repeating it changes nothing, so a full store, say, ends no run.
+        """
         pause, longest = _RETRY_DELAY
         while True:
             try:

@@ -1,9 +1,10 @@
-"""Telling the ranks how many train sessions they may admit, so that the sum is never exceeded.
+"""`CapacityKeeper`: limits the train sessions that ranks may admit, so that their sum is never
+exceeded.
 
-A rank is told a total, "this many ever", so a message that is lost or repeated harms nothing; one
-that comes late is known by its number. To move head-room from one rank to another, the one's limit
-is lowered, its answer read, and only then the other's raised. A rank that does not answer keeps
-what it may have: the others make do with the rest until it is back.
+A rank's limit is a total, "this many ever", so a message that is lost or repeated harms nothing; a
+late one is recognized by its number. To move headroom from one rank to another, the one's limit is
+lowered, its answer read, and only then the other's raised. A rank that does not answer keeps the
+headroom that it may have: the others share the rest until it is back.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from any_agent.rollout.slot_allocation import RankView, divide, total
 log = logging.getLogger(__name__)
 
 _TTL = 15.0
-"""Seconds after which a rank admits nothing more if it hears nothing more."""
+"""Seconds after which a rank without a further message admits nothing more."""
 _INTERVAL = 1.0
 _ANSWER_TIMEOUT = 1.0
 """Seconds that the others wait for one rank's answer."""
 _RETRY_FOR = 5.0
-"""Seconds that one message is repeated; then a new one says what is held by now."""
+"""Seconds that one message is repeated; then a new one has the newest leases."""
 
 
 class _RankConnection:
-    """What was said to one rank, and what it said. One message at a time is under way."""
+    """The limits sent to one rank, and its last answer; one message at a time is under way."""
 
     def __init__(self) -> None:
         self.now: Capacity | None = None
         self.limit = 0
-        """The highest that may be in force: as long as a message is not answered, any that was
-        sent since the last answer."""
+        """The highest limit that may be in force: until a message is answered, any that was sent
+        since the last answer."""
         self.task: asyncio.Task[None] | None = None
         self.failed = False
         self.late = False
-        """The others wait no longer for the answer to what it is told now."""
-        self.news = False
+        """The others wait no longer for the answer to the present message."""
+        self.answered_late = False
         """Such an answer came since the last round."""
 
     @property
@@ -51,9 +52,9 @@ class _RankConnection:
 
 
 class CapacityKeeper:
-    """Sets every rank's limit again when something ``changed``, and regularly.
+    """Sets every rank's limit again when something ``changed``, and at regular intervals.
 
-    Closed (at first) it admits nothing, but renews the leases of what is ``held``.
+    While it is not ``open`` it admits nothing, but renews the ``held`` leases.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class CapacityKeeper:
         self._config = config
         self._owner = owner
         self._held = held
-        self._talks = [_RankConnection() for _ in range(len(ranks))]
+        self._connections = [_RankConnection() for _ in range(len(ranks))]
         self._numbers = count(1)
         self._turn = 0
         self.open = False
@@ -76,12 +77,12 @@ class CapacityKeeper:
 
     @property
     def now(self) -> Capacity | None:
-        """All ranks as one, as they answered last; None before each did."""
+        """The sum of all ranks' last answers; None before each has answered."""
         views = self._views()
         return total(views) if views is not None else None
 
     async def run(self) -> None:
-        """Until cancelled. Raises what a rank answered that will not get better."""
+        """Run until cancelled; raise a rank's error that a retry cannot mend."""
         try:
             while True:
                 self.changed.clear()
@@ -92,23 +93,27 @@ class CapacityKeeper:
                 except TimeoutError:
                     pass
         finally:
-            for talk in self._talks:
-                if talk.task is not None:
-                    talk.task.cancel()
+            for connection in self._connections:
+                if connection.task is not None:
+                    connection.task.cancel()
 
     async def round(self) -> None:
-        """Look at every rank; lower what is to be lowered; raise what may be raised."""
-        # Asked again, a rank that always answers late would be away whenever slots are given out.
-        look = {rank: talk.limit for rank, talk in enumerate(self._talks) if not talk.news}
-        for talk in self._talks:
-            talk.news = False
-        await self._tell(look)
+        """Refresh every rank's view, lower limits that are too high, then raise others."""
+        # With a second message, a rank that always answers late would be away at each division.
+        refreshed = {
+            rank: connection.limit
+            for rank, connection in enumerate(self._connections)
+            if not connection.answered_late
+        }
+        for connection in self._connections:
+            connection.answered_late = False
+        await self._send_limits(refreshed)
         views = self._views()
         if views is None:
             # One that has not answered yet may hold any number of sessions.
             return
         rooms, _ = self._divide(views)
-        await self._tell(
+        await self._send_limits(
             {
                 rank: view.now.admitted + rooms[rank]
                 for rank, view in enumerate(views)
@@ -124,7 +129,7 @@ class CapacityKeeper:
             if more > 0 and not view.away:
                 spare -= more
                 raised[rank] = view.now.admitted + view.headroom + more
-        await self._tell(raised)
+        await self._send_limits(raised)
 
     def _divide(self, views: list[RankView]) -> tuple[list[int], int]:
         if not self.open:
@@ -133,31 +138,31 @@ class CapacityKeeper:
 
     def _views(self) -> list[RankView] | None:
         views = [
-            RankView(talk.now, talk.limit, talk.away)
-            for talk in self._talks
-            if talk.now is not None
+            RankView(connection.now, connection.limit, connection.away)
+            for connection in self._connections
+            if connection.now is not None
         ]
-        return views if len(views) == len(self._talks) else None
+        return views if len(views) == len(self._connections) else None
 
-    async def _tell(self, limits: Mapping[int, int]) -> None:
-        """Say it to each of these that is not still thinking about what it was told before."""
-        said = []
+    async def _send_limits(self, limits: Mapping[int, int]) -> None:
+        """Send the limits to those ranks that have answered the message before."""
+        sent = []
         for rank, limit in limits.items():
-            talk = self._talks[rank]
-            if talk.task is None or talk.task.done():
-                talk.task = asyncio.create_task(self._say(rank, talk, limit))
-                said.append(talk.task)
-        late = (await asyncio.wait(said, timeout=_ANSWER_TIMEOUT))[1] if said else ()
-        for talk in self._talks:
-            talk.late = talk.late or talk.task in late
-            if talk.task is not None and talk.task.done():
-                talk.task.result()
+            connection = self._connections[rank]
+            if connection.task is None or connection.task.done():
+                connection.task = asyncio.create_task(self._send_limit(rank, connection, limit))
+                sent.append(connection.task)
+        late = (await asyncio.wait(sent, timeout=_ANSWER_TIMEOUT))[1] if sent else ()
+        for connection in self._connections:
+            connection.late = connection.late or connection.task in late
+            if connection.task is not None and connection.task.done():
+                connection.task.result()
 
-    async def _say(self, rank: int, talk: _RankConnection, limit: int) -> None:
-        talk.limit = max(talk.limit, limit)
-        talk.late = False
+    async def _send_limit(self, rank: int, connection: _RankConnection, limit: int) -> None:
+        connection.limit = max(connection.limit, limit)
+        connection.late = False
         try:
-            talk.now = await self._ranks.clients[rank].set_capacity(
+            connection.now = await self._ranks.clients[rank].set_capacity(
                 limit=limit,
                 ttl=_TTL,
                 owner=self._owner,
@@ -168,11 +173,11 @@ class CapacityKeeper:
         except AnyAgentError as error:
             if not error.retryable:
                 raise
-            log.warning("rank %d could not be told its capacity: %s", rank, error.message)
-            talk.failed = True
+            log.warning("rank %d has not accepted its capacity: %s", rank, error.message)
+            connection.failed = True
             return
-        talk.limit = max(limit, talk.now.limit)
-        talk.failed = False
-        if talk.late:
-            talk.news = True
+        connection.limit = max(limit, connection.now.limit)
+        connection.failed = False
+        if connection.late:
+            connection.answered_late = True
             self.changed.set()

@@ -1,4 +1,4 @@
-"""One run of a workflow on an item: in its context, within its time, its result checked."""
+"""`EpisodeRunner`: one run of a workflow on an item, with its context, time limit and checks."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ from any_agent.workflow.tensors import rows_of, tensors_of
 
 @dataclass(frozen=True, slots=True)
 class EpisodeOutcome:
-    """A result to train on, or why there is none."""
+    """A result to train on, or the reason why there is none."""
 
     result: Any = None
     reason: str | None = None
-    """Why there is none; as it is counted."""
+    """The reason, as `rejected` counts it."""
     error: BaseException | None = None
-    """What it failed with; None where the workflow itself rejected it."""
+    """The error of a failed run; None where the workflow itself rejected it."""
 
 
 class EpisodeRunner:
-    """Runs episodes; never raises but CancelledError, when it was cancelled from outside."""
+    """Runs episodes; raises CancelledError if cancelled from outside, and nothing else."""
 
     def __init__(
         self,
@@ -51,7 +51,7 @@ class EpisodeRunner:
         self.stopping = False
 
     async def run(self, job: EpisodeJob, k: int) -> EpisodeOutcome:
-        """The job's run number ``k``."""
+        """Run the job's run number ``k``."""
         try:
             async with asyncio.timeout(self._timeout) as limit:
                 result = await self._run(job)

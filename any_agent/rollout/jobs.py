@@ -1,4 +1,4 @@
-"""What the executor has to do: items of a dataset, each with some runs of a workflow on it."""
+"""The executor's work: items of a dataset, each with some runs of a workflow on it."""
 
 from __future__ import annotations
 
@@ -8,58 +8,57 @@ from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
 from any_agent.data import gives_columns, items_of
+from any_agent.rollout.result_queue import ResultQueue
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
 from any_agent.workflow.base import TensorDict
 
 Accept: TypeAlias = Callable[[TensorDict], bool]
-"""Whether an item's trajectories, as one batch of tensors, are to be trained on."""
+"""Decides from an item's trajectories, one batch of tensors, if they are to be trained on."""
 Reject: TypeAlias = Callable[[list[SampledSession]], str | None]
-"""Why a group is not worth training on, or None."""
+"""Returns why a group is not worth training on, or None."""
 Item: TypeAlias = tuple[int, dict[str, Any]]
-"""A position and what the dataset has there."""
+"""A position and the dataset's item at it."""
 
 
 @dataclass(slots=True, eq=False)
 class JobStream:
-    """Items that come one after the other, as room is there for them."""
+    """Items that begin one after the other, as there is room for them."""
 
     items: Iterator[Item]
     workflow: RolloutWorkflow
     group_size: int
     batch_sessions: int
-    """What a batch needs, and what staleness is counted in."""
+    """Sessions that a batch needs; staleness is counted in them."""
     batch_items: int | None = None
-    """What a batch needs instead, where it is counted in items."""
+    """Items that a batch needs instead, where it is counted in items."""
     sessions: bool = False
-    """Whether groups of sessions are wanted, or else tensors."""
+    """True for groups of sessions, False for tensors."""
     accept: Accept | None = None
     reject: Reject | None = None
     on_rejected: Callable[[int, str], None] | None = None
     waiting: deque[Item] = field(default_factory=deque)
-    """Taken from the items, and not begun."""
+    """Items that were pulled and have not begun."""
     pulling: bool = False
     exhausted: bool = False
-    under_way: int = 0
-    """Jobs."""
+    running_jobs: int = 0
     ready: list[EpisodeJob] = field(default_factory=list)
     fruitless: int = 0
-    """Items in a row that came to nothing."""
+    """Items in a row without a result."""
     error: BaseException | None = None
-    """The error that ended it; nothing of it begins any more."""
+    """The error that ended the stream; no further item begins."""
     closed: bool = False
-    """Nobody wants it any more."""
+    """Set once no caller wants results of it any more."""
 
-    def whole(self) -> bool:
-        """Whether a batch is ready."""
+    def batch_ready(self) -> bool:
         if self.batch_items is not None:
             return len(self.ready) >= self.batch_items
         return sum(len(job.results) for job in self.ready) >= self.batch_sessions
 
     def next_job(self) -> EpisodeJob:
-        """Of the item that waits longest."""
-        # First: who looks meanwhile must not find that nothing more will come.
-        self.under_way += 1
+        """Return a job for the item that has waited longest."""
+        # Counted first: another thread must not find in between that nothing more will come.
+        self.running_jobs += 1
         position, data = self.waiting.popleft()
         return EpisodeJob(
             position,
@@ -71,32 +70,31 @@ class JobStream:
             stream=self,
         )
 
-    def over(self) -> bool:
-        """Whether nothing more will come."""
-        return self.exhausted and not (self.waiting or self.under_way or self.pulling)
+    def ended(self) -> bool:
+        """Return True if nothing more will come."""
+        return self.exhausted and not (self.waiting or self.running_jobs or self.pulling)
 
     def progress(self) -> str:
-        """How much of a batch is there, in words."""
+        """Describe how much of a batch is there."""
         if self.batch_items is not None:
             return f"{len(self.ready)} of {self.batch_items} items came"
         sessions = sum(len(job.results) for job in self.ready)
         return f"{sessions} of {self.batch_sessions} sessions came"
 
-    def take(self) -> list[EpisodeJob]:
-        """The oldest jobs that make a batch, in their order; all if there are fewer."""
+    def pop_batch(self) -> list[EpisodeJob]:
+        """Remove and return the oldest jobs that make a batch, in order; all if there are fewer."""
         self.ready.sort(key=lambda job: job.position)
-        taken: list[EpisodeJob] = []
-        sessions = 0
+        size = sessions = 0
         for job in self.ready:
             if self.batch_items is not None:
-                if len(taken) >= self.batch_items:
+                if size >= self.batch_items:
                     break
             elif sessions >= self.batch_sessions:
                 break
-            taken.append(job)
+            size += 1
             sessions += len(job.results)
-        self.ready = self.ready[len(taken) :]
-        return taken
+        batch, self.ready = self.ready[:size], self.ready[size:]
+        return batch
 
 
 @dataclass(slots=True, eq=False)
@@ -114,15 +112,15 @@ class EpisodeJob:
     left: int = 0
     """Runs that have not ended."""
     results: dict[int, Any] = field(default_factory=dict)
-    """Of the runs that have one, by their number in the group."""
+    """Results by the number of their run in the group."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Why the others have none."""
+    """Reasons why the other runs have no result."""
     error: BaseException | None = None
-    """The error of the first one that failed."""
+    """The error of the first run that failed."""
     tensors: TensorDict | None = None
-    """All results as one, where that was asked for."""
+    """All results as one batch, if the caller wants tensors."""
     dropped: bool = False
-    """Nobody wants it any more."""
+    """Set once no caller wants its result any more."""
 
     @property
     def group_id(self) -> str:
@@ -133,9 +131,21 @@ class EpisodeJob:
         return [self.results[k] for k in sorted(self.results)]
 
 
+class JobQueue(ResultQueue):
+    """Submitted jobs and their results, for :class:`~any_agent.rollout.WorkflowExecutor`."""
+
+    def __init__(self) -> None:
+        super().__init__("the executor")
+        self.jobs: dict[int, EpisodeJob] = {}
+        """Jobs whose result was not returned yet, by number, in the order of their submission."""
+        self.done: dict[int, TensorDict | None] = {}
+        """Results of the jobs that have ended; None for rejected ones."""
+        self.paused = False
+
+
 def epochs(loader: Any) -> Iterator[Item]:
-    """A loader's items over and over, numbered; it gives items, lists of them, or columns as
-    torch's DataLoader does.
+    """Iterate over a loader again and again, and number its items; it gives items, lists of them,
+    or columns as torch's DataLoader does.
 
     Raises ValueError for a loader that gives nothing, TypeError for items that are no mappings,
     DatasetError for columns that cannot be turned back into items.

@@ -1,11 +1,9 @@
-"""Keeps episodes coming while the trainer trains, and hands them out in batches."""
+"""`LeaseExecutor`: leases sessions of external agents while the trainer trains, in batches."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, NamedTuple, TypeVar
@@ -13,12 +11,12 @@ from typing import Any, NamedTuple, TypeVar
 from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.protocol.rl import Capacity, Rejection
+from any_agent.protocol.rl import Capacity, Rejection, Unfilled
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import AckSender
-from any_agent.rollout.awaited import describe_waiting
 from any_agent.rollout.capacity_keeper import CapacityKeeper
 from any_agent.rollout.rank_clients import RankClients
+from any_agent.rollout.result_queue import ResultQueue
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
@@ -26,22 +24,22 @@ from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_POLLS = 2
-"""Long polls per rank."""
+_POLLS_PER_RANK = 2
 _ACK_TIMEOUT = 5.0
-"""Seconds that a step waits for a rank to hear what became of its sessions; it is told later."""
+"""Seconds that a step waits for a rank to answer an acknowledgement, which is sent again later."""
 _MAX_FAILED_POLLS = 5
 """Internal errors in a row that a rank may answer a poll with."""
 _POLL_RETRY_DELAY = 1.0
-_REPLAYED_AT_ONCE = 64
-_AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError, asyncio.CancelledError)
+_MAX_REPLAYED = 64
+"""Sessions that one request replays."""
+_MAX_GROUPS_LISTED = 3
 
 
 class Consumed(NamedTuple):
-    """What a batch made of a session."""
+    """The use that a batch made of a session."""
 
     step: int | None
-    """The optimizer step that took it; None if there was none."""
+    """The optimizer step that it was trained in; None if there was none."""
     rejected: str | None = None
     """Why there was nothing in it to train on."""
 
@@ -50,11 +48,11 @@ class LeaseExecutor:
     """Runs a workflow per rank on an event loop of its own thread; the trainer calls it from
     another one.
 
-    It renews the leases of what it holds from ``start`` on, and admits sessions and takes
-    episodes from ``begin`` on. ``reject`` looks at an episode and says why it is not worth
-    training on, or None: such episodes are rejected at once and their slots refilled.
-    ``consumed`` holds the sessions that batches took: those that come again, because their
-    acknowledgement was lost, are acknowledged again and nothing more.
+    It renews its leases from ``start`` on, and admits sessions and receives episodes from
+    ``begin`` on. ``reject`` returns why an episode is not worth training on, or None: such
+    episodes are rejected at once and their slots refilled. ``consumed`` has the sessions that
+    batches used: those that come again, because their acknowledgement was lost, are acknowledged
+    again and nothing more.
     """
 
     def __init__(
@@ -74,11 +72,9 @@ class LeaseExecutor:
         self._consumed = consumed if consumed is not None else {}
         self._reject = reject
         self._buffer: deque[Episode] = deque()
-        self._held: set[str] = set()
-        """Leased and not yet acknowledged; changed on the loop's thread alone."""
-        self._arrived = threading.Condition()
-        self._failure: BaseException | None = None
-        self._interrupted = False
+        self._leased: set[str] = set()
+        """Sessions leased and not yet acknowledged; changed on the loop's thread alone."""
+        self._queue = ResultQueue("a poll")
         self._stopping = False
         self._thread = LoopThread("rollout")
         self._tasks: list[asyncio.Task[None]] = []
@@ -93,11 +89,11 @@ class LeaseExecutor:
         self.call(self._start())
 
     def begin(self) -> None:
-        """Admit sessions, and take the episodes that come of them."""
+        """Admit sessions, and receive their episodes."""
         self.call(self._begin())
 
     def stop(self) -> None:
-        """End the polls; what is leased and not acknowledged is handed out again later."""
+        """End the polls; leased sessions without an acknowledgement are leased again later."""
         self.call(self._stop())
         self._thread.stop()
 
@@ -112,73 +108,64 @@ class LeaseExecutor:
 
     @property
     def capacity(self) -> Capacity | None:
-        """What the ranks answered last, as one."""
+        """The sum of the ranks' last answers; None before each has answered."""
         return self._keeper.now
 
     def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
-        """Wait until ``batch_size`` sessions have come; the oldest episodes with as many.
+        """Wait until ``batch_size`` sessions have come; return the oldest episodes with as many.
 
-        With ``rollout.deterministic`` sorted by the ids of groups and sessions. With eta 0 the
-        batch is then the same whenever the agents are: no more than ``batch_size`` sessions are
+        With ``rollout.deterministic`` they are sorted by the ids of groups and sessions. With eta 0
+        the batch is then the same whenever the agents are: no more than ``batch_size`` sessions are
         admitted until the next weights, so a batch is all of them, in whatever order they came.
 
         Raises TimeoutError after ``timeout`` seconds, InterruptedError once :meth:`interrupt` was
-        called, or what a poll failed with.
+        called, or the error that a poll failed with.
         """
-        deadline = None if timeout is None else time.monotonic() + timeout
-        with self._arrived:
-            while True:
-                if self._interrupted:
-                    raise InterruptedError
-                if isinstance(self._failure, _AMBIGUOUS_ERRORS):
-                    # Raised as it is, it would be taken for the end of this wait.
-                    raise RuntimeError(f"a poll failed: {self._failure!r}") from self._failure
-                if self._failure is not None:
-                    raise self._failure
-                count = sum(map(len, self._buffer))
-                if count >= self._config.batch_size:
-                    return self._take()
-                remaining = None if deadline is None else deadline - time.monotonic()
-                if remaining is not None and remaining <= 0:
-                    raise TimeoutError(self._shortfall(count))
-                self._arrived.wait(remaining)
+
+        def ready() -> list[Episode] | None:
+            enough = sum(map(len, self._buffer)) >= self._config.batch_size
+            return self._pop_batch() if enough else None
+
+        batch = self._queue.wait_for(ready, timeout)
+        if batch is None:
+            raise TimeoutError(self._shortfall())
+        return batch
 
     def interrupt(self) -> None:
         """End the wait for a batch, now and from now on; safe in a signal handler."""
-        self._interrupted = True
-        with self._arrived:
-            self._arrived.notify_all()
+        self._queue.interrupt()
 
     def ack(
         self, trained: list[str], rejected: list[Rejection], *, step: int | None = None
     ) -> None:
-        """Tell each rank what became of its sessions of a batch, and of which optimizer step.
+        """Report to each rank how a batch used its sessions, and in which optimizer step.
 
-        A rank that is away is told when it is back; until then they are held.
+        A rank that is away gets the report when it is back; until then its leases are renewed.
         """
         self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT))
 
     def flush(self) -> None:
-        """Wait a moment for the ranks that were not told yet."""
+        """Wait a bounded time for the ranks that have not answered yet."""
         self.call(self._acks.flush(patience=2 * _ACK_TIMEOUT))
 
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
-        """Lease just these sessions again, also those that were trained on; by their ids.
+        """Lease exactly these sessions again, also those that were trained on; return them by id.
 
-        Raises Conflict or NotFound if one cannot be had; then none of them is held.
+        Raises Conflict or NotFound if one cannot be leased; then none of them is.
         """
         return self.call(self._replay(session_ids), timeout=timeout)
 
     # ------------------------------------------------------------------------------------------
 
-    def _shortfall(self, count: int) -> str:
-        said = f"{count} of {self._config.batch_size} sessions came"
+    def _shortfall(self) -> str:
+        count = sum(map(len, self._buffer))
+        text = f"{count} of {self._config.batch_size} sessions came"
         if self.rejected:
             rejected = ", ".join(f"{n} {reason}" for reason, n in self.rejected.items())
-            said += f"; rejected so far: {rejected}"
-        return said + (f"; {describe_waiting(self.capacity)}" if self.capacity is not None else "")
+            text += f"; rejected so far: {rejected}"
+        return text + (f"; {describe_waiting(self.capacity)}" if self.capacity is not None else "")
 
-    def _take(self) -> list[Episode]:
+    def _pop_batch(self) -> list[Episode]:
         batch: list[Episode] = []
         count = 0
         while count < self._config.batch_size:
@@ -197,24 +184,24 @@ class LeaseExecutor:
             self._ranks,
             self._config,
             owner=self._owner,
-            held=lambda rank: sorted(id for id in self._held if self._ranks.home(id) == rank),
+            held=lambda rank: sorted(id for id in self._leased if self._ranks.home(id) == rank),
         )
-        self._acks = AckSender(self._ranks, owner=self._owner, settled=self._settled)
-        self._run(self._keeper.run())
+        self._acks = AckSender(self._ranks, owner=self._owner, settled=self._settle)
+        self._start_task(self._keeper.run())
         for rank in range(len(self._ranks)):
-            self._run(self._acks.run(rank))
+            self._start_task(self._acks.run(rank))
 
     async def _begin(self) -> None:
         self._keeper.open = True
         self._keeper.changed.set()
         for client in self._ranks.clients:
             workflow = self._make_workflow(client, self._owner)
-            for _ in range(_POLLS):
-                self._run(self._poll(workflow))
+            for _ in range(_POLLS_PER_RANK):
+                self._start_task(self._poll(workflow))
 
-    def _run(self, job: Coroutine[Any, Any, None]) -> None:
-        task = asyncio.create_task(job)
-        task.add_done_callback(self._ended)
+    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(coroutine)
+        task.add_done_callback(self._task_ended)
         self._tasks.append(task)
 
     async def _stop(self) -> None:
@@ -224,13 +211,11 @@ class LeaseExecutor:
         await asyncio.gather(*self._tasks, return_exceptions=True)
         await self._ranks.close()
 
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        """What ends before :meth:`stop` is a failure, also where something cancelled it."""
-        if self._stopping:
-            return
-        with self._arrived:
-            self._failure = asyncio.CancelledError() if task.cancelled() else task.exception()
-            self._arrived.notify_all()
+    def _task_ended(self, task: asyncio.Task[None]) -> None:
+        """Count the end of a task before :meth:`stop` as a failure, also if it was cancelled."""
+        if not self._stopping:
+            error = asyncio.CancelledError() if task.cancelled() else task.exception()
+            self._queue.fail(error or RuntimeError("a task of the executor ended"))
 
     async def _poll(self, workflow: RolloutWorkflow) -> None:
         failed = 0
@@ -239,7 +224,7 @@ class LeaseExecutor:
                 result = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
                 episode = trajectories_of(result)
             except AnyAgentError as error:
-                # An internal error may be one request's, but for ever it is not waited for.
+                # An internal error may be of one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
@@ -247,29 +232,25 @@ class LeaseExecutor:
                 await asyncio.sleep(_POLL_RETRY_DELAY)
                 continue
             failed = 0
-            # What is held already was handed out twice: its lease had run out, or seemed to.
-            fresh = [t for t in episode if t.session_id not in self._held]
-            self._held.update(t.session_id for t in fresh)
+            # A leased session that comes again was leased twice: its lease had run out, or seemed
+            # to.
+            fresh = [t for t in episode if t.session_id not in self._leased]
+            self._leased.update(t.session_id for t in fresh)
             again = [t.session_id for t in fresh if t.session_id in self._consumed]
-            if again:
-                await self._ack_again(again)
+            await self._ack_again(again)
             if left := [t for t in fresh if t.session_id not in again]:
                 await self._receive(left)
 
     async def _ack_again(self, session_ids: list[str]) -> None:
-        again = {id: self._consumed[id] for id in session_ids}
-        for step in dict.fromkeys(taken.step for taken in again.values()):
-            of_step = {id: taken for id, taken in again.items() if taken.step == step}
-            await self._acks.send(
-                [id for id, taken in of_step.items() if taken.rejected is None],
-                [
-                    Rejection(session_id=id, reason=taken.rejected)
-                    for id, taken in of_step.items()
-                    if taken.rejected is not None
-                ],
-                step=step,
-                patience=_ACK_TIMEOUT,
-            )
+        for step in dict.fromkeys(self._consumed[id].step for id in session_ids):
+            trained, rejected = [], []
+            for id in session_ids:
+                if self._consumed[id].step == step:
+                    if (reason := self._consumed[id].rejected) is None:
+                        trained.append(id)
+                    else:
+                        rejected.append(Rejection(session_id=id, reason=reason))
+            await self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT)
 
     async def _receive(self, episode: Episode) -> None:
         ids = [trajectory.session_id for trajectory in episode]
@@ -280,9 +261,9 @@ class LeaseExecutor:
             log.exception("an episode of %s cannot be used", ids)
             reason = "unusable"
         if reason is None:
-            with self._arrived:
+            with self._queue.changed:
                 self._buffer.append(episode)
-                self._arrived.notify_all()
+                self._queue.changed.notify_all()
         else:
             self.rejected[reason] += len(ids)
             rejected = [Rejection(session_id=id, reason=reason) for id in ids]
@@ -293,22 +274,39 @@ class LeaseExecutor:
         async def lease(rank: int) -> list[Trajectory]:
             mine = [id for id in session_ids if self._ranks.home(id) == rank]
             out: list[Trajectory] = []
-            for k in range(0, len(mine), _REPLAYED_AT_ONCE):
+            for k in range(0, len(mine), _MAX_REPLAYED):
                 packed = await self._ranks.clients[rank].replay(
-                    owner=self._owner, session_ids=mine[k : k + _REPLAYED_AT_ONCE]
+                    owner=self._owner, session_ids=mine[k : k + _MAX_REPLAYED]
                 )
                 out += unpack_trajectories(packed)
             return out
 
-        self._held.update(session_ids)
+        self._leased.update(session_ids)
         try:
             leased = await self._ranks.all(lease)
         except AnyAgentError:
-            # Nobody settles them: ranks take back what their trainer does not hold.
-            self._settled(session_ids)
+            # Ranks take back leases that are not renewed.
+            self._settle(session_ids)
             raise
         return {t.session_id: t for trajectories in leased for t in trajectories}
 
-    def _settled(self, session_ids: list[str]) -> None:
-        self._held.difference_update(session_ids)
+    def _settle(self, session_ids: list[str]) -> None:
+        self._leased.difference_update(session_ids)
         self._keeper.changed.set()
+
+
+def describe_waiting(now: Capacity) -> str:
+    """Describe what a wait for sessions waits for: open ones, those that wait for a slot, and
+    groups that wait for members."""
+    if not (now.running or now.waiting or now.unfilled):
+        return "no agent has a session open, or waits for one"
+    counts = f"{now.running} open, {now.waiting} asked for"
+    groups = now.unfilled[:_MAX_GROUPS_LISTED]
+    return "; ".join([counts, *(_describe_group(group) for group in groups)])
+
+
+def _describe_group(group: Unfilled) -> str:
+    return (
+        f"group {group.group_id} has {group.members} of {group.size} sessions, and up to "
+        f"{group.closes_in:.0f} s for the others (sessions.group_timeout)"
+    )

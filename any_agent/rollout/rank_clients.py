@@ -1,4 +1,4 @@
-"""The ranks of a run as the trainer sees them: found by their registry entries, and told apart."""
+"""`RankClients`: a run's ranks, found by their registry entries, with one client each."""
 
 from __future__ import annotations
 
@@ -17,15 +17,14 @@ from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 T = TypeVar("T")
 
 _RETRY_DELAY = 0.1
-
 _POLL_INTERVAL = 0.2
-"""Seconds between two looks into the registry's folder, however many calls ask."""
+"""Seconds between two reads of the registry's folder, for any number of calls."""
 
 
 class RankClients:
-    """One client per rank; each looks its rank's URL up at each attempt.
+    """One client per rank; each attempt of a call reads its rank's URL anew.
 
-    A rank that is away is waited for: up to ``retry_for`` seconds per call. Use it on one event
+    Each call waits up to ``retry_for`` seconds for a rank that is away. Use it on one event
     loop, and ``close`` it.
     """
 
@@ -39,7 +38,7 @@ class RankClients:
         retry_for: float = 30.0,
     ) -> None:
         self._registry = Registry(folder)
-        self._looked = -_POLL_INTERVAL
+        self._polled_at = -_POLL_INTERVAL
         self.clients: tuple[RLClient, ...] = tuple(
             RLClient(
                 partial(self._url, rank),
@@ -55,15 +54,15 @@ class RankClients:
         return len(self.clients)
 
     def entry(self, rank: int) -> RegistryEntry | None:
-        """How a rank last described itself; None while it has not."""
+        """Return a rank's newest registry entry; None before it has written one."""
         now = time.monotonic()
-        if now - self._looked >= _POLL_INTERVAL:
-            self._looked = now
+        if now - self._polled_at >= _POLL_INTERVAL:
+            self._polled_at = now
             self._registry.refresh()
         return self._registry.get(rank_name(rank))
 
     def home(self, session_id: str) -> int:
-        """The rank that a session lives on; NotFound if the run has no such rank."""
+        """Return the rank that a session lives on; NotFound if the run has no such rank."""
         rank = rank_of_session(session_id)
         if rank is None or rank >= len(self):
             raise NotFound(
@@ -73,7 +72,7 @@ class RankClients:
         return rank
 
     async def all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
-        """The call for every rank at once; all of them end before the first failure is raised."""
+        """Call every rank at once; all calls end before the first failure is raised."""
         done = await asyncio.gather(*map(call, range(len(self))), return_exceptions=True)
         for result in done:
             if isinstance(result, BaseException):
@@ -90,9 +89,9 @@ class RankClients:
 
 
 def engine_urls(folder: Path, count: int, *, within: float = 60.0) -> list[str]:
-    """The URL of each rank's engine, by their registry entries; blocks until all are known.
+    """Return the URL of each rank's engine from the registry; block until all are known.
 
-    Raises ServiceUnavailable if one has not said it within so many seconds.
+    Raises ServiceUnavailable if a rank has not registered it ``within`` seconds.
     """
     registry = Registry(folder)
     deadline = time.monotonic() + within
@@ -104,7 +103,7 @@ def engine_urls(folder: Path, count: int, *, within: float = 60.0) -> list[str]:
             return urls
         if time.monotonic() > deadline:
             raise ServiceUnavailable(
-                f"{count - len(urls)} of {count} ranks have not said within {within:g} s where "
-                f"their engine is; do they run? Their entries are in {folder}"
+                f"{count - len(urls)} of {count} ranks have not registered their engine within "
+                f"{within:g} s; do they run? Their entries are in {folder}"
             )
         time.sleep(_RETRY_DELAY)

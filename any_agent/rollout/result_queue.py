@@ -1,38 +1,34 @@
-"""Where the event loop leaves what is done, and callers on other threads wait for it."""
+"""`ResultQueue`: where threads wait for the results of an executor's event loop."""
 
 from __future__ import annotations
 
+import asyncio
 import threading
 import time
 from collections.abc import Callable
 from typing import TypeVar
 
 from any_agent.errors import TrainingError
-from any_agent.rollout.failure_budget import said
-from any_agent.rollout.jobs import EpisodeJob
-from any_agent.workflow.base import TensorDict
+from any_agent.rollout.failure_budget import format_error
 
 T = TypeVar("T")
 
-_AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError)
+_AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError, asyncio.CancelledError)
+"""Errors that the caller of a wait would take for the end of that wait."""
 
 
 class ResultQueue:
-    """Submitted jobs and their results; ends all waits when the executor fails or is interrupted.
+    """One condition for all waits on an executor, which a failure or an interrupt ends.
 
-    Change what it holds inside ``with board.news`` and notify there.
+    Change the state that waits depend on inside ``with queue.changed``, and notify there.
     """
 
-    def __init__(self) -> None:
-        self.news = threading.Condition()
-        self.jobs: dict[int, EpisodeJob] = {}
-        """Submitted and not handed out, by number, in the order of their submission."""
-        self.done: dict[int, TensorDict | None] = {}
-        """Results of those that have ended; None for rejected ones."""
-        self.paused = False
+    def __init__(self, name: str) -> None:
+        """``name`` says in errors what failed."""
+        self.changed = threading.Condition()
+        self._name = name
         self._failure: BaseException | None = None
-        self._told = False
-        """Some call has raised the failure."""
+        self._failure_raised = False
         self._interrupted = False
 
     @property
@@ -41,69 +37,70 @@ class ResultQueue:
 
     def fail(self, error: BaseException) -> None:
         """End all waits, now and from now on, with an error; the first one counts."""
-        with self.news:
+        with self.changed:
             self._failure = self._failure or error
-            self.news.notify_all()
+            self.changed.notify_all()
 
     def interrupt(self) -> None:
         """End all waits, now and from now on, by InterruptedError; safe in a signal handler."""
         self._interrupted = True
-        # The thread that the signal came to may be the one that holds the lock: it looks again
-        # within a second.
-        if self.news.acquire(blocking=False):
+        # The handler may run in a thread that is about to wait, or while another one has the lock:
+        # every wait checks the flag again within a second.
+        if self.changed.acquire(blocking=False):
             try:
-                self.news.notify_all()
+                self.changed.notify_all()
             finally:
-                self.news.release()
+                self.changed.release()
 
     def check(self) -> None:
-        """Raises what ended the executor; for a call that begins, TrainingError if an earlier one
-        has raised it."""
-        if self._failure is not None and self._told and not self._interrupted:
+        """Raise the error that ended the executor, at the start of a call; TrainingError if an
+        earlier call has raised that error."""
+        if self._failure is not None and self._failure_raised and not self._interrupted:
             raise TrainingError(
-                "the executor ended in an earlier call, by the error of that one: "
-                f"{said(self._failure)}; make another WorkflowExecutor (or RemoteSGLangEngine)"
+                f"{self._name} ended in an earlier call, by the error of that one: "
+                f"{format_error(self._failure)}; make another WorkflowExecutor (or "
+                "RemoteSGLangEngine)"
             ) from self._failure
         self._raise_failure()
 
     def _raise_failure(self) -> None:
         if self._interrupted:
-            raise InterruptedError("the executor was interrupted")
+            raise InterruptedError(f"{self._name} was interrupted")
         if self._failure is not None:
-            self._told = True
-            raise unmistakable(self._failure, "the executor")
+            self._failure_raised = True
+            raise unambiguous(self._failure, self._name)
 
     def wait_for(
-        self, ready: Callable[[], T | None], timeout: float | None, idle: Callable[[], bool]
+        self,
+        ready: Callable[[], T | None],
+        timeout: float | None,
+        blocked: Callable[[], str | None] = lambda: None,
     ) -> T | None:
-        """What is ``ready``, once it is; None after ``timeout`` seconds.
+        """Wait until ``ready`` returns a result, and return it; None after ``timeout`` seconds.
 
-        Raises RuntimeError where it would wait for ever: while it is paused and ``idle``.
+        Raises the executor's failure, InterruptedError, and RuntimeError with the reason that
+        ``blocked`` gives if a wait without a timeout would never end.
         """
-        self.check()
         deadline = None if timeout is None else time.monotonic() + timeout
-        with self.news:
+        with self.changed:
             while True:
                 self._raise_failure()
-                found = ready()
-                if found is not None:
-                    return found
-                if self.paused and deadline is None and idle():
-                    raise RuntimeError(
-                        "the executor is paused, and what is waited for has not begun: call "
-                        "resume() first"
-                    )
+                result = ready()
+                if result is not None:
+                    return result
+                if deadline is None and (reason := blocked()) is not None:
+                    raise RuntimeError(reason)
                 remaining = 1.0 if deadline is None else deadline - time.monotonic()
                 if remaining <= 0:
                     return None
-                self.news.wait(min(remaining, 1.0))
+                self.changed.wait(min(remaining, 1.0))
 
 
-def unmistakable(error: BaseException, what: str) -> BaseException:
-    """Return what a wait raises for an error: one that would be taken for the end of the wait is
-    the cause of a TrainingError, which says that ``what`` failed."""
+def unambiguous(error: BaseException, name: str) -> BaseException:
+    """Return the error to raise from a wait: an error that would be taken for the end of the wait
+    becomes the cause of a TrainingError, which says that ``name`` failed."""
     if not isinstance(error, _AMBIGUOUS_ERRORS):
         return error
-    told = TrainingError(f"{what} failed: {error!r}")
-    told.__cause__ = error
-    return told
+    failure = TrainingError(f"{name} failed: {error!r}")
+    failure.__cause__ = error
+    return failure

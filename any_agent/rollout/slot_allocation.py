@@ -1,4 +1,4 @@
-"""How free slots are divided among ranks: no clock and no messages in here."""
+"""The division of free slots among ranks, as pure functions: no clock and no messages."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from any_agent.rollout.admission import free_slots, stalled
 class RankView:
     """One rank as its last answer showed it.
 
-    What has become of it since cannot be more: a session that it admitted took one of the slots
-    that ``limit`` left it.
+    It cannot have admitted more since than ``limit`` left it.
     """
 
     now: Capacity
     limit: int
     """The highest limit that may be in force there."""
     away: bool = False
-    """It does not answer, so that its limit can be neither lowered nor raised."""
+    """True if the rank does not answer, so that its limit can be neither lowered nor raised."""
 
     @property
     def headroom(self) -> int:
@@ -32,7 +31,7 @@ class RankView:
 
 
 def total(views: Sequence[RankView]) -> Capacity:
-    """All ranks as one. What a rank that is away may still admit counts as reserved."""
+    """Return the sum of all ranks; the headroom of a rank that is away counts as reserved."""
     out = Capacity(
         **{name: sum(getattr(v.now, name) for v in views) for name in _NUMBERS},
         queue=[slots for v in views for slots in v.now.queue],
@@ -47,12 +46,12 @@ _NUMBERS = [name for name, field in Capacity.model_fields.items() if field.annot
 
 
 def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple[list[int], int]:
-    """The head-room that each rank is to have, and the rank whose turn is next.
+    """Return the headroom that each rank is to have, and the rank whose turn is next.
 
-    Opens that wait come first, whole groups, the ranks in turn. A group that does not fit yet
-    keeps its turn, and what becomes free meanwhile is kept for it: otherwise single sessions of
-    another rank would take every slot before there are enough. Without opens that wait, every
-    rank gets the same.
+    Waiting opens come first, whole groups, the ranks in turn. A group that does not fit yet keeps
+    its turn, and slots that become free meanwhile are kept for it: otherwise single sessions of
+    another rank would take every slot before there are enough. Without waiting opens, every rank
+    gets the same.
 
     The sum is at most `free_slots` of all ranks, but for one group where everything stands still
     (`stalled`).
@@ -80,5 +79,5 @@ def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple
 
 
 def _from(turn: int, ranks: Sequence[int]) -> list[int]:
-    """The ranks in the order of their turns."""
+    """Return the ranks in the order of their turns."""
     return [rank for rank in ranks if rank >= turn] + [rank for rank in ranks if rank < turn]

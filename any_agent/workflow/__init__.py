@@ -1,10 +1,9 @@
 """Workflows: where a training batch's episodes come from."""
 
-from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import Episode, EpisodeResult, RolloutWorkflow, TensorDict
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
 from any_agent.workflow.multi_turn import MultiTurnWorkflow
-from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
+from any_agent.workflow.openai_proxy import AgentService, OpenAIProxyWorkflow
 from any_agent.workflow.proxy import ProxyWorkflow
 from any_agent.workflow.proxy_client import OpenAIProxyClient
 from any_agent.workflow.resolve import WorkflowLike, resolve_workflow

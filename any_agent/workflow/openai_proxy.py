@@ -6,7 +6,8 @@ import asyncio
 import inspect
 import logging
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, Literal, Self, get_args
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from any_agent import stats_tracker
 from any_agent.client.environment import environment, require_some_key, require_some_url
@@ -25,7 +26,6 @@ from any_agent.runtime.worker_pool import (
     shared_pool,
 )
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.agent_service import AgentMode, AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import own_copy
 from any_agent.workflow.proxy_client import OpenAIProxyClient
@@ -34,6 +34,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 log = logging.getLogger(__name__)
+
+AgentMode: TypeAlias = Literal["auto", "inline", "subproc"]
 
 _NO_CALL = "none of its model calls came to the service: make the client inside run, with the "
 _NO_CALL_INLINE = (
@@ -47,6 +49,30 @@ _GIVEN = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"
 """The error text of Python's ``signal`` in any thread but the main one."""
+
+
+@dataclass(frozen=True, slots=True)
+class AgentService:
+    """Where an agent's calls go, and how the agent is run; every episode shares it."""
+
+    url: str
+    """The service's public URL, such as `http://127.0.0.1:8000`, with `/v1` or without."""
+    admin_key: str | Callable[[], str] | None = field(default=None, repr=False)
+    """An admin's or a trainer's key, or a function that returns it for each episode; None where
+    the service has no keys."""
+    mode: AgentMode = "auto"
+    """In this process' event loop, each run in a process of a pool, or chosen by the agent's
+    needs."""
+    export_style: Literal["individual", "concat"] = "individual"
+    """A row to train on for each model call, or one for each conversation."""
+    discount: float = 1.0
+    """The share of a later turn's reward that an earlier turn gets, per turn."""
+    max_workers: int = 4
+    """Processes of the mode `subproc`."""
+    timeout: float = 600.0
+    """Seconds that one run of an agent may take."""
+    patience: float = 300.0
+    """Seconds that each request waits for a service which is full, away or restarting."""
 
 
 class NeedsMainThread(AgentFailed):

@@ -1,21 +1,23 @@
-"""From what a script names as its workflow to the object that runs episodes."""
+"""`resolve_workflow`: the object that runs episodes, from the workflow that a script names."""
 
 from __future__ import annotations
 
 import inspect
 import os
+from collections import deque
 from collections.abc import Mapping
 from typing import Any, TypeAlias
 
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_string
-from any_agent.workflow.agent_service import AgentService
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
+from any_agent.workflow.openai_proxy import AgentService, OpenAIProxyWorkflow
 
 _KEYS = ("ANY_AGENT_SERVER__ADMIN_KEY", "OPENAI_API_KEY")
 """Variables that may hold the key of a service that is named by its URL alone."""
+_MAX_CACHED = 16
 
 WorkflowLike: TypeAlias = Any
 """A :class:`RolloutWorkflow`, a class of them, an agent (an object or a class with ``async def
@@ -30,9 +32,9 @@ def resolve_workflow(
     *,
     agents: AgentService | None = None,
 ) -> RolloutWorkflow:
-    """The workflow that is meant, made with ``workflow_kwargs`` where it is a class.
+    """Return the named workflow; a class is instantiated with ``workflow_kwargs``.
 
-    An agent is wrapped: its calls go to the service that ``agents`` says, or to the one at the URL
+    An agent is wrapped: its calls go to the service of ``agents``, or to the one at the URL
     ``proxy_addr``, with the key of ANY_AGENT_SERVER__ADMIN_KEY or else OPENAI_API_KEY. With a
     ``group_size`` above 1 each episode is that many runs.
 
@@ -45,12 +47,17 @@ def resolve_workflow(
     if not isinstance(found, RolloutWorkflow):
         if agents is None and proxy_addr is not None:
             agents = AgentService(proxy_addr, _key_of_environment())
-        found = _agent(found, _named(workflow), agents)
+        if agents is None:
+            raise ConfigError(
+                f"{_label(workflow)} is an agent, whose calls need a service to go to: run it in a "
+                "trainer, or give its URL (proxy_addr) or an AgentService"
+            )
+        found = OpenAIProxyWorkflow.of(found, agents)
     return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
 
 
 def require_workflow(workflow: WorkflowLike, kwargs: Mapping[str, Any] | None = None) -> Any:
-    """The class or object that is meant, which nothing is made of yet.
+    """Return the named class or object, and instantiate nothing yet.
 
     Raises ConfigError as :func:`resolve_workflow`.
     """
@@ -60,22 +67,25 @@ def require_workflow(workflow: WorkflowLike, kwargs: Mapping[str, Any] | None = 
             "it, or its dotted name, as in 'my_agent.MyAgent'"
         )
     found = import_string(workflow) if isinstance(workflow, str) else workflow
-    _require_made(found, kwargs or {}, _named(workflow))
+    _require_instantiable(found, kwargs or {}, _label(workflow))
     return found
 
 
-def _named(workflow: WorkflowLike) -> str:
-    return f"workflow {workflow!r}" if isinstance(workflow, str) else f"workflow {_name(workflow)}"
+def _label(workflow: WorkflowLike) -> str:
+    if isinstance(workflow, str):
+        return f"workflow {workflow!r}"
+    kind = workflow if inspect.isclass(workflow) else type(workflow)
+    return f"workflow {kind.__module__}.{kind.__qualname__}"
 
 
-def _require_made(found: Any, kwargs: Mapping[str, Any], named: str) -> None:
-    """ConfigError unless it is a workflow or an agent, or a class that makes one of these."""
+def _require_instantiable(found: Any, kwargs: Mapping[str, Any], named: str) -> None:
+    """Raise ConfigError unless it is a workflow, an agent, or a class of one of these."""
     _require_run(found, named)
     if not inspect.isclass(found):
         if kwargs:
             raise ConfigError(
-                f"{named} is an object, not a class: workflow_kwargs ({', '.join(kwargs)}) have "
-                "nothing to be given to"
+                f"{named} is an object, not a class: there is no class to "
+                f"pass workflow_kwargs ({', '.join(kwargs)}) to"
             )
         return
     try:
@@ -85,11 +95,11 @@ def _require_made(found: Any, kwargs: Mapping[str, Any], named: str) -> None:
             f"{named}: workflow_kwargs do not fit {found.__name__}: {error}"
         ) from None
     except ValueError:
-        pass  # A class of C without a signature says itself what it misses.
+        pass  # A class of C without a signature raises its own error for missing arguments.
 
 
 def _require_run(found: Any, named: str) -> None:
-    """ConfigError unless it is a workflow, or has a method ``run``."""
+    """Raise ConfigError unless it is a workflow, or has a method ``run``."""
     if isinstance(found, RolloutWorkflow) or (
         inspect.isclass(found) and issubclass(found, RolloutWorkflow)
     ):
@@ -107,21 +117,10 @@ def _require_run(found: Any, named: str) -> None:
 
 
 def _awaitable(method: Any) -> bool:
-    """False for what is a plain function for certain."""
+    """Return False only if the method is certainly no coroutine function."""
     method = inspect.unwrap(method)
     plain = inspect.isfunction(method) or inspect.ismethod(method)
     return not plain or inspect.iscoroutinefunction(method)
-
-
-def _agent(found: Any, named: str, agents: AgentService | None) -> RolloutWorkflow:
-    if agents is None:
-        raise ConfigError(
-            f"{named} is an agent, whose calls need a service to go to: run it in a trainer, or "
-            "give its URL (proxy_addr) or an AgentService"
-        )
-    from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
-
-    return OpenAIProxyWorkflow.of(found, agents)
 
 
 def _key_of_environment() -> str | None:
@@ -129,6 +128,40 @@ def _key_of_environment() -> str | None:
     return None if found == PLACEHOLDER_KEY else found
 
 
-def _name(workflow: Any) -> str:
-    kind = workflow if inspect.isclass(workflow) else type(workflow)
-    return f"{kind.__module__}.{kind.__qualname__}"
+class WorkflowCache:
+    """Resolves workflows; the same name or class with the same arguments gives the same object.
+
+    A workflow may own processes, so that one for each item of a dataset would be too many.
+    """
+
+    def __init__(self, agents: AgentService | None) -> None:
+        self._agents = agents
+        self._cached: deque[tuple[Any, dict[str, Any], RolloutWorkflow]] = deque(maxlen=_MAX_CACHED)
+
+    def get(
+        self, workflow: WorkflowLike, kwargs: Mapping[str, Any] | None, group_size: int
+    ) -> tuple[RolloutWorkflow, int]:
+        """Return the workflow of one run, and the number of runs of an item; ConfigError for an
+        object that is no workflow."""
+        if not isinstance(group_size, int) or group_size < 1:
+            raise ConfigError(f"group_size is {group_size!r}: it must be a whole number from 1 on")
+        arguments = dict(kwargs or {})
+        resolved = self._find(workflow, arguments)
+        if resolved is None:
+            resolved = resolve_workflow(workflow, arguments, agents=self._agents)
+            self._cached.append((workflow, arguments, resolved))
+        if isinstance(resolved, GroupedRolloutWorkflow):
+            return resolved.workflow, group_size * resolved.group_size
+        return resolved, group_size
+
+    def _find(self, workflow: WorkflowLike, arguments: dict[str, Any]) -> RolloutWorkflow | None:
+        for named, kwargs, resolved in self._cached:
+            same = is_same(named, workflow) and kwargs.keys() == arguments.keys()
+            if same and all(kwargs[name] is value for name, value in arguments.items()):
+                return resolved
+        return None
+
+
+def is_same(one: WorkflowLike, other: WorkflowLike) -> bool:
+    """Return True if both name the same workflow."""
+    return one is other or (isinstance(one, str) and one == other)

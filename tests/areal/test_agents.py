@@ -6,7 +6,7 @@ from pathlib import Path
 
 from any_agent.chat import load_chat_format
 from any_agent.workflow import context, resolve_workflow, tensors_of
-from any_agent.workflow.agent_service import AgentService
+from any_agent.workflow.openai_proxy import AgentService
 from tests.support.areal.calculator import calculator
 from tests.support.proxy import config_for, running_proxy
 

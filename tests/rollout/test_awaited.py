@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from any_agent.protocol.rl import Capacity, Unfilled
-from any_agent.rollout.awaited import describe_waiting
+from any_agent.rollout.lease_executor import describe_waiting
 from any_agent.rollout.slot_allocation import RankView, total
 
 

@@ -129,9 +129,9 @@ def test_an_item_is_under_way_before_it_is_no_longer_waiting() -> None:
     class Asked(deque[Any]):
         def popleft(self) -> Any:
             item = super().popleft()
-            over.append(stream.over())
+            over.append(stream.ended())
             return item
 
     stream = JobStream(iter(()), Doing(), 1, 1, exhausted=True, waiting=Asked([(0, {})]))
     assert stream.next_job().position == 0
-    assert (over, stream.under_way) == ([False], 1)
+    assert (over, stream.running_jobs) == ([False], 1)

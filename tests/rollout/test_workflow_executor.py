@@ -108,7 +108,7 @@ def test_more_than_training_looks_ahead_may_be_waited_for() -> None:
 
 
 def test_what_nobody_waits_for_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.rollout.submissions._MAX_SUBMITTED", 3)
+    monkeypatch.setattr("any_agent.rollout.workflow_executor.MAX_SUBMITTED", 3)
     with executor() as e:
         for item in items(3):
             e.submit(item, Doing())

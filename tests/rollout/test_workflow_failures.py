@@ -22,7 +22,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     TrainingError,
 )
-from any_agent.rollout.failure_budget import FailureBudget, is_passing
+from any_agent.rollout.failure_budget import FailureBudget, is_transient
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import Doing, executor, items, numbers
 
@@ -143,7 +143,7 @@ def test_what_an_agent_did_wrong_is_told_without_our_frames(
 ) -> None:
     error = AgentFailed("mine.Agent.run returned None", code="no_reward")
     error.add_note("a hint")
-    FailureBudget(2).tell(error, "task 0")
+    FailureBudget(2).log(error, "task 0")
     (told,) = caplog.records
     assert told.getMessage().endswith("only counted: mine.Agent.run returned None; a hint")
     assert told.exc_info is None
@@ -299,4 +299,4 @@ class WithStatus(Exception):
     ],
 )
 def test_what_may_pass(error: Exception, passing: bool) -> None:
-    assert is_passing(error) is passing
+    assert is_transient(error) is passing

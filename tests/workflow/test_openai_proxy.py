@@ -19,7 +19,7 @@ from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
-from any_agent.rollout.failure_budget import said
+from any_agent.rollout.failure_budget import format_error
 from any_agent.runtime import cancellation as last_words
 from any_agent.sdk.find_service import find_service
 from any_agent.types import SessionState
@@ -180,7 +180,7 @@ async def test_no_error_of_ours_shows_the_key(proxy: Proxy, patient: bool) -> No
     _, reason = await state_of(proxy, "7-0-0")
     assert "404" in (reason or "")
     key = agent.url.removesuffix("/v1").rpartition("/")[2]
-    shown = [reason or "", said(raised.value), *([str(raised.value)] if patient else [])]
+    shown = [reason or "", format_error(raised.value), *([str(raised.value)] if patient else [])]
     assert all(key not in text for text in shown)
 
 
@@ -308,7 +308,7 @@ async def test_a_call_to_the_url_of_the_environment_is_refused_at_once(
     told = r"base_url of run's arguments.*mode=subproc"
     with pytest.raises(AuthenticationError, match=told) as raised:
         await episode(ReadsEnvironment(), proxy)
-    note = said(raised.value)
+    note = format_error(raised.value)
     assert "none of its model calls came to the service" in note
     assert "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL" in note
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
@@ -330,7 +330,7 @@ async def test_a_url_or_a_key_of_the_environment_stays(
 async def test_what_is_raised_after_a_call_has_no_note(proxy: Proxy) -> None:
     with pytest.raises(ZeroDivisionError) as raised:
         await episode(MyAgent(reward=lambda _: 1 / 0), proxy)
-    assert said(raised.value) == "ZeroDivisionError: division by zero"
+    assert format_error(raised.value) == "ZeroDivisionError: division by zero"
 
 
 async def test_an_agent_that_holds_the_loop_is_named_once(

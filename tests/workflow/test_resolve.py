@@ -9,8 +9,7 @@ import pytest
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
 from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow, resolve_workflow
-from any_agent.workflow.agent_service import AgentService
-from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow
+from any_agent.workflow.openai_proxy import AgentService, OpenAIProxyWorkflow
 
 SERVICE = AgentService("http://127.0.0.1:1", "admin")
 
