@@ -74,7 +74,7 @@ class LeaseExecutor:
         self._buffer: deque[Episode] = deque()
         self._leased: set[str] = set()
         """Sessions leased and not yet acknowledged; changed on the loop's thread alone."""
-        self._queue = ResultQueue("a poll")
+        self._queue = ResultQueue("a poll", RuntimeError)
         self._stopping = False
         self._thread = LoopThread("rollout")
         self._tasks: list[asyncio.Task[None]] = []

@@ -23,10 +23,11 @@ class ResultQueue:
     Change the state that waits depend on inside ``with queue.changed``, and notify there.
     """
 
-    def __init__(self, name: str) -> None:
-        """``name`` says in errors what failed."""
+    def __init__(self, name: str, error_type: type[Exception] = TrainingError) -> None:
+        """``name`` says in errors what failed; ambiguous errors become an ``error_type``."""
         self.changed = threading.Condition()
         self._name = name
+        self._error_type = error_type
         self._failure: BaseException | None = None
         self._failure_raised = False
         self._interrupted = False
@@ -68,7 +69,7 @@ class ResultQueue:
             raise InterruptedError(f"{self._name} was interrupted")
         if self._failure is not None:
             self._failure_raised = True
-            raise unambiguous(self._failure, self._name)
+            raise unambiguous(self._failure, self._name, self._error_type)
 
     def wait_for(
         self,
@@ -96,11 +97,13 @@ class ResultQueue:
                 self.changed.wait(min(remaining, 1.0))
 
 
-def unambiguous(error: BaseException, name: str) -> BaseException:
+def unambiguous(
+    error: BaseException, name: str, error_type: type[Exception] = TrainingError
+) -> BaseException:
     """Return the error to raise from a wait: an error that would be taken for the end of the wait
-    becomes the cause of a TrainingError, which says that ``name`` failed."""
+    becomes the cause of another one, which says that ``name`` failed."""
     if not isinstance(error, _AMBIGUOUS_ERRORS):
         return error
-    failure = TrainingError(f"{name} failed: {error!r}")
+    failure = error_type(f"{name} failed: {error!r}")
     failure.__cause__ = error
     return failure

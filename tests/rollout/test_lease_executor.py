@@ -178,7 +178,7 @@ def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
 def test_an_internal_error_of_one_poll_ends_nothing(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_POLL_AGAIN_AFTER", 0.0)
+    monkeypatch.setattr(module, "_POLL_RETRY_DELAY", 0.0)
     odd = from_response(500, b"odd", None)
     for name in ("a", "b"):
         # A good answer in between begins the count anew.
@@ -214,7 +214,7 @@ def test_stopping_ends_polls_at_once() -> None:
 def test_a_trainer_that_another_took_over_from_ends(
     monkeypatch: pytest.MonkeyPatch, where: str
 ) -> None:
-    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.0)
+    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.0)
     lab = Lab()
     lab.service.failures[where] = [StaleOwner("start 2 took over") for _ in range(9)]
     lab.executor.ack(["a-0"], [], step=1)

@@ -105,7 +105,7 @@ def test_each_rank_hears_of_its_own_sessions(lab: Lab) -> None:
 
 
 def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.2)
+    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.2)
     zero, one = lab.services
     lab.give(0, group(0, "a", 1, 2), group(0, "a2", 3))
     lab.give(1, group(1, "b", 1))
@@ -124,13 +124,13 @@ def test_a_rank_that_is_away_holds_up_no_ack(lab: Lab, monkeypatch: pytest.Monke
 def test_a_rank_that_is_back_soon_is_told_before_the_end(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.05)
     _, one = lab.services
     one.away = True
     lab.executor.ack([sid(0, 1), sid(1, 1)], [])
     lab.executor.flush()
     assert one.acks == []
-    monkeypatch.setattr(module, "_ACK_PATIENCE", 10.0)
+    monkeypatch.setattr(module, "_ACK_TIMEOUT", 10.0)
     one.away = False
     lab.executor.flush()
     assert one.acks == [([sid(1, 1)], [])]
@@ -217,7 +217,7 @@ def test_batches_are_sorted_where_that_is_asked_for(deterministic: bool) -> None
 
 
 async def test_stopping_ends_an_ack_that_never_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "_ACK_PATIENCE", 0.05)
+    monkeypatch.setattr(module, "_ACK_TIMEOUT", 0.05)
     lab = Lab()
     lab.services[1].away = True
     await asyncio.to_thread(lab.executor.ack, [sid(1, 1)], [])

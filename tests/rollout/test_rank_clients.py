@@ -125,7 +125,7 @@ async def test_many_calls_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         refresh()
 
     monkeypatch.setattr(ranks._registry, "refresh", counted)
-    monkeypatch.setattr(module, "_LOOK_EVERY", 1000.0)
+    monkeypatch.setattr(module, "_POLL_INTERVAL", 1000.0)
     for rank in range(4):
         ranks.entry(rank)
     assert looks <= 1

@@ -16,7 +16,7 @@ from tests.support.workflow_executor import LIMIT, Gated, executor, items, numbe
 def waiting(e: WorkflowExecutor, count: int) -> None:
     """Until so many threads wait for what was submitted."""
     deadline = time.monotonic() + LIMIT
-    while len(e._board.news._waiters) < count:  # type: ignore[attr-defined]
+    while len(e._queue.changed._waiters) < count:  # type: ignore[attr-defined]
         assert time.monotonic() < deadline
         time.sleep(0.002)
 

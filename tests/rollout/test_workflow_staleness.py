@@ -15,8 +15,7 @@ from any_agent.config import RolloutConfig
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rollout.episode_runner import EpisodeRunner
 from any_agent.rollout.episode_scheduler import EpisodeScheduler
-from any_agent.rollout.jobs import EpisodeJob, JobStream
-from any_agent.rollout.result_queue import ResultQueue
+from any_agent.rollout.jobs import EpisodeJob, JobQueue, JobStream
 from any_agent.workflow import RolloutWorkflow
 
 ITEMS = 24
@@ -58,7 +57,7 @@ class Controlled(RolloutWorkflow):
 
 @dataclass
 class Bench:
-    """A crew whose episodes end when a test says so, and the trainer that takes its batches."""
+    """A scheduler whose episodes end when a test says so, and the trainer that takes its batches."""
 
     config: RolloutConfig
     group_size: int
@@ -73,11 +72,11 @@ class Bench:
     in_training: list[EpisodeJob] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self.board = ResultQueue()
+        self.queue = JobQueue()
         episodes = EpisodeRunner(
             None, lambda: self.step, sampling=None, eval_sampling=None, timeout=None, discount=1.0
         )
-        self.crew = EpisodeScheduler(episodes, self.config, self.board)
+        self.scheduler = EpisodeScheduler(episodes, self.config, self.queue)
         self.stream = JobStream(
             ((n, {"n": n}) for n in range(ITEMS)),
             Controlled(self),
@@ -89,7 +88,7 @@ class Bench:
 
     @property
     def ahead(self) -> int:
-        now = self.crew.ledger.now()
+        now = self.scheduler.counts.capacity()
         return now.running + now.buffered
 
     async def settle_down(self) -> None:
@@ -114,9 +113,9 @@ class Bench:
 
     def take(self) -> bool:
         """A batch, if one is whole and none is in training."""
-        if self.in_training or not (self.stream.whole() or self.stream.over()):
+        if self.in_training or not (self.stream.batch_ready() or self.stream.ended()):
             return False
-        self.in_training = self.stream.take()
+        self.in_training = self.stream.pop_batch()
         self.trained += [(job.position, self.step) for job in self.in_training]
         return bool(self.in_training)
 
@@ -125,19 +124,19 @@ class Bench:
         sessions = sum(len(job.results) for job in self.in_training)
         self.in_training = []
         self.step += 1
-        self.crew.settle(sessions)
+        self.scheduler.settle(sessions)
         await self.settle_down()
 
     def check(self, *, overshoot: int) -> None:
         c = self.config
         assert len(self.running) <= c.max_concurrent
         assert self.ahead <= (c.eta + 1) * c.batch_size + overshoot
-        assert self.crew.ledger.running >= len(self.running)
-        assert not self.board.failed
+        assert self.scheduler.counts.running >= len(self.running)
+        assert not self.queue.failed
 
     async def finish(self) -> None:
         """Everything ends, and is taken: nothing waits for what will not come."""
-        while self.running or self.in_training or not self.stream.over() or self.stream.ready:
+        while self.running or self.in_training or not self.stream.ended() or self.stream.ready:
             if self.in_training:
                 await self.publish()
             elif self.running:
@@ -177,7 +176,7 @@ def bench_of(size: dict[str, int], batch_size: int) -> Bench:
 async def play(
     bench: Bench, actions: list[tuple[int, str]], *, whole: bool, overshoot: int, fifo: bool = False
 ) -> None:
-    bench.crew.open(bench.stream)
+    bench.scheduler.open_stream(bench.stream)
     await bench.settle_down()
     for which, what in actions:
         if what == "publish":
@@ -189,7 +188,7 @@ async def play(
             await bench.end(0 if fifo else which, what, whole=whole)
         bench.check(overshoot=overshoot)
     await bench.finish()
-    await bench.crew.stop()
+    await bench.scheduler.stop()
 
 
 @given(sizes, actions)
@@ -228,13 +227,13 @@ def test_groups_that_do_not_fill_a_batch(
 def test_a_group_that_is_larger_than_what_may_run_at_once() -> None:
     async def run() -> None:
         bench = bench_of({"eta": 0, "group_size": 4, "max_concurrent": 3}, 4)
-        bench.crew.open(bench.stream)
+        bench.scheduler.open_stream(bench.stream)
         await bench.settle_down()
         assert len(bench.running) == 3
         await bench.end(0, "ok", whole=False)
         assert len(bench.running) == 3
         await bench.finish()
-        await bench.crew.stop()
+        await bench.scheduler.stop()
 
     asyncio.run(run())
 
@@ -245,13 +244,13 @@ def test_so_much_runs_ahead_and_no_more(eta: int) -> None:
 
     async def run() -> int:
         bench = bench_of({"eta": eta, "group_size": 2, "max_concurrent": 3}, 4)
-        bench.crew.open(bench.stream)
+        bench.scheduler.open_stream(bench.stream)
         await bench.settle_down()
         while bench.running:
             await bench.end(0, "ok", whole=True)
         assert bench.take()
         await bench.settle_down()
-        await bench.crew.stop()
+        await bench.scheduler.stop()
         return len(bench.ended)
 
     assert asyncio.run(run()) == 2 * (eta + 1)
