@@ -57,7 +57,7 @@ class Controlled(RolloutWorkflow):
 
 @dataclass
 class Bench:
-    """A scheduler whose episodes end when a test says so, and the trainer that takes its batches."""
+    """A scheduler whose episodes end on a test's call, and the trainer that takes its batches."""
 
     config: RolloutConfig
     group_size: int
