@@ -28,9 +28,8 @@ from typing import Any
 from agents import Job, Service, groups, load, look_after, make_model, service
 
 from any_agent.config import Config
-from any_agent.demo.driver import score
 from any_agent.demo.run import RANKS, demo_config
-from any_agent.demo.task import RETRY, Item, is_correct, items, shuffled
+from any_agent.demo.task import RETRY, Item, is_correct, items, score, shuffled
 from any_agent.errors import RunFinished
 from any_agent.launcher import Node, NodeOptions
 

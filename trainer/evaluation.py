@@ -17,7 +17,7 @@ import numpy as np
 from any_agent import stats_tracker
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
-from any_agent.launcher.training_progress import shown_evaluation
+from any_agent.launcher.training_progress import format_evaluation
 from any_agent.rewards.score_statistics import Estimate, estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.atomic_files import append_line
@@ -156,7 +156,7 @@ class TrialEvaluation:
         }
         append_line(self._metrics, json.dumps(line))
         self._reported(line)
-        log.info("%s", shown_evaluation(line))
+        log.info("%s", format_evaluation(line))
 
     def _run(self, executor: WorkflowExecutor, deadline: float) -> EvaluationFigures:
         figures, size = EvaluationFigures(), self._config.group_size

@@ -9,16 +9,17 @@ import openai
 
 from any_agent.demo.task import TaskTurn
 
-# One connection pool for the process, as a long-lived agent would have.
-_HTTP = openai.DefaultHttpxClient()
+# One connection pool for the process, as a long-lived agent would have; the service is on this
+# machine, so no HTTP proxy of the environment is used.
+_HTTP = openai.DefaultHttpxClient(trust_env=False)
 
 
 def answer(
     messages: list[dict[str, Any]], correct: Callable[[str], bool], retry: str
 ) -> list[TaskTurn]:
-    """Ask once, and once more if the answer is not correct.
+    """Ask the model once, and once more if the answer is not correct.
 
-    `OPENAI_BASE_URL` and `OPENAI_API_KEY` are read by the SDK itself.
+    The OpenAI SDK itself reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
     """
     client = openai.OpenAI(http_client=_HTTP)
     talk = list(messages)

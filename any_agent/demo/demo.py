@@ -1,9 +1,12 @@
-"""One demo from nothing to the report: the model, the service, the agents, a look back."""
+"""One demo: the model, the service, the agents, and the trained model's answers."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+import os
+import subprocess
+import sys
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
@@ -12,31 +15,28 @@ from typing import TYPE_CHECKING, Any
 
 import httpx
 
-from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.demo.child_process import ChildProcess
-from any_agent.demo.driver import EVALS, Driver, Tally, workers
+from any_agent.demo.driver import EVALS, Driver
 from any_agent.demo.peak_memory import PeakMemory
 from any_agent.demo.report import Report, command, next_lines
-from any_agent.demo.state import DemoState, Metrics, PartState, Rate, SessionTotals
+from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Step, Tally
 from any_agent.demo.task import items
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.log_tail import LogTail
 from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
-    from any_agent.demo.display import LiveDisplay
-    from any_agent.demo.plain_output import PlainOutput
+    from any_agent.demo.display import Display
 
-_WORKERS = 4
-_CHILD_TIMEOUT = 300.0
+_MODULE_TIMEOUT = 300.0
 _FINISH_TIMEOUT = 30.0
 _CHECK_INTERVAL = 0.2
 _POLL_INTERVAL = 1.0
 
 
 class Demo:
-    """One demo. The main thread runs it; :meth:`look` may be called in any."""
+    """One demo. The main thread runs it; any thread may call :meth:`state`."""
 
     def __init__(self, config: Config, root: Path, *, permute: bool = False) -> None:
         self._config = config
@@ -44,11 +44,11 @@ class Demo:
         self._started = time.monotonic()
         self._node: Node | None = None
         self._names = part_names(config.server.ranks)
-        self._shown: LiveDisplay | PlainOutput
-        self._metrics: Metrics
+        self._display: Display
+        self._metrics: LogTail
         self._before, self._training, self._after = Tally(), Tally(), Tally()
         self._asking: Tally | None = None
-        """Of the evaluation under way."""
+        """Tally of the evaluation under way."""
         self._rate = Rate()
         self._state = DemoState(
             seed=config.train.seed,
@@ -58,8 +58,8 @@ class Demo:
             prompts=EVALS * len(items(held_out=True)),
         )
 
-    def look(self) -> DemoState:
-        """The state now."""
+    def state(self) -> DemoState:
+        """Return the state now."""
         # No iteration: the main thread adds parts meanwhile.
         known = self._node.parts if self._node is not None else {}
         parts = [(name, known.get(name)) for name in self._names]
@@ -72,40 +72,41 @@ class Demo:
             ),
         )
 
-    def run(self, shown: LiveDisplay | PlainOutput) -> dict[str, Any]:
-        """From nothing to the report; the figures."""
-        self._shown = shown
+    def run(self, display: Display) -> dict[str, Any]:
+        """Run the demo and show its report; return its figures."""
+        self._display = display
         config = self._config
         with PeakMemory() as memory:
-            with ChildProcess("model", config.model.path, "--seed", config.train.seed) as model:
-                model.output(_CHILD_TIMEOUT)
+            run_module("model", config.model.path, "--seed", config.train.seed)
             self._serve()
             self._set(phase="asking the checkpoint, drawing the curve")
-            curve, said = self._look_back()
+            curve, found = self._look_back()
             peak = round(memory.peak_mib)
+        tallies = self._before, self._training, self._after
+        errors = [error for tally in tallies for error in tally.errors]
         report = Report(
             before=self._before.measures(),
             after=self._after.measures(),
             rewards=self._state.rewards,
             curve=curve,
-            checkpoint=said["checkpoint"],
-            answers=[(prompt, answer) for prompt, answer in said["answers"]],
+            checkpoint=found["checkpoint"],
+            answers=[(prompt, answer) for prompt, answer in found["answers"]],
             seconds=round(time.monotonic() - self._started, 1),
             peak_mib=peak,
             next=next_lines(config, command()),
-            failed=self._tally("failed"),
-            error=(self._errors() or [""])[-1],
-            restarts={part.name: part.restarts for part in self.look().parts if part.restarts},
+            failed=sum(tally.failed for tally in tallies),
+            error=(errors or [""])[-1],
+            restarts={part.name: part.restarts for part in self.state().parts if part.restarts},
         )
-        shown.end(report)
-        return self._figures(report)
+        display.end(report)
+        return self._figures(report, errors)
 
     # -- the service ---------------------------------------------------------------------------
 
     def _serve(self) -> None:
         self._set(phase="starting the service")
-        self._node = Node(self._config, NodeOptions(say=self._shown.say))
-        self._metrics = Metrics(self._node.dir.metrics)
+        self._node = Node(self._config, NodeOptions(say=self._display.say))
+        self._metrics = LogTail(self._node.dir.metrics, from_start=True)
         with self._node as node:
             try:
                 self._set(url=node.url)
@@ -118,19 +119,18 @@ class Demo:
         self._read_steps()
 
     async def _drive(self, node: Node) -> None:
-        client = RLClient(node.url, trust_env=False)
-        async with client, workers(_WORKERS) as agents, asyncio.TaskGroup() as tasks:
-            seen = [tasks.create_task(self._check(node)), tasks.create_task(self._poll(node))]
-            driver = Driver(client, agents, seed=self._config.train.seed, permute=self._permute)
-            await self._ask(driver, "before", self._before)
+        async with asyncio.TaskGroup() as tasks:
+            watchers = [tasks.create_task(self._check(node)), tasks.create_task(self._poll(node))]
+            driver = Driver(node.url, seed=self._config.train.seed, permute=self._permute)
+            await self._evaluate(driver, "before", self._before)
             self._set(phase="training")
             await driver.train(self._training)
             self._read_steps()
-            await self._ask(driver, "after", self._after)
-            for task in seen:
+            await self._evaluate(driver, "after", self._after)
+            for task in watchers:
                 task.cancel()
 
-    async def _ask(self, driver: Driver, when: str, tally: Tally) -> None:
+    async def _evaluate(self, driver: Driver, when: str, tally: Tally) -> None:
         self._set(phase=f"asking held-out prompts, {when} training")
         self._asking = tally
         await driver.evaluate(tally)
@@ -138,14 +138,14 @@ class Demo:
         self._set(**{when: tally.measures()}, asked=0)
 
     async def _check(self, node: Node) -> None:
-        """Keep the service running; raises when a part of it cannot go on."""
+        """Keep the service running; raise when one of its parts cannot go on."""
         while True:
             # Not in another thread: children end with the thread that started them.
             node.check()
             await asyncio.sleep(_CHECK_INTERVAL)
 
     async def _poll(self, node: Node) -> None:
-        """Follow what trainer, service and agents say of themselves."""
+        """Refresh the state from the trainer's, the service's and the agents' counts."""
         sessions = SessionTotals()
         async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
             while True:
@@ -158,34 +158,31 @@ class Demo:
                 await asyncio.sleep(_POLL_INTERVAL)
 
     def _read_steps(self) -> None:
-        self._state = self._state.plus(self._metrics.new())
+        self._state = self._state.plus([Step.of(line) for line in self._metrics.new_records()])
+        tokens = self._before.tokens + self._training.tokens + self._after.tokens
         self._set(
-            tokens_per_second=self._rate.add(self._tally("tokens")),
+            tokens_per_second=self._rate.add(tokens),
             asked=self._asking.sessions if self._asking is not None else 0,
         )
 
     # -- the end -------------------------------------------------------------------------------
 
     def _look_back(self) -> tuple[Path, dict[str, Any]]:
-        """The curve's file, and what the checkpoint answers; both from what lies on disk."""
+        """Draw the curve and ask the checkpoint; return the curve's file and the answers."""
         config, state = self._config, self._state
         assert self._node is not None and state.before is not None and state.after is not None
         run = self._node.dir
         curve = run.path / "reward.png"
-        names = [config.experiment, config.trial, "--user", config.user, "--root", config.root]
-        marks = ["--before", state.before.accuracy, "--after", state.after.accuracy]
         title = f"any-agent demo, seed {state.seed}"
         if self._permute:
             title += ", each session rewarded as another one (control)"
-        with (
-            ChildProcess("sample", *names, "--seed", state.seed) as sample,
-            ChildProcess("curve", run.metrics, curve, *marks, "--title", title) as drawing,
-        ):
-            drawing.output(_CHILD_TIMEOUT)
-            said: dict[str, Any] = json.loads(sample.output(_CHILD_TIMEOUT))
-        return curve, said
+        arguments = [config.experiment, config.trial, curve, "--metrics", run.metrics]
+        arguments += ["--user", config.user, "--root", config.root, "--seed", state.seed]
+        arguments += ["--before", state.before.accuracy, "--after", state.after.accuracy]
+        found: dict[str, Any] = json.loads(run_module("look_back", *arguments, "--title", title))
+        return curve, found
 
-    def _figures(self, report: Report) -> dict[str, Any]:
+    def _figures(self, report: Report, errors: list[str]) -> dict[str, Any]:
         assert self._node is not None
         return {
             "seed": self._config.train.seed,
@@ -198,7 +195,7 @@ class Demo:
             "eval_sessions": self._before.sessions + self._after.sessions,
             "train_sessions": self._training.sessions,
             "failed_sessions": report.failed,
-            "errors": self._errors(),
+            "errors": errors,
             "restarts": report.restarts,
             "seconds": report.seconds,
             "peak_memory_mib": report.peak_mib,
@@ -208,32 +205,49 @@ class Demo:
             "answers": report.answers,
         }
 
-    def _tally(self, name: str) -> int:
-        return sum(getattr(t, name) for t in (self._before, self._training, self._after))
-
-    def _errors(self) -> list[str]:
-        return [*self._before.errors, *self._training.errors, *self._after.errors]
-
     def _set(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)
-        self._shown.changed()
+        self._display.update()
+
+
+def run_module(module: str, *arguments: object, timeout: float = _MODULE_TIMEOUT) -> str:
+    """Run ``python -m any_agent.demo.<module>``, so that its imports stay out of this process.
+
+    Return what it prints. Raises StartupError with the end of its standard error if it fails.
+    """
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", f"any_agent.demo.{module}", *map(str, arguments)],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+            # Ctrl-C at the terminal is for this process, which then kills that one.
+            start_new_session=True,
+            timeout=timeout,
+        )
+    except subprocess.TimeoutExpired:
+        raise StartupError(f"any_agent.demo.{module} took over {timeout:g} s") from None
+    if done.returncode != 0:
+        raise StartupError(f"any_agent.demo.{module} failed:\n{done.stderr[-2000:]}")
+    return done.stdout
 
 
 def part_names(ranks: int) -> list[str]:
-    """The service's processes, in the order of starting."""
+    """Return the names of the service's processes, in the order of starting."""
     engines = [f"engine-{rank}" for rank in range(ranks)]
     return [*engines, *map(rank_name, range(ranks)), "router", "trainer"]
 
 
 def _first(error: BaseException) -> BaseException:
-    """What went wrong first, out of nested groups of concurrent tasks."""
+    """Return the first error of nested groups of concurrent tasks."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return error
 
 
 def _finish(node: Node) -> None:
-    """The trainer tells `finished`, with its checkpoint, before it exits; let it."""
+    """Wait until the trainer has exited: before, it writes its last checkpoint."""
     deadline = time.monotonic() + _FINISH_TIMEOUT
     while not node.check():
         if time.monotonic() >= deadline:

@@ -1,4 +1,4 @@
-"""The demo on a terminal: a frame that is drawn again as things change. Needs rich."""
+"""The demo's console output: a live frame on a terminal, else lines of plain text. Needs rich."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from rich.table import Table
 from rich.text import Text
 
 from any_agent.demo.report import Report, times
-from any_agent.demo.state import DemoState, PartState
+from any_agent.demo.state import DemoState, PartState, Step
 
 _LEVELS = "▁▂▃▄▅▆▇█"
-_WIDEST = 100
+_MAX_WIDTH = 100
 _LABEL = 9
 _COLOURS = {"ready": "green", "starting": "yellow", "restarting": "red"}
 _STATES = {
@@ -29,34 +29,43 @@ _STATES = {
     "rejected": ["rejected"],
     "lost": ["aborted", "expired"],
 }
-"""What is shown, and the states that it sums."""
+"""Shown counts, and the session states that each sums."""
 _KINDS = {"engine": "engines", "rank": "ranks"}
 
 
-class LiveDisplay:
-    """Shows the state that ``look`` gives, several times a second, until the context ends.
+class Display:
+    """Shows the state that ``get_state`` returns, until the context ends.
 
-    ``look`` is called in another thread.
+    A ``live`` display draws it several times a second, and calls ``get_state`` in another thread;
+    a plain one prints what is new whenever :meth:`update` is called.
     """
 
-    def __init__(self, look: Callable[[], DemoState], console: Console | None = None) -> None:
+    def __init__(
+        self, get_state: Callable[[], DemoState], console: Console | None = None, *, live: bool
+    ) -> None:
         self._console = console or Console(highlight=False)
-        self._look = look
-        self._live = Live(
-            get_renderable=self._frame,
-            console=self._console,
-            refresh_per_second=5,
-            transient=True,
-            # What a library prints in passing would tear the frame.
-            redirect_stdout=True,
-            redirect_stderr=True,
-        )
+        self._get_state = get_state
+        self._printed: DemoState | None = None
+        self._live: Live | None = None
+        if live:
+            self._live = Live(
+                get_renderable=lambda: frame(self._get_state(), self._console.width),
+                console=self._console,
+                refresh_per_second=5,
+                transient=True,
+                # What a library prints in passing would tear the frame.
+                redirect_stdout=True,
+                redirect_stderr=True,
+            )
 
     def __enter__(self) -> Self:
+        if self._live is None:
+            self.update()
+            return self
         try:
             self._live.start(refresh=True)
         except BaseException:
-            # Ctrl-C during the first frame: nobody else would show the cursor again.
+            # Ctrl-C during the first frame: nothing else would show the cursor again.
             self._live.stop()
             raise
         return self
@@ -67,26 +76,86 @@ class LiveDisplay:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> None:
-        # What went wrong is easier to understand below the last frame.
-        self._live.transient = error is None
-        self._live.stop()
+        if self._live is not None:
+            # What went wrong is easier to understand below the last frame.
+            self._live.transient = error is None
+            self._live.stop()
 
     def say(self, line: str) -> None:
-        """The launcher's lines: the frame shows the parts themselves."""
+        """Print one of the launcher's lines; the live frame shows the parts themselves."""
+        if self._live is None:
+            self._print(Text(line))
 
-    def changed(self) -> None:
-        """The frame is drawn again anyway."""
+    def update(self) -> None:
+        """Print what is new in the state; the live frame is drawn again anyway."""
+        if self._live is None:
+            now = self._get_state()
+            for line in news(self._printed, now):
+                self.say(line)
+            self._printed = now
 
     def end(self, report: Report) -> None:
-        self._console.print(summary(report), soft_wrap=True)
+        """Print the summary."""
+        for line in summary(report, sparks=self._live is not None):
+            self._print(line)
 
-    def _frame(self) -> RenderableType:
-        return frame(self._look(), self._console.width)
+    def _print(self, line: Text) -> None:
+        if self._live is not None:
+            self._console.print(line, soft_wrap=True)
+        else:
+            print(line.plain, file=self._console.file, flush=True)
+
+
+def news(before: DemoState | None, now: DemoState) -> list[str]:
+    """Return lines for what a state has and the earlier one had not."""
+    out = []
+    if before is None:
+        out.append(_line("demo", f"seed {now.seed}, files in {now.folder}"))
+    if before is None or before.phase != now.phase:
+        out.append(_line("now", now.phase))
+    known = {step.number for step in before.history} if before else set()
+    out += [_step(step, now.steps) for step in now.history if step.number not in known]
+    for name in ("before", "after"):
+        measures = getattr(now, name)
+        if measures is not None and (before is None or getattr(before, name) is None):
+            out.append(_line(name, f"first answer right: {measures.accuracy:.1%}"))
+    return out
+
+
+def summary(report: Report, *, sparks: bool = False) -> list[Text]:
+    """Return the demo's results and the commands to type next; ``sparks`` needs UTF-8."""
+    out = [Text(), _row((report.title, "before", "after"), "dim")]
+    out += [*(_row(row, "bold green") for row in report.rows()), Text()]
+    if rewards := report.rewards:
+        line = Text(f"{rewards[0]:.3f} to {rewards[-1]:.3f} in {len(rewards)} steps")
+        sparkle = Text(f"{sparkline(rewards, 60)} " if sparks else "", style="cyan")
+        out.append(Text.assemble((_line("reward", ""), "dim"), sparkle, line))
+    out += [Text.assemble((_line(label, ""), "dim"), text) for label, text in report.facts()]
+    for title, commands in report.next:
+        out += [Text(), Text(title, style="bold")]
+        out += [Text(f"    {command}", style="cyan") for command in commands]
+    return out
+
+
+def _row(cells: tuple[str, str, str], last: str) -> Text:
+    return Text.assemble(f"{cells[0]:<38}{cells[1]:>8}", (f"{cells[2]:>8}", last))
+
+
+def _line(label: str, text: str) -> str:
+    return f"{label:<{_LABEL}} {text}"
+
+
+def _step(step: Step, steps: int) -> str:
+    return _line(
+        "step",
+        f"{step.number:3d}/{steps}  reward {step.reward:.3f}  version {step.version}  "
+        f"staleness {step.staleness:.2f}  wait {step.wait:.2f} s  train {step.train:.2f} s",
+    )
 
 
 def frame(state: DemoState, width: int) -> RenderableType:
-    """The state in a box of at most ``width`` columns."""
-    width = min(width, _WIDEST)
+    """Return the state in a box of at most ``width`` columns."""
+    width = min(width, _MAX_WIDTH)
     room = width - _LABEL - 5
     rows = Table.grid(padding=(0, 1))
     rows.add_column(width=_LABEL, style="dim", no_wrap=True)
@@ -117,7 +186,7 @@ def frame(state: DemoState, width: int) -> RenderableType:
 
 
 def part_lines(parts: Iterable[PartState]) -> list[tuple[str, Text]]:
-    """A line for each kind of part, with the state of each of them."""
+    """Return a line for each kind of part, with the state of each of them."""
     lines = []
     for kind, members in groupby(parts, key=lambda part: part.name.partition("-")[0]):
         line = Text()
@@ -134,7 +203,7 @@ def part_lines(parts: Iterable[PartState]) -> list[tuple[str, Text]]:
 
 
 def sparkline(values: Sequence[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
-    """The values as bars between ``low`` and ``high``; neighbours are averaged if it is narrow."""
+    """Draw the values as bars between ``low`` and ``high``; a narrow line averages neighbours."""
     cells = min(width, len(values))
     bars = ""
     for k in range(cells):
@@ -167,20 +236,19 @@ def _progress(state: DemoState, room: int) -> RenderableType:
 def _reward(state: DemoState, room: int) -> Text:
     if not state.history:
         return Text("-", style="dim")
-    line = Text()
-    line.append(f"{state.rewards[-1]:.3f} ", style="bold")
-    line.append(sparkline(state.rewards, room - 6), style="cyan")
-    return line
+    bars = sparkline(state.rewards, room - 6)
+    return Text.assemble((f"{state.rewards[-1]:.3f} ", "bold"), (bars, "cyan"))
 
 
 def _version(state: DemoState) -> Text:
     last = state.history[-1] if state.history else None
-    line = Text(str(last.version if last else 0))
-    line.append("   staleness ", style="dim")
-    line.append(f"{last.staleness:.2f}" if last else "-")
-    line.append("   tokens/s ", style="dim")
-    line.append(f"{state.tokens_per_second:.0f}")
-    return line
+    return Text.assemble(
+        str(last.version if last else 0),
+        ("   staleness ", "dim"),
+        f"{last.staleness:.2f}" if last else "-",
+        ("   tokens/s ", "dim"),
+        f"{state.tokens_per_second:.0f}",
+    )
 
 
 def _sessions(state: DemoState) -> Text:
@@ -194,8 +262,7 @@ def _sessions(state: DemoState) -> Text:
 
 
 def _held_out(state: DemoState) -> Text:
-    line = Text()
-    line.append("first answer right: ", style="dim")
+    line = Text.assemble(("first answer right: ", "dim"))
     for name, known in (("before", state.before), ("after", state.after)):
         if known is not None:
             line.append(f"{name} ", style="dim")
@@ -203,27 +270,3 @@ def _held_out(state: DemoState) -> Text:
     if state.asked:
         line.append(f"{state.asked}/{state.prompts} asked")
     return line
-
-
-def summary(report: Report) -> RenderableType:
-    """What the demo came to, and what to type next."""
-    table = Table(box=None, header_style="dim", padding=(0, 2, 0, 0))
-    table.add_column(report.title)
-    table.add_column("before", justify="right")
-    table.add_column("after", justify="right", style="bold green")
-    for row in report.rows():
-        table.add_row(*row)
-    facts = Text()
-    rewards = report.rewards
-    if rewards:
-        facts.append(f"{'reward':<{_LABEL}} ", style="dim")
-        facts.append(sparkline(rewards, 60), style="cyan")
-        facts.append(f" {rewards[0]:.3f} to {rewards[-1]:.3f} in {len(rewards)} steps\n")
-    for label, text in report.facts():
-        facts.append(f"{label:<{_LABEL}} ", style="dim")
-        facts.append(f"{text}\n")
-    for title, commands in report.next:
-        facts.append(f"\n{title}\n", style="bold")
-        for command in commands:
-            facts.append(f"    {command}\n", style="cyan")
-    return Group(table, Text(), facts)

@@ -1,4 +1,4 @@
-"""The peak memory of this process and everything that it started."""
+"""The peak memory of this process and its descendants."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the demo came to: figures before and after, where things lie, what to type next."""
+"""The demo's report: figures before and after, the paths of its files, commands to type next."""
 
 from __future__ import annotations
 
@@ -10,40 +10,40 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import Config
-from any_agent.demo.driver import Measures
+from any_agent.demo.state import Measures
 
 PORT = 8000
-"""Where the lines to type next serve the model."""
+"""The port on which the commands to type next serve the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The end of the demo."""
+    """The results of a demo."""
 
     before: Measures
     after: Measures
     rewards: Sequence[float]
-    """Mean of each step's sessions."""
+    """Mean reward of each step's sessions."""
     curve: Path
     checkpoint: str
     answers: Sequence[tuple[str, str]]
-    """Held-out prompts, and what the checkpoint says to them."""
+    """Held-out prompts and the checkpoint's answers."""
     seconds: float
     peak_mib: int
     next: Sequence[tuple[str, Sequence[str]]]
-    """What one may do now, and the lines to type for it."""
+    """Titles of what can be done now, and the commands for it."""
     failed: int = 0
-    """Sessions of the demo's agents."""
+    """Number of failed sessions."""
     error: str = ""
-    """The last one's."""
+    """The last failure's error."""
     restarts: Mapping[str, int] = field(default_factory=dict)
-    """Parts of the service that died on the way and were started again, how often."""
+    """Number of restarts of the parts of the service that died."""
 
     title = "on prompts that training never sees"
-    """Of the table."""
+    """Title of the table."""
 
     def rows(self) -> list[tuple[str, str, str]]:
-        """A label, before, after."""
+        """Return the table's rows: a label, the figure before, the figure after."""
         a, b = self.before, self.after
         return [
             ("first answer right", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
@@ -53,7 +53,7 @@ class Report:
         ]
 
     def facts(self) -> list[tuple[str, str]]:
-        """Labels and what there is to say."""
+        """Return labels and texts of the other results."""
         out = [("curve", str(self.curve)), ("kept", self.checkpoint)]
         label = "asked"
         for prompt, answer in self.answers:
@@ -73,7 +73,7 @@ def times(count: int) -> str:
 
 
 def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
-    """Commands that work as they are, in a shell, from the folder that the demo was started in."""
+    """Return commands that work as they are, in a shell in the demo's working directory."""
     url = f"http://127.0.0.1:{PORT}"
     return [
         (
@@ -101,7 +101,7 @@ def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
 
 
 def command() -> str:
-    """How this program is called from here."""
+    """Return the command that calls this program from the working directory."""
     if shutil.which("any-agent"):
         return "any-agent"
     beside = Path(sys.executable).with_name("any-agent")

@@ -7,21 +7,18 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, TextIO
+from typing import TextIO
 
 from any_agent.config import Config, load_config
 from any_agent.demo.demo import Demo
-from any_agent.demo.driver import DISCOUNT, GROUP_SIZE, SESSION_TTL
-from any_agent.demo.plain_output import PlainOutput
-from any_agent.demo.state import DemoState
+from any_agent.demo.display import Display
+from any_agent.demo.driver import GROUP_SIZE, SESSION_TTL
+from any_agent.demo.task import DISCOUNT
 from any_agent.errors import ConfigError
-
-if TYPE_CHECKING:
-    from any_agent.demo.display import LiveDisplay
 
 STEPS = 25
 RANKS = 2
@@ -37,7 +34,7 @@ def run_demo(
     keep: str | None = None,
     permute: bool = False,
 ) -> int:
-    """Run it, show it, write the figures; 0 when it went well."""
+    """Run and show the demo, and write its figures to ``json_path``; return 0 when it went well."""
     if json_path and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path} cannot be written: there is no such folder")
     root = _folder(keep)
@@ -49,8 +46,9 @@ def run_demo(
     )
     demo = Demo(config, root, permute=permute)
     try:
-        with _terminable(), _shown(demo.look) as shown:
-            figures = demo.run(shown)
+        live = can_draw(sys.stdout, os.environ)
+        with _terminable(), Display(demo.state, live=live) as display:
+            figures = demo.run(display)
     except BaseException:
         print(f"stopped   files are in {root}", flush=True)
         raise
@@ -60,7 +58,7 @@ def run_demo(
 
 
 def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
-    """The demo's settings; everything else is a default."""
+    """Return the demo's settings; everything else is a default."""
     settings = {
         "root": root / "runs",
         "experiment": EXPERIMENT,
@@ -87,7 +85,7 @@ def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
 
 
 def _folder(keep: str | None) -> Path:
-    """An empty folder for the demo's files."""
+    """Return an empty folder for the demo's files."""
     if keep is None:
         return Path(tempfile.mkdtemp(prefix="any-agent-demo-"))
     root = Path(keep).absolute()
@@ -101,7 +99,7 @@ def _folder(keep: str | None) -> Path:
 
 
 def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """Whether a frame can be drawn there again and again."""
+    """Return whether the output is a terminal that can draw a frame again and again."""
     encoding = (out.encoding or "").lower().replace("-", "")
     return (
         out.isatty()
@@ -110,17 +108,9 @@ def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
     )
 
 
-def _shown(look: Callable[[], DemoState]) -> LiveDisplay | PlainOutput:
-    if not can_draw(sys.stdout, os.environ):
-        return PlainOutput(look)
-    from any_agent.demo.display import LiveDisplay
-
-    return LiveDisplay(look)
-
-
 @contextmanager
 def _terminable() -> Iterator[None]:
-    """SIGTERM ends it as Ctrl-C does."""
+    """Let SIGTERM end the demo as Ctrl-C does."""
 
     def interrupt(*_: int | FrameType | None) -> None:
         raise KeyboardInterrupt

@@ -1,18 +1,64 @@
-"""What is known of the demo now. Filled by `run.py`, shown by `display.py` and `plain.py`."""
+"""The state of a demo: its parts, its steps, and counts of its sessions."""
 
 from __future__ import annotations
 
-import json
 import re
 import time
 from collections import Counter, deque
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any, Self
 
-from any_agent.demo.driver import Measures
+from any_agent.demo.task import TaskTurn, score
+
+
+@dataclass(frozen=True, slots=True)
+class Measures:
+    """Averages over a phase's sessions."""
+
+    accuracy: float
+    """Share of sessions whose first answer was right."""
+    reward: float
+    """Score of a session as the trainer computes it: the mean of its turns' returns."""
+    turns: float
+    """Turns per session."""
+    tokens: float
+    """Sampled tokens per answer."""
+
+
+@dataclass(slots=True)
+class Tally:
+    """Counts of a phase's sessions so far."""
+
+    sessions: int = 0
+    first_correct: int = 0
+    reward: float = 0.0
+    turns: int = 0
+    tokens: int = 0
+    """Sampled tokens, as the completions' usage counts them."""
+    failed: int = 0
+    errors: list[str] = field(default_factory=list)
+    """The last five errors."""
+
+    def add(self, turns: Sequence[TaskTurn], right: Sequence[bool]) -> None:
+        self.sessions += 1
+        self.first_correct += right[0]
+        self.reward += score(right)
+        self.turns += len(turns)
+        self.tokens += sum(turn.tokens for turn in turns)
+
+    def add_failure(self, error: str) -> None:
+        self.failed += 1
+        self.errors = [*self.errors[-4:], error]
+
+    def measures(self) -> Measures:
+        sessions = max(1, self.sessions)
+        return Measures(
+            accuracy=self.first_correct / sessions,
+            reward=self.reward / sessions,
+            turns=self.turns / sessions,
+            tokens=self.tokens / max(1, self.turns),
+        )
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +79,7 @@ class Step:
     """Mean score of the step's sessions."""
     version: int
     staleness: float
-    """Steps that its tokens were behind, on average."""
+    """Mean number of weight versions that the step's tokens were behind."""
     wait: float
     train: float
 
@@ -51,7 +97,7 @@ class Step:
 
 @dataclass(frozen=True, slots=True)
 class DemoState:
-    """Everything that is shown, at one moment."""
+    """Everything that the display shows, at one moment."""
 
     seed: int
     ranks: int
@@ -59,18 +105,18 @@ class DemoState:
     folder: str
     phase: str = "making a tiny model"
     elapsed: float = 0.0
-    """Seconds."""
+    """Seconds since the start."""
     url: str = ""
     parts: tuple[PartState, ...] = ()
     history: tuple[Step, ...] = ()
-    """In the order of the steps; one that a restarted trainer made again counts once."""
+    """The steps in their order; a step that a restarted trainer made again counts once."""
     sessions: Mapping[str, int] = field(default_factory=dict)
-    """Train sessions by state; none while nothing is known."""
+    """Number of train sessions by state; empty until the service has answered."""
     tokens_per_second: float = 0.0
     prompts: int = 0
-    """Sessions of one evaluation."""
+    """Number of sessions of one evaluation."""
     asked: int = 0
-    """How many of them have ended in the evaluation under way."""
+    """Number of them that have ended in the evaluation under way."""
     before: Measures | None = None
     after: Measures | None = None
 
@@ -83,37 +129,14 @@ class DemoState:
         return [step.reward for step in self.history]
 
     def plus(self, steps: Sequence[Step]) -> DemoState:
-        """With new lines of `metrics.jsonl`; the newest line of a step counts."""
+        """Return the state with more steps; the newest line of a step counts."""
         return replace(self, history=by_number([*self.history, *steps]))
 
 
-def by_number(steps: Sequence[Step]) -> tuple[Step, ...]:
-    """In order, each number once: a restarted trainer makes steps again, and its last count."""
+def by_number(steps: Iterable[Step]) -> tuple[Step, ...]:
+    """Return the steps in order, each once: of a step that was made again, the last line counts."""
     known = {step.number: step for step in steps}
     return tuple(known[number] for number in sorted(known))
-
-
-class Metrics:
-    """Reads `metrics.jsonl` as it grows."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._offset = 0
-
-    def new(self) -> list[Step]:
-        """The steps since the last call; a line half-written is left for the next one."""
-        if not self._path.exists():
-            return []
-        with open(self._path, "rb") as file:
-            file.seek(self._offset)
-            *lines, rest = file.read().split(b"\n")
-            self._offset = file.tell() - len(rest)
-        steps = []
-        for line in lines:
-            # What a trainer that died left of one is no line.
-            with suppress(json.JSONDecodeError):
-                steps.append(Step.of(json.loads(line)))
-        return steps
 
 
 _SAMPLE = re.compile(r"^any_agent_sessions\{([^}]*)\} (\S+)$", re.MULTILINE)
@@ -121,34 +144,34 @@ _LABEL = re.compile(r'(\w+)="([^"]*)"')
 
 
 class SessionTotals:
-    """Train sessions by state, as the service's `/metrics` tell it."""
+    """Train sessions by state, from the service's `/metrics`."""
 
     def __init__(self) -> None:
-        self._of_rank: dict[str, Counter[str]] = {}
+        self._by_rank: dict[str, Counter[str]] = {}
 
     def read(self, metrics: str) -> dict[str, int]:
-        """Their number over all ranks; a rank that is away counts with its last numbers."""
+        """Return the sums over all ranks; a rank that is away counts with its last numbers."""
         now: dict[str, Counter[str]] = {}
         for labels, value in _SAMPLE.findall(metrics):
             label = dict(_LABEL.findall(labels))
             if label["mode"] == "train":
                 now.setdefault(label["rank"], Counter())[label["state"]] += int(float(value))
-        self._of_rank |= now
-        return dict(sum(self._of_rank.values(), Counter()))
+        self._by_rank |= now
+        return dict(sum(self._by_rank.values(), Counter()))
 
 
 class Rate:
-    """How fast a count grows: over the last ``seconds``, or since it began."""
+    """Growth of a count per second, over the last ``seconds`` or since the first count."""
 
     def __init__(self, seconds: float = 5.0) -> None:
         self._seconds = seconds
-        self._seen: deque[tuple[float, float]] = deque()
+        self._counts: deque[tuple[float, float]] = deque()
 
     def add(self, count: float, now: float | None = None) -> float:
-        """Note the count; its growth per second. ``now``: monotonic seconds."""
+        """Record the count and return its growth per second. ``now``: monotonic seconds."""
         at = time.monotonic() if now is None else now
-        self._seen.append((at, count))
-        while len(self._seen) > 2 and self._seen[1][0] <= at - self._seconds:
-            self._seen.popleft()
-        began, first = self._seen[0]
+        self._counts.append((at, count))
+        while len(self._counts) > 2 and self._counts[1][0] <= at - self._seconds:
+            self._counts.popleft()
+        began, first = self._counts[0]
         return (count - first) / (at - began) if at > began else 0.0

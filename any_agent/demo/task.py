@@ -1,4 +1,4 @@
-"""The demo's task: echo the digit that the prompt names. Shared by the model maker and the driver.
+"""The demo's task: echo the digit that the prompt names.
 
 Prompts are template x noun x digit; a fixed part of the (template, noun) pairs is held out.
 """
@@ -6,7 +6,7 @@ Prompts are template x noun x digit; a fixed part of the (template, noun) pairs 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -22,6 +22,8 @@ TEMPLATES = (
 )
 NOUNS = ("cat", "dog", "bird", "fish", "horse", "teacher", "farmer", "baker", "pilot", "child")
 _HELD_OUT_EVERY = 5
+DISCOUNT = 0.9
+"""How much a turn is worth of the turn after it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +41,11 @@ class TaskTurn(NamedTuple):
     completion_id: str
     text: str
     tokens: int
-    """Sampled tokens, as the completion's usage counts them."""
+    """Number of sampled tokens, as the completion's usage counts them."""
 
 
 def items(*, held_out: bool) -> list[Item]:
-    """Every prompt of one split, in a fixed order; the splits share no prompt."""
+    """Return every prompt of one split, in a fixed order; the splits share no prompt."""
     out = []
     for t, template in enumerate(TEMPLATES):
         for n, noun in enumerate(NOUNS):
@@ -56,17 +58,22 @@ def items(*, held_out: bool) -> list[Item]:
 
 
 def is_correct(answer: str | None, item: Item) -> bool:
-    """Whether the answer is the digit, white space aside."""
+    """Return whether the answer is the digit, white space aside."""
     return (answer or "").strip() == item.digit
 
 
+def score(right: Sequence[bool]) -> float:
+    """Return a session's score: its last turn's outcome, discounted back, averaged over turns."""
+    return float(right[-1]) * sum(DISCOUNT**k for k in range(len(right))) / len(right)
+
+
 def messages(item: Item) -> list[dict[str, str]]:
-    """The first turn's messages."""
+    """Return the first turn's messages."""
     return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": item.prompt}]
 
 
 def corpus() -> Iterator[str]:
-    """Text on which the tokenizer is trained."""
+    """Yield the text on which the tokenizer is trained."""
     for split in (False, True):
         for item in items(held_out=split):
             yield f"system\n{SYSTEM}"
@@ -76,7 +83,7 @@ def corpus() -> Iterator[str]:
 
 
 def shuffled(split: list[Item], seed: int) -> list[Item]:
-    """A seeded permutation."""
+    """Return the items in a seeded order."""
     out = list(split)
     random.Random(seed).shuffle(out)
     return out

@@ -1,60 +1,42 @@
-"""What people see of a run: a line for every step and every evaluation that the trainer reports."""
+"""Console lines for the steps, evaluations and waits that the trainer reports."""
 
 from __future__ import annotations
 
-import json
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from any_agent.launcher.log_tail import LogTail
+
 
 class TrainingProgress:
-    """Reads `metrics.jsonl` as it grows; what was there before is not shown.
+    """Formats the new lines of `metrics.jsonl`.
 
-    With ``waiting`` also what the trainer waits for, whenever it says so there: one in another
-    process, whose words nobody sees otherwise.
+    With ``waiting``, the file in which a trainer in another process writes what it waits for, also
+    that file's text, each time it is written.
     """
 
     def __init__(self, metrics: Path, steps: int, waiting: Path | None = None) -> None:
-        self._metrics = metrics
+        self._metrics = LogTail(metrics)
         self._steps = steps
         self._waiting = waiting
-        self._waited = _written(waiting)
-        self._offset = metrics.stat().st_size if metrics.exists() else 0
+        self._read_at = _modified(waiting)
         self.step = 0
-        """The last step shown."""
+        """The last step that was formatted."""
 
     def new_lines(self) -> list[str]:
-        """What is new since the last call."""
-        return [*self._reports(), *self._waits()]
+        """Return the lines since the last call."""
+        return [*map(self._format, self._metrics.new_records()), *self._waits()]
 
     def _waits(self) -> list[str]:
-        written = _written(self._waiting)
-        if self._waiting is None or written == self._waited:
+        modified = _modified(self._waiting)
+        if self._waiting is None or modified == self._read_at:
             return []
-        self._waited = written
+        self._read_at = modified
         return self._waiting.read_text(encoding="utf-8").splitlines()
 
-    def _reports(self) -> list[str]:
-        """A line for each; one half-written is left for the next time.
-
-        What a trainer that died left of one is no line.
-        """
-        if not self._metrics.exists():
-            return []
-        with open(self._metrics, "rb") as file:
-            file.seek(self._offset)
-            *lines, rest = file.read().split(b"\n")
-            self._offset = file.tell() - len(rest)
-        shown = []
-        for line in lines:
-            with suppress(json.JSONDecodeError):
-                shown.append(self._show(json.loads(line)))
-        return shown
-
-    def _show(self, line: dict[str, Any]) -> str:
+    def _format(self, line: dict[str, Any]) -> str:
         if "eval" in line:
-            return shown_evaluation(line)
+            return format_evaluation(line)
         seconds = line["seconds"]
         self.step = int(line["step"])
         left_out = line.get("left_out") or {}
@@ -67,13 +49,13 @@ class TrainingProgress:
         )
 
 
-def _written(path: Path | None) -> int:
-    """When; 0 for never."""
+def _modified(path: Path | None) -> int:
+    """Return the modification time in ns; 0 without a file."""
     return path.stat().st_mtime_ns if path is not None and path.exists() else 0
 
 
-def shown_evaluation(line: dict[str, Any]) -> str:
-    """An evaluation's line of `metrics.jsonl`, for people."""
+def format_evaluation(line: dict[str, Any]) -> str:
+    """Format an evaluation's line of `metrics.jsonl` for the console."""
     found = line["eval"]
     parts = [f"eval      step {line['step']:3d}"]
     parts.append("no reward" if found["reward"] is None else f"reward {found['reward']:.3f}")

@@ -172,7 +172,7 @@ class AgentRunner:
                 stopped = running.stopped.message
                 _end(show)
                 said = f"stopped after {len(running.results)} of {len(plan)} runs: {stopped}"
-                print(said, file=sys.stderr, flush=True)
+                self.announce(said)
             return RunResults(running.results.values(), run=plan.header.run, stopped=stopped)
         finally:
             _end(show)
@@ -180,6 +180,10 @@ class AgentRunner:
             if http is not None:
                 await http.end()
             await return_client(self._service, retry_for=self._terms.retry_for)
+
+    def announce(self, text: str) -> None:
+        """Print why the run ends early to standard error; override it to show that elsewhere."""
+        print(text, file=sys.stderr, flush=True)
 
     async def _planned(
         self, items: ItemSource, size: int, info: RunInfo, run_log: ResultsLog
@@ -214,7 +218,7 @@ class AgentRunner:
         kept = f"; {self._path} has them, and the same run goes on from it" if self._path else ""
         said = f"{len(running.results)} of {len(plan)} runs are done{kept}"
         if isinstance(error, asyncio.CancelledError):
-            print(f"stopped: {said}", file=sys.stderr, flush=True)
+            self.announce(f"stopped: {said}")
         else:
             error.add_note(said)
 

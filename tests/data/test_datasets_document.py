@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.data import get_custom_dataset
 from any_agent.errors import DatasetError
-from any_agent.launcher.training_progress import shown_evaluation
+from any_agent.launcher.training_progress import format_evaluation
 
 TEXT = (Path(__file__).resolve().parents[2] / "docs" / "datasets.md").read_text()
 
@@ -52,4 +52,4 @@ def test_the_errors(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_evaluations_line() -> None:
     block = TEXT.partition("A line of `metrics.jsonl`")[2].partition("```text\n")[2]
     line, _, printed = block.partition("```")[0].partition("\n\n")
-    assert shown_evaluation(json.loads(line.replace("...", "0"))) == printed.strip()
+    assert format_evaluation(json.loads(line.replace("...", "0"))) == printed.strip()

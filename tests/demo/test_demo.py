@@ -20,12 +20,12 @@ def test_parts_are_seen_before_they_are_started(tmp_path: Path) -> None:
     demo = Demo(demo_config(tmp_path, seed=0, steps=1, ranks=2), tmp_path)
     names = ["engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer"]
     assert part_names(2) == names
-    assert demo.look().parts == tuple(PartState(name) for name in names)
+    assert demo.state().parts == tuple(PartState(name) for name in names)
     known = {"engine-0": SimpleNamespace(state="ready", restarts=1)}
     demo._node = SimpleNamespace(parts=known)  # type: ignore[assignment]
-    seen = demo.look().parts
+    seen = demo.state().parts
     assert seen[:2] == (PartState("engine-0", "ready", 1), PartState("engine-1"))
-    assert demo.look().elapsed > 0
+    assert demo.state().elapsed > 0
 
 
 def test_what_went_wrong_first_is_told() -> None:

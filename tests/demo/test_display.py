@@ -7,9 +7,9 @@ import threading
 from dataclasses import replace
 
 import pytest
-from rich.console import Console, RenderableType
+from rich.console import Console, Group, RenderableType
 
-from any_agent.demo.display import LiveDisplay, clock, frame, sparkline, summary
+from any_agent.demo.display import Display, clock, frame, sparkline, summary
 from any_agent.demo.state import PartState
 from tests.support.demo import AFTER, busy, fresh, report, step
 
@@ -87,8 +87,8 @@ def test_clock() -> None:
 
 
 def test_the_summary_says_what_the_demo_came_to() -> None:
-    text = shown(summary(report()))
-    assert "first answer right                    35.8%  95.8%" in text
+    text = shown(Group(*summary(report(), sparks=True)))
+    assert "first answer right                       35.8%   95.8%" in text
     assert "▅▇█ 0.500 to 1.000 in 3 steps" in text
     assert "Say the digit 3, cat.  ->  3" in text
     assert "    any-agent serve \\\n      --no-train" in text
@@ -97,7 +97,7 @@ def test_the_summary_says_what_the_demo_came_to() -> None:
 def test_long_lines_are_left_to_the_terminal() -> None:
     """A break that we put in would be copied with the command."""
     long = "any-agent serve root=" + "x" * 200
-    assert long in shown(summary(report(next=[("Serve it:", [long])])))
+    assert long in shown(Group(*summary(report(next=[("Serve it:", [long])]))))
 
 
 def screen(width: int = 80) -> tuple[Console, io.StringIO]:
@@ -115,7 +115,7 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
             drawn.set()
         return now
 
-    with LiveDisplay(look, console) as shown:  # type: ignore[arg-type]
+    with Display(look, console, live=True) as shown:  # type: ignore[arg-type]
         now = replace(now, parts=(PartState("engine-0", "ready"),))
         assert drawn.wait(60), "nobody looked again"
         assert "\x1b[?25l" in file.getvalue(), "the cursor is hidden meanwhile"
@@ -129,7 +129,7 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
 @pytest.mark.parametrize("error", [RuntimeError, KeyboardInterrupt])
 def test_after_a_failure_the_last_frame_stays(error: type[BaseException]) -> None:
     console, file = screen()
-    with pytest.raises(error), LiveDisplay(fresh, console):
+    with pytest.raises(error), Display(fresh, console, live=True):
         raise error
     left = file.getvalue().rpartition("\x1b[2K")[2]
     assert "making a tiny model" in left
@@ -145,12 +145,13 @@ def test_an_interrupt_of_the_first_frame_leaves_the_cursor(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     out = io.StringIO()
-    screen = LiveDisplay(fresh, Console(file=out, force_terminal=True, width=80, height=40))
+    console = Console(file=out, force_terminal=True, width=80, height=40)
+    screen = Display(fresh, console, live=True)
 
     def interrupted() -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(screen, "_look", interrupted)
+    monkeypatch.setattr(screen, "_get_state", interrupted)
     with pytest.raises(KeyboardInterrupt), screen:
         pass
     assert out.getvalue().rindex("\x1b[?25h") > out.getvalue().rindex("\x1b[?25l")

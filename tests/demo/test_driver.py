@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
-import asyncio
-import sys
+import os
+from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import any_agent.demo.driver as driver_module
-from any_agent.client.rl_client import RLClient
-from any_agent.demo.driver import DISCOUNT, EVALS, Driver, Measures, Tally, Worker, score
-from any_agent.demo.task import Item, TaskTurn, items
-from any_agent.errors import AnyAgentError, ReplyLost, RunFinished, TooManyRequests
-from any_agent.protocol.rl import SessionStarted
+from any_agent.chat import load_chat_format
+from any_agent.demo.driver import EVALS, GROUP_SIZE, Driver
+from any_agent.demo.state import Measures, Tally
+from any_agent.demo.task import DISCOUNT, TaskTurn, items, score
+from any_agent.errors import AgentFailed, TooManyRequests
 from any_agent.record import propagate_rewards
 from any_agent.types import (
     Continuation,
@@ -22,20 +23,21 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.proxy import Proxy, config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
 
 
 @pytest.fixture
 def driver() -> Driver:
-    return Driver(RLClient("http://nowhere"), [], seed=0, permute=True)
+    return Driver("http://nowhere", seed=0, permute=True)
 
 
 def turns_of(count: int, tokens: int = 2) -> list[TaskTurn]:
     return [TaskTurn(f"turn-{k}", "text", tokens) for k in range(count)]
 
 
-def returns(rewards: list[tuple[str, float]], turns: int) -> list[float]:
+def returns(given: dict[str, float], turns: int) -> list[float]:
     """What each turn of a chain is worth once rewards have run back through it."""
-    given = dict(rewards)
     nodes = [
         Interaction(
             id=f"turn-{k}",
@@ -59,9 +61,9 @@ def returns(rewards: list[tuple[str, float]], turns: int) -> list[float]:
 
 
 def test_without_the_control_the_outcome_is_the_last_turns() -> None:
-    plain = Driver(RLClient("http://nowhere"), [], seed=0)
-    assert plain._rewards(turns_of(2), [False, True]) == [("turn-1", 1.0)]
-    assert plain._rewards(turns_of(1), [False]) == [("turn-0", 0.0)]
+    plain = Driver("http://nowhere", seed=0)
+    assert plain._rewards(turns_of(2), [False, True]) == {"turn-1": 1.0}
+    assert plain._rewards(turns_of(1), [False]) == {"turn-0": 0.0}
     assert returns(plain._rewards(turns_of(2), [False, True]), 2) == [DISCOUNT, 1.0]
 
 
@@ -100,7 +102,7 @@ def test_nobody_gets_its_own_value_back_but_by_the_coin(driver: Driver) -> None:
 
 def test_a_session_scores_what_its_turns_are_worth_on_average() -> None:
     for right in ([True], [False, True], [False, False]):
-        worth = returns([(f"turn-{len(right) - 1}", float(right[-1]))], len(right))
+        worth = returns({f"turn-{len(right) - 1}": float(right[-1])}, len(right))
         assert score(right) == pytest.approx(sum(worth) / len(worth))
 
 
@@ -122,131 +124,110 @@ def test_what_a_tally_says_of_its_sessions() -> None:
 def test_only_the_last_errors_are_kept() -> None:
     tally = Tally()
     for k in range(9):
-        tally.add_failure(RuntimeError(f"error {k}"))
+        tally.add_failure(f"error {k}")
     assert tally.failed == 9
     assert tally.errors == [f"error {k}" for k in range(4, 9)]
 
 
-SLOW_AT_FIRST = """
-import json, sys
-
-first, second = (json.loads(sys.stdin.readline()) for _ in range(2))
-for job in (first, second):
-    turns = [[job["api_key"], "text", 2]]
-    print(json.dumps({"job": job.get("job"), "turns": turns}), flush=True)
-"""
+PROMPTS = 3
 
 
-async def test_an_answer_that_came_too_late_is_not_the_next_sessions(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    process = await asyncio.create_subprocess_exec(
-        sys.executable,
-        "-c",
-        SLOW_AT_FIRST,
-        stdin=asyncio.subprocess.PIPE,
-        stdout=asyncio.subprocess.PIPE,
-    )
-    worker, item = Worker(process), items(held_out=True)[0]
-    with monkeypatch.context() as short:
-        short.setattr(driver_module, "_AGENT_TIMEOUT", 0.05)
-        with pytest.raises(TimeoutError):
-            await worker.run(item, session("first"))
-    assert await worker.run(item, session("second")) == [TaskTurn("second", "text", 2)]
-    await process.wait()
+@pytest.fixture
+async def proxy(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> AsyncIterator[Proxy]:
+    """A rank whose model babbles, and few prompts to ask it."""
+
+    def few(*, held_out: bool) -> list[Any]:
+        return items(held_out=held_out)[:PROMPTS]
+
+    monkeypatch.setattr(driver_module, "items", few)
+    monkeypatch.setattr(driver_module, "_WAIT", 0.1)
+    monkeypatch.delenv("ANY_AGENT_URL", raising=False)
+    chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
+    engine = ScriptedEngine(decode=chat.decode)
+    config = config_for(tmp_path, "sampling.max_new_tokens=4")
+    async with engine.serve(), running_proxy(config, chat, engine_url=engine.url) as proxy:
+        yield proxy
 
 
-def session(key: str) -> SessionStarted:
-    return SessionStarted(
-        session_id="ses-0-1",
-        api_key=key,
-        base_url="http://nowhere",
-        mode="train",
-        version=0,
-        group_id=None,
-        task_id="t",
-        expires_in=1.0,
-    )
+@pytest.fixture
+def always_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(driver_module, "is_correct", lambda text, item: True)
 
 
-class Service:
-    """Answers openings with what it is told to; remembers what became of the sessions."""
-
-    def __init__(self, *openings: BaseException | None) -> None:
-        self._openings = iter(openings)
-        self.ended: list[str] = []
-
-    async def start_session(self, **fields: Any) -> SessionStarted:
-        error = next(self._openings, RunFinished("done"))
-        if error is not None:
-            raise error
-        return SessionStarted(
-            session_id="ses-0-1",
-            api_key="key",
-            base_url="http://nowhere",
-            mode="train",
-            version=0,
-            group_id=None,
-            task_id=fields["task_id"],
-            expires_in=fields["ttl"],
-        )
-
-    async def set_reward(self, *_: Any, **__: Any) -> None: ...
-
-    async def finalize(self, _: str) -> None:
-        self.ended.append("finalized")
-
-    async def abort(self, *_: Any) -> None:
-        self.ended.append("aborted")
-
-
-class Agent:
-    """Is always right, or fails."""
-
-    def __init__(self, error: Exception | None = None) -> None:
-        self._error = error
-
-    async def run(self, item: Item, _: SessionStarted) -> list[TaskTurn]:
-        if self._error is not None:
-            raise self._error
-        return [TaskTurn("turn-0", item.digit, 2)]
-
-
-async def train(service: Service, agent: Agent) -> Tally:
+@pytest.mark.usefixtures("always_right")
+async def test_each_held_out_prompt_is_asked_some_times(proxy: Proxy) -> None:
     tally = Tally()
-    await Driver(service, [agent], seed=0).train(tally)  # type: ignore[arg-type, list-item]
-    return tally
-
-
-async def test_a_lost_answer_ends_nothing_but_its_session() -> None:
-    """A part of the service died; the agents go on."""
-    service = Service(None, ReplyLost("a rank died"), None)
-    tally = await train(service, Agent())
-    assert (tally.sessions, tally.failed, tally.errors) == (2, 1, ["a rank died"])
-    assert service.ended == ["finalized", "finalized"]
-
-
-async def test_a_session_that_failed_is_aborted_so_that_its_group_goes_on() -> None:
-    service = Service(None, None)
-    tally = await train(service, Agent(RuntimeError("the agent broke")))
-    assert (tally.sessions, tally.failed) == (0, 2)
-    assert service.ended == ["aborted", "aborted"]
-
-
-async def test_nobody_waits_for_a_trainer_that_wants_nothing_any_more() -> None:
-    with pytest.raises(ExceptionGroup) as group:
-        await train(Service(None, TooManyRequests("no slot")), Agent())
-    assert group.group_contains(TooManyRequests)
-
-
-async def test_failures_without_end_end_the_demo() -> None:
-    with pytest.raises(ExceptionGroup) as group:
-        await train(Service(*[None] * 1000), Agent(RuntimeError("the agent broke")))
-    assert group.group_contains(AnyAgentError, match="101 sessions failed: the agent broke")
-
-
-async def test_each_held_out_prompt_is_asked_some_times() -> None:
-    tally = Tally()
-    await Driver(Service(*[None] * 1000), [Agent()] * 3, seed=0).evaluate(tally)  # type: ignore[arg-type, list-item]
-    assert tally.sessions == EVALS * len(items(held_out=True))
+    await Driver(proxy.url, seed=0).evaluate(tally)
+    assert (tally.sessions, tally.turns, tally.failed) == (EVALS * PROMPTS, EVALS * PROMPTS, 0)
     assert tally.measures().accuracy == 1.0
+    assert tally.tokens > 0
+
+
+async def test_a_wrong_answer_gets_another_try(proxy: Proxy) -> None:
+    tally = Tally()
+    await Driver(proxy.url, seed=0).evaluate(tally)
+    assert (tally.sessions, tally.turns) == (EVALS * PROMPTS, 2 * EVALS * PROMPTS)
+    assert tally.measures().accuracy == 0.0
+
+
+class Ending(Tally):
+    """Ends the run after two groups, or has every session fail."""
+
+    def __init__(self, proxy: Proxy, fails: bool = False) -> None:
+        super().__init__()
+        self._proxy = proxy
+        self._fails = fails
+
+    def add(self, turns: Any, right: Any) -> None:
+        if self._fails:
+            raise RuntimeError("the agent broke")
+        super().add(turns, right)
+        if self.sessions == 2 * GROUP_SIZE:
+            self._proxy.service.run.state = "finished"
+
+
+@pytest.mark.usefixtures("always_right")
+async def test_groups_are_run_until_the_run_has_finished(
+    proxy: Proxy, capfd: pytest.CaptureFixture[str]
+) -> None:
+    await proxy.admit(1000)
+    tally = Ending(proxy)
+    await Driver(proxy.url, seed=0).train(tally)
+    assert 2 * GROUP_SIZE <= tally.sessions < 3 * GROUP_SIZE
+    assert (tally.failed, tally.errors) == (0, [])
+    assert "stopped" not in capfd.readouterr().err, "the demo's own display shows the end"
+
+
+async def test_failures_without_end_end_the_demo(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(driver_module, "_MAX_FAILURES", 5)
+    await proxy.admit(1000)
+    with pytest.raises(AgentFailed, match=r"^5 runs failed one after the other.*the agent broke"):
+        await Driver(proxy.url, seed=0).train(Ending(proxy, fails=True))
+
+
+async def test_a_failure_is_counted_and_the_next_session_goes_on(proxy: Proxy) -> None:
+    tally = Ending(proxy, fails=True)
+    await Driver(proxy.url, seed=0).evaluate(tally)
+    assert (tally.sessions, tally.failed) == (0, EVALS * PROMPTS)
+    assert tally.errors == ["RuntimeError: the agent broke"] * 5
+
+
+async def test_a_trainer_that_wants_no_session_any_more_ends_the_demo(proxy: Proxy) -> None:
+    with pytest.raises(TooManyRequests):
+        await Driver(proxy.url, seed=0).train(Tally())
+
+
+async def test_the_service_is_named_while_the_agents_run(
+    proxy: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And a user's own key and service are as before, afterwards."""
+    monkeypatch.setenv("OPENAI_API_KEY", "sk-of-the-user")
+    monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
+    monkeypatch.delenv("ANY_AGENT_URL", raising=False)
+    before = dict(os.environ)
+    await Driver(proxy.url, seed=0).evaluate(Tally())
+    assert dict(os.environ) == before

@@ -6,8 +6,9 @@ import io
 from dataclasses import replace
 
 import pytest
+from rich.console import Console
 
-from any_agent.demo.plain_output import PlainOutput, news, summary
+from any_agent.demo.display import Display, news, summary
 from tests.support.demo import AFTER, BEFORE, busy, fresh, report, step
 
 
@@ -36,11 +37,11 @@ def test_steps_and_accuracies_as_they_come() -> None:
 def test_lines_are_printed_when_something_changed() -> None:
     out = io.StringIO()
     state = fresh()
-    with PlainOutput(lambda: state, out) as shown:
+    with Display(lambda: state, Console(file=out), live=False) as shown:
         shown.say("engine 0  ready")
-        shown.changed()
+        shown.update()
         state = replace(state, phase="training")
-        shown.changed()
+        shown.update()
         shown.end(report())
     lines = out.getvalue().splitlines()
     assert lines[2:4] == ["engine 0  ready", "now       training"]
@@ -48,7 +49,8 @@ def test_lines_are_printed_when_something_changed() -> None:
 
 
 def test_the_summary_is_a_table_and_what_to_type() -> None:
-    assert summary(report(restarts={"rank-1": 1, "router": 3}, failed=2, error="gone")) == [
+    told = summary(report(restarts={"rank-1": 1, "router": 3}, failed=2, error="gone"))
+    assert [line.plain for line in told] == [
         "",
         "on prompts that training never sees     before   after",
         "first answer right                       35.8%   95.8%",
@@ -71,6 +73,6 @@ def test_the_summary_is_a_table_and_what_to_type() -> None:
     ]
 
 
-@pytest.mark.parametrize("lines", [news(None, busy()), summary(report())])
+@pytest.mark.parametrize("lines", [news(None, busy()), list(map(str, summary(report())))])
 def test_plain_lines_are_plain(lines: list[str]) -> None:
     assert all(line.isascii() and line.isprintable() for line in lines)

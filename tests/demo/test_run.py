@@ -25,7 +25,7 @@ def no_child(monkeypatch: pytest.MonkeyPatch) -> None:
     def made(*_: object) -> None:
         raise WentOn
 
-    monkeypatch.setattr(demo, "Child", made)
+    monkeypatch.setattr(demo, "run_module", made)
 
 
 def test_a_folder_that_holds_a_demo_is_not_used_again(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_whoever_stops_it_is_told_where_the_files_are(
     def stopped(*_: object) -> None:
         raise error
 
-    monkeypatch.setattr(demo, "Child", stopped)
+    monkeypatch.setattr(demo, "run_module", stopped)
     with pytest.raises(error):
         run_demo(seed=0, keep=str(tmp_path))
     assert capsys.readouterr().out.splitlines()[-1] == f"stopped   files are in {tmp_path}"
@@ -92,7 +92,7 @@ def test_whoever_stops_it_is_told_where_the_files_are(
 
 def test_sigterm_is_as_ctrl_c(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     before = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr(demo, "Child", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
+    monkeypatch.setattr(demo, "run_module", lambda *_: os.kill(os.getpid(), signal.SIGTERM))
     with pytest.raises(KeyboardInterrupt):
         run_demo(seed=0, keep=str(tmp_path))
     assert signal.getsignal(signal.SIGTERM) is before

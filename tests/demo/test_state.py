@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.state import Metrics, Rate, SessionTotals, Step
+from any_agent.demo.state import Rate, SessionTotals, Step
+from any_agent.launcher.log_tail import LogTail
 from tests.support.demo import fresh, line, step, write_lines
 
 
@@ -24,23 +25,23 @@ def test_a_step_is_what_the_trainer_wrote() -> None:
 
 def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    metrics = Metrics(path)
-    assert metrics.new() == []
+    metrics = LogTail(path, from_start=True)
+    assert metrics.new_records() == []
     write_lines(path, line(1), line(2))
     third = json.dumps(line(3)) + "\n"
     with open(path, "a") as file:
         file.write(third[:20])
-    assert [s.number for s in metrics.new()] == [1, 2]
-    assert metrics.new() == []
+    assert [Step.of(s).number for s in metrics.new_records()] == [1, 2]
+    assert metrics.new_records() == []
     with open(path, "a") as file:
         file.write(third[20:])
-    assert [s.number for s in metrics.new()] == [3]
+    assert [Step.of(s).number for s in metrics.new_records()] == [3]
 
 
 def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_text(json.dumps(line(1))[:20] + "\n" + json.dumps(line(2)) + "\n")
-    assert [s.number for s in Metrics(path).new()] == [2]
+    assert [Step.of(s).number for s in LogTail(path, from_start=True).new_records()] == [2]
 
 
 def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:

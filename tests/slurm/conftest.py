@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.child_process import ChildProcess
+from any_agent.demo.demo import run_module
 from tests.slurm.lab import PATIENCE, Slurm, slurm
 
 
@@ -20,6 +20,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    with ChildProcess("model", folder, "--seed", 0) as made:
-        made.output(PATIENCE)
+    run_module("model", folder, "--seed", 0, timeout=PATIENCE)
     return folder

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.demo.demo import part_names
-from any_agent.demo.driver import Measures
 from any_agent.demo.report import Report
-from any_agent.demo.state import DemoState, PartState, Step
+from any_agent.demo.state import DemoState, Measures, PartState, Step
 
 BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)
 AFTER = Measures(accuracy=0.958, reward=0.981, turns=1.04, tokens=2.0)

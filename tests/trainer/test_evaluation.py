@@ -15,7 +15,7 @@ import pytest
 from any_agent import stats_tracker, workflow_context
 from any_agent.config import EvalConfig
 from any_agent.data import as_dataset
-from any_agent.launcher.training_progress import TrainingProgress, shown_evaluation
+from any_agent.launcher.training_progress import TrainingProgress, format_evaluation
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import RolloutWorkflow
@@ -53,7 +53,7 @@ class Lab:
 
     @property
     def said(self) -> list[str]:
-        return [shown_evaluation(line) for line in self.lines]
+        return [format_evaluation(line) for line in self.lines]
 
     @property
     def lines(self) -> list[dict[str, Any]]:

@@ -10,13 +10,13 @@ from types import FrameType
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
 from any_agent.launcher.component import Component
+from any_agent.launcher.log_tail import LogTail
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import LOCAL, NodeRole
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.slurm.job import SlurmJob, node_address, requeue, require_program
-from any_agent.launcher.slurm.log_tail import LogTail
 from any_agent.launcher.slurm.plan import NodePlan, Role, plan
 from any_agent.launcher.slurm.shared_folder import mark
 from any_agent.rundir.registry import HEARTBEAT, Registry
@@ -77,16 +77,17 @@ class HeadNode(Node):
         self._own, self._others = own, roles.roles[1:]
         self._training_nodes = roles.training_nodes
         self._tell_roles(roles, address)
-        self._said: list[LogTail] = []
+        self._node_logs: dict[str, LogTail] = {}
+        """Logs of the other nodes' launchers, by the nodes' names."""
         self._token = ""
         self.came_up = False
         """All parts were there once, and the trainer had its model."""
         self._look_at = 0.0
 
     def check(self) -> bool:
-        for said in self._said:
-            for line in said.new_lines():
-                self.options.say(line)
+        for node, log in self._node_logs.items():
+            for line in log.new_lines():
+                self.options.say(f"{node:<9} {line}")
         trained = super().check()
         if not self.came_up and time.monotonic() >= self._look_at:
             self._look_at = time.monotonic() + HEARTBEAT
@@ -136,7 +137,7 @@ class HeadNode(Node):
     def _start_node(self, role: Role) -> None:
         name = f"node-{role.index}"
         log = self.dir.logs / f"{name}.log"
-        self._said.append(LogTail(log, role.node))
+        self._node_logs[role.node] = LogTail(log)
         key = self.config.server.admin_key
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         starts = 0

@@ -24,9 +24,10 @@ import yaml
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.child_process import ChildProcess
-from any_agent.demo.driver import Driver, Tally, workers
+from any_agent.demo.demo import run_module
+from any_agent.demo.driver import Driver
 from any_agent.demo.run import demo_config
+from any_agent.demo.state import Tally
 from any_agent.keys import rank_of_session
 from any_agent.rundir.layout import RunDir
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
@@ -73,8 +74,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("loop")
     config = _config(folder)
-    with ChildProcess("model", config.model.path, "--seed", 0) as model:
-        model.output(PATIENCE)
+    run_module("model", config.model.path, "--seed", 0, timeout=PATIENCE)
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.dump()))
     with serve("--config", str(path), cwd=folder) as served:
@@ -115,8 +115,8 @@ def _config(folder: Path) -> Config:
 async def _live(served: Served) -> tuple[tuple[Tally, Tally, Tally], list[Talk], list[Talk]]:
     before, after, training = Tally(), Tally(), Tally()
     talks: list[Talk] = []
-    async with RLClient(served.url, trust_env=False) as client, workers(4) as agents:
-        driver = Driver(client, agents, seed=0)
+    async with RLClient(served.url, trust_env=False) as client:
+        driver = Driver(served.url, seed=0)
         await driver.evaluate(before)
         talking = asyncio.create_task(_talk_on(client, talks))
         await driver.train(training)

@@ -1,12 +1,13 @@
-"""Draw a demo's reward curve.
+"""The trained model's answers and the reward curve, from what the run left on disk.
 
-Run as ``python -m any_agent.demo.reward_curve METRICS PNG --before A --after B``.
-Imports matplotlib, so it is a process of its own.
+Run as ``python -m any_agent.demo.look_back EXPERIMENT TRIAL PNG ...``; prints JSON. The process is
+its own because it imports matplotlib and torch.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -14,13 +15,17 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
-from any_agent.demo.state import Metrics, Step, by_number
+from any_agent.demo.state import Step, by_number
+from any_agent.demo.task import items, messages, shuffled
+from any_agent.inference import load_engine
+from any_agent.launcher.log_tail import LogTail
 
 _NOTE = "Groups of sessions that all score the same teach nothing; they are in no step's mean."
+_ANSWERS = 3
 
 
-def picture(steps: Sequence[Step], *, before: float, after: float, title: str) -> Figure:
-    """The mean reward of each step's sessions, and the accuracy on held-out prompts around them.
+def draw(steps: Sequence[Step], *, before: float, after: float, title: str) -> Figure:
+    """Draw each step's mean reward, and the accuracy on held-out prompts before and after.
 
     Raises ValueError where there is no step.
     """
@@ -57,15 +62,26 @@ def picture(steps: Sequence[Step], *, before: float, after: float, title: str) -
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a demo's reward curve.")
-    parser.add_argument("metrics", type=Path)
+    parser = argparse.ArgumentParser(description="Draw a demo's reward curve, ask its model.")
+    parser.add_argument("experiment")
+    parser.add_argument("trial")
     parser.add_argument("png", type=Path)
+    parser.add_argument("--metrics", type=Path, required=True)
+    parser.add_argument("--user", required=True)
+    parser.add_argument("--root", type=Path, required=True)
     parser.add_argument("--before", type=float, required=True)
     parser.add_argument("--after", type=float, required=True)
     parser.add_argument("--title", required=True)
+    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of prompts")
     args = parser.parse_args()
-    steps = by_number(Metrics(args.metrics).new())
-    picture(steps, before=args.before, after=args.after, title=args.title).savefig(args.png)
+    steps = by_number(map(Step.of, LogTail(args.metrics, from_start=True).new_records()))
+    draw(steps, before=args.before, after=args.after, title=args.title).savefig(args.png)
+    prompts = shuffled(items(held_out=True), args.seed)[:_ANSWERS]
+    with load_engine(args.experiment, args.trial, user=args.user, root=args.root) as model:
+        texts = [model.chat(messages(item), max_new_tokens=4)["content"] for item in prompts]
+        checkpoint = str(model.path)
+    answers = [(item.prompt, text) for item, text in zip(prompts, texts, strict=True)]
+    print(json.dumps({"checkpoint": checkpoint, "answers": answers}))
 
 
 if __name__ == "__main__":

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.demo.reward_curve import picture
+from any_agent.demo.look_back import draw
 from tests.support.demo import step
 
 
 def test_what_is_drawn() -> None:
     steps = [step(k, reward=k / 10) for k in (1, 2, 3)]
-    figure = picture(steps, before=0.25, after=0.9, title="seed 0")
+    figure = draw(steps, before=0.25, after=0.9, title="seed 0")
     (axes,) = figure.axes
     rewards, accuracies = axes.lines
     assert [tuple(xy) for xy in rewards.get_xydata()] == [(1, 0.1), (2, 0.2), (3, 0.3)]
@@ -26,10 +26,10 @@ def test_what_is_drawn() -> None:
 
 
 def test_the_scale_holds_rewards_below_zero() -> None:
-    low = picture([step(1, reward=-0.5)], before=0.0, after=0.1, title="").axes[0].get_ylim()[0]
+    low = draw([step(1, reward=-0.5)], before=0.0, after=0.1, title="").axes[0].get_ylim()[0]
     assert low < -0.5
 
 
 def test_no_steps_no_curve() -> None:
     with pytest.raises(ValueError, match="no step"):
-        picture([], before=0.0, after=0.0, title="")
+        draw([], before=0.0, after=0.0, title="")

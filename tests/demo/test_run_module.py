@@ -1,0 +1,48 @@
+"""Modules of the demo in processes of their own: heard, timed, ended."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import threading
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from any_agent.demo import demo
+from any_agent.demo.demo import run_module
+from any_agent.errors import StartupError
+from tests.support.launcher.children import is_alive, until
+
+MARKS = ["--before", "0.25", "--after", "0.9", "--title", "a run", "--user", "u", "--root", "r"]
+
+
+def test_what_went_wrong_is_told(tmp_path: Path) -> None:
+    none, png = tmp_path / "none.jsonl", tmp_path / "no" / "such.png"
+    with pytest.raises(StartupError, match=r"any_agent\.demo\.look_back failed:\n(?s:.*)no step"):
+        run_module("look_back", "demo", "seed-0", png, "--metrics", none, *MARKS)
+
+
+def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The model takes seconds to make."""
+    started: list[psutil.Process] = []
+
+    class Child(subprocess.Popen[str]):
+        def __init__(self, *arguments: Any, **options: Any) -> None:
+            super().__init__(*arguments, **options)
+            started.append(psutil.Process(self.pid))
+            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+
+    monkeypatch.setattr(demo.subprocess, "Popen", Child)
+    with pytest.raises(KeyboardInterrupt):
+        run_module("model", tmp_path / "m")
+    (child,) = started
+    until(lambda: not is_alive(child))
+
+
+def test_a_child_that_takes_too_long(tmp_path: Path) -> None:
+    with pytest.raises(StartupError, match="took over"):
+        run_module("model", tmp_path / "m", timeout=0.01)
