@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from any_agent.completions.params import PARAMETERS, Parameter
+from any_agent.completions.params.parameter import Parameter
 from any_agent.completions.params.schema_check import words
+from any_agent.completions.params.table import PARAMETERS
 
 HEAD = """# Parameters of model calls
 

@@ -13,7 +13,7 @@ from functools import partial
 from any_agent.auth.access import Access, run_dir_of
 from any_agent.auth.audit_log import AuditLog
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.completions import Completer
+from any_agent.completions.completer import Completer
 from any_agent.config import Config
 from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint

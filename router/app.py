@@ -19,6 +19,7 @@ from multidict import CIMultiDictProxy, istr
 from any_agent.auth.access import Access, Scope
 from any_agent.auth.audit_log import AuditLog
 from any_agent.auth.loopback import require_loopback_client
+from any_agent.completions.apis import encode_error
 from any_agent.config import Config
 from any_agent.errors import (
     AnyAgentError,
@@ -31,7 +32,6 @@ from any_agent.errors import (
 )
 from any_agent.keys import session_prefix
 from any_agent.loop_lag import loop_lag_histogram, watched_loop
-from any_agent.protocol.error_bodies import shaped
 from any_agent.rundir.heartbeat import Heartbeat
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, RegistryEntry
@@ -272,7 +272,7 @@ class _Connection(web.RequestHandler):
             error = AnyAgentError("the router failed; its log says why")
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has begun")
-        body, headers = shaped(error, request.path, status)
+        body, headers = encode_error(error, request.path, status)
         response = web.json_response(body, status=status, headers=headers)
         response.headers[hdrs.SERVER] = SERVER
         response.force_close()

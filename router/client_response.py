@@ -11,8 +11,8 @@ from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
 from multidict import CIMultiDict
 
+from any_agent.completions.apis import encode_error
 from any_agent.errors import AnyAgentError
-from any_agent.protocol.error_bodies import shaped
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from router.body import WHOLE
 from router.upstream import RankResponse, end_to_end
@@ -70,7 +70,7 @@ class ClientResponder:
 
     async def error(self, request: web.BaseRequest, error: AnyAgentError) -> web.StreamResponse:
         """An error in the shape of the API that the request is for."""
-        body, headers = shaped(error, request.path)
+        body, headers = encode_error(error, request.path)
         return await self.json(request, body, status=error.status, headers=headers)
 
     async def relay(self, request: web.BaseRequest, upstream: RankResponse) -> web.StreamResponse:

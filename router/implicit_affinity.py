@@ -14,6 +14,7 @@ from typing import Any
 from aiohttp import web
 
 from any_agent.auth.access import Scope
+from any_agent.completions.apis import api_at
 from any_agent.config import Config
 from any_agent.errors import InvalidRequest, ServiceUnavailable
 from any_agent.protocol.conversation_key import rank_of_response, task_of
@@ -21,11 +22,6 @@ from router.affinity import home_of, key_in
 from router.body import WHOLE, RequestBody, json_object
 from router.forward import Forwarder
 
-_CALLS = frozenset(
-    prefix + path
-    for path in ("/chat/completions", "/completions", "/responses", "/messages")
-    for prefix in ("/v1", "")
-)
 _RESPONSES = ("/v1/responses/", "/responses/")
 _MAX_VALUES = 500_000
 """Commas and brackets; ranks refuse a body with more of them, and here it would stop everybody."""
@@ -106,7 +102,10 @@ class ImplicitAffinity:
         is no key."""
         if not self.on or scope not in (Scope.TENANT, Scope.ADMIN):
             return False
-        return path in _CALLS if method == "POST" else path.startswith(_RESPONSES)
+        if method != "POST":
+            return path.startswith(_RESPONSES)
+        api = api_at(path)
+        return api is not None and api.by_policy
 
     async def place(
         self, request: web.BaseRequest, path: str, body: RequestBody
@@ -121,10 +120,10 @@ class ImplicitAffinity:
             if len(content) > WHOLE:
                 # Shielded: what waits for a thread, or is in one, stays until it has been there.
                 loop = asyncio.get_running_loop()
-                share.reading = loop.run_in_executor(None, self._rank, content)
+                share.reading = loop.run_in_executor(None, self._rank, path, content)
                 rank = await asyncio.shield(share.reading)
             else:
-                rank = self._rank(content)
+                rank = self._rank(path, content)
             return await self._forwarder.pass_on(request, rank, body, content=content)
         finally:
             share.end()
@@ -151,7 +150,7 @@ class ImplicitAffinity:
         share.correct(size if size > WHOLE else 0)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
-    def _rank(self, content: bytes) -> int | None:
+    def _rank(self, path: str, content: bytes) -> int | None:
         """None for what any rank will refuse."""
         if len(content) > _MAX_VALUES and sum(map(content.count, b",[{")) > _MAX_VALUES:
             return None
@@ -159,7 +158,11 @@ class ImplicitAffinity:
         if fields is None:
             return None
         named = self._of_response(fields.get("previous_response_id"))
-        return named if named is not None else home_of(task_of(fields), self._ranks)
+        if named is not None:
+            return named
+        api = api_at(path)
+        conversation = fields if api is None else api.conversation(fields)
+        return home_of(task_of(conversation), self._ranks)
 
     def _of_response(self, id: Any) -> int | None:
         rank = rank_of_response(id)

@@ -6,18 +6,18 @@ from collections import Counter
 
 from aiohttp import web
 
+from any_agent.completions.apis import all_apis
+
 CLIENT_LEFT = 499
 """Counted as the status of requests whose client left before its answer was whole, as nginx has
 it."""
 FAILED = 500
-ROUTES = frozenset(
+_ROUTES = frozenset(
     {
         "abort",
         "ack",
         "capacity",
-        "completions",
         "count_tokens",
-        "embeddings",
         "end_session",
         "export_trajectories",
         "finalize",
@@ -25,12 +25,10 @@ ROUTES = frozenset(
         "healthz",
         "heartbeat",
         "lease",
-        "messages",
         "metrics",
         "models",
         "pause",
         "readyz",
-        "responses",
         "resume",
         "run",
         "sessions",
@@ -40,14 +38,20 @@ ROUTES = frozenset(
         "veto",
     }
 )
-"""The last words of paths that are told apart; a client's own inventions must not become labels."""
+"""The last words of our own paths; the words of clients must not become labels."""
 OTHER = "other"
+
+
+def known_routes() -> frozenset[str]:
+    """Return the last words of paths that are counted each for itself, the APIs' among them."""
+    return _ROUTES | {api.path.rpartition("/")[2] for api in all_apis()}
 
 
 class RouterStats:
     """Tallies over requests."""
 
     def __init__(self) -> None:
+        self._routes = known_routes()
         self.running = 0
         self.ended: Counter[tuple[str, int]] = Counter()
         """By route and status."""
@@ -60,6 +64,6 @@ class RouterStats:
         """A request is over."""
         self.running -= 1
         last = request.raw_path.partition("?")[0].rpartition("/")[2]
-        self.ended[last if last in ROUTES else OTHER, status] += 1
+        self.ended[last if last in self._routes else OTHER, status] += 1
         self.bytes_in += request.content.total_bytes
         self.bytes_out += request.writer.output_size

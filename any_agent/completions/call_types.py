@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt
 from any_agent.completions.top_logprobs import TopLogprobs
 from any_agent.types import GenerationHyperparameters, Interaction, Message

@@ -30,7 +30,8 @@ from any_agent.completions.legacy_prompt import (
     text_key,
     text_prompt_of,
 )
-from any_agent.completions.params import ChatCall, choice_seed
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.sampling import choice_seed
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.completions.request_record import RequestRecord, recorded_of
 from any_agent.completions.structured_output import forced_ids, grammar_of_answer, one_call_stops

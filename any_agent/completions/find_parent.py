@@ -8,7 +8,7 @@ from typing import Any
 
 from any_agent.chat import chain_keys, key_parts, reasoning_of, text_of
 from any_agent.chat.conversation_hash import canonical_bytes
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import (
     InteractionTree,

@@ -1,4 +1,4 @@
-"""A checked request with the shape of its answer, and what an answer's headers tell."""
+"""A checked request with the encoder of its answer, and the headers of answers."""
 
 from __future__ import annotations
 
@@ -12,101 +12,82 @@ from typing import Any
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Head
 from any_agent.completions.encoders import ResponseEncoder
-from any_agent.completions.encoders.chat import ChatEncoder
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
-from any_agent.completions.encoders.text import TextEncoder
-from any_agent.completions.params import (
-    TOKEN_LIMITS,
-    ChatCall,
-    UnknownParameters,
-    parse_chat,
-    parse_completion,
-)
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parameter import UnknownParameters
+from any_agent.completions.params.sampling import TOKEN_LIMITS
+from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 _MANY_ENTRIES = 10_000
-"""Log-probabilities of a whole answer that is written in a thread: each takes a microsecond or two,
+"""Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
 
 
 @dataclass(frozen=True, slots=True)
 class ParsedRequest:
-    """A checked request, whichever API it came by."""
+    """A checked request of any API."""
 
     call: ChatCall
     answer: Callable[[Head, int], ResponseEncoder]
-    """The shape of its answer; given what is known before the first token, and the weight version
-    of that."""
+    """Make the encoder of the answer, from what is known before the first token and the weight
+    version of that."""
 
 
 @dataclass(frozen=True, slots=True)
-class ParseRules:
-    """What every API's parser is told beside the body."""
+class ParseContext:
+    """The facts beside the body that every API's parser gets."""
 
     mode: SessionMode
     sampling: GenerationHyperparameters
     model: str
-    """What the policy is called where a request names no model."""
+    """The name of the policy where a request names no model."""
+    chat: ChatFormat
+    context_length: int
+    """The most tokens of a prompt and its answer."""
     unknown: UnknownParameters = "record"
     """The treatment of unknown parameters."""
+    tree: InteractionTree | None = None
+    """The session's recorded interactions, if the call has a session."""
 
-
-def parse_chat_request(body: Any, rules: ParseRules, chat: ChatFormat) -> ParsedRequest:
-    """Of `/chat/completions`; raises as :func:`parse_chat`."""
-    call = parse_chat(
-        body,
-        mode=rules.mode,
-        sampling=rules.sampling,
-        model=rules.model,
-        known_settings=chat.renderer.known_settings,
-        unknown=rules.unknown,
-    )
-    logprobs = token_logprobs(chat)
-    return ParsedRequest(
-        call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")
-    )
-
-
-def parse_text_request(body: Any, rules: ParseRules, chat: ChatFormat) -> ParsedRequest:
-    """Of `/completions`; raises as :func:`parse_completion`."""
-    call = parse_completion(
-        body,
-        mode=rules.mode,
-        sampling=rules.sampling,
-        model=rules.model,
-        unknown=rules.unknown,
-    )
-    logprobs = token_logprobs(chat)
-    return ParsedRequest(
-        call, lambda head, version: TextEncoder(call, head, logprobs, f"v{version}", chat)
-    )
+    def arguments(self) -> dict[str, Any]:
+        """Return the keyword arguments that the parsers of bodies have in common."""
+        return {
+            "mode": self.mode,
+            "sampling": self.sampling,
+            "model": self.model,
+            "known_settings": self.chat.renderer.known_settings,
+            "unknown": self.unknown,
+        }
 
 
 @lru_cache(maxsize=4)
 def token_logprobs(chat: ChatFormat) -> LogprobsEncoder:
-    """Of a chat format: what is written of its tokens is written once."""
+    """Return the chat format's encoder of log-probabilities, which caches what tokens look like."""
     return LogprobsEncoder(chat)
 
 
-async def whole(answer: ResponseEncoder, call: ChatCall, answers: list[Interaction]) -> bytes:
-    """The body of a whole answer; in a thread, if many log-probabilities are told."""
+async def encode_whole(
+    encoder: ResponseEncoder, call: ChatCall, answers: list[Interaction]
+) -> bytes:
+    """Return the body of a whole answer; encode many log-probabilities in a thread."""
     entries = (1 + call.top_logprobs) * sum(len(a.output_ids) for a in answers)
     if call.logprobs and entries > _MANY_ENTRIES:
-        return await asyncio.to_thread(answer.whole, answers)
-    return answer.whole(answers)
+        return await asyncio.to_thread(encoder.whole, answers)
+    return encoder.whole(answers)
 
 
 def version_of(answers: Sequence[Interaction], serving: int) -> int:
-    """The weight version of the last token; ``serving``, if there is none yet."""
+    """Return the weight version of the last token; ``serving`` if there is none yet."""
     sampled = [int(a.output_versions[-1]) for a in answers if len(a.output_versions)]
     return max(sampled, default=serving)
 
 
 def headers_of(call: ChatCall, head: Head, version: int, session_id: str | None) -> dict[str, str]:
-    """The `x-any-agent-*` headers of an answer."""
+    """Return the `x-any-agent-*` headers of an answer."""
     out = {"x-any-agent-version": str(version)}
     if head.choices == 1:
-        # Several ones' would be longer than many a proxy lets a header be.
+        # The ids of several choices would be longer than many a proxy lets a header be.
         out["x-any-agent-interaction"] = head.id
     if session_id is not None:
         out["x-any-agent-session"] = session_id

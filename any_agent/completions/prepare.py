@@ -1,4 +1,4 @@
-"""What comes between a checked call and its first token, wherever the call came from."""
+"""The steps between a checked call and its first token, for the proxy and the direct client."""
 
 from __future__ import annotations
 
@@ -9,20 +9,22 @@ from typing import TypeVar
 
 from any_agent.completions.call_types import Prepared
 from any_agent.completions.completer import Completer
-from any_agent.completions.params import ChatCall, require_supported
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.capability_check import require_supported
 from any_agent.completions.parsed_request import ParsedRequest
-from any_agent.completions.refused import with_request_parameter
 from any_agent.engine import Capabilities
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.errors import AnyAgentError, InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 
 T = TypeVar("T")
 
 LONG_TEXT = 65_536
-"""Characters; rendering a megabyte takes a second."""
+"""Characters of new text beyond which a prompt is rendered in a thread: a megabyte takes a second.
+"""
 LONG_WHOLE = 4 * LONG_TEXT
-"""Of a whole conversation, which is rendered where its new messages alone cannot be."""
-_NOTHING = Capabilities(
+"""Characters of a whole conversation beyond which it is rendered in a thread: where its new
+messages alone cannot be rendered, all of it is."""
+_NO_CAPABILITIES = Capabilities(
     top_logprobs=False,
     penalties=False,
     min_p=False,
@@ -32,27 +34,27 @@ _NOTHING = Capabilities(
 )
 
 
-async def parsed(parse: Callable[[], T], size: int) -> T:
-    """The parsed body of ``size`` bytes; in a thread if it is long, for its parts may be many."""
+async def parse_body(parse: Callable[[], T], size: int) -> T:
+    """Parse a body of ``size`` bytes, in a thread if it is long, for its parts may be many."""
     return await asyncio.to_thread(parse) if size > LONG_WHOLE else parse()
 
 
-async def checked(
+async def check_request(
     completer: Completer, parse: Callable[[], ParsedRequest], size: int
 ) -> ParsedRequest:
-    """As :func:`parsed`; UnsupportedParameter for what the engine cannot do."""
-    asked = await parsed(parse, size)
-    return replace(asked, call=await _supported(completer, asked.call))
+    """Parse a body as :func:`parse_body`; UnsupportedParameter for what the engine cannot do."""
+    request = await parse_body(parse, size)
+    return replace(request, call=await _supported(completer, request.call))
 
 
 async def _supported(completer: Completer, call: ChatCall) -> ChatCall:
-    """The call as the engine can do it, which is asked only if that matters.
+    """Return the call as the engine can do it; ask the engine only if that matters.
 
     UnsupportedParameter for what it cannot do.
     """
     vocabulary = completer.chat.vocab_size
     try:
-        require_supported(call, _NOTHING, vocab_size=vocabulary)
+        require_supported(call, _NO_CAPABILITIES, vocab_size=vocabulary)
     except UnsupportedParameter:
         can = await completer.engine.capabilities()
         require_supported(call, can, vocab_size=vocabulary)
@@ -61,9 +63,9 @@ async def _supported(completer: Completer, call: ChatCall) -> ChatCall:
 
 
 async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | None) -> Prepared:
-    """As :meth:`Completer.prepare`, in a thread where there is much to render.
+    """Prepare a call as :meth:`Completer.prepare` does, in a thread where there is much to render.
 
-    What it refuses is named as the request names it.
+    A refusal names the parameter as the request does.
     """
     try:
         past = completer.find(call, tree)
@@ -73,3 +75,23 @@ async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | 
         return completer.prepare(call, tree, past)
     except InvalidRequest as error:
         raise with_request_parameter(error, call) from None
+
+
+def with_request_parameter(error: AnyAgentError, call: ChatCall) -> AnyAgentError:
+    """Report an engine's or a renderer's refusal under the request parameter that caused it.
+
+    Any other error is returned as it is.
+    """
+    if not isinstance(error, InvalidRequest) or error.param is None:
+        return error
+    if error.param == "grammar":
+        name = call.format_parameter or "response_format"
+        return InvalidRequest(f"{name}: {error.message}", code=error.code, param=name)
+    if error.param in call.parameter_names:
+        name, part = call.parameter_names[error.param]
+        message = error.message.replace(f"{error.param}=false", part)
+        return type(error)(message, code=error.code, param=name)
+    if call.prompt_parameter != "messages" and error.param.partition("[")[0] == "messages":
+        # The messages' parts have other names there, and were checked under those.
+        error.param = call.prompt_parameter
+    return error

@@ -9,7 +9,7 @@ import numpy as np
 from any_agent.chat import ChatFormat
 from any_agent.chat.tool_visibility import tool_visibility
 from any_agent.completions.find_parent import ParentMatch, find_parent
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.errors import UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array

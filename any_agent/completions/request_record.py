@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any, TypedDict
 
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 
 
 class RequestRecord(TypedDict, total=False):

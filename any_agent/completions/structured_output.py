@@ -7,7 +7,7 @@ import re
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import format_part
 from any_agent.completions.params.schema_check import shown
 from any_agent.completions.params.unenforced_keywords import require_enforced

@@ -1,4 +1,4 @@
-"""One call's choices while they are sampled, side by side, in tasks of their own."""
+"""Samples a call's choices concurrently, each in a task of its own."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ import asyncio
 import logging
 from contextlib import aclosing
 
-from any_agent.completions import Completer, Completion, Delta, Prepared
-from any_agent.completions.call_types import Completed
-from any_agent.completions.refused import with_request_parameter
+from any_agent.completions.call_types import Completed, Completion, Delta, Prepared
+from any_agent.completions.completer import Completer
+from any_agent.completions.prepare import with_request_parameter
 from any_agent.errors import AnyAgentError
 
 log = logging.getLogger(__name__)
 
 
 class ChoiceTasks:
-    """A call under way; :meth:`close` it, whatever happened."""
+    """A call under way; :meth:`close` must be called in the end."""
 
     def __init__(
         self, completer: Completer, prepared: Prepared, *, session_id: str, stream: bool
@@ -29,14 +29,14 @@ class ChoiceTasks:
         self._tasks = [asyncio.create_task(self._sample(k)) for k in range(len(prepared.choices))]
 
     async def next(self) -> Delta | Completion:
-        """What comes next of any choice; raises what one of them failed with."""
+        """Return the next output of any choice; raise the error of a failed one."""
         item = await self._items.get()
         if isinstance(item, AnyAgentError):
             raise item
         return item
 
     async def whole(self) -> list[Completion]:
-        """All choices in their order, when they have ended."""
+        """Return all choices in their order, when they have ended."""
         ended: dict[int, Completion] = {}
         while len(ended) < len(self.prepared.choices):
             item = await self.next()
@@ -45,13 +45,13 @@ class ChoiceTasks:
         return [ended[k] for k in sorted(ended)]
 
     def fail(self, error: AnyAgentError) -> None:
-        """End it so; what it has produced so far is still heard before."""
+        """End the call with an error, which comes after the outputs so far."""
         for task in self._tasks:
             task.cancel()
         self._items.put_nowait(error)
 
     async def close(self) -> None:
-        """Cancel in the engine what has not ended; who waits for more is told."""
+        """Cancel the choices that have not ended; a waiting reader gets an error."""
         self.fail(AnyAgentError("the call was closed"))
         await asyncio.wait(self._tasks)
 

@@ -11,7 +11,6 @@ from typing import Any, Literal, Self
 from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat, chat_format_for
-from any_agent.completions.parsed_request import ParseRules
 from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.config import NAME_PATTERN, SamplingConfig
 from any_agent.direct.record import DirectSession, checked_discount, checked_reward
@@ -65,6 +64,7 @@ class EngineOpenAI(AsyncOpenAI):
     ) -> None:
         if _session is None:
             _refuse_http(options)
+            mode, sampling = _mode_and_sampling(mode, sampling)
             session = DirectSession(
                 _session_id(session_id),
                 _inference_engine(engine),
@@ -74,7 +74,9 @@ class EngineOpenAI(AsyncOpenAI):
                     enable_thinking=enable_thinking,
                     thinking_retention=thinking_retention,
                 ),
-                _rules(mode, sampling, model),
+                mode=mode,
+                sampling=sampling,
+                model=model,
                 context_length=context_length,
                 keeps_cache=keeps_cache,
             )
@@ -86,7 +88,7 @@ class EngineOpenAI(AsyncOpenAI):
         self._session = session
 
     def copy(self, **options: Any) -> Self:
-        """Of the same session, with other options of the SDK."""
+        """Return a client of the same session with other options of the SDK."""
         _refuse_http(options)
         more = dict(options.pop("_extra_kwargs", None) or {})
         own = {
@@ -112,15 +114,15 @@ class EngineOpenAI(AsyncOpenAI):
 
     @property
     def interactions(self) -> list[Interaction]:
-        """What is recorded, in the order of its recording: parents before children."""
+        """The recorded interactions in the order of recording: parents before children."""
         return list(self._session.tree)
 
     def get_interaction(self, id: str) -> Interaction | None:
-        """The recorded call of this id; of several choices each is ``<id>.<index>``."""
+        """Return the recorded call of this id; each of several choices is ``<id>.<index>``."""
         return self._session.tree.get(id)
 
     def set_reward(self, id: str, reward: float) -> None:
-        """Reward one completion; giving it another one replaces it.
+        """Reward one completion; another reward replaces it.
 
         Raises NotFound, or InvalidRequest for a reward that is not finite, and for a completion of
         several choices, each of which has its own (``<id>.<index>``).
@@ -138,10 +140,10 @@ class EngineOpenAI(AsyncOpenAI):
     def apply_reward_discount(
         self, turn_discount: float = 1.0
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """Let rewards run back with this discount; every interaction with its r, by id.
+        """Propagate rewards back with this discount; return every interaction with its r, by id.
 
         ``r(parent) = own(parent) + turn_discount * mean(r(children))``. Own rewards stay as they
-        are, so it may be called again, and exports of later rewards heed it, too. Until it is
+        are, so it may be called again, and exports of later rewards apply it, too. Until it is
         called the discount is 1.
         """
         self._session.discount = checked_discount(turn_discount)
@@ -150,7 +152,7 @@ class EngineOpenAI(AsyncOpenAI):
     def export_interactions(
         self, style: Literal["individual", "concat"] = "individual"
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """What is recorded, by id, with final rewards and as rows of tensors.
+        """Return the recorded interactions by id, with final rewards and as rows of tensors.
 
         ``individual``: every interaction a row; ``concat``: a row for each leaf, which trains on
         every output of its path. Raises Unprocessable where a path is not token-exact, and
@@ -165,8 +167,10 @@ class EngineOpenAI(AsyncOpenAI):
         task_id: str | None = None,
         metadata: Mapping[str, Any] | None = None,
     ) -> Trajectory:
-        """The session as workflows hand it to the trainer, which applies the discount itself: the
-        interactions have their own rewards. Without ``group_id`` it is a group of its own."""
+        """Return the session as workflows give it to the trainer, which applies the discount.
+
+        The interactions have their own rewards. Without ``group_id`` it is a group of its own.
+        """
         return self._session.trajectory(group_id, task_id, metadata or {})
 
 
@@ -190,9 +194,10 @@ def _session_id(given: str | None) -> str:
     return given
 
 
-def _rules(
-    given: SessionMode | str | None, sampling: GenerationHyperparameters | None, model: str
-) -> ParseRules:
+def _mode_and_sampling(
+    given: SessionMode | str | None, sampling: GenerationHyperparameters | None
+) -> tuple[SessionMode, GenerationHyperparameters]:
+    """Return both as given, else the running episode's, else the defaults."""
     episode = ambient.get()
     mode = SessionMode(given or ("eval" if episode.is_eval else "train"))
     sampling = sampling or episode.sampling
@@ -203,7 +208,7 @@ def _rules(
         )
     if mode is SessionMode.TRAIN and (why := has_modified_distribution(sampling)):
         raise ConfigError(
-            f"what is sampled so cannot be trained on ({why}): sampling must have a temperature "
-            'above 0 and leave the other fields that bend the distribution alone, or mode "eval"'
+            f"answers sampled so cannot be trained on ({why}): give sampling a temperature above 0 "
+            'and no other field that changes the distribution, or use mode "eval"'
         )
-    return ParseRules(mode, sampling, model)
+    return mode, sampling

@@ -1,4 +1,4 @@
-"""What one client recorded: a session's tree, its rewards, its exported forms."""
+"""The session of a direct client: its recorded tree, its rewards and its exports."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from dataclasses import replace
 from typing import Any
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import Completer, Completion, completion_of
-from any_agent.completions.parsed_request import ParseRules
+from any_agent.completions.call_types import Completion, completion_of
+from any_agent.completions.completer import Completer
+from any_agent.completions.parsed_request import ParseContext
 from any_agent.direct.choice_tasks import ChoiceTasks
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound, SessionClosed, Unprocessable
@@ -20,10 +21,10 @@ from any_agent.record import (
     InteractionWithTokenLogpReward,
     propagate_rewards,
 )
-from any_agent.types import Interaction, Trajectory
+from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
 
 _NO_LIMIT = 10**9
-"""Transformers says more than this where a tokenizer knows no longest input."""
+"""Transformers reports more than this where a tokenizer has no longest input."""
 
 
 class DirectSession:
@@ -34,14 +35,18 @@ class DirectSession:
         id: str,
         engine: InferenceEngine,
         chat: ChatFormat,
-        rules: ParseRules,
         *,
+        mode: SessionMode,
+        sampling: GenerationHyperparameters,
+        model: str,
         context_length: int | None,
         keeps_cache: bool,
     ) -> None:
-        """ConfigError if nobody says how long the context is."""
+        """ConfigError if the context length is not known."""
         self.id = id
-        self.rules = rules
+        self.mode = mode
+        self.sampling = sampling
+        self.model = model
         self.chat = chat
         self.engine = engine
         self.tree = InteractionTree()
@@ -54,29 +59,40 @@ class DirectSession:
         self._completer: Completer | None = None
 
     async def completer(self) -> Completer:
-        """EngineUnavailable if the engine was to say how long its context is, and is away."""
+        """Return the completer; EngineUnavailable if the engine cannot tell its context length."""
         if self._completer is None:
             length = await self._context_length()
-            # Several first calls may have asked.
+            # Several first calls may have come this far.
             self._completer = self._completer or Completer(
                 self.engine, self.chat, context_length=length, keeps_cache=self._keeps_cache
             )
         return self._completer
 
+    def context(self, completer: Completer) -> ParseContext:
+        """Return what parsers of this session's requests get."""
+        return ParseContext(
+            self.mode,
+            self.sampling,
+            self.model,
+            self.chat,
+            completer.context_length,
+            tree=self.tree,
+        )
+
     def require_open(self) -> None:
         if self.closed:
             raise SessionClosed(
-                "this client was closed: what it recorded can be exported; make another one for "
-                "the next session"
+                "this client was closed: its record can be exported; make another client for the "
+                "next session"
             )
 
     def record(self, completion: Completion) -> None:
-        """Nothing may be awaited between this and the answer's being handed over."""
+        """Record a choice; await nothing between this and handing over the answer."""
         self.require_open()
         self.tree.add(completion.interaction, completion.key)
 
     async def close(self) -> None:
-        """End the calls under way; nothing of them is recorded."""
+        """End the calls under way without recording them."""
         self.closed = True
         calls = list(self.calls)
         for call in calls:
@@ -93,7 +109,7 @@ class DirectSession:
         self.set_reward(completion_of(last) or last, reward)
 
     def rewards(self) -> dict[str, float]:
-        """r of every interaction, with this session's discount."""
+        """Return r of every interaction, with this session's discount."""
         return propagate_rewards(self.tree, discount=self.discount, final_reward=self.final_reward)
 
     def export(self, style: str) -> dict[str, InteractionWithTokenLogpReward]:
@@ -129,7 +145,7 @@ class DirectSession:
 
 
 def checked_reward(value: Any) -> float:
-    """It as a number; InvalidRequest if it is none, or none that may be trained on."""
+    """Return a reward as a number; InvalidRequest for one that cannot be trained on."""
     number = _number(value)
     if not abs(number) <= MAX_REWARD:
         raise InvalidRequest(
@@ -141,7 +157,7 @@ def checked_reward(value: Any) -> float:
 
 
 def checked_discount(value: Any) -> float:
-    """It as a number; InvalidRequest if it is none between 0 and 1."""
+    """Return a discount as a number; InvalidRequest unless it is from 0 to 1."""
     number = _number(value)
     if not 0 <= number <= 1:
         raise InvalidRequest(
@@ -151,7 +167,7 @@ def checked_discount(value: Any) -> float:
 
 
 def _number(value: Any) -> float:
-    """Numbers of numpy and torch, too; NaN for what is none."""
+    """Return a number, also one of numpy or torch, as a float; NaN for anything else."""
     try:
         return math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
@@ -161,14 +177,14 @@ def _number(value: Any) -> float:
 def _context_length(
     engine: InferenceEngine, chat: ChatFormat, given: int | None
 ) -> Callable[[], Awaitable[int]]:
-    """How to learn it: as given, else from the engine, else from the tokenizer."""
-    asks: Callable[[], Awaitable[int]] | None = getattr(engine, "context_length", None)
-    if given is None and callable(asks):
-        return asks
+    """Return a function that finds the context length: given, the engine's or the tokenizer's."""
+    ask: Callable[[], Awaitable[int]] | None = getattr(engine, "context_length", None)
+    if given is None and callable(ask):
+        return ask
     limit = given or getattr(chat.tokenizer, "model_max_length", None)
     if not isinstance(limit, int) or not 1 <= limit < _NO_LIMIT:
         raise ConfigError(
-            "neither the engine nor the tokenizer says how long the context is: give context_length"
+            "neither the engine nor the tokenizer knows the context length: give context_length"
         )
 
     async def known() -> int:

@@ -1,4 +1,4 @@
-"""A transport of httpx whose other end is in this process: the SDK above it stays as it is."""
+"""An httpx transport that answers in this process, under an unchanged SDK."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from typing import TypeVar
 import httpx
 import orjson
 
-from any_agent.completions import Completion, Delta, Head
+from any_agent.completions.call_types import Completion, Delta, Head
 from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.json_body import json_of
-from any_agent.completions.parsed_request import ParsedRequest, headers_of, version_of, whole
-from any_agent.completions.prepare import checked, prepare
+from any_agent.completions.parsed_request import ParsedRequest, encode_whole, headers_of, version_of
+from any_agent.completions.prepare import check_request, prepare
 from any_agent.direct.choice_tasks import ChoiceTasks
 from any_agent.direct.record import DirectSession
-from any_agent.direct.routes import CALLS, told
+from any_agent.direct.routes import answer_request, model_calls
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
@@ -27,14 +27,14 @@ T = TypeVar("T")
 
 BASE_PATH = "/v1"
 BASE_URL = f"http://engine.invalid{BASE_PATH}"
-"""Of requests that never leave the process."""
+"""The base URL of requests that never leave the process."""
 
 
 class InProcessClient(httpx.AsyncClient):
-    """Sends everything to one session. Once closed it says so, instead of failing to connect."""
+    """Sends every request to one session; once closed, it refuses requests with an error."""
 
     def __init__(self, session: DirectSession) -> None:
-        # Not of the environment: a proxy named there would be sent what is meant for us.
+        # A proxy named in the environment must not get these requests.
         super().__init__(transport=InProcessTransport(session), trust_env=False)
         self.session = session
 
@@ -47,9 +47,9 @@ class InProcessClient(httpx.AsyncClient):
 
 
 class InProcessTransport(httpx.AsyncBaseTransport):
-    """Answers as a service would that has one session.
+    """Answers like a service with one session.
 
-    The read time-out is kept: the longest wait for a whole answer, or between a stream's events.
+    The read time-out holds: the longest wait for a whole answer, or between a stream's events.
     """
 
     def __init__(self, session: DirectSession) -> None:
@@ -70,29 +70,30 @@ class InProcessTransport(httpx.AsyncBaseTransport):
     async def _answer(self, request: httpx.Request, patience: _Patience) -> httpx.Response:
         self._session.require_open()
         path = request.url.path.removeprefix(BASE_PATH)
-        parse = CALLS.get(path) if request.method == "POST" else None
-        if parse is None:
+        api = model_calls().get(path) if request.method == "POST" else None
+        if api is None:
             query = request.url.query.decode("ascii", "replace")
-            return _json(told(self._session, request.method, path, query), {})
+            return _json(answer_request(self._session, request.method, path, query), {})
         session = self._session
         completer = await session.completer()
         content = await request.aread()
         body = await json_of(content)
-        asked = await checked(completer, partial(parse, body, session, completer), len(content))
-        prepared = await prepare(completer, asked.call, session.tree)
+        parse = partial(api.parse, body, session.context(completer))
+        parsed = await check_request(completer, parse, len(content))
+        prepared = await prepare(completer, parsed.call, session.tree)
         session.require_open()
-        stream = asked.call.stream
+        stream = parsed.call.stream
         running = ChoiceTasks(completer, prepared, session_id=session.id, stream=stream)
         session.calls.add(running)
-        return await _Call(session, asked, running).response(stream, patience)
+        return await _Call(session, parsed, running).response(stream, patience)
 
 
 class _Call:
-    """A call that has begun, and its answer's shape."""
+    """A call that has begun, and the encoder of its answer."""
 
-    def __init__(self, session: DirectSession, asked: ParsedRequest, running: ChoiceTasks) -> None:
+    def __init__(self, session: DirectSession, parsed: ParsedRequest, running: ChoiceTasks) -> None:
         self.session = session
-        self._asked = asked
+        self._parsed = parsed
         self.running = running
         self._head = Head.of(running.prepared)
 
@@ -111,9 +112,9 @@ class _Call:
         ended = await self.running.whole()
         await self.end()
         answers = [completion.interaction for completion in ended]
-        answer, headers = self._shape(answers)
-        body = await whole(answer, self._asked.call, answers)
-        # All of them or none: a caller that was cancelled got none.
+        answer, headers = self._encoder(answers)
+        body = await encode_whole(answer, self._parsed.call, answers)
+        # All choices or none: a caller that was cancelled got none.
         for completion in ended:
             self.session.record(completion)
         return _json(body, headers)
@@ -121,21 +122,21 @@ class _Call:
     async def _stream(self, patience: _Patience) -> httpx.Response:
         # What fails before the first token is an error by its status.
         first = await self.running.next()
-        answer, headers = self._shape([])
+        answer, headers = self._encoder([])
         events = _Events(self, answer, first, patience)
         headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
         return httpx.Response(200, headers=headers, stream=events)
 
-    def _shape(self, answers: list[Interaction]) -> tuple[ResponseEncoder, dict[str, str]]:
+    def _encoder(self, answers: list[Interaction]) -> tuple[ResponseEncoder, dict[str, str]]:
         version = version_of(answers, self.session.engine.version)
-        headers = headers_of(self._asked.call, self._head, version, self.session.id)
-        return self._asked.answer(self._head, version), headers
+        headers = headers_of(self._parsed.call, self._head, version, self.session.id)
+        return self._parsed.answer(self._head, version), headers
 
 
 class _Events(httpx.AsyncByteStream):
-    """A call's events, each when it is asked for; leaving early cancels what is not sampled yet.
+    """A call's events, each made when it is read; closing early cancels the rest of the sampling.
 
-    A choice is recorded when the event that ends it is taken.
+    A choice is recorded when the event that ends it is read.
     """
 
     def __init__(
@@ -155,7 +156,7 @@ class _Events(httpx.AsyncByteStream):
                 try:
                     event = self._event(await self._next())
                 except AnyAgentError as error:
-                    # The status is told already.
+                    # The status is sent already.
                     event = self._answer.failed(error)
                     choices = 0
                 if event:
@@ -186,14 +187,14 @@ class _Events(httpx.AsyncByteStream):
 
 
 class _Patience:
-    """How long a request's sender waits."""
+    """The read time-out of one request."""
 
     def __init__(self, request: httpx.Request) -> None:
         self._request = request
         self._seconds: float | None = request.extensions.get("timeout", {}).get("read")
 
     async def __call__(self, work: Awaitable[T]) -> T:
-        """The result of the work; httpx.ReadTimeout if it takes longer."""
+        """Return the result of the work; httpx.ReadTimeout if it takes longer."""
         try:
             async with asyncio.timeout(self._seconds) as limit:
                 return await work
@@ -201,7 +202,7 @@ class _Patience:
             if not limit.expired():
                 raise
             raise httpx.ReadTimeout(
-                f"the engine said nothing for {self._seconds:g} s", request=self._request
+                f"the engine sent nothing for {self._seconds:g} s", request=self._request
             ) from None
 
 

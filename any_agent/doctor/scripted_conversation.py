@@ -7,7 +7,9 @@ from contextlib import aclosing
 from typing import Any
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, merge_deltas
-from any_agent.completions import Completer, Completion, Delta, parse_chat
+from any_agent.completions.call_types import Completion, Delta
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.parse import parse_chat
 from any_agent.engine import Capabilities
 from any_agent.record import InteractionTree
 from any_agent.types import (

@@ -1,18 +1,14 @@
-"""Errors in the shape of the API that a request came by: Anthropic's under `/messages`, else
-OpenAI's."""
+"""Errors and request ids in the form of Anthropic's API."""
 
 from __future__ import annotations
 
-import re
 import uuid
 from typing import Any
 
 from any_agent.errors import AnyAgentError
 
 REQUEST_ID = "request-id"
-"""The header in which Anthropic's SDK looks for it."""
-_MESSAGES = re.compile(r"(?:/[^/]*)?(?:/v1)?/messages(?:/|$)")
-"""Behind a session prefix, too."""
+"""The header in which Anthropic's SDK looks for a request's id."""
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",
@@ -27,33 +23,20 @@ _TYPES = {
 
 
 def request_id() -> str:
-    """Of a request that has no interaction."""
+    """Return the id of a request that has no interaction."""
     return f"req_{uuid.uuid4().hex}"
 
 
-def is_messages(path: str) -> bool:
-    """Whether a request's path is one of Anthropic's Messages API."""
-    return _MESSAGES.match(path) is not None
-
-
-def shaped(
-    error: AnyAgentError, path: str, status: int | None = None
-) -> tuple[dict[str, Any], dict[str, str]]:
-    """An error's body and headers, for a request of this path.
-
-    ``status``: the one that it is answered with, if it is not the error's own.
-    """
-    if not is_messages(path):
-        return error.body(), error.headers()
-    body = anthropic_body(error, status)
-    return body, {**error.headers(), REQUEST_ID: body["request_id"]}
+def request_id_of(interaction_id: str) -> dict[str, str]:
+    """Return the header with the id of a request that has this interaction."""
+    return {REQUEST_ID: "req_" + interaction_id.removeprefix("msg_")}
 
 
 def anthropic_body(error: AnyAgentError, status: int | None = None) -> dict[str, Any]:
-    """As Anthropic's API writes errors.
+    """Return an error's body; ``status``: the one that it is answered with, if not its own.
 
-    Its SDK shows ``details.error_code`` as the error's code; ``code`` is where every other API of
-    ours has the same.
+    Anthropic's SDK shows ``details.error_code`` as the error's code; ``code`` is the same, where
+    every other API has it.
     """
     details = {"error_code": error.code, **error.details}
     if error.param is not None:

@@ -17,11 +17,10 @@ from urllib.parse import unquote
 import httpx
 
 from any_agent.client.service_url import moved, names_file, url_file
+from any_agent.completions.apis import all_apis
 from any_agent.keys import SESSION_KEY_PREFIX, session_prefix
 
 _PORTS = {"http": 80, "https": 443}
-_CALLS = ("chat", "completions", "responses", "messages", "embeddings", "models")
-"""What the paths of an agent's calls begin with, behind `/v1` if there is one."""
 _REWARDS = ("set_reward", "finalize", "end_session")
 """The `/rl` routes that an agent calls for its own session."""
 _ENDS = ("/finalize", "/end_session")
@@ -146,7 +145,10 @@ def _is_agents(path: str) -> bool:
     if parts[:1] == ["rl"]:
         parts = parts[2:] if parts[1:2] == ["v1"] else parts[1:]
         return len(parts) == 1 and parts[0] in _REWARDS
-    return bool(parts) and parts[0] in _CALLS
+    # An agent's calls, and what is below their paths.
+    return parts[:1] == ["models"] or any(
+        parts[:1] == api.path.split("/")[1:2] for api in all_apis()
+    )
 
 
 def _names_session(headers: Mapping[str, Any]) -> bool:

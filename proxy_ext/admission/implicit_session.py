@@ -12,9 +12,11 @@ from pydantic import ValidationError
 from starlette.requests import Request
 
 from any_agent.auth.access import ANYONE, Caller, Scope
-from any_agent.completions import ChatCall, Completer, Prepared
-from any_agent.completions.prepare import LONG_TEXT, prepare
-from any_agent.completions.refused import with_request_parameter
+from any_agent.completions.apis import Api
+from any_agent.completions.call_types import Prepared
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.prepare import LONG_TEXT, prepare, with_request_parameter
 from any_agent.config import SessionConfig
 from any_agent.errors import (
     InvalidRequest,
@@ -101,7 +103,13 @@ class ImplicitSessions:
         return self._config.implicit and (caller.scope is Scope.TENANT or caller is ANYONE)
 
     async def join(
-        self, request: Request, body: Any, call: ChatCall, caller: Caller, slot: CallSlot
+        self,
+        request: Request,
+        api: Api,
+        body: Mapping[str, Any],
+        call: ChatCall,
+        caller: Caller,
+        slot: CallSlot,
     ) -> JoinedSession:
         """Return the session of a checked call.
 
@@ -119,7 +127,8 @@ class ImplicitSessions:
             # Raises before anything is hashed.
             self._completer.find(call, None)
         long = len(await request.body()) > LONG_TEXT
-        task = await asyncio.to_thread(task_of, body) if long else task_of(body)
+        conversation = api.conversation(body)
+        task = await asyncio.to_thread(task_of, conversation) if long else task_of(conversation)
         where = (caller.tenant, task)
         await self._load_answers(where)
         repeated = await self._repeated(request, where)

@@ -7,17 +7,15 @@ from dataclasses import replace
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.completions.parsed_request import ParsedRequest, token_logprobs, whole
-from any_agent.completions.responses import (
+from any_agent.completions.parsed_request import encode_whole, token_logprobs
+from any_agent.completions.responses.stored_response import (
     answer_of,
     deleted_record,
     input_items,
-    parse_responses_request,
+    shape_again,
 )
-from any_agent.completions.responses.stored_response import shape_again
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
-from proxy_ext.api.model_call import ModelCallContext, serve
 from proxy_ext.journal import PutInteraction
 from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
@@ -26,11 +24,6 @@ from proxy_ext.web.exchange import JSONResponse
 _MOST = 100
 """Items of a page."""
 _PAGE = 20
-
-
-async def responses(service: RankService, request: Request) -> Response:
-    """One model call of a session, or, where nothing is trained, of nobody's."""
-    return await serve(service, request, _asked)
 
 
 async def response(service: RankService, request: Request, id: str) -> Response:
@@ -43,7 +36,7 @@ async def response(service: RankService, request: Request, id: str) -> Response:
     interaction = answer_of(id, tree)
     chat = service.completer.chat
     answer, call = shape_again(interaction, tree, token_logprobs(chat), chat)
-    body = await whole(answer, call, [interaction])
+    body = await encode_whole(answer, call, [interaction])
     return Response(body, media_type="application/json")
 
 
@@ -84,18 +77,6 @@ async def response_items(service: RankService, request: Request, id: str) -> Res
             "last_id": page[-1]["id"] if page else None,
             "has_more": len(items) > limit,
         }
-    )
-
-
-def _asked(asking: ModelCallContext) -> ParsedRequest:
-    session, completer = asking.session, asking.service.completer
-    tree = session.tree if session is not None else None
-    return parse_responses_request(
-        asking.body,
-        asking.rules,
-        completer.chat,
-        tree,
-        context_length=completer.context_length,
     )
 
 

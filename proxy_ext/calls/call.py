@@ -11,15 +11,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from any_agent.completions import (
-    VERSION_GONE,
-    Completer,
-    Completion,
-    Delta,
-    Head,
-    Prepared,
-)
-from any_agent.completions.refused import with_request_parameter
+from any_agent.completions.call_types import Completion, Delta, Head, Prepared
+from any_agent.completions.completer import VERSION_GONE, Completer
+from any_agent.completions.prepare import with_request_parameter
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import Interaction
 from proxy_ext.calls.concurrency_limit import CallSlot

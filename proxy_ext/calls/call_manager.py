@@ -9,7 +9,9 @@ from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
 
-from any_agent.completions import ChatCall, Completer, Head, Prepared
+from any_agent.completions.call_types import Head, Prepared
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ChatCall
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener, calls_of

@@ -16,7 +16,8 @@ from contextlib import suppress
 
 from starlette.requests import Request
 
-from any_agent.completions import ChatCall, choice_ids, completion_of
+from any_agent.completions.call_types import choice_ids, completion_of
+from any_agent.completions.params.call import ChatCall
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener, calls_of
 from proxy_ext.calls.call_manager import CallManager

@@ -6,7 +6,7 @@ import time
 from collections import Counter
 from typing import Literal, TypeAlias
 
-from any_agent.completions import Completion, Prepared
+from any_agent.completions.call_types import Completion, Prepared
 from any_agent.completions.untrainable import OTHER, code_of
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import Continuation, SessionMode

@@ -15,14 +15,22 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.completions.apis import Api
 from any_agent.config import Config, FrozenConfig
-from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, TooManyRequests
+from any_agent.errors import (
+    AnyAgentError,
+    ConfigError,
+    InvalidRequest,
+    NotFound,
+    TooManyRequests,
+    UnsupportedParameter,
+)
 from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, strip_content
 from any_agent.types import GenerationHyperparameters, Interaction
 from proxy_ext.frozen.call import FrozenCall, FrozenCallEnd
 from proxy_ext.frozen.model_routing import PolicyNames
 from proxy_ext.frozen.provider import Deployment, Provider
-from proxy_ext.frozen.provider_requests import FrozenRequest, api_of, checked
+from proxy_ext.frozen.provider_requests import FrozenRequest, checked
 from proxy_ext.frozen.provider_responses import ANSWERS, ids_in, text_in
 from proxy_ext.frozen.spend_caps import SpendCaps
 from proxy_ext.frozen.stats import FrozenStats
@@ -98,18 +106,25 @@ class FrozenModels:
     async def answer(
         self,
         request: Request,
+        api: Api,
         body: Mapping[str, Any],
         session: RecordedSession | None,
         tenant: str | None,
     ) -> Response:
-        """One call, whole or as events.
+        """Answer one call of a frozen model, whole or as events.
 
-        InvalidRequest, UnsupportedParameter, SpendCapExceeded, TooManyRequests, or a ProviderError.
+        Raises InvalidRequest, UnsupportedParameter, SpendCapExceeded, TooManyRequests or
+        ProviderError.
         """
-        api = api_of(request.scope["path"])
+        if api.name not in ANSWERS:
+            raise UnsupportedParameter(
+                f"frozen models cannot be called at {api.path}: call the policy, or use "
+                "/v1/chat/completions",
+                param="model",
+            )
         deployment = self._choose(body["model"], session)
-        asked = checked(api, body)
-        if api == "embeddings" and asked.stream:
+        asked = checked(api.name, body)
+        if api.name == "embeddings" and asked.stream:
             raise InvalidRequest("embeddings are not streamed", param="stream")
         await self._go_on_from(asked, session, deployment)
         await self.spending.require(session, tenant)

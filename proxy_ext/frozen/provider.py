@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from typing import Any, Literal, Protocol, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
-FrozenApi: TypeAlias = Literal["chat", "completions", "responses", "messages", "embeddings"]
+FrozenApi: TypeAlias = str
+"""The name of an API, see `any_agent.completions.apis`."""
 Event: TypeAlias = dict[str, Any]
 """Of a stream: what stands behind `data:`."""
 

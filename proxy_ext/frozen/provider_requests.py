@@ -105,18 +105,6 @@ class FrozenRequest:
     """The interaction that `previous_response_id` names."""
 
 
-def api_of(path: str) -> FrozenApi:
-    """Which API a route speaks."""
-    apis: dict[str, FrozenApi] = {
-        "/chat/completions": "chat",
-        "/completions": "completions",
-        "/responses": "responses",
-        "/messages": "messages",
-        "/embeddings": "embeddings",
-    }
-    return apis[path.removeprefix("/v1")]
-
-
 def checked(api: FrozenApi, body: Mapping[str, Any]) -> FrozenRequest:
     """The request, if it may be sent.
 

@@ -14,7 +14,7 @@ from dataclasses import replace
 from types import MappingProxyType
 from typing import TypeAlias
 
-from any_agent.completions import completion_of
+from any_agent.completions.call_types import completion_of
 from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails

@@ -13,9 +13,9 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from any_agent.completions.apis import encode_error
 from any_agent.completions.json_body import json_of
 from any_agent.errors import AnyAgentError, InvalidRequest
-from any_agent.protocol.error_bodies import shaped
 
 T = TypeVar("T")
 
@@ -31,13 +31,13 @@ class JSONResponse(Response):
 
 def error_response(error: AnyAgentError, path: str, status: int | None = None) -> Response:
     """Return an error in the shape of its path's API, with its own status or the given one."""
-    body, headers = shaped(error, path, status)
+    body, headers = encode_error(error, path, status)
     return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 
 async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
     """Send an error in the shape of its API, where there is no framework to do so."""
-    content, extra = shaped(error, path)
+    content, extra = encode_error(error, path)
     body = orjson.dumps(content)
     headers: dict[str, Any] = {"content-type": "application/json", **extra}
     headers["content-length"] = str(len(body))

@@ -12,6 +12,7 @@ from typing import Any
 from fastapi.routing import iter_route_contexts
 
 from any_agent.auth.access import METRICS_SCOPES, Scope
+from any_agent.completions.apis import all_apis
 from any_agent.errors import StartupError
 
 EVERYBODY = frozenset(Scope)
@@ -35,25 +36,13 @@ class RouteRule:
 
 _AUDITED = "audited"
 _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
-    # Model calls. A session's key is for that session, a tenant's key for the tenant's sessions.
-    "POST /v1/chat/completions": (AGENTS, ""),
-    "POST /chat/completions": (AGENTS, ""),
-    "POST /v1/completions": (AGENTS, ""),
-    "POST /completions": (AGENTS, ""),
-    "POST /v1/responses": (AGENTS, ""),
-    "POST /responses": (AGENTS, ""),
+    # Recorded answers. Model calls are allowed by :func:`allow_model_calls`.
     "GET /v1/responses/{response_id}": (AGENTS, ""),
     "GET /responses/{response_id}": (AGENTS, ""),
     "DELETE /v1/responses/{response_id}": (AGENTS, ""),
     "DELETE /responses/{response_id}": (AGENTS, ""),
     "GET /v1/responses/{response_id}/input_items": (AGENTS, ""),
     "GET /responses/{response_id}/input_items": (AGENTS, ""),
-    "POST /v1/messages": (AGENTS, ""),
-    "POST /messages": (AGENTS, ""),
-    "POST /v1/messages/count_tokens": (AGENTS, ""),
-    "POST /messages/count_tokens": (AGENTS, ""),
-    "POST /v1/embeddings": (AGENTS, ""),
-    "POST /embeddings": (AGENTS, ""),
     "GET /v1/models": (KEYS, ""),
     "GET /models": (KEYS, ""),
     "GET /v1/models/{model}": (KEYS, ""),
@@ -98,18 +87,33 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "HEAD /openapi.json": (EVERYBODY, ""),
 }
 
-RULES: dict[tuple[str, str], RouteRule] = {
-    (method, path): RouteRule(scopes, audited=note == _AUDITED)
-    for (method, _, path), (scopes, note) in ((k.partition(" "), v) for k, v in _TABLE.items())
-}
+RULES: dict[tuple[str, str], RouteRule] = {}
 """The rules by method and path template."""
+_FIXED: set[str] = set()
+"""The paths without a parameter."""
+
+
+def allow_model_calls(path: str) -> None:
+    """Let agents' keys call an API at this path, and under `/v1`.
+
+    A session's key is for that session, a tenant's key for the tenant's sessions.
+    """
+    for each in (f"/v1{path}", path):
+        RULES["POST", each] = RouteRule(AGENTS)
+        _FIXED.add(each)
+
+
+for _path in (*(api.path for api in all_apis()), "/messages/count_tokens"):
+    allow_model_calls(_path)
+for _route, (_scopes, _note) in _TABLE.items():
+    _method, _, _path = _route.partition(" ")
+    RULES[_method, _path] = RouteRule(_scopes, audited=_note == _AUDITED)
+_FIXED |= {path for _, path in RULES if "{" not in path}
+_OPEN = {tuple(path.split("/")): path for _, path in RULES if "{" in path}
 
 LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
 """The routes that LiteLLM's own app answers, to every caller. Its debug, settings, key and UI
 routes exist for no key."""
-
-_FIXED = {path for _, path in RULES if "{" not in path}
-_OPEN = {tuple(path.split("/")): path for _, path in RULES if "{" in path}
 
 
 def template_of(path: str) -> str | None:

@@ -22,7 +22,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from any_agent.types import Interaction, SessionState
-from proxy_ext.api.model_routes import HANDLERS
+from proxy_ext.api.model_routes import model_call_handlers
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.session import RecordedSession
@@ -213,7 +213,7 @@ EXEMPT = {
     "DELETE /responses/{response_id}": "a second one finds nothing",
     **{
         f"POST {prefix}{path}": "its retries are marked, or it changes nothing"
-        for path in HANDLERS
+        for path in model_call_handlers()
         for prefix in ("/v1", "")
     },
 }

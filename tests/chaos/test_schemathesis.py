@@ -23,7 +23,7 @@ from schemathesis.specs.openapi import checks
 
 from any_agent.auth.access import Scope
 from any_agent.errors import StoreUnavailable
-from proxy_ext.api.model_routes import HANDLERS
+from proxy_ext.api.model_routes import model_call_handlers
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
 from tests.proxy_ext.api.test_openapi import OPERATIONS, SCHEMA
@@ -37,7 +37,7 @@ SHORT, LONG = 300, 5000
 ROUTES = [
     route for route in OPERATIONS if route[1].startswith(("/rl/", "/grant", "/export", "/health"))
 ]
-MODEL_CALLS = {f"/v1{path}" for path in HANDLERS}
+MODEL_CALLS = {f"/v1{path}" for path in model_call_handlers()}
 API = schemathesis.openapi.from_dict(
     # Keys are ours to send.
     {

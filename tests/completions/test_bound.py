@@ -10,7 +10,7 @@ import orjson
 import pytest
 
 from any_agent.completions.parsed_request import ParsedRequest
-from any_agent.completions.prepare import checked
+from any_agent.completions.prepare import check_request
 from any_agent.completions.prompt import Prompt
 from any_agent.completions.structured_output import grammar_of_answer
 from any_agent.engine import Capabilities
@@ -59,5 +59,5 @@ async def test_a_checked_call_knows_whether_its_engine_has_tags(able: bool) -> N
     completer: Any = SimpleNamespace(chat=SimpleNamespace(vocab_size=10), engine=engine)
     answer: Any = None
     call = parse("eval", response_format={"type": "json_object"})
-    asked = await checked(completer, lambda: ParsedRequest(call, answer), 1)
+    asked = await check_request(completer, lambda: ParsedRequest(call, answer), 1)
     assert asked == ParsedRequest(replace(call, structural_tag=able), answer)

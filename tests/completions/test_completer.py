@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.completions import Completer, Completion, Delta, parse_chat
+from any_agent.completions.call_types import Completion, Delta
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (

@@ -10,7 +10,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, chain_keys, load_chat_format
-from any_agent.completions import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.record import InteractionTree, interaction_row
 from any_agent.types import (

@@ -10,7 +10,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.format_probes import TOOLS, USER
-from any_agent.completions import parse_chat
+from any_agent.completions.params.parse import parse_chat
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.errors import UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, SessionMode

@@ -98,7 +98,7 @@ async def test_time_outs(make: Make, engine: ScriptedEngine) -> None:
     engine.hold(at=3)
     stream = await client.chat.completions.create(**LONG, stream=True)
     # As over HTTP: amid a stream it is httpx's own that the SDK lets through.
-    with pytest.raises(httpx.ReadTimeout, match=r"said nothing for 0.2 s"):
+    with pytest.raises(httpx.ReadTimeout, match=r"sent nothing for 0.2 s"):
         async for _ in stream:
             pass
     await until(lambda: not engine.running)
@@ -123,7 +123,7 @@ async def test_closing_the_client_ends_its_calls(
         async for _ in stream:
             pass
     await until(lambda: not engine.running)
-    with pytest.raises(openai.APIStatusError, match="make another one"):
+    with pytest.raises(openai.APIStatusError, match="make another client"):
         await client.chat.completions.create(**LONG)
     # What it recorded is still there.
     client.set_last_reward(1.0)

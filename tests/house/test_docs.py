@@ -10,7 +10,7 @@ from types import ModuleType
 
 import pytest
 
-from any_agent.completions.params import PARAMETERS
+from any_agent.completions.params.table import PARAMETERS
 from any_agent.config import known_keys, load_config
 from any_agent.types import SessionState
 from proxy_ext.sessions.state_machine import Event

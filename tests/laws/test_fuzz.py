@@ -10,7 +10,9 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions import Completer, Completion, parse_chat
+from any_agent.completions.call_types import Completion
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import AnyAgentError
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode

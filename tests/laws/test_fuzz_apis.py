@@ -11,7 +11,8 @@ import pytest
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions import Completer, Completion, Delta, Head
+from any_agent.completions.call_types import Completion, Delta, Head
+from any_agent.completions.completer import Completer
 from any_agent.errors import AnyAgentError, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction

@@ -1,4 +1,4 @@
-"""What a call is answered with, whole and streaming: one shape a file."""
+"""Encoders of answers, whole and streaming, one API a file."""
 
 from __future__ import annotations
 
@@ -10,22 +10,22 @@ from any_agent.types import Interaction
 
 
 class ResponseEncoder(Protocol):
-    """The shape of one call's answer. Events are server-sent ones, with their blank lines."""
+    """Encodes one call's answer. Events are server-sent ones, with their blank lines."""
 
     def whole(self, answers: list[Interaction]) -> bytes:
-        """The body, of all choices."""
+        """Return the body of an answer that is not streamed, with all choices."""
 
     def start(self, index: int) -> bytes:
-        """The first events of a choice, or nothing."""
+        """Return the first events of a choice, or nothing."""
 
     def delta(self, item: Delta) -> bytes:
-        """The events of newly certain text, or nothing."""
+        """Return the events of newly certain text, or nothing."""
 
     def end(self, index: int, interaction: Interaction) -> bytes:
-        """The events that end a choice, or nothing."""
+        """Return the events that end a choice, or nothing."""
 
     def last(self, answers: list[Interaction]) -> bytes:
-        """What comes when all choices have ended, to the stream's end."""
+        """Return the events that end the stream once all choices have ended."""
 
     def failed(self, error: AnyAgentError) -> bytes:
-        """What ends a stream that has begun and cannot go on."""
+        """Return the events that end a stream which has begun and cannot go on."""

@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: the shape of its answers, whole and streaming."""
+"""`/v1/chat/completions`: its requests, and its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -9,18 +9,28 @@ import orjson
 
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
-from any_agent.completions.encoders.usage import usage_of
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parse import parse_chat
+from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.completions.top_logprobs import top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 DONE = b"data: [DONE]\n\n"
-_SAID = ("content", "reasoning_content", "tool_calls")
+_MESSAGE_FIELDS = ("content", "reasoning_content", "tool_calls")
+
+
+def parse_chat_request(body: Any, context: ParseContext) -> ParsedRequest:
+    """Check a `/chat/completions` body; raises as :func:`parse_chat`."""
+    call = parse_chat(body, **context.arguments())
+    logprobs = token_logprobs(context.chat)
+    return ParsedRequest(
+        call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")
+    )
 
 
 class ChatEncoder:
-    """Formats one chat call's answer. What its events have in common is written once."""
+    """Encodes one chat call's answer. The part that all its events share is encoded once."""
 
     def __init__(
         self, call: ChatCall, head: Head, logprobs: LogprobsEncoder, fingerprint: str
@@ -40,7 +50,7 @@ class ChatEncoder:
             b'%b,"choices":[{"index":%d,"delta":' % (self._head_bytes, k)
             for k in range(head.choices)
         ]
-        # Where usage is asked for, OpenAI's other chunks say that they have none.
+        # Where usage is requested, OpenAI's other chunks have a null usage.
         self._end = b'],"usage":null}\n\n' if call.include_usage else b"]}\n\n"
 
     def whole(self, answers: list[Interaction]) -> bytes:
@@ -50,40 +60,40 @@ class ChatEncoder:
         return b'%b,"choices":[%b],"usage":%b}' % (base[:-1], choices, usage)
 
     def start(self, index: int) -> bytes:
-        """The first event of a choice."""
+        """Return the first event of a choice."""
         return self._event(index, b'{"role":"assistant","content":"","refusal":null}')
 
     def delta(self, item: Delta) -> bytes:
-        """The event of newly certain text; nothing if there is nothing to say."""
+        """Return the event of newly certain text; nothing for a delta without content."""
         message = item.message
         logprobs = None
         if self._call.logprobs and item.output_ids:
             logprobs = self._logprobs.chat(item.output_ids, item.logprobs, item.top_logprobs)
         if message.content and not (message.reasoning_content or message.tool_calls):
-            # The fast lane: nearly every event is one of these.
-            said = b'{"content":%b}' % orjson.dumps(message.content)
+            # A fast path: nearly every event is one of these.
+            content = b'{"content":%b}' % orjson.dumps(message.content)
         else:
-            fields = {key: value for key in _SAID if (value := getattr(message, key))}
+            fields = {key: value for key in _MESSAGE_FIELDS if (value := getattr(message, key))}
             if self._call.legacy_functions:
-                fields = _in_older_form(fields)
+                fields = _with_function_call(fields)
             if not fields and logprobs is None:
                 return b""
-            said = orjson.dumps(fields)
-        return self._event(item.index, said, logprobs)
+            content = orjson.dumps(fields)
+        return self._event(item.index, content, logprobs)
 
     def end(self, index: int, interaction: Interaction) -> bytes:
-        """The event that ends a choice."""
+        """Return the event that ends a choice."""
         return self._event(index, b"{}", None, orjson.dumps(self._finish(interaction)))
 
     def last(self, answers: list[Interaction]) -> bytes:
-        """What follows when all choices have ended: the usage, if it was asked for."""
+        """Return the events after all choices: the usage, if it was requested, and [DONE]."""
         if not self._call.include_usage:
             return DONE
         usage = orjson.dumps(usage_of(self._head, answers))
         return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head_bytes, usage, DONE)
 
     def failed(self, error: AnyAgentError) -> bytes:
-        """An error event, without [DONE]."""
+        """Return an error event, without [DONE]."""
         return error_event(error)
 
     def _event(
@@ -109,7 +119,7 @@ class ChatEncoder:
     def _choice(self, index: int, interaction: Interaction) -> bytes:
         message = interaction.output_message
         if self._call.legacy_functions:
-            message = _in_older_form(message)
+            message = _with_function_call(message)
         choice: dict[str, Any] = {
             "index": index,
             "message": {"refusal": None, **message},
@@ -125,9 +135,9 @@ class ChatEncoder:
         return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs)
 
 
-def _in_older_form(said: Mapping[str, Any]) -> dict[str, Any]:
-    """A message, or a step of one, with its first call as a `function_call`."""
-    out = dict(said)
+def _with_function_call(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message, or a delta of one, with its first call as a legacy `function_call`."""
+    out = dict(message)
     for call in out.pop("tool_calls", None) or ():
         if call.get("index", 0) == 0:
             out.setdefault("function_call", call["function"])
@@ -135,5 +145,15 @@ def _in_older_form(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def error_event(error: AnyAgentError) -> bytes:
-    """As OpenAI's streams say that they broke."""
+    """Return the event by which OpenAI's streams report an error."""
     return b"data: %b\n\n" % orjson.dumps(error.body())
+
+
+def usage_of(head: Head, answers: list[Interaction]) -> dict[str, Any]:
+    """Return OpenAI's `usage`: the prompt counted once, and the tokens of every choice."""
+    output = sum(len(answer.output_ids) for answer in answers)
+    return {
+        "prompt_tokens": head.prompt_tokens,
+        "completion_tokens": output,
+        "total_tokens": head.prompt_tokens + output,
+    }

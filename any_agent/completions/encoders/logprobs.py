@@ -1,7 +1,4 @@
-"""Log-probabilities as OpenAI's answers have them: `logprobs` of a chat choice, and the legacy one.
-
-What an entry says of its token is the same each time, so it is written once for every token.
-"""
+"""Log-probabilities in OpenAI's form: `logprobs` of a chat choice, and of a legacy completion."""
 
 from __future__ import annotations
 
@@ -13,23 +10,23 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.completions.top_logprobs import TopLogprobs
 
-_LEAST = -9999.0
-"""As OpenAI says "never": JSON has no infinity."""
+_MIN_LOGPROB = -9999.0
+"""OpenAI's log-probability of a token that is never sampled: JSON has no infinity."""
 
 
 class LogprobsEncoder:
-    """Writes the entries of one chat format's tokens."""
+    """Encodes log-probabilities of one chat format's tokens; each token's text is encoded once."""
 
     def __init__(self, chat: ChatFormat) -> None:
         self._chat = chat
         self._heads: dict[int, bytes] = {}
 
     def chat(self, ids: list[int], logprobs: list[float], top: TopLogprobs | None) -> bytes:
-        """The JSON of a chat choice's `logprobs`."""
+        """Return the JSON of a chat choice's `logprobs`."""
         return b'{"content":%b,"refusal":null}' % self.entries(ids, logprobs, top)
 
     def entries(self, ids: list[int], logprobs: list[float], top: TopLogprobs | None) -> bytes:
-        """The JSON list with an entry for each token."""
+        """Return the JSON list with an entry for each token."""
         entries = b",".join(
             b'%b,"top_logprobs":[%b]}'
             % (
@@ -43,7 +40,7 @@ class LogprobsEncoder:
     def legacy(
         self, ids: list[int], logprobs: list[float], top: TopLogprobs | None, start: int
     ) -> dict[str, Any]:
-        """A text completion's `logprobs`; ``start``: characters before its first token."""
+        """Return a text completion's `logprobs`; ``start``: characters before its first token."""
         tokens = [self._chat.token_text(i) for i in ids]
         offsets, at = [], start
         for token in tokens:
@@ -51,7 +48,7 @@ class LogprobsEncoder:
             at += len(token)
         return {
             "tokens": tokens,
-            "token_logprobs": [max(p, _LEAST) for p in logprobs],
+            "token_logprobs": [max(p, _MIN_LOGPROB) for p in logprobs],
             "top_logprobs": None if top is None else [self._by_text(row) for row in top],
             "text_offset": offsets,
         }
@@ -59,16 +56,16 @@ class LogprobsEncoder:
     def _by_text(self, row: list[tuple[int, float]]) -> dict[str, float]:
         out: dict[str, float] = {}
         for i, logprob in row:
-            # Several may show as the same text; the likeliest is first.
-            out.setdefault(self._chat.token_text(i), max(logprob, _LEAST))
+            # Several tokens may have the same text; the likeliest comes first.
+            out.setdefault(self._chat.token_text(i), max(logprob, _MIN_LOGPROB))
         return out
 
     def _entry(self, token: int, logprob: float) -> bytes:
         head = self._heads.get(token)
         if head is None:
-            said = {
+            fields = {
                 "token": self._chat.token_text(token),
                 "bytes": list(self._chat.token_bytes(token)),
             }
-            head = self._heads[token] = orjson.dumps(said)[:-1] + b',"logprob":'
-        return head + orjson.dumps(max(logprob, _LEAST))
+            head = self._heads[token] = orjson.dumps(fields)[:-1] + b',"logprob":'
+        return head + orjson.dumps(max(logprob, _MIN_LOGPROB))

@@ -1,4 +1,4 @@
-"""What an answer says, in the order in which it was sampled."""
+"""The parts of an answer, in the order in which they were sampled."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ Kind = Literal["reasoning", "content", "call"]
 
 @dataclass(frozen=True, slots=True)
 class OutputPart:
-    """Reasoning or content in a row, or one call."""
+    """A run of reasoning or content, or one call."""
 
     kind: Kind
     text: str = ""
     call: dict[str, Any] | None = None
-    """In OpenAI's form."""
+    """The tool call in OpenAI's form."""
 
 
 def parts_of(interaction: Interaction) -> list[OutputPart]:
-    """The parts of a recorded answer, none of them empty.
+    """Return the parts of a recorded answer, none of them empty.
 
-    A stream's deltas have the same ones: a part ends where another kind, or another call, begins.
+    A stream's deltas have the same parts: one ends where another kind, or another call, begins.
     """
     message = interaction.output_message
     order = interaction.request.get("order")
-    return _in_order(message, order) if order else _as_usual(message)
+    return _in_order(message, order) if order else _in_usual_order(message)
 
 
-def _as_usual(message: Message) -> list[OutputPart]:
+def _in_usual_order(message: Message) -> list[OutputPart]:
     out = []
     if reasoning := message.get("reasoning_content"):
         out.append(OutputPart("reasoning", reasoning))

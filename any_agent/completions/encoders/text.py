@@ -1,4 +1,4 @@
-"""`/v1/completions`: the shape of its answers, whole and streaming."""
+"""`/v1/completions`: its requests, and its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -8,17 +8,30 @@ import orjson
 
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.chat import DONE, error_event
+from any_agent.completions.encoders.chat import DONE, error_event, usage_of
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
-from any_agent.completions.encoders.usage import usage_of
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parse import parse_completion
+from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.completions.top_logprobs import top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 
+def parse_text_request(body: Any, context: ParseContext) -> ParsedRequest:
+    """Check a `/completions` body; raises as :func:`parse_completion`."""
+    arguments = context.arguments()
+    # No chat template is applied, so none of its settings is known.
+    del arguments["known_settings"]
+    call = parse_completion(body, **arguments)
+    chat, logprobs = context.chat, token_logprobs(context.chat)
+    return ParsedRequest(
+        call, lambda head, version: TextEncoder(call, head, logprobs, f"v{version}", chat)
+    )
+
+
 class TextEncoder:
-    """Formats one legacy completion's answer."""
+    """Encodes one legacy completion's answer."""
 
     def __init__(
         self,
@@ -40,7 +53,7 @@ class TextEncoder:
             "system_fingerprint": fingerprint,
         }
         self._sent = [0] * head.choices
-        """Characters of each choice's tokens that were told of, for their offsets."""
+        """Characters of each choice's tokens that were reported, for `text_offset`."""
 
     def whole(self, answers: list[Interaction]) -> bytes:
         choices = [self._choice(k, answer) for k, answer in enumerate(answers)]
@@ -49,7 +62,7 @@ class TextEncoder:
         )
 
     def start(self, index: int) -> bytes:
-        """The first event of a choice, where the prompt is echoed."""
+        """Return the first event of a choice, where the prompt is echoed."""
         echoed = self._echoed(index)
         return self._event(index, echoed) if echoed else b""
 
@@ -110,9 +123,9 @@ class TextEncoder:
 
     def _legacy(self, index: int, ids: list[int], logprobs: list[float], top: Any) -> Any:
         start = self._sent[index]
-        told = self._logprobs.legacy(ids, logprobs, top, start)
-        self._sent[index] = start + sum(map(len, told["tokens"]))
-        return told
+        out = self._logprobs.legacy(ids, logprobs, top, start)
+        self._sent[index] = start + sum(map(len, out["tokens"]))
+        return out
 
     def _echoed(self, index: int) -> str:
         if not self._call.echo:

@@ -1,4 +1,4 @@
-"""How many tokens a request's prompt has, by the policy's own template and tokenizer."""
+"""Counts a prompt's tokens by the policy's own template and tokenizer."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import asyncio
 from dataclasses import replace
 
 from any_agent.completions.completer import Completer
-from any_agent.completions.params import ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prepare import LONG_TEXT, LONG_WHOLE
 from any_agent.completions.prompt import prompt_of
 from any_agent.record import InteractionTree
@@ -15,15 +15,15 @@ from any_agent.record import InteractionTree
 async def count_tokens(
     completer: Completer, call: ChatCall, tree: InteractionTree | None = None
 ) -> int:
-    """Of the prompt that the call would have now, also where it is too long for the context.
+    """Count the tokens of the prompt that the call would have now, even beyond the context length.
 
-    Recorded ids stay as they are: what goes on from an interaction of ``tree`` has other ids than a
-    first request with the same messages may have. Raises what rendering raises, and
-    ContextLengthExceeded for what is too long to be rendered.
+    Recorded ids stay as they are: a continuation of an interaction of ``tree`` may have other ids
+    than a first request with the same messages. Raises what rendering raises, and
+    ContextLengthExceeded for a conversation that is too long to be rendered.
     """
     past = completer.find(call, tree)
     assert past.found is not None
-    # It was not called: the next request is not to find it.
+    # Counting is no call: the next request must not find this one.
     found = replace(past.found, noted=None)
 
     def count() -> int:

@@ -1,8 +1,8 @@
-"""`/v1/messages`: the shape of its answers, whole and streaming.
+"""`/v1/messages`: its requests, and its answers, whole and streaming.
 
 A stream has a block for each of the answer's parts, one after another, and they are the blocks of
-the whole answer. A call's input is held until it is whole: Anthropic's SDK fails at one that turns
-out to be no JSON, and only what is whole can be written so that it is known again.
+the whole answer. A call's input is buffered until it is complete: Anthropic's SDK fails at one that
+turns out to be no JSON, and only a complete input can be encoded so that it is recognised later.
 """
 
 from __future__ import annotations
@@ -16,23 +16,29 @@ import orjson
 
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
-from any_agent.completions.messages.parse import MessagesCall
-from any_agent.completions.messages.tool_input import input_of
-from any_agent.completions.messages.tool_use_ids import tool_use_id
+from any_agent.completions.messages.parse import MessagesCall, parse_messages
+from any_agent.completions.messages.tool_use import input_of, tool_use_id
+from any_agent.completions.parsed_request import ParseContext, ParsedRequest
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _PING_SECONDS = 10.0
-"""Without an event, where there are tokens that may not leave yet."""
+"""The longest time without an event while tokens are buffered."""
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _CUT_OFF = "max_tokens"
 
 
+def parse_messages_request(body: Any, context: ParseContext) -> ParsedRequest:
+    """Check a `/messages` body; raises as :func:`parse_messages`."""
+    call = parse_messages(body, **context.arguments())
+    return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))
+
+
 class MessagesEncoder:
-    """Formats one call's answer. What its events have in common is written once."""
+    """Encodes one call's answer. The part that all its events share is encoded once."""
 
     def __init__(self, call: MessagesCall, head: Head) -> None:
         self._call = call
@@ -41,25 +47,25 @@ class MessagesEncoder:
             {"id": head.id, "type": "message", "role": "assistant", "model": call.chat.model}
         )[:-1]
         self._blocks = 0
-        """How many have ended."""
+        """The number of blocks that have ended."""
         self._open: str | None = None
-        """The kind of the block that has not."""
-        self._said = False
-        """Whether there was text or a call."""
+        """The kind of the open block."""
+        self._has_output = False
+        """True once there was text or a call."""
         self._delta = b""
         """The beginning of the open block's delta events, up to the text."""
         self._signature = _Signature()
-        self._held: list[str] | None = None
-        """Of the open call's input."""
-        self._last = 0.0
-        """When the last event left, while something is held."""
+        self._input: list[str] | None = None
+        """The pieces of the open call's input."""
+        self._sent_at = 0.0
+        """The time of the last event, while an input is buffered."""
 
     def whole(self, answers: list[Interaction]) -> bytes:
         (interaction,) = answers
         parts = parts_of(interaction)
         blocks = [self._block(part) for part in parts]
         if not any(part.kind != "reasoning" for part in parts):
-            # Agents that take the first text must find one.
+            # Agents that read the first text must find one.
             blocks.append(b'{"type":"text","text":""}')
         return b'%b,"content":[%b],%b,"stop_details":null,"usage":%b}' % (
             self._message,
@@ -79,7 +85,7 @@ class MessagesEncoder:
         message = item.message
         text = message.content
         if text and self._open == "text" and not (message.reasoning_content or message.tool_calls):
-            # The fast lane: nearly every event is one of these.
+            # A fast path: nearly every event is one of these.
             return b"%b%b}}\n\n" % (self._delta, orjson.dumps(text))
         out: list[bytes] = []
         if message.reasoning_content:
@@ -90,22 +96,22 @@ class MessagesEncoder:
             out.append(b"%b%b}}\n\n" % (self._delta, orjson.dumps(text)))
         for step in message.tool_calls or ():
             self._call_step(out, step)
-        if not out and self._held is not None and time.monotonic() - self._last > _PING_SECONDS:
-            self._last = time.monotonic()
+        if not out and self._input is not None and time.monotonic() - self._sent_at > _PING_SECONDS:
+            self._sent_at = time.monotonic()
             out.append(_PING)
         return b"".join(out)
 
     def end(self, index: int, interaction: Interaction) -> bytes:
         out: list[bytes] = []
         self._close(out)
-        if not self._said:
+        if not self._has_output:
             self._begin(out, "text", b'{"type":"text","text":""}', b"text_delta", b"text")
             self._close(out)
-        said = b'"delta":{%b,"stop_details":null},"usage":%b' % (
+        fields = b'"delta":{%b,"stop_details":null},"usage":%b' % (
             self._stopped(interaction),
             self._usage(len(interaction.output_ids)),
         )
-        out.append(_event(b"message_delta", said))
+        out.append(_event(b"message_delta", fields))
         return b"".join(out)
 
     def last(self, answers: list[Interaction]) -> bytes:
@@ -128,15 +134,15 @@ class MessagesEncoder:
         if "id" in step:
             block = _tool_use(step["id"], function["name"], b"{}")
             self._begin(out, "tool_use", block, b"input_json_delta", b"partial_json")
-            self._held = []
-            self._last = time.monotonic()
-        assert self._held is not None
-        self._held.append(function["arguments"])
+            self._input = []
+            self._sent_at = time.monotonic()
+        assert self._input is not None
+        self._input.append(function["arguments"])
 
     def _begin(self, out: list[bytes], kind: str, block: bytes, delta: bytes, field: bytes) -> None:
         self._close(out)
         self._open = kind
-        self._said = self._said or kind != "thinking"
+        self._has_output = self._has_output or kind != "thinking"
         out.append(
             _event(b"content_block_start", b'"index":%d,"content_block":%b' % (self._blocks, block))
         )
@@ -149,16 +155,16 @@ class MessagesEncoder:
         """End the open block, if there is one."""
         if self._open is None:
             return
-        if self._held is not None:
-            written = input_of("".join(self._held)).decode()
+        if self._input is not None:
+            written = input_of("".join(self._input)).decode()
             out.append(b"%b%b}}\n\n" % (self._delta, orjson.dumps(written)))
-            self._held = None
+            self._input = None
         if self._open == "thinking":
-            said = b'"index":%d,"delta":{"type":"signature_delta","signature":"%b"}' % (
+            fields = b'"index":%d,"delta":{"type":"signature_delta","signature":"%b"}' % (
                 self._blocks,
                 self._signature.text(),
             )
-            out.append(_event(b"content_block_delta", said))
+            out.append(_event(b"content_block_delta", fields))
         out.append(_event(b"content_block_stop", b'"index":%d' % self._blocks))
         self._open = None
         self._blocks += 1
@@ -193,7 +199,7 @@ class MessagesEncoder:
 
 
 class _Signature:
-    """Of a thinking block: another one for another text, and no secret."""
+    """The signature of a thinking block: it differs from text to text, and is no secret."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=24, person=b"thinking")
@@ -213,5 +219,5 @@ def _tool_use(id: str, name: str, given: bytes) -> bytes:
     )
 
 
-def _event(name: bytes, said: bytes) -> bytes:
-    return b'event: %b\ndata: {"type":"%b",%b}\n\n' % (name, name, said)
+def _event(name: bytes, fields: bytes) -> bytes:
+    return b'event: %b\ndata: {"type":"%b",%b}\n\n' % (name, name, fields)

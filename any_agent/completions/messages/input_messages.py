@@ -1,23 +1,23 @@
 """Anthropic's `system` and `messages` as chat messages.
 
 An assistant's turn is one message, whichever blocks it has and in however many pieces it comes. A
-user's turn is a tool's message for each result, then the user's for its text.
+user's turn is one tool message for each result, then a user message for its text.
 """
 
 from __future__ import annotations
 
 from typing import Any, NoReturn
 
-from any_agent.completions.messages.tool_input import arguments_of
-from any_agent.completions.messages.tool_use_ids import call_id
+from any_agent.completions.messages.tool_use import arguments_of, call_id
 from any_agent.completions.params.schema_check import shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message
 
 _BILLING = "x-anthropic-billing-header:"
-"""Claude Code's, in the first block of its system prompt; another one in each request."""
+"""The line that Claude Code puts into its system prompt, another one in each request."""
 _PREFILL = (
-    "messages ends with an assistant's message: answers are not prefilled here; end with a user's"
+    "messages ends with an assistant's message, and answers are not prefilled here: end it with a "
+    "user's message"
 )
 _UNREADABLE = {
     "image": "this model reads text only",
@@ -28,25 +28,25 @@ _UNREADABLE = {
 
 
 def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
-    """The chat messages; InvalidRequest or UnsupportedParameter names what is wrong."""
+    """Return the chat messages; InvalidRequest or UnsupportedParameter names what is wrong."""
     out: list[Message] = []
     if system is not None:
         text = _system_text(system)
         if text:
             out.append({"role": "system", "content": text})
-    said: _AssistantTurn | None = None
+    turn: _AssistantTurn | None = None
     for i, message in enumerate(messages):
         if type(message) is not dict:
             _wrong(f"messages[{i}]", "must be an object")
         role, content = message.get("role"), message.get("content")
         if role == "assistant":
-            if said is None:
-                said = _AssistantTurn()
-            said.add(content, i)
+            if turn is None:
+                turn = _AssistantTurn()
+            turn.add(content, i)
             continue
-        if said is not None:
-            out.append(said.message())
-            said = None
+        if turn is not None:
+            out.append(turn.message())
+            turn = None
         if role == "user":
             if type(content) is str:
                 out.append({"role": "user", "content": content})
@@ -56,7 +56,7 @@ def conversation_of(system: Any, messages: list[Any]) -> list[Message]:
             out.append({"role": "system", "content": _text(content, f"messages[{i}].content")})
         else:
             _wrong(f"messages[{i}].role", "must be user, assistant or system")
-    if said is not None:
+    if turn is not None:
         raise InvalidRequest(_PREFILL, param="messages")
     return out
 
@@ -116,13 +116,13 @@ def _result(block: dict[str, Any], where: str) -> Message:
     if failed is not None and not isinstance(failed, bool):
         _wrong(f"{where}.is_error", "must be true or false")
     if failed and "error" not in text.lower():
-        # Chat templates have no other place for it.
+        # Chat templates have no other place for the failure.
         text = f"Error: {text}" if text else "Error"
     return {"role": "tool", "tool_call_id": call_id(id), "content": text}
 
 
 class _AssistantTurn:
-    """An assistant's turn: some clients send each block as a message of its own."""
+    """An assistant's turn, which some clients send as one message for each block."""
 
     def __init__(self) -> None:
         self._texts: list[str] = []
@@ -148,12 +148,12 @@ class _AssistantTurn:
                 _refuse(block, where, 'must be a "text", "tool_use" or "thinking" block')
 
     def message(self) -> Message:
-        said: Message = {"role": "assistant", "content": "".join(self._texts)}
+        message: Message = {"role": "assistant", "content": "".join(self._texts)}
         if any(self._thoughts):
-            said["reasoning_content"] = "".join(self._thoughts)
+            message["reasoning_content"] = "".join(self._thoughts)
         if self._calls:
-            said["tool_calls"] = self._calls
-        return said
+            message["tool_calls"] = self._calls
+        return message
 
 
 def _call(block: dict[str, Any], where: str) -> dict[str, Any]:

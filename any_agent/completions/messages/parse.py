@@ -1,4 +1,4 @@
-"""A `/v1/messages` body to a checked call, by the table of parameters."""
+"""Checks a `/v1/messages` body by the table of parameters."""
 
 from __future__ import annotations
 
@@ -12,22 +12,24 @@ from any_agent.completions.messages.tools import messages_tools
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import unless_forced
 from any_agent.completions.params.parameter import UnknownParameters
-from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.parse import sort_parameters, untrainable_by
 from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.template_kwargs import template_kwargs_of
 from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+_PARAMETER_NAMES = {"parallel_tool_calls": ("tool_choice", "tool_choice.disable_parallel_tool_use")}
 
 
 @dataclass(frozen=True, slots=True)
 class MessagesCall:
-    """A checked request, and what of it only its answer needs."""
+    """A checked request, and the part of it that only its answer needs."""
 
     chat: ChatCall
     hides_thinking: bool = False
-    """The answer has no thinking, only its signature."""
+    """True if the answer has no thinking, only its signature."""
 
 
 def parse_messages(
@@ -39,10 +41,10 @@ def parse_messages(
     known_settings: Set[str] = frozenset(),
     unknown: UnknownParameters = "record",
 ) -> MessagesCall:
-    """Check a `/v1/messages` body; ``known_settings``: those of the model's chat template.
+    """Check a `/v1/messages` body; ``known_settings``: the settings of the model's chat template.
 
-    In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
-    both. Raises InvalidRequest or UnsupportedParameter, naming the parameter.
+    In train sessions the run's ``sampling`` replaces the agent's, and the smaller token limit of
+    both holds. Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
     found = _call(body, mode, sampling, model, known_settings, unknown)
     if body.get("max_tokens") is None:
@@ -59,7 +61,7 @@ def parse_count(
     known_settings: Set[str] = frozenset(),
     unknown: UnknownParameters = "record",
 ) -> ChatCall:
-    """Check a `/v1/messages/count_tokens` body, which need not say how much may be answered."""
+    """Check a `/v1/messages/count_tokens` body, which may lack `max_tokens`."""
     run = GenerationHyperparameters()
     return _call(body, SessionMode.EVAL, run, model, known_settings, unknown).chat
 
@@ -72,19 +74,19 @@ def _call(
     known_settings: Set[str],
     unknown: UnknownParameters,
 ) -> MessagesCall:
-    body, recorded, rest = sort_out(body, "messages", known_settings, unknown)
+    body, recorded, rest = sort_parameters(body, TABLE["messages"], known_settings, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools = messages_tools(body)
     grammar, asked_by = unless_forced(*format_of(body), tools.forced, rest)
     thinking = thinking_of(body, known_settings)
-    # Thinking on a template without a switch is no error here.
+    # A template without a switch takes `thinking`, too: it only has no effect.
     switches = body if thinking.template else {**body, "thinking": None}
     template_kwargs = template_kwargs_of(switches, rest, known_settings, unknown)
-    asked = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
+    sampled = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     gconfig, overrides = sampling_of(
-        asked | {"stop": body.get("stop_sequences")},
+        sampled | {"stop": body.get("stop_sequences")},
         mode=mode,
         run=sampling,
         tokens=sampling.max_new_tokens,
@@ -93,7 +95,7 @@ def _call(
     chat = ChatCall(
         model=body.get("model") or model,
         messages=conversation_of(body.get("system"), messages),
-        tools=tools.told,
+        tools=tools.rendered,
         gconfig=gconfig,
         stream=bool(body.get("stream")),
         include_usage=True,
@@ -108,5 +110,6 @@ def _call(
         format_parameter=asked_by,
         untrainable=untrainable_by(gconfig, tools.forced),
         id_prefix="msg_",
+        parameter_names=_PARAMETER_NAMES,
     )
     return MessagesCall(chat, thinking.hidden)

@@ -1,4 +1,4 @@
-"""`thinking` and `output_config`: how the model's template has it think, and what it must write."""
+"""`thinking` and `output_config`: settings of the chat template, and the format of the answer."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ _KINDS = ("enabled", "adaptive", "disabled")
 
 @dataclass(frozen=True, slots=True)
 class Thinking:
-    """What a request asks of the model's reasoning."""
+    """A request's settings of the model's reasoning."""
 
     template: dict[str, Any] = field(default_factory=dict)
-    """For the chat template."""
+    """Arguments of the chat template."""
     effort: str | None = None
     hidden: bool = False
-    """Answers have its signature only."""
+    """True if answers have only the signature of the thinking."""
     recorded: dict[str, Any] = field(default_factory=dict)
 
 
 def thinking_of(body: Mapping[str, Any], known_settings: Set[str]) -> Thinking:
-    """Of a request; ``known_settings``: those of the model's template.
+    """Return a request's settings; ``known_settings``: the settings of the model's template.
 
     Raises InvalidRequest or UnsupportedParameter.
     """
@@ -59,7 +59,7 @@ def thinking_of(body: Mapping[str, Any], known_settings: Set[str]) -> Thinking:
     if switch is not None and kind != "adaptive":
         template[switch] = kind == "enabled"
     elif kind == "disabled":
-        # A template without a switch may yet take an effort, of which there is a least one.
+        # A template without a switch may still take an effort: "none" is the least.
         effort = "none"
     if template.get(switch or "") is False:
         effort = None
@@ -82,7 +82,7 @@ def _effort(config: Any) -> str | None:
 
 
 def format_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """What the answer's text must be, as an engine takes it, and the parameter that says so.
+    """Return the answer's format as an engine takes it, and the parameter that requests it.
 
     Raises InvalidRequest or UnsupportedParameter.
     """

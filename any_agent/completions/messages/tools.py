@@ -1,4 +1,4 @@
-"""Anthropic's `tools` and `tool_choice` as those of chat."""
+"""Anthropic's `tools` and `tool_choice` in chat's form."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from any_agent.types import Tool
 
 @dataclass(frozen=True, slots=True)
 class Tools:
-    """What the model may call, and how."""
+    """The tools that the model may call, and how."""
 
-    told: list[Tool] | None
-    """Those that the model is told of."""
+    rendered: list[Tool] | None
+    """The tools that the prompt shows."""
     forced: str | None
-    """The one that must be called, "" for any; None where nothing is forced."""
+    """The tool that must be called, "" for any; None where none must be."""
     parallel: bool
 
 
 def messages_tools(body: Mapping[str, Any]) -> Tools:
-    """Of a request; InvalidRequest or UnsupportedParameter names what is wrong."""
+    """Return a request's tools; InvalidRequest or UnsupportedParameter names what is wrong."""
     given = body.get("tools")
     if given is not None and not isinstance(given, list):
         raise InvalidRequest("tools must be a list", param="tools")
     tools = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(given or ())]
     choice, parallel = _choice(body.get("tool_choice"))
-    told, forced = tools_of({"tools": tools, "tool_choice": choice})
-    return Tools(told, forced, parallel)
+    rendered, forced = tools_of({"tools": tools, "tool_choice": choice})
+    return Tools(rendered, forced, parallel)
 
 
 def _tool(tool: Any, where: str) -> Tool:
@@ -40,8 +40,8 @@ def _tool(tool: Any, where: str) -> Tool:
     name, kind, schema = tool.get("name"), tool.get("type"), tool.get("input_schema")
     if schema is None and kind not in (None, "custom"):
         raise UnsupportedParameter(
-            f"{where} is {shown(kind)}, one of Anthropic's own tools: nobody here knows what it "
-            "does; give it a name, a description and an input_schema, and run it in the agent",
+            f"{where} is {shown(kind)}, one of Anthropic's own tools, which do not run here: "
+            "give it a name, a description and an input_schema, and run it in the agent",
             param="tools",
         )
     if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
@@ -64,7 +64,7 @@ def _tool(tool: Any, where: str) -> Tool:
 
 
 def _choice(choice: Any) -> tuple[Any, bool]:
-    """The chat request's, and whether several calls may be made."""
+    """Return chat's `tool_choice`, and True if several calls may be made."""
     if choice is None:
         return None, True
     if not isinstance(choice, dict):

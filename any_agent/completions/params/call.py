@@ -1,4 +1,4 @@
-"""A checked request."""
+"""A checked request of any API."""
 
 from __future__ import annotations
 
@@ -15,51 +15,53 @@ TextInput: TypeAlias = str | tuple[int, ...]
 
 @dataclass(frozen=True, slots=True)
 class ChatCall:
-    """A request of any route, checked, with the sampling that will be used."""
+    """A checked request of any API, with the sampling that will be used."""
 
     model: str
     messages: list[Message]
-    """Of a chat; a legacy completion has none, but ``prompts``."""
+    """The conversation; a legacy completion has ``prompts`` instead."""
     tools: list[Tool] | None
-    """Those that the model is told of."""
+    """The tools that the prompt shows."""
     gconfig: GenerationHyperparameters
     stream: bool
     include_usage: bool
     logprobs: bool
     overrides: dict[str, Any] = field(default_factory=dict)
-    """What the agent asked for and the run's sampling replaced, by the request's names."""
+    """The agent's values that the run's sampling replaced, by the request's names."""
     recorded: dict[str, Any] = field(default_factory=dict)
-    """Parameters without effect."""
+    """Parameters without effect, by name."""
     ignored: tuple[str, ...] = ()
-    """Names, made plain, of parameters that nobody here knows; of what was not taken up, too."""
+    """Plain names of unknown parameters, and of known ones that have no effect in this request."""
     n: int = 1
-    """Choices, of each prompt."""
+    """The choices of each prompt."""
     top_logprobs: int = 0
-    """How many of the likeliest tokens to tell of at each position."""
+    """The number of the likeliest tokens to report at each position."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
-    """For the chat template."""
+    """Arguments of the chat template."""
     reasoning_effort: str | None = None
-    """For the chat template, too, where it has one: ``ChatFormat.effort_kwargs`` knows."""
+    """The effort, as ``ChatFormat.effort_kwargs`` makes it an argument of the chat template."""
     forced_call: str | None = None
-    """The tool that must be called, "" for any; None where nothing is forced."""
+    """The tool that must be called, "" for any; None where none must be."""
     parallel_tool_calls: bool = True
     legacy_functions: bool = False
     """The tools came as `functions`: an answer has one `function_call` at most."""
     format_parameter: str | None = None
-    """The one that asked for ``gconfig.grammar``."""
+    """The parameter that requested ``gconfig.grammar``."""
     structural_tag: bool = True
-    """True if the engine takes that grammar as a part of a structural tag."""
+    """True if the engine takes a grammar as a part of a structural tag."""
     untrainable: UntrainableReason | None = None
-    """Why no answer to it can be trained on."""
+    """The reason why no answer can be trained on, if there is one."""
     prompts: tuple[TextInput, ...] = ()
-    """Of a legacy completion."""
+    """The prompts of a legacy completion."""
     id_prefix: str = "chatcmpl-"
-    """Of the completion's id, which is its interaction's; it tells by which API the call came."""
+    """The prefix of the completion's id, by which its API is recognised."""
     prompt_parameter: str = "messages"
-    """What the request calls the conversation, for errors."""
+    """The request's name of the conversation, for errors."""
+    parameter_names: Mapping[str, tuple[str, str]] = field(default_factory=dict)
+    """For errors, by chat's parameter: the request's name of it, and of the part that is meant."""
     goes_on_from: str | None = None
-    """The interaction that it names as the one before, where several say the same."""
+    """The interaction that the request names as the one before; it decides among equal ones."""
     kept: Mapping[str, Any] = field(default_factory=dict)
-    """What else is recorded of the request, so that its answer can be told again."""
+    """Further entries of the recorded request, from which its answer can be encoded again."""
     echo: bool = False
-    """Of a legacy completion: the answer begins with the prompt."""
+    """True if a legacy completion's answer begins with the prompt."""

@@ -1,23 +1,21 @@
-"""What a row of the table of parameters is, and what the rows of all routes have in common."""
+"""One row of the table of parameters, and the limits and schemas that rows share."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeAlias, get_args
+from typing import Any, Literal, TypeAlias
 
 from any_agent.completions.params.schema_check import Schema
 from any_agent.completions.untrainable import UntrainableReason
 
 Class: TypeAlias = Literal["honoured", "harmless", "refused"]
-Api: TypeAlias = Literal["chat", "completions", "responses", "messages"]
 UnknownParameters: TypeAlias = Literal["record", "refuse"]
-"""`server.unknown_parameters`: what becomes of names that no row has."""
-APIS: tuple[Api, ...] = get_args(Api)
-BOTH: tuple[Api, ...] = ("chat", "completions")
-CHAT: tuple[Api, ...] = ("chat",)
-COMPLETIONS: tuple[Api, ...] = ("completions",)
-RESPONSES: tuple[Api, ...] = ("responses",)
-MESSAGES: tuple[Api, ...] = ("messages",)
+"""`server.unknown_parameters`: the treatment of names that no row has."""
+BOTH = ("chat", "completions")
+CHAT = ("chat",)
+COMPLETIONS = ("completions",)
+RESPONSES = ("responses",)
+MESSAGES = ("messages",)
 
 MAX_CHOICES = 128
 MAX_STOPS = 16
@@ -29,7 +27,7 @@ MAX_TOOLS_BYTES = 1 << 20
 MAX_SCHEMA_BYTES = 1 << 17
 MAX_SCHEMA_DEPTH = 32
 MAX_NOTE_BYTES = 1 << 14
-"""Of what is recorded without effect, and of template arguments."""
+"""Bytes of JSON that are recorded without effect, or given to the chat template."""
 MAX_PROMPT_IDS = 1 << 21
 MAX_INTEGER = 2**63 - 1
 COMPLETION_TOKENS = 16
@@ -43,18 +41,18 @@ class Parameter:
     name: str
     kind: Class
     schema: Schema
-    """What it may be beside null; of refused ones, what is the case anyway."""
+    """The values that it may have beside null; of a refused one, the values that change nothing."""
     meaning: str
-    """What it does; of refused ones, what to do instead."""
-    apis: tuple[Api, ...] = BOTH
+    """The effect; of a refused one, what to do instead."""
+    apis: tuple[str, ...] = BOTH
     train: str = ""
-    """What else holds in train sessions."""
+    """The difference in train sessions."""
     untrainable: UntrainableReason | None = None
-    """What it makes an interaction whose answer it bends."""
+    """The reason why an interaction whose sampling it changes is untrainable."""
     checked: bool = True
-    """By the schema alone; if not, where it is read, because it has parts to be named."""
+    """True if the schema alone checks it; else its reader does, because errors name its parts."""
     details: Schema = field(default_factory=dict)
-    """Of refused ones, more for the error: what tells an SDK to do without."""
+    """Further fields of a refused one's error, by which an SDK goes on without it."""
 
 
 INTEGER: Schema = {"type": "integer"}
@@ -67,17 +65,19 @@ OVERRIDDEN = "The run's is used instead."
 
 
 def penalty(name: str, low: float, high: float, meaning: str, neutral: float) -> Parameter:
+    """Return the row of a penalty; ``neutral``: the value that changes nothing."""
     bounds = {"minimum": low} if neutral == 0 else {"exclusiveMinimum": low}
     schema = {"type": "number", **bounds, "maximum": high}
     return Parameter(name, "honoured", schema, meaning, untrainable="penalty")
 
 
-def only(name: str, *values: Any, then: str, apis: tuple[Api, ...] = BOTH) -> Parameter:
-    """Refused, unless it is one of these values."""
+def only(name: str, *values: Any, then: str, apis: tuple[str, ...] = BOTH) -> Parameter:
+    """Return the row of a parameter that is refused unless it has one of these values."""
     return Parameter(name, "refused", {"enum": list(values)}, then, apis)
 
 
 def never(
-    name: str, then: str, apis: tuple[Api, ...] = BOTH, *, details: Schema | None = None
+    name: str, then: str, apis: tuple[str, ...] = BOTH, *, details: Schema | None = None
 ) -> Parameter:
+    """Return the row of a parameter that is always refused."""
     return Parameter(name, "refused", {"type": "null"}, then, apis, details=details or {})

@@ -1,4 +1,4 @@
-"""A request's body to a checked call, by the table."""
+"""Checks bodies of chat and legacy completions by the table of parameters."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from any_agent.completions.params.legacy_functions import (
 from any_agent.completions.params.parameter import (
     COMPLETION_TOKENS,
     MAX_CHOICES,
-    Api,
     Parameter,
     UnknownParameters,
 )
@@ -44,13 +43,13 @@ def parse_chat(
 ) -> ChatCall:
     """Check a `/chat/completions` body.
 
-    In train sessions the run's ``sampling`` replaces the agent's, and tokens are the least of
-    both; eval sessions keep the agent's own, the run's token limit aside, and have the run's
-    temperature where the agent asks for none. ``known_settings``: those of the model's chat
+    In train sessions the run's ``sampling`` replaces the agent's, and the smaller token limit of
+    both holds; eval sessions keep the agent's own, the run's token limit aside, and have the run's
+    temperature where the agent sets none. ``known_settings``: the settings of the model's chat
     template, by which its switches are known. Raises InvalidRequest or UnsupportedParameter,
     naming the parameter.
     """
-    body, recorded, rest = sort_out(body, "chat", known_settings, unknown)
+    body, recorded, rest = sort_parameters(body, TABLE["chat"], known_settings, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
@@ -98,8 +97,8 @@ def parse_completion(
     model: str,
     unknown: UnknownParameters = "record",
 ) -> ChatCall:
-    """Check a legacy `/completions` body; else as :func:`parse_chat`."""
-    body, recorded, rest = sort_out(body, "completions", frozenset(), unknown)
+    """Check a legacy `/completions` body; otherwise as :func:`parse_chat`."""
+    body, recorded, rest = sort_parameters(body, TABLE["completions"], frozenset(), unknown)
     prompts = prompts_of(body.get("prompt"))
     n = body.get("n") or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -142,17 +141,20 @@ def parse_completion(
     )
 
 
-def sort_out(
-    body: Any, api: Api, known_settings: Set[str], unknown: UnknownParameters
+def sort_parameters(
+    body: Any,
+    table: Mapping[str, Parameter],
+    known_settings: Set[str] = frozenset(),
+    unknown: UnknownParameters = "record",
 ) -> tuple[dict[str, Any], dict[str, Any], UnknownFields]:
-    """The body, each parameter of which may be there; what of it is only recorded; and what is in
-    no row.
+    """Check a body's parameters by the rows of its API.
 
+    Returns the body, the parameters that are only recorded, and those without a row.
     Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
     if not isinstance(body, dict):
         raise InvalidRequest("the body must be a JSON object")
-    table, recorded, others = TABLE[api], {}, {}
+    recorded, others = {}, {}
     for name, value in body.items():
         row = table.get(name)
         if row is None:
@@ -171,7 +173,7 @@ def sort_out(
     return (
         body,
         recorded,
-        rest_of(others, api, known_settings, unknown) if others else UnknownFields(),
+        rest_of(others, table, known_settings, unknown) if others else UnknownFields(),
     )
 
 
@@ -230,5 +232,5 @@ def _effort(body: Mapping[str, Any]) -> str | None:
 def untrainable_by(
     gconfig: GenerationHyperparameters, forced: str | None
 ) -> UntrainableReason | None:
-    """Why nothing that is sampled so can be trained on."""
+    """Return the reason why an answer that is sampled so is untrainable, if there is one."""
     return has_modified_distribution(gconfig) if forced is None else "tool_choice"

@@ -1,22 +1,22 @@
-"""The one table of parameters: what each may be, and what becomes of it.
+"""The table of parameters: the values that each may have, and its effect.
 
 Honoured ones shape the call. Harmless ones are recorded and change nothing. Refused ones may be
-null or say what is the case anyway (recorded, too); anything else is a 400 that names them, because
-ignoring it would answer, and train on, something other than what was asked. Names that are not here
-are recorded, or refused as unknown: see `unknown.py`.
+null or have a value that changes nothing (recorded, too); anything else is a 400 that names them,
+because ignoring it would answer, and train on, something other than what was requested. Names that
+are not here are recorded, or refused as unknown: see `unknown_fields.py`.
 
 docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it. The rows
-here are those of OpenAI's two older routes, but for what is refused there (`refused_rows.py`);
-`responses_rows.py` and `messages_rows.py` hold those of the others.
+here are those of chat and legacy completions, except the refused ones (`table_refused.py`);
+`table_responses.py` and `table_messages.py` hold those of the other APIs.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from any_agent.chat.template_kwargs import EFFORTS
 from any_agent.completions.params.parameter import (
-    APIS,
     BOOLEAN,
     BOTH,
     CHAT,
@@ -41,7 +41,6 @@ from any_agent.completions.params.parameter import (
     RESPONSES,
     TEXT,
     TOKENS,
-    Api,
     Parameter,
     penalty,
 )
@@ -378,7 +377,7 @@ _GRAMMARS = (
         untrainable="grammar",
     ),
 )
-_NOTED: tuple[tuple[str, Schema, str, tuple[Api, ...]], ...] = (
+_NOTED: tuple[tuple[str, Schema, str, tuple[str, ...]], ...] = (
     ("metadata", NOTE, "For a session's own, see `start_session`.", BOTH),
     ("priority", {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
     ("prompt_cache_key", TEXT, "The cache finds prompts by itself.", BOTH),
@@ -406,30 +405,22 @@ PARAMETERS: tuple[Parameter, ...] = (
     *RESPONSES_ROWS,
     *MESSAGES_ROWS,
 )
-TABLE: dict[Api, dict[str, Parameter]] = {
-    api: {p.name: p for p in PARAMETERS if api in p.apis} for api in APIS
+TABLE: dict[str, dict[str, Parameter]] = {
+    api: {p.name: p for p in PARAMETERS if api in p.apis} for api in (*BOTH, *RESPONSES, *MESSAGES)
 }
-"""By route, then by name."""
-REQUIRED: dict[Api, tuple[str, ...]] = {
-    "chat": ("messages",),
-    "completions": ("prompt",),
-    "responses": ("input",),
-    "messages": ("messages", "max_tokens"),
-}
-"""What no request of a route leaves out."""
+"""The rows of the built-in APIs: by the API's name, then by the parameter's."""
 
 
-def request_schema(api: Api) -> Schema:
-    """A request's body for `/openapi.json`."""
-    required = REQUIRED[api]
+def request_schema(parameters: Mapping[str, Parameter], required: Collection[str]) -> Schema:
+    """Return the JSON schema of a request with these parameters, for `/openapi.json`."""
     properties = {}
-    for p in TABLE[api].values():
+    for p in parameters.values():
         schema = p.schema if p.name in required else _or_null(p.schema)
         properties[p.name] = {**schema, "description": p.meaning}
     return {
         "type": "object",
         "required": list(required),
-        # Unknown ones are recorded, if `server.unknown_parameters` does not refuse them.
+        # Unknown ones are recorded, unless `server.unknown_parameters` is `refuse`.
         "additionalProperties": True,
         "properties": properties,
     }

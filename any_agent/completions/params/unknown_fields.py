@@ -1,4 +1,4 @@
-"""Parameters that no row has: recorded and named in the answer, or refused by name."""
+"""Parameters without a row: recorded and named in the answer, or refused by name."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions.params.parameter import MAX_NOTE_BYTES, Api, UnknownParameters
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, Parameter, UnknownParameters
 from any_agent.completions.params.schema_check import json_text, shown
-from any_agent.completions.params.table import PARAMETERS, TABLE
+from any_agent.completions.params.table import PARAMETERS
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 MAX_UNKNOWN = 32
@@ -23,22 +23,22 @@ _SECRET = re.compile(
     re.I,
 )
 _MEANT = frozenset(row.name for row in PARAMETERS if row.kind != "harmless")
-"""These shape, or would shape, an answer at some route: at another one they are no noise."""
+"""Parameters that shape, or would shape, an answer of some API: another API refuses them."""
 
 
 @dataclass(slots=True)
 class UnknownFields:
-    """The fields of a body that are in no row of its route's table."""
+    """The fields of a body that have no row in its API's table."""
 
     settings: dict[str, Any] = field(default_factory=dict)
     """Fields that the model's chat template reads."""
     recorded: dict[str, Any] = field(default_factory=dict)
-    """By plain names: the others' values, but for secrets and what is too large."""
+    """The other fields by plain names, without secrets and what is too large."""
     ignored: list[str] = field(default_factory=list)
-    """The plain names of all that has no effect."""
+    """The plain names of all fields without effect."""
 
     def ignore(self, name: str, value: Any) -> None:
-        """Record one; InvalidRequest for more than ``MAX_UNKNOWN``."""
+        """Record a field without effect; InvalidRequest for more than ``MAX_UNKNOWN``."""
         if len(self.ignored) >= MAX_UNKNOWN:
             raise InvalidRequest(
                 f"the body has more than {MAX_UNKNOWN} unknown parameters: leave them out",
@@ -52,32 +52,35 @@ class UnknownFields:
             text = json_text({**self.recorded, plain: value}, plain, longest=MAX_NOTE_BYTES)
         except InvalidRequest:
             return
-        # A key that was sent by mistake is nobody's to keep.
+        # A key that was sent by mistake must not be recorded.
         if not _SECRET.search(text):
             self.recorded[plain] = value
 
 
 def rest_of(
-    given: Mapping[str, Any], api: Api, known_settings: Set[str], unknown: UnknownParameters
+    given: Mapping[str, Any],
+    table: Mapping[str, Parameter],
+    known_settings: Set[str],
+    unknown: UnknownParameters,
 ) -> UnknownFields:
     """Sort the fields without a row.
 
-    Raises UnsupportedParameter for a name that means something at another route or is longer than
-    64 characters, and for any where unknown ones are refused; InvalidRequest for too many.
+    Raises UnsupportedParameter for a name that means something in another API or is longer than
+    64 characters, and for any name where unknown ones are refused; InvalidRequest for too many.
     """
     rest = UnknownFields()
     for name, value in given.items():
         if name in known_settings:
             rest.settings[name] = value
         elif unknown == "refuse" or name in _MEANT or len(name) > _MAX_NAME:
-            raise _unknown(name, api)
+            raise _unknown(name, table)
         elif value is not None:
             rest.ignore(name, value)
     return rest
 
 
-def _unknown(name: Any, api: Api) -> UnsupportedParameter:
-    near = difflib.get_close_matches(str(name)[:64], TABLE[api], n=1, cutoff=0.8)
+def _unknown(name: Any, table: Mapping[str, Parameter]) -> UnsupportedParameter:
+    near = difflib.get_close_matches(str(name)[:64], table, n=1, cutoff=0.8)
     hint = f"; did you mean {near[0]}?" if near else ""
     if not near and name in _MEANT:
         hint = " here: another API has it, where it changes the answer; leave it out"

@@ -1,4 +1,4 @@
-"""`/v1/responses`: the shape of its answers, whole and streaming."""
+"""`/v1/responses`: its requests, and its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -11,21 +11,30 @@ from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
 from any_agent.completions.encoders.output_order import OutputPart
-from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.events import EventFactory
-from any_agent.completions.responses.item_stream import ItemStream, item_bytes
-from any_agent.completions.responses.output_items import item_id, parts_to_tell
+from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
+from any_agent.completions.responses.item_stream import EventFactory, ItemStream, item_bytes
+from any_agent.completions.responses.output_items import item_id, output_parts
+from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall, parse_responses
 from any_agent.completions.top_logprobs import TopLogprobs, top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """OpenAI's codes of a failed response; all others are its server_error."""
-_ABORTED = "the answer was cut off: its session keeps to weights that the engine serves no more"
+_ABORTED = "the answer was cut off: its session is pinned to weights that the engine replaced"
+
+
+def parse_responses_request(body: Any, context: ParseContext) -> ParsedRequest:
+    """Check a `/responses` body; raises as :func:`parse_responses`."""
+    call = parse_responses(
+        body, tree=context.tree, context_length=context.context_length, **context.arguments()
+    )
+    chat, logprobs = context.chat, token_logprobs(context.chat)
+    return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logprobs, chat))
 
 
 class ResponsesEncoder:
-    """Formats one call's answer. Parts of it come one after another, each as an item."""
+    """Encodes one call's answer. Its parts come one after another, each as an item."""
 
     def __init__(
         self, call: ResponsesCall, head: Head, logprobs: LogprobsEncoder, chat: ChatFormat
@@ -37,9 +46,9 @@ class ResponsesEncoder:
         self._events = EventFactory()
         self._open: ItemStream | None = None
         self._items: list[bytes] = []
-        """Those that are done, in a stream."""
+        """The items of a stream that are done."""
         self._text_done = False
-        """Log-probabilities are told of the first text."""
+        """True once the first text is done: only that one has log-probabilities."""
         self._sampled = _SampledOutput() if call.logprobs else None
         self._base = orjson.dumps(_base(call, head))[:-1]
 
@@ -47,14 +56,14 @@ class ResponsesEncoder:
         return self._response(answers[0], self._recorded_items(answers[0]))
 
     def start(self, index: int) -> bytes:
-        """The response begins."""
+        """Return the events that begin the response."""
         response = b'"response":' + self._unfinished(b"in_progress", b"null", b"")
         return self._events.event(b"response.created", response) + self._events.event(
             b"response.in_progress", response
         )
 
     def delta(self, item: Delta) -> bytes:
-        """The events of newly certain text; nothing if there is nothing to say."""
+        """Return the events of newly certain text; nothing for a delta without content."""
         message = item.message
         if self._sampled is not None:
             self._sampled.add(item)
@@ -68,7 +77,7 @@ class ResponsesEncoder:
         return events + b"".join([self._call_step(step) for step in calls or ()])
 
     def end(self, index: int, interaction: Interaction) -> bytes:
-        """The events that end the last item."""
+        """Return the events that end the last item."""
         events = b""
         if self._open is None and not self._items:
             events = self._begin("content")
@@ -76,7 +85,7 @@ class ResponsesEncoder:
         return events + self._close(b"incomplete" if cut else b"completed", interaction)
 
     def last(self, answers: list[Interaction]) -> bytes:
-        """The event with the whole response."""
+        """Return the event with the whole response."""
         kind = {"length": b"response.incomplete", "abort": b"response.failed"}.get(
             answers[0].finish_reason, b"response.completed"
         )
@@ -85,18 +94,16 @@ class ResponsesEncoder:
         )
 
     def failed(self, error: AnyAgentError) -> bytes:
-        """The response has failed; what it said so far stays unfinished."""
+        """Return the event of a failed response; its output so far stays unfinished."""
         code = _CODES.get(error.status, "server_error")
-        said = orjson.dumps({"code": code, "message": error.message})
-        response = self._unfinished(b"failed", said, b",".join(self._items))
+        fields = orjson.dumps({"code": code, "message": error.message})
+        response = self._unfinished(b"failed", fields, b",".join(self._items))
         return self._events.event(b"response.failed", b'"response":' + response)
-
-    # ------------------------------------------------------------------------------------------
 
     def _more(self, kind: str, text: str) -> bytes:
         now = self._open
         if now is not None and now.kind == kind and self._sampled is None:
-            # The fast lane: nearly every event is one of these.
+            # A fast path: nearly every event is one of these.
             return now.more(text)
         events = b"" if now is not None and now.kind == kind else self._begin(kind)
         assert self._open is not None
@@ -114,7 +121,7 @@ class ResponsesEncoder:
         return events + (self._open.more(arguments) if arguments else b"")
 
     def _begin(self, kind: str, call: dict[str, Any] | None = None) -> bytes:
-        """The next item, once the one before it is done."""
+        """Begin the next item, once the one before it is done."""
         events = self._close(b"completed") if self._open is not None else b""
         index = len(self._items)
         id = item_id(self._head.id, kind, index)
@@ -138,7 +145,7 @@ class ResponsesEncoder:
         return events
 
     def _recorded_items(self, interaction: Interaction) -> bytes:
-        parts = parts_to_tell(interaction)
+        parts = output_parts(interaction)
         cut = interaction.finish_reason in ("length", "abort")
         texts = [k for k, part in enumerate(parts) if part.kind == "content"]
         out = []
@@ -176,16 +183,16 @@ class ResponsesEncoder:
     def _reasoning(self, interaction: Interaction, ids: list[int]) -> int:
         message = interaction.output_message
         reasoned = bool(message.get("reasoning_content"))
-        said = bool(message.get("content") or message.get("tool_calls"))
-        return self._spans.reasoning(ids, reasoned=reasoned, answered=said)
+        answered = bool(message.get("content") or message.get("tool_calls"))
+        return self._spans.reasoning(ids, reasoned=reasoned, answered=answered)
 
     def _response(self, interaction: Interaction, items: bytes) -> bytes:
         match interaction.finish_reason:
             case "length":
                 status, error, why = b"incomplete", b"null", b'{"reason":"max_output_tokens"}'
             case "abort":
-                said = {"code": "server_error", "message": _ABORTED}
-                status, error, why = b"failed", orjson.dumps(said), b"null"
+                failure = {"code": "server_error", "message": _ABORTED}
+                status, error, why = b"failed", orjson.dumps(failure), b"null"
             case _:
                 status, error, why = b"completed", b"null", b"null"
         return b'%b,"status":"%b","error":%b,"incomplete_details":%b,"output":[%b],"usage":%b}' % (
@@ -216,14 +223,14 @@ class ResponsesEncoder:
 
 
 class _SampledOutput:
-    """The tokens of a stream, of which log-probabilities are told."""
+    """The tokens of a stream whose log-probabilities are reported."""
 
     def __init__(self) -> None:
         self._ids: list[int] = []
         self._logprobs: list[float] = []
         self._top: TopLogprobs = []
         self._reasoned = self._called = False
-        self._told: int | None = None
+        self._reported: int | None = None
 
     def add(self, item: Delta) -> None:
         self._ids += item.output_ids
@@ -233,10 +240,10 @@ class _SampledOutput:
         self._called |= item.calls or bool(item.message.tool_calls)
 
     def new_text(self, write: LogprobsEncoder, spans: TokenSpans) -> bytes:
-        """Of the text's tokens since the last time."""
+        """Return the log-probabilities of the text's tokens since the last call."""
         start, end = self._span(spans)
-        start = start if self._told is None else self._told
-        self._told = max(start, end)
+        start = start if self._reported is None else self._reported
+        self._reported = max(start, end)
         return self._entries(write, start, end)
 
     def all_text(self, write: LogprobsEncoder, spans: TokenSpans) -> bytes:
@@ -252,7 +259,7 @@ class _SampledOutput:
 
 
 def _base(call: ResponsesCall, head: Head) -> dict[str, Any]:
-    """What is the same in all of a response's events."""
+    """Return the fields that are the same in all of a response's events."""
     out = {
         "id": head.id,
         "object": "response",
@@ -266,7 +273,7 @@ def _base(call: ResponsesCall, head: Head) -> dict[str, Any]:
         **DEFAULTS,
         **call.repeated,
     }
-    # OpenAI's are texts.
+    # OpenAI's metadata values are texts.
     out["metadata"] = {
         name: value if isinstance(value, str) else orjson.dumps(value).decode()
         for name, value in out["metadata"].items()

@@ -1,4 +1,4 @@
-"""One output item while it is streamed, and as it is told when it is done."""
+"""The events of one output item while it is streamed, and the item when it is done."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions.responses.events import EventFactory, opening
 from any_agent.completions.responses.reasoning import encoded
 
 _DELTAS = {
@@ -16,8 +15,37 @@ _DELTAS = {
 }
 
 
+class EventFactory:
+    """Numbers and encodes the server-sent events of one Responses stream."""
+
+    def __init__(self) -> None:
+        self._number = 0
+
+    def event(self, kind: bytes, fields: bytes) -> bytes:
+        """Return an event; ``fields``: the JSON between type and number, without braces."""
+        number = self._number
+        self._number = number + 1
+        return b'event: %b\ndata: {"type":"%b",%b,"sequence_number":%d}\n\n' % (
+            kind,
+            kind,
+            fields,
+            number,
+        )
+
+    def delta(self, before: bytes, text: str) -> bytes:
+        """Return the event of a text's next step; ``before``: the constant part of the event."""
+        number = self._number
+        self._number = number + 1
+        return b'%b%b,"sequence_number":%d}\n\n' % (before, orjson.dumps(text), number)
+
+
+def _delta_head(kind: bytes, where: bytes, more: bytes = b"") -> bytes:
+    """Return a delta event up to its text."""
+    return b'event: %b\ndata: {"type":"%b",%b%b,"delta":' % (kind, kind, where, more)
+
+
 class ItemStream:
-    """Of one of three kinds: reasoning, content, call."""
+    """Encodes one item, of the kind reasoning, content or call."""
 
     def __init__(
         self, events: EventFactory, kind: str, id: str, index: int, call: dict[str, Any] | None
@@ -32,10 +60,10 @@ class ItemStream:
         if kind != "call":
             self._where += b',"content_index":0'
         more = b',"logprobs":[]' if kind == "content" else b""
-        self._delta = opening(_DELTAS[kind], self._where, more)
+        self._delta = _delta_head(_DELTAS[kind], self._where, more)
 
     def begin(self) -> bytes:
-        """The item is there, and, of a text, its one part."""
+        """Return the events that add the item and, for a text, its one part."""
         added = self._events.event(
             b"response.output_item.added",
             b'"output_index":%d,"item":%b' % (self._index, self._item(b"in_progress", None)),
@@ -51,13 +79,13 @@ class ItemStream:
         self._texts.append(text)
         before = self._delta
         if logprobs is not None:
-            before = opening(_DELTAS[self.kind], self._where, b',"logprobs":' + logprobs)
+            before = _delta_head(_DELTAS[self.kind], self._where, b',"logprobs":' + logprobs)
         return self._events.delta(before, text)
 
     def end(self, status: bytes, logprobs: bytes, encrypts: bool) -> tuple[bytes, bytes]:
-        """The events that end it, and the item."""
+        """Return the events that end the item, and the item."""
         text = "".join(self._texts)
-        said = orjson.dumps(text)
+        encoded_text = orjson.dumps(text)
         item = self._item(status, text, logprobs, encrypts)
         events = []
         if self.kind == "call":
@@ -66,7 +94,7 @@ class ItemStream:
             events.append(
                 self._events.event(
                     b"response.function_call_arguments.done",
-                    b'%b,"name":%b,"arguments":%b' % (self._where, name, said),
+                    b'%b,"name":%b,"arguments":%b' % (self._where, name, encoded_text),
                 )
             )
         else:
@@ -76,7 +104,8 @@ class ItemStream:
             else:
                 kind, more = b"response.reasoning_text.done", b""
                 part = _reasoning_part(text)
-            events.append(self._events.event(kind, b'%b%b,"text":%b' % (self._where, more, said)))
+            fields = b'%b%b,"text":%b' % (self._where, more, encoded_text)
+            events.append(self._events.event(kind, fields))
             events.append(
                 self._events.event(
                     b"response.content_part.done", b'%b,"part":%b' % (self._where, part)
@@ -104,7 +133,7 @@ def item_bytes(
     logprobs: bytes,
     encrypts: bool,
 ) -> bytes:
-    """An item; ``text`` None: nothing was said yet."""
+    """Return an item's JSON; ``text`` is None while the item has none yet."""
     if kind == "content":
         part = b"" if text is None else _text_part(text, logprobs)
         return b'{"id":"%b","type":"message","status":"%b","role":"assistant","content":[%b]}' % (

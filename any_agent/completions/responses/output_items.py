@@ -1,4 +1,4 @@
-"""What an answer says as Responses' output items."""
+"""The output items of an answer of the Responses API."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "output": "fco"}
 
 
 def item_id(answer_id: str, kind: str, index: int) -> str:
-    """``msg_<the answer's hex>_<place>``: what comes back tells which answer it is of."""
+    """Return ``msg_<the answer's hex>_<place>``: an item that comes back names its answer."""
     return f"{PREFIXES[kind]}_{answer_id.rpartition('_')[2]}_{index}"
 
 
-def parts_to_tell(interaction: Interaction) -> list[OutputPart]:
-    """Never none: what says nothing is an empty text, so that it can be sent back."""
+def output_parts(interaction: Interaction) -> list[OutputPart]:
+    """Return an answer's parts, at least one: an empty answer is an empty text to send back."""
     return parts_of(interaction) or [OutputPart("content")]
 
 
 def items_of(interaction: Interaction) -> list[dict[str, Any]]:
-    """The items, as plain data without log-probabilities."""
-    parts = parts_to_tell(interaction)
+    """Return the items as plain data without log-probabilities."""
+    parts = output_parts(interaction)
     cut = interaction.finish_reason in ("length", "abort")
     return [
         item_of(

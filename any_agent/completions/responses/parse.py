@@ -1,19 +1,20 @@
-"""A body of `/v1/responses` to a checked call."""
+"""Checks a `/v1/responses` body by the table of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions.params import TABLE, ChatCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
-from any_agent.completions.params.parse import sort_out, untrainable_by
+from any_agent.completions.params.parse import sort_parameters, untrainable_by
 from any_agent.completions.params.sampling import sampling_of
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
 from any_agent.completions.params.template_kwargs import template_kwargs_of
-from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.history import (
     ID_PREFIX,
     ItemHistory,
@@ -33,6 +34,39 @@ _VERBOSITIES = {"enum": ["low", "medium", "high"]}
 _SUMMARIES = {"enum": ["auto", "concise", "detailed"]}
 
 
+DEFAULTS: Mapping[str, Any] = {
+    "instructions": None,
+    "max_output_tokens": None,
+    "max_tool_calls": None,
+    "metadata": {},
+    "parallel_tool_calls": True,
+    "previous_response_id": None,
+    "prompt_cache_key": None,
+    "reasoning": {"effort": None, "summary": None},
+    "safety_identifier": None,
+    "store": True,
+    "text": {"format": {"type": "text"}},
+    "tool_choice": "auto",
+    "tools": [],
+    "top_logprobs": 0,
+    "user": None,
+}
+"""The request fields that an answer repeats, with their values where the request has none."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResponsesCall:
+    """A checked request, and the parts of it that only its answer needs."""
+
+    chat: ChatCall
+    """The same request as a chat call."""
+    repeated: Mapping[str, Any] = field(default_factory=dict)
+    """The request's fields that the answer repeats, where they differ from :data:`DEFAULTS`."""
+    logprobs: bool = False
+    encrypted: bool = False
+    """True if reasoning is added once more, as an opaque text that brings it back."""
+
+
 def parse_responses(
     body: Any,
     *,
@@ -46,10 +80,10 @@ def parse_responses(
 ) -> ResponsesCall:
     """Check a `/responses` body; sampling as in :func:`any_agent.completions.parse_chat`.
 
-    ``tree``: of the session, in which earlier answers are looked up. Raises InvalidRequest,
+    ``tree``: the session's, in which earlier answers are looked up. Raises InvalidRequest,
     UnsupportedParameter or NotFound, naming the parameter.
     """
-    body, recorded, rest = sort_out(body, "responses", known_settings, unknown)
+    body, recorded, rest = sort_parameters(body, TABLE["responses"], known_settings, unknown)
     include = _include(body.get("include"))
     tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
@@ -64,10 +98,12 @@ def parse_responses(
     repeated = _repeated(
         body, text=text, reasoning=reasoning, tools=flat(tools), tool_choice=choice
     )
-    told = flat(shown_tools) == repeated.get("tools", [])
-    kept = {k: v for k, v in repeated.items() if k not in recorded and not (k == "tools" and told)}
+    known = set(recorded)
+    if flat(shown_tools) == repeated.get("tools", []):
+        known.add("tools")
+    kept = {name: value for name, value in repeated.items() if name not in known}
     if kept.get("instructions"):
-        # They are among the messages, whose first ones have so many lines of them.
+        # The instructions are recorded as the first messages' lines, so their number is enough.
         kept["instructions"] = full_lines(kept["instructions"])
     template_kwargs = template_kwargs_of(body, rest, known_settings, unknown)
     chat = ChatCall(
@@ -101,7 +137,7 @@ def parse_responses(
 def _messages(
     body: Mapping[str, Any], tree: InteractionTree | None, context_length: int
 ) -> tuple[list[Message], str | None]:
-    """The conversation, and the answer that it goes on from by name."""
+    """Return the conversation, and the id of the answer that the request continues."""
     given = body.get("input")
     if isinstance(given, list):
         require_few(given, context_length)
@@ -133,7 +169,7 @@ def _included(logprobs: bool, encrypted: bool) -> dict[str, bool]:
 
 
 def _text(value: Any) -> tuple[str | None, dict[str, Any]]:
-    """The grammar, and what the answer repeats."""
+    """Return the grammar, and the `text` that the answer repeats."""
     if value is None:
         return None, dict(DEFAULTS["text"])
     given = require_object(value, "text")
@@ -175,23 +211,23 @@ def _grammar(wanted: Mapping[str, Any]) -> str | None:
 
 
 def _reasoning(value: Any) -> tuple[str | None, dict[str, Any]]:
-    """The effort, and what the answer repeats."""
+    """Return the effort, and the `reasoning` that the answer repeats."""
     repeated = dict(DEFAULTS["reasoning"])
     if value is None:
         return None, repeated
     given = require_object(value, "reasoning")
     require_names(given, "reasoning", ("effort", "summary", "generate_summary", "context", "mode"))
-    for field, schema in (
+    for name, schema in (
         ("effort", TABLE["chat"]["reasoning_effort"].schema),
         ("summary", _SUMMARIES),
         ("generate_summary", _SUMMARIES),
     ):
-        if given.get(field) is not None:
-            check(given[field], schema, f"reasoning.{field}")
-    for field, neutral in (("context", "auto"), ("mode", "standard")):
-        if given.get(field) not in (None, neutral):
+        if given.get(name) is not None:
+            check(given[name], schema, f"reasoning.{name}")
+    for name, neutral in (("context", "auto"), ("mode", "standard")):
+        if given.get(name) not in (None, neutral):
             raise UnsupportedParameter(
-                f"reasoning.{field} is not supported here: leave it out", param="reasoning"
+                f"reasoning.{name} is not supported here: leave it out", param="reasoning"
             )
     repeated["effort"] = given.get("effort")
     repeated["summary"] = given.get("summary") or given.get("generate_summary")
@@ -209,7 +245,7 @@ def _check_stream_options(value: Any) -> None:
 
 
 def _repeated(body: Mapping[str, Any], **checked: Any) -> dict[str, Any]:
-    """``checked``: objects and lists, of which nothing is repeated that was not looked at."""
-    said = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
-    said |= {name: value for name, value in checked.items() if value is not None}
-    return {name: value for name, value in said.items() if value != DEFAULTS[name]}
+    """Return the fields to repeat; ``checked`` replaces objects and lists by checked ones."""
+    given = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
+    given |= {name: value for name, value in checked.items() if value is not None}
+    return {name: value for name, value in given.items() if value != DEFAULTS[name]}

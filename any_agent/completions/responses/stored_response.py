@@ -9,8 +9,7 @@ from any_agent.completions.call_types import Head
 from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.encoders.logprobs import LogprobsEncoder
 from any_agent.completions.encoders.output_order import OutputPart
-from any_agent.completions.params import ChatCall
-from any_agent.completions.responses.call import DEFAULTS, ResponsesCall
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.completions.responses.history import (
     DELETED,
@@ -20,6 +19,7 @@ from any_agent.completions.responses.history import (
     require_texts,
 )
 from any_agent.completions.responses.output_items import item_id, item_of
+from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
 from any_agent.completions.responses.tools import flat
 from any_agent.errors import NotFound
 from any_agent.record import InteractionTree

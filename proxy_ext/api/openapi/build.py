@@ -1,101 +1,44 @@
-"""What FastAPI cannot know of our routes, added to its description of them: `/openapi.json`.
+"""Completes FastAPI's description of the routes: `/openapi.json`.
 
-Every error that a route can answer (behind the router, too), keys, headers, the fields' comments,
-examples. One table says what is particular to a route; the rest follows from who may use it
-(`scopes.py`), from its method, and from its dependencies.
+Added are every error that a route can answer (behind the router, too), keys, headers, field
+comments and examples. `description.json` holds what is particular to a route or a schema; the rest
+follows from who may use the route (`proxy_ext.web.permissions`), from its method and its
+dependencies, and from the registered APIs (`any_agent.completions.apis`).
 """
 
 from __future__ import annotations
 
 import ast
+import copy
 import inspect
 from collections.abc import Iterator
+from functools import cache
+from importlib.resources import files
 from typing import Any
 
+import orjson
 from fastapi import FastAPI
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.auth.access import Scope
+from any_agent.completions.apis import Api, all_apis, error_format
+from any_agent.completions.params.table import request_schema
 from any_agent.protocol import rl as protocol
-from any_agent.protocol.error_bodies import is_messages
-from proxy_ext.api.openapi.schemas import BODIES, EXAMPLES, PAGES, RULES_BETWEEN, SCHEMAS
 from proxy_ext.api.rl import areal, areal_export
 from proxy_ext.api.rl.dependencies import receipt_of
 from proxy_ext.web.permissions import RULES
 
-_ERRORS = {
-    400: "The request is malformed; `param` names the field.",
-    401: "No key, or one that is not valid here.",
-    402: "What the session or the tenant may spend on frozen models is spent.",
-    403: "The key is not good for this route.",
-    404: "There is no such session, completion or model, or it is not the caller's.",
-    409: "It contradicts the state of the session, the group or the run.",
-    410: "The session is over; `state` says how it ended.",
-    413: "The body or the headers are too large.",
-    422: "Well-formed, but it cannot be done; or the Idempotency-Key came with another request.",
-    429: "No slot, no place or no quota is left; try again after `Retry-After` seconds.",
-    502: "The rank died before it answered: whether it did what was asked is not known. Of a "
-    "frozen model: what its provider says is no answer, or it refuses this service.",
-    503: "The rank, its engine or its store cannot answer now.",
-    504: "The provider of a frozen model took too long.",
-    507: "The store's disk is full.",
-}
-_WAITING = (429, 503, 507)
-"""They say when to try again."""
-
-_MODEL_CALL = "402 404 409 410 429 504 507"
-_TABLE: dict[str, tuple[str, str]] = {
-    # Tag, and what else it answers than its kind does.
-    "POST /v1/chat/completions": ("model calls", _MODEL_CALL),
-    "POST /v1/completions": ("model calls", _MODEL_CALL),
-    "POST /v1/responses": ("model calls", _MODEL_CALL),
-    "GET /v1/responses/{response_id}": ("model calls", "404"),
-    "DELETE /v1/responses/{response_id}": ("model calls", "404 409 410 507"),
-    "GET /v1/responses/{response_id}/input_items": ("model calls", "404"),
-    "POST /v1/messages": ("model calls", _MODEL_CALL),
-    "POST /v1/messages/count_tokens": ("model calls", "404 410 429"),
-    "POST /v1/embeddings": ("model calls", _MODEL_CALL),
-    "GET /v1/models": ("model calls", ""),
-    "GET /v1/models/{model}": ("model calls", "404"),
-    "POST /rl/v1/start_session": ("agents", "409 429 507"),
-    "GET /rl/v1/start_session": ("agents", "409 429 507"),
-    "POST /rl/v1/set_reward": ("agents", "404 410 507"),
-    "POST /rl/v1/finalize": ("agents", "404 409 410 507"),
-    "GET /rl/v1/sessions": ("agents", ""),
-    "GET /rl/v1/sessions/{session_id}": ("agents", "404"),
-    "GET /rl/v1/sessions/{session_id}/content": ("agents", "404 409"),
-    "DELETE /rl/v1/sessions/{session_id}": ("agents", "404 409 410 507"),
-    "POST /rl/v1/sessions/{session_id}/heartbeat": ("agents", "404 410 507"),
-    "POST /rl/v1/sessions/{session_id}/abort": ("agents", "404 409 410 507"),
-    "POST /rl/v1/sessions/{session_id}/veto": ("agents", "404 409 410 507"),
-    "GET /rl/v1/run": ("agents", "404"),
-    "PUT /rl/v1/run": ("trainer", "409 507"),
-    "GET /rl/v1/version": ("agents", "404"),
-    "POST /rl/v1/version": ("trainer", "409 507"),
-    "POST /rl/v1/pause": ("trainer", "409 507"),
-    "POST /rl/v1/resume": ("trainer", "409 507"),
-    "GET /rl/v1/capacity": ("trainer", ""),
-    "PUT /rl/v1/capacity": ("trainer", "409 507"),
-    "POST /rl/v1/lease": ("trainer", "404 409 410 507"),
-    "POST /rl/v1/ack": ("trainer", "404 409 410 507"),
-    "POST /rl/v1/export_trajectories": ("trainer", "404 409 410 422 507"),
-    "POST /grant_capacity": ("as AReaL has it", "507"),
-    "POST /rl/start_session": ("as AReaL has it", "409 422 429 507"),
-    "POST /rl/set_reward": ("as AReaL has it", "404 410 507"),
-    "POST /rl/end_session": ("as AReaL has it", "404 409 410 507"),
-    "POST /export_trajectories": ("as AReaL has it", "404 409 410 422 507"),
-    "GET /health": ("as AReaL has it", ""),
-    "GET /healthz": ("operations", ""),
-    "GET /readyz": ("operations", ""),
-    "GET /metrics": ("operations", ""),
-}
+_RETRY_LATER = (429, 503, 507)
+"""The statuses whose answers carry `Retry-After`."""
+_LIKE_ANY_CALL = "POST /v1/chat/completions"
+"""The route whose errors those of every registered API are."""
 _KEYS = {
     "bearer": {
         "type": "http",
         "scheme": "bearer",
         "description": "The operator's key, a key of `any-agent keys`, or a session's `api_key`. A "
-        "service without an admin key, on loopback only, asks for none.",
+        "service without an admin key, on loopback only, requires none.",
     },
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
 }
@@ -111,7 +54,8 @@ _IDEMPOTENCY_KEY = {
     "description": "The same request with the same key has the first answer again, for 24 hours.",
     "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
 }
-
+_PAGES = "^([0-9]{1,4}:[0-9]{1,15}(,[0-9]{1,4}:[0-9]{1,15})*)?$"
+"""The place at which a list of several ranks goes on."""
 _QUERIES = (
     "Every field of a body of `/rl` routes, `/grant_capacity` and `/export_trajectories` may stand "
     "in the query instead, by its name; objects are JSON there. Where body and query differ, and "
@@ -119,8 +63,22 @@ _QUERIES = (
 )
 
 
+@cache
+def load_description() -> dict[str, Any]:
+    """Return `description.json`.
+
+    ``errors``: a text by status. ``routes``: a tag and further statuses by route. ``headers``: the
+    headers of recorded answers. ``schemas``: schemas that no model describes; ``x-parameters-of``
+    names the API whose parameters a request has. ``operations``: by route, the fields that replace
+    FastAPI's. ``rules``: by model, which fields go together. ``examples``: a valid body by model.
+    """
+    text = files("proxy_ext.api.openapi").joinpath("description.json").read_bytes()
+    loaded: dict[str, Any] = orjson.loads(text)
+    return loaded
+
+
 def describe(app: FastAPI) -> None:
-    """Have the app describe itself in full."""
+    """Make the app's description of itself complete."""
     plain = app.openapi
 
     def full() -> dict[str, Any]:
@@ -133,35 +91,71 @@ def describe(app: FastAPI) -> None:
 
 
 def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
+    texts = copy.deepcopy(load_description())
+    for api in all_apis():
+        _describe_api(api, texts)
     schemas = schema.setdefault("components", {}).setdefault("schemas", {})
     for name in ("HTTPValidationError", "ValidationError"):
         schemas.pop(name, None)
-    schemas |= SCHEMAS
+    apis = {api.name: api for api in all_apis()}
+    for name, own in texts["schemas"].items():
+        owner = apis.get(own.pop("x-parameters-of", ""))
+        request = {} if owner is None else request_schema(owner.parameters(), owner.required)
+        schemas[name] = {"title": name, **request, **own}
     schema["info"]["description"] = _QUERIES
     schema["components"]["securitySchemes"] = _KEYS
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
             route = f"{method.upper()} {path}"
-            _complete_operation(route, operation, once=route in once)
-    for name, example in EXAMPLES.items():
+            _complete_operation(route, operation, texts, once=route in once)
+    for name, example in texts["examples"].items():
         schemas[name]["examples"] = [example]
-    for name, rule in RULES_BETWEEN.items():
+    for name, rule in texts["rules"].items():
         schemas[name] |= rule
     _close_maps(schemas)
     for module in (protocol, areal, areal_export):
         _add_comments(schemas, inspect.getsource(module))
 
 
-def _complete_operation(route: str, operation: dict[str, Any], *, once: bool) -> None:
-    tag, particular = _TABLE[route]
+def _describe_api(api: Api, texts: dict[str, Any]) -> None:
+    """Add the texts of an API that `description.json` does not know."""
+    route = f"POST /v1{api.path}"
+    if route in texts["routes"]:
+        return
+    request, answer = f"{api.name}-request", f"{api.name}-answer"
+    texts["routes"][route] = texts["routes"][_LIKE_ANY_CALL]
+    texts["schemas"][request] = {"x-parameters-of": api.name}
+    texts["schemas"][answer] = dict(api.response_schema)
+    events = {"text/event-stream": {"schema": {"type": "string"}}}
+    texts["operations"][route] = {
+        "summary": api.summary or api.name,
+        "requestBody": {"required": True, "content": _json(request)},
+        "responses": {
+            "200": {
+                "description": "The answer; with `stream` as events.",
+                "x-headers": list(texts["headers"]),
+                "content": _json(answer) | events,
+            }
+        },
+    }
+
+
+def _complete_operation(
+    route: str, operation: dict[str, Any], texts: dict[str, Any], *, once: bool
+) -> None:
+    tag, *particular = texts["routes"][route]
     method, _, path = route.partition(" ")
     scopes = RULES[method, path].scopes
     operation["tags"] = [tag]
-    operation |= BODIES.get(route, {})
+    operation |= texts["operations"].get(route, {})
     responses = operation["responses"]
-    # FastAPI's own, which is not what we answer.
+    for response in responses.values():
+        if names := response.pop("x-headers", ()):
+            known = {name: texts["headers"][name] for name in names}
+            response["headers"] = {**known, **response.get("headers", {})}
+    # FastAPI's own description of 422, which is not what we answer.
     responses.pop("422", None)
-    statuses = {400, 413, 502, 503, *map(int, particular.split())}
+    statuses = {400, 413, 502, 503, *particular}
     if Scope.NONE not in scopes:
         operation["security"] = [{name: []} for name in _KEYS]
         statuses |= {401, 403}
@@ -174,13 +168,13 @@ def _complete_operation(route: str, operation: dict[str, Any], *, once: bool) ->
         parameters.append(_IDEMPOTENCY_KEY)
         statuses |= {409, 422, 507}
     for status in sorted(statuses):
-        responses[str(status)] = _error(status, path)
+        responses[str(status)] = _error(status, path, texts["errors"][str(status)])
     # Last, so that each of a route's answers stands in the order of its status.
     operation["responses"] = dict(sorted(responses.items()))
 
 
 def _complete_parameter(parameter: dict[str, Any]) -> None:
-    """What stands in a URL or a header is never null: it is left out."""
+    """Remove null from the schema: in a URL or a header a parameter is left out instead."""
     schema = parameter["schema"]
     kinds = [kind for kind in schema.pop("anyOf", ()) if kind != {"type": "null"}]
     if len(kinds) == 1:
@@ -188,11 +182,11 @@ def _complete_parameter(parameter: dict[str, Any]) -> None:
     elif kinds:
         schema["anyOf"] = kinds
     if parameter["name"] == "after":
-        schema.setdefault("pattern", PAGES)
+        schema.setdefault("pattern", _PAGES)
 
 
 def _close_maps(schema: Any) -> None:
-    """Where names have a pattern, no others are taken."""
+    """Refuse names without the pattern where names have one."""
     if isinstance(schema, dict) and "patternProperties" in schema:
         schema["additionalProperties"] = False
         schema["minProperties"] = 1
@@ -201,18 +195,20 @@ def _close_maps(schema: Any) -> None:
             _close_maps(below)
 
 
-def _error(status: int, path: str) -> dict[str, Any]:
-    name = "AnthropicError" if is_messages(path) else "Error"
-    shape = {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-    out: dict[str, Any] = {"description": _ERRORS[status], "content": shape}
-    if status in _WAITING:
+def _error(status: int, path: str, text: str) -> dict[str, Any]:
+    out: dict[str, Any] = {"description": text, "content": _json(error_format(path).schema)}
+    if status in _RETRY_LATER:
         seconds = {"type": "integer", "minimum": 1}
         out["headers"] = {"Retry-After": {"description": "Seconds.", "schema": seconds}}
     return out
 
 
+def _json(name: str) -> dict[str, Any]:
+    return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
+
+
 def _with_receipt(app: FastAPI) -> set[str]:
-    """The routes that take an Idempotency-Key: those that depend on a receipt."""
+    """Return the routes that take an Idempotency-Key: those that depend on a receipt."""
     found = set()
     for context in iter_route_contexts(app.routes):
         route = context.original_route
@@ -230,7 +226,7 @@ def _dependants(top: Dependant) -> Iterator[Dependant]:
 
 
 def _add_comments(schemas: dict[str, Any], source: str) -> None:
-    """The comment under a model's field is its description."""
+    """Make the comment under a model's field its description."""
     for node in ast.parse(source).body:
         if not isinstance(node, ast.ClassDef) or node.name not in schemas:
             continue

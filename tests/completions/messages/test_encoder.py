@@ -13,7 +13,7 @@ from any_agent.chat import chain_keys
 from any_agent.chat.output.message import MessageDelta, merge_deltas
 from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
 from any_agent.completions.call_types import Delta
-from any_agent.completions.messages import MessagesEncoder
+from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.errors import EngineUnavailable, SessionClosed
 from any_agent.types import Interaction

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions.messages import parse_count
 from any_agent.completions.messages.input_messages import conversation_of
+from any_agent.completions.messages.parse import parse_count
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.protocol.error_bodies import anthropic_body
 from tests.support.completions.messages import HELLO, parse

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.completions.params import choice_seed
+from any_agent.completions.params.sampling import choice_seed
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters
 from tests.support.completions.params import OTHER, RUN, TOOL, USER, parse

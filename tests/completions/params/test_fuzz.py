@@ -10,8 +10,10 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions.params import TABLE, TOKEN_LIMITS, ChatCall
-from any_agent.completions.params.parameter import MAX_CHOICES, MAX_STOPS, Api
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parameter import MAX_CHOICES, MAX_STOPS
+from any_agent.completions.params.sampling import TOKEN_LIMITS
+from any_agent.completions.params.table import TABLE
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, NotFound
 from tests.support.completions.params import BODIES, RUN, parse
@@ -40,7 +42,7 @@ NAMED: st.SearchStrategy[Any] = st.recursive(
 )
 
 
-def bodies(api: Api) -> st.SearchStrategy[dict[str, Any]]:
+def bodies(api: str) -> st.SearchStrategy[dict[str, Any]]:
     """Nearly right: known names with any value, seldom an unknown one."""
     name = st.sampled_from(sorted(TABLE[api])) | st.sampled_from(sorted(TABLE[api])) | WORDS
     fields = st.dictionaries(name, NAMED, max_size=4)
@@ -72,7 +74,7 @@ def require_valid(call: ChatCall, mode: str) -> None:
 @pytest.mark.parametrize("api", BODIES)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
-def test_nearly_right_bodies(api: Api, mode: str, data: st.DataObject) -> None:
+def test_nearly_right_bodies(api: str, mode: str, data: st.DataObject) -> None:
     body = data.draw(bodies(api))
     try:
         call = parse(mode, api=api, body=body)
@@ -89,7 +91,7 @@ def test_nearly_right_bodies(api: Api, mode: str, data: st.DataObject) -> None:
 @pytest.mark.parametrize("api", BODIES)
 @settings(max_examples=100, deadline=None)
 @given(body=JSON)
-def test_any_json(api: Api, body: Any) -> None:
+def test_any_json(api: str, body: Any) -> None:
     try:
         require_valid(parse(api=api, body=body), "train")
     except (InvalidRequest, NotFound) as error:
@@ -98,7 +100,7 @@ def test_any_json(api: Api, body: Any) -> None:
 
 @pytest.mark.parametrize("api", BODIES)
 @pytest.mark.parametrize("deep", [[], {}])
-def test_no_depth_is_too_much(api: Api, deep: Any) -> None:
+def test_no_depth_is_too_much(api: str, deep: Any) -> None:
     for _ in range(5_000):
         deep = [deep] if isinstance(deep, list) else {"type": deep}
     for name in TABLE[api]:

@@ -9,8 +9,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from any_agent.completions.params import PARAMETERS, request_schema
+from any_agent.completions.apis import all_apis
 from any_agent.completions.params.schema_check import check, json_text, shown, words
+from any_agent.completions.params.table import PARAMETERS, request_schema
 from any_agent.errors import InvalidRequest
 
 ROWS = [p for p in PARAMETERS if p.checked or p.kind == "refused"]
@@ -108,7 +109,8 @@ def test_text_of_json() -> None:
 
 @pytest.mark.parametrize("api", ["chat", "completions"])
 def test_the_schemas_of_bodies_are_schemas(api: Any) -> None:
-    schema = request_schema(api)
+    (found,) = (each for each in all_apis() if each.name == api)
+    schema = request_schema(found.parameters(), found.required)
     jsonschema.Draft202012Validator.check_schema(schema)
     least = {"messages": [{}]} if api == "chat" else {"prompt": "x"}
     jsonschema.validate({**least, "temperature": None, "user": ""}, schema)

@@ -7,12 +7,11 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.completions.params.parameter import Api
 from any_agent.completions.params.unknown_fields import MAX_UNKNOWN
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import BODIES, parse
 
-CHATS: tuple[Api, ...] = ("chat", "responses", "messages")
+CHATS: tuple[str, ...] = ("chat", "responses", "messages")
 REFUSE = {"unknown": "refuse"}
 
 
@@ -22,7 +21,7 @@ def switched(*known: str, **more: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("mode", ["train", "eval"])
 @pytest.mark.parametrize("api", BODIES)
-def test_one_is_recorded_and_changes_nothing(api: Api, mode: str) -> None:
+def test_one_is_recorded_and_changes_nothing(api: str, mode: str) -> None:
     call = parse(mode, api=api, beam_width=7, empty=None)
     plain = parse(mode, api=api)
     assert (call.recorded, call.ignored) == ({"beam_width": 7}, ("beam_width",))
@@ -99,7 +98,7 @@ def test_keys_are_not_kept(given: dict[str, Any]) -> None:
     ],
 )
 def test_what_means_something_at_another_route_is_refused(
-    api: Api, name: str, told: dict[str, Any]
+    api: str, name: str, told: dict[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedParameter, match=f'unknown parameter "{name}"'):
         parse(api=api, told=told, **{name: 1})
@@ -110,7 +109,7 @@ def test_what_means_something_at_another_route_is_refused(
 
 @pytest.mark.parametrize("api", CHATS)
 @pytest.mark.parametrize("on", [True, False])
-def test_a_switch_is_as_in_template_kwargs(api: Api, on: bool) -> None:
+def test_a_switch_is_as_in_template_kwargs(api: str, on: bool) -> None:
     told = switched("enable_thinking")
     inside = parse(api=api, told=told, chat_template_kwargs={"enable_thinking": on})
     assert parse(api=api, told=told, enable_thinking=on) == inside
@@ -124,7 +123,7 @@ def test_a_switch_is_as_in_template_kwargs(api: Api, on: bool) -> None:
 
 
 @pytest.mark.parametrize("api", CHATS)
-def test_a_switch_that_the_template_lacks(api: Api) -> None:
+def test_a_switch_that_the_template_lacks(api: str) -> None:
     call = parse(api=api, enable_thinking=False)
     assert (call.template_kwargs, call.ignored) == ({}, ("enable_thinking",))
     assert call.recorded == {"enable_thinking": False}
@@ -133,7 +132,7 @@ def test_a_switch_that_the_template_lacks(api: Api) -> None:
 
 
 @pytest.mark.parametrize("api", CHATS)
-def test_whatever_the_template_reads_may_stand_at_the_top(api: Api) -> None:
+def test_whatever_the_template_reads_may_stand_at_the_top(api: str) -> None:
     told = switched("enable_thinking", "clear_thinking")
     call = parse(api=api, told=told, clear_thinking=False, enable_thinking=None)
     assert (call.template_kwargs, call.ignored) == ({"clear_thinking": False}, ())

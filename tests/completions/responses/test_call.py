@@ -11,7 +11,7 @@ import pytest
 from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.responses import ResponsesEncoder
+from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.errors import EngineUnavailable, InvalidRequest, UnsupportedParameter
 from any_agent.types import Interaction
 from tests.completions.responses.test_input_items import CHAT_CALL, HEX, recorded

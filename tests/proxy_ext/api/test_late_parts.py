@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, MessageDelta, load_chat_format, merge_deltas
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
-from any_agent.completions.messages.tool_use_ids import tool_use_id
+from any_agent.completions.messages.tool_use import tool_use_id
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call
 from tests.proxy_ext.api.test_chat import say

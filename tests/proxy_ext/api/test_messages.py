@@ -12,7 +12,8 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import prepare as begin
-from any_agent.completions.messages import count_tokens, parse_count
+from any_agent.completions.messages.count import count_tokens
+from any_agent.completions.messages.parse import parse_count
 from any_agent.types import Continuation
 from proxy_ext.api import messages as wire
 from tests.proxy_ext.api.test_chat import say

@@ -8,8 +8,8 @@ import jsonschema  # type: ignore[import-untyped]
 import pytest
 
 from any_agent.auth.access import Scope
-from any_agent.protocol.error_bodies import is_messages
-from proxy_ext.api.model_routes import HANDLERS
+from any_agent.completions.apis import error_format
+from proxy_ext.api.model_routes import model_call_handlers
 from proxy_ext.web.permissions import RULES
 from tests.support.proxy import Proxy, our_app
 from tests.support.proxy_fixtures import Start
@@ -20,7 +20,7 @@ UNDESCRIBED = {
     ("GET", "/openapi.json"),
     ("HEAD", "/openapi.json"),
 }
-MODEL_CALLS = {("POST", f"/v1{path}") for path in HANDLERS}
+MODEL_CALLS = {("POST", f"/v1{path}") for path in model_call_handlers()}
 COUNT = ("POST", "/v1/messages/count_tokens")
 
 
@@ -66,8 +66,7 @@ def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
     for status, response in responses.items():
         assert len(response["description"]) > 5
         if status >= "400":
-            name = "AnthropicError" if is_messages(route[1]) else "Error"
-            error = {"$ref": f"#/components/schemas/{name}"}
+            error = {"$ref": f"#/components/schemas/{error_format(route[1]).schema}"}
             assert response["content"] == {"application/json": {"schema": error}}
         if status in ("429", "503", "507"):
             assert "Retry-After" in response["headers"]

@@ -7,7 +7,7 @@ from typing import Any
 import orjson
 import pytest
 
-from any_agent.completions.params import choice_seed
+from any_agent.completions.params.sampling import choice_seed
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine

@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.chat import ChatFormat
 from any_agent.completions import parsed_request as completions_asked
-from any_agent.completions.responses import ResponsesEncoder
+from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.types import Continuation
 from tests.proxy_ext.api.test_chat import say
 from tests.support.openai_agent import (

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from any_agent.completions import parse_chat
+from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import SessionClosed
 from any_agent.types import GenerationHyperparameters, SessionMode
 from tests.support.proxy import HELLO, Proxy

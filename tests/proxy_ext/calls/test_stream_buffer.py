@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import MessageDelta
-from any_agent.completions import Delta
+from any_agent.completions.call_types import Delta
 from proxy_ext.calls.stream_buffer import StreamBuffer
 
 

@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions import Prepared
 from any_agent.completions import json_body as bodies
 from any_agent.completions import prepare as begin
+from any_agent.completions.call_types import Prepared
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start

@@ -12,7 +12,8 @@ from anthropic.types import Message, RawMessageStreamEvent
 from pydantic import TypeAdapter
 
 from any_agent.completions.call_types import Head
-from any_agent.completions.messages import MessagesCall, MessagesEncoder, parse_messages
+from any_agent.completions.messages.encoder import MessagesEncoder
+from any_agent.completions.messages.parse import MessagesCall, parse_messages
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)

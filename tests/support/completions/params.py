@@ -5,23 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from any_agent.completions.messages import parse_messages
-from any_agent.completions.params import ChatCall, parse_chat, parse_completion
-from any_agent.completions.params.parameter import Api
-from any_agent.completions.responses import parse_responses
+from any_agent.completions.messages.parse import parse_messages
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.parse import parse_chat, parse_completion
+from any_agent.completions.responses.parse import parse_responses
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
 TOOL: dict[str, Any] = {"type": "function", "function": {"name": "f", "parameters": {}}}
 OTHER: dict[str, Any] = {"type": "function", "function": {"name": "g"}}
 USER = [{"role": "user", "content": "hi"}]
-BODIES: dict[Api, dict[str, Any]] = {
+BODIES: dict[str, dict[str, Any]] = {
     "chat": {"messages": USER},
     "completions": {"prompt": "hi"},
     "responses": {"input": "hi"},
     "messages": {"messages": USER, "max_tokens": 100},
 }
-PARSERS: dict[Api, Callable[..., ChatCall]] = {
+PARSERS: dict[str, Callable[..., ChatCall]] = {
     "chat": parse_chat,
     "completions": parse_completion,
     "responses": lambda body, **told: parse_responses(body, **told).chat,
@@ -34,7 +34,7 @@ def parse(
     mode: str = "train",
     run: GenerationHyperparameters = RUN,
     *,
-    api: Api = "chat",
+    api: str = "chat",
     body: Any = _LEAST,
     told: dict[str, Any] | None = None,
     **fields: Any,

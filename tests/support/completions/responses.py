@@ -8,7 +8,7 @@ import orjson
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
-from any_agent.completions.responses import ResponsesCall, parse_responses
+from any_agent.completions.responses.parse import ResponsesCall, parse_responses
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, SessionMode
 

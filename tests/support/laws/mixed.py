@@ -11,11 +11,11 @@ from typing import Any
 import orjson
 
 from any_agent.chat import ChatFormat
-from any_agent.completions import Completion, Head
+from any_agent.completions.apis import all_apis
+from any_agent.completions.call_types import Completion, Head
 from any_agent.completions.encoders import ResponseEncoder
-from any_agent.completions.messages import parse_messages_request
+from any_agent.completions.parsed_request import ParseContext
 from any_agent.completions.parsed_request import ParsedRequest as Checked
-from any_agent.completions.parsed_request import ParseRules, parse_chat_request
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Message, SessionMode
 from tests.support.families import Family
@@ -26,7 +26,6 @@ from tests.support.laws.record import heard
 from tests.support.laws.talk import Session, Tally, Thread
 
 CONTEXT = 4096
-RULES = ParseRules(SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=512), "m")
 HABITS: dict[str, tuple[Api, ...]] = {
     "responses": (RESPONSES,),
     "named": (RESPONSES,),
@@ -82,15 +81,16 @@ class MixedSession(Session):
 
 def checked(api: Api, body: Any, chat: ChatFormat, tree: InteractionTree) -> Checked:
     """As the service does; raises AnyAgentError."""
-    match api.name:
-        case "responses":
-            from any_agent.completions.responses import parse_responses_request
-
-            return parse_responses_request(body, RULES, chat, tree, context_length=CONTEXT)
-        case "messages":
-            return parse_messages_request(body, RULES, chat)
-        case _:
-            return parse_chat_request(body, RULES, chat)
+    context = ParseContext(
+        SessionMode.TRAIN,
+        GenerationHyperparameters(max_new_tokens=512),
+        "m",
+        chat,
+        CONTEXT,
+        tree=tree,
+    )
+    (registered,) = (each for each in all_apis() if each.name == api.name)
+    return registered.parse(body, context)
 
 
 def require_same(given: Given, whole: Given) -> None:

@@ -8,7 +8,9 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions import Completer, Completion, Delta, Prepared, parse_chat
+from any_agent.completions.call_types import Completion, Delta, Prepared
+from any_agent.completions.completer import Completer
+from any_agent.completions.params.parse import parse_chat
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters, Message, SessionMode
 from tests.support.families import Family

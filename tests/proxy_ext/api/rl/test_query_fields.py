@@ -11,10 +11,11 @@ import pytest
 from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.types import SessionState
-from proxy_ext.api.openapi.schemas import EXAMPLES
+from proxy_ext.api.openapi.build import load_description
 from proxy_ext.api.rl.query_fields import QueryFields, merged
 from tests.support.proxy import HELLO, Proxy, our_app
 
+EXAMPLES = load_description()["examples"]
 ROUTES: dict[str, APIRoute] = {
     route.dependant.body_params[0].field_info.annotation.__name__: route
     for context in iter_route_contexts(our_app().routes)

@@ -1,12 +1,14 @@
-"""What a tool is called with: text as the model writes it, an object as Anthropic's API has it.
+"""`tool_use` blocks: a call's arguments as an object, and its id in Anthropic's form.
 
-The model may write anything, and what it wrote must be known again when the agent sends it back. So
-what is no JSON object, or would come back as another one (an integer beyond 64 bits is a float
-then), is an object with one field that holds the text as it is.
+The model may write anything, and its text must be recognised when the agent sends it back. So text
+that is no JSON object, or would come back as another one (an integer beyond 64 bits becomes a
+float), is an object with one field that holds the text as it is. The same call has the same id in
+every API.
 """
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import orjson
@@ -16,13 +18,15 @@ from any_agent.completions.json_body import require_shallow
 from any_agent.errors import InvalidRequest
 
 INVALID = "INVALID_JSON"
-"""As Anthropic's documents call it where an agent must send back what was cut off."""
-_DEEPEST = 24
+"""The field that Anthropic's documents use where an agent must send back a truncated input."""
+_MAX_DEPTH = 24
 """Levels that every client and the limit of our bodies can carry, with the message around them."""
+_OURS = re.compile(r"toolu_([0-9a-f]{24})")
+_CHAT = re.compile(r"call_([0-9a-f]{24})")
 
 
 def input_of(arguments: str) -> bytes:
-    """The JSON of a `tool_use` block's input."""
+    """Return the JSON of a `tool_use` block's input."""
     if not arguments.strip():
         return b"{}"
     try:
@@ -40,9 +44,21 @@ def input_of(arguments: str) -> bytes:
 
 
 def arguments_of(given: dict[str, Any]) -> Any:
-    """What a call of a chat message has as its arguments, from what came back."""
+    """Return the arguments of a chat message's call, from the input that came back."""
     text = _text_in(given)
     return given if text is None else text
+
+
+def tool_use_id(call_id: str) -> str:
+    """Return a call's id in Anthropic's form; an id that is not of our making stays as it is."""
+    match = _CHAT.fullmatch(call_id)
+    return f"toolu_{match[1]}" if match is not None else call_id
+
+
+def call_id(tool_use_id: str) -> str:
+    """Undo :func:`tool_use_id`: some templates render ids, and the chat form was recorded."""
+    match = _OURS.fullmatch(tool_use_id)
+    return f"call_{match[1]}" if match is not None else tool_use_id
 
 
 def _as_text(arguments: str) -> bytes:
@@ -58,7 +74,7 @@ def _text_in(value: dict[str, Any]) -> str | None:
 
 def _is_deep(value: Any) -> bool:
     try:
-        require_shallow(value, _DEEPEST)
+        require_shallow(value, _MAX_DEPTH)
     except InvalidRequest:
         return True
     return False

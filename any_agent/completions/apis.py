@@ -1,0 +1,189 @@
+"""The APIs of model calls: one descriptor each, which every part of any-agent reads.
+
+The router and the SDK import this module, so it stays light: what an API needs beyond its
+descriptor is imported at its first call.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound
+from any_agent.protocol.error_bodies import REQUEST_ID, anthropic_body
+
+if TYPE_CHECKING:
+    from any_agent.completions.params.parameter import Parameter
+    from any_agent.completions.parsed_request import ParseContext, ParsedRequest
+
+_PATH = re.compile(r"(/[a-z0-9_.-]+)+")
+
+
+@dataclass(frozen=True, slots=True)
+class ErrorFormat:
+    """The JSON in which an API reports errors."""
+
+    schema: str
+    """The name of its schema in `/openapi.json`."""
+    body: Callable[[AnyAgentError, int | None], dict[str, Any]]
+    """Build the body of an error; the status is the error's own where it is None."""
+    has_request_id: bool = False
+    """True if answers carry the header `request-id`, as Anthropic's SDK expects."""
+
+    def headers(self, error: AnyAgentError, body: Mapping[str, Any]) -> dict[str, str]:
+        """Return the headers of an error with this body."""
+        more = {REQUEST_ID: body["request_id"]} if self.has_request_id else {}
+        return {**error.headers(), **more}
+
+
+OPENAI_ERRORS = ErrorFormat("Error", lambda error, status: error.body())
+ANTHROPIC_ERRORS = ErrorFormat("AnthropicError", anthropic_body, has_request_id=True)
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """One API of model calls: where it is served, and how its bodies are read and answered."""
+
+    name: str
+    """The API's name in the tables of parameters and in records."""
+    path: str
+    """The path of its calls, such as `/chat/completions`; each is served under `/v1`, too."""
+    parse: Callable[[Any, ParseContext], ParsedRequest]
+    """Check a body, and return the call with the encoder of its answer.
+
+    Raises InvalidRequest, UnsupportedParameter or NotFound, naming the parameter.
+    """
+    parameters: Callable[[], Mapping[str, Parameter]] = dict
+    """Return the parameters by name; the request schema in `/openapi.json` is made of them."""
+    required: tuple[str, ...] = ()
+    """The parameters that no request leaves out."""
+    errors: ErrorFormat = OPENAI_ERRORS
+    conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda body: body
+    """Return what identifies a body's conversation: its `messages` or `input`, and its `system` or
+    `instructions`. Agents that open no sessions are told apart by it."""
+    by_policy: bool = True
+    """False if only frozen models answer it."""
+    summary: str = ""
+    """The title of its route in `/openapi.json`."""
+    response_schema: Mapping[str, Any] = field(default_factory=dict)
+    """The JSON schema of an answer that is not streamed."""
+
+    def owns(self, path: str) -> bool:
+        """Return True for the API's path and what is below it, behind a session prefix, too."""
+        return re.match(rf"(?:/[^/]*)?(?:/v1)?{re.escape(self.path)}(?:/|$)", path) is not None
+
+
+_APIS: dict[str, Api] = {}
+
+
+def register_api(api: Api) -> None:
+    """Serve an API from now on: call it before the proxy's app is made.
+
+    Raises ConfigError for a path that is none, and for a name or a path that is taken.
+    """
+    if not _PATH.fullmatch(api.path):
+        raise ConfigError(f"the path {api.path!r} of the API {api.name} is not like /my/calls")
+    for other in _APIS.values():
+        if api.name == other.name or api.path == other.path:
+            raise ConfigError(f"the API {api.name} at {api.path} is registered already")
+    _APIS[api.name] = api
+
+
+def all_apis() -> tuple[Api, ...]:
+    """Return the registered APIs, the built-in ones first."""
+    return tuple(_APIS.values())
+
+
+def api_at(path: str) -> Api | None:
+    """Return the API whose calls are served at this path, with `/v1` or without."""
+    path = path.removeprefix("/v1")
+    return next((api for api in _APIS.values() if api.path == path), None)
+
+
+def error_format(path: str) -> ErrorFormat:
+    """Return the form of errors at a request's path, which may have a session prefix."""
+    found = (a.errors for a in _APIS.values() if a.errors is not OPENAI_ERRORS and a.owns(path))
+    return next(found, OPENAI_ERRORS)
+
+
+def encode_error(
+    error: AnyAgentError, path: str, status: int | None = None
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """Return an error's body and headers, in the form of the API that the path belongs to.
+
+    ``status``: the one that it is answered with, if it is not the error's own.
+    """
+    form = error_format(path)
+    body = form.body(error, status)
+    return body, form.headers(error, body)
+
+
+# -- the built-in APIs -------------------------------------------------------------------------
+
+
+def _parse_chat(body: Any, context: ParseContext) -> ParsedRequest:
+    from any_agent.completions.encoders.chat import parse_chat_request
+
+    return parse_chat_request(body, context)
+
+
+def _parse_text(body: Any, context: ParseContext) -> ParsedRequest:
+    from any_agent.completions.encoders.text import parse_text_request
+
+    return parse_text_request(body, context)
+
+
+def _parse_responses(body: Any, context: ParseContext) -> ParsedRequest:
+    from any_agent.completions.responses.encoder import parse_responses_request
+
+    return parse_responses_request(body, context)
+
+
+def _parse_messages(body: Any, context: ParseContext) -> ParsedRequest:
+    from any_agent.completions.messages.encoder import parse_messages_request
+
+    return parse_messages_request(body, context)
+
+
+def _refuse_embeddings(body: Any, context: ParseContext) -> ParsedRequest:
+    if not isinstance(body, dict):
+        raise InvalidRequest("the body must be a JSON object")
+    name = body.get("model")
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            "model is required: the name of a model of the service's frozen.model_list",
+            param="model",
+        )
+    raise NotFound(
+        f"the policy makes no embeddings; models of the service's frozen.model_list do, and "
+        f"{name[:80]!a} is none of them",
+        code="model_not_found",
+        param="model",
+    )
+
+
+def _table(name: str) -> Callable[[], Mapping[str, Parameter]]:
+    def rows() -> Mapping[str, Parameter]:
+        from any_agent.completions.params.table import TABLE
+
+        return TABLE[name]
+
+    return rows
+
+
+register_api(Api("chat", "/chat/completions", _parse_chat, _table("chat"), ("messages",)))
+register_api(Api("completions", "/completions", _parse_text, _table("completions"), ("prompt",)))
+register_api(Api("responses", "/responses", _parse_responses, _table("responses"), ("input",)))
+register_api(
+    Api(
+        "messages",
+        "/messages",
+        _parse_messages,
+        _table("messages"),
+        ("messages", "max_tokens"),
+        errors=ANTHROPIC_ERRORS,
+    )
+)
+register_api(Api("embeddings", "/embeddings", _refuse_embeddings, by_policy=False))
