@@ -1,0 +1,147 @@
+"""One descriptor makes an API: the one of docs/how-to/extend.md through a live proxy."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import orjson
+import pytest
+
+from any_agent.chat import ChatFormat
+from any_agent.completions import apis
+from any_agent.completions.apis import Api, all_apis, api_at, encode_error, register_api
+from any_agent.direct import EngineOpenAI
+from any_agent.direct.routes import model_calls
+from any_agent.engine import SGLangEngine
+from any_agent.errors import ConfigError, InvalidRequest, NotFound
+from any_agent.sdk import session_context
+from proxy_ext.web import permissions
+from router.stats import known_routes
+from tests.support.implicit import KEY, settings
+from tests.support.proxy import Proxy, our_app
+from tests.support.proxy_fixtures import Start
+from tests.support.scripted_engine import ScriptedEngine
+
+DOCUMENT = Path(__file__).parents[3] / "docs" / "how-to" / "extend.md"
+
+
+@pytest.fixture
+def echo() -> Iterator[Api]:
+    """The document's API, registered for one test."""
+    before = dict(apis._APIS), dict(permissions.RULES), set(permissions._FIXED)
+    section = DOCUMENT.read_text("utf-8").partition("\n## Add an API\n")[2].partition("\n## ")[0]
+    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
+    names: dict[str, Any] = {"__name__": __name__}
+    exec(compile(code, str(DOCUMENT), "exec", dont_inherit=True), names)
+    yield apis._APIS["echo"]
+    for table, content in zip((apis._APIS, permissions.RULES), before, strict=False):
+        table.clear()  # type: ignore[attr-defined]
+        table.update(content)  # type: ignore[attr-defined]
+    permissions._FIXED.clear()
+    permissions._FIXED.update(before[2])
+
+
+def events(stream: bytes) -> list[dict[str, Any]]:
+    return [orjson.loads(each[6:]) for each in stream.split(b"\n\n") if each]
+
+
+async def test_it_is_recorded_continued_streamed_and_exported(
+    echo: Api, start: Start, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    proxy = await start()
+    await proxy.admit(9)
+    engine.say([*chat.encode("four", special=False), chat.stop_token_ids[0]])
+    session = await proxy.open()
+    key = session["api_key"]
+    whole = await proxy.post("/v1/echo", {"text": "Say a number."}, key)
+    assert (whole.status_code, whole.json()["text"]) == (200, "four")
+    assert whole.headers["x-any-agent-interaction"] == whole.json()["id"]
+    assert whole.json()["id"].startswith("echo-")
+    # The same conversation goes on in another API, token by token.
+    messages = [
+        {"role": "user", "content": "Say a number."},
+        {"role": "assistant", "content": "four"},
+        {"role": "user", "content": "Another one."},
+    ]
+    await proxy.complete(key, messages)
+    engine.say([*chat.encode("five", special=False), chat.stop_token_ids[0]])
+    streamed = await proxy.post("/echo", {"text": "And now?", "stream": True}, key)
+    first, *texts, last = events(streamed.content)
+    assert first["id"].startswith("echo-") and last == {"finish_reason": "stop"}
+    assert "".join(each["text"] for each in texts) == "five"
+    recorded = await proxy.recorded(session["session_id"])
+    assert [str(each.continuation) for each in recorded] == ["root", "exact", "root"]
+    assert [each.id for each in recorded][0::2] == [whole.json()["id"], first["id"]]
+    await proxy.post("/rl/v1/finalize", {"final_reward": 1}, key)
+    exported = await proxy.export(session["session_id"])
+    assert exported[session["session_id"]].keys() == {each.id for each in recorded}
+
+
+async def test_a_wrong_body_is_refused_by_name(echo: Api, proxy: Proxy) -> None:
+    key = (await proxy.open())["api_key"]
+    for body in ({}, {"text": 1}, {"text": "x", "temperature": 1}):
+        response = await proxy.post("/v1/echo", body, key)
+        assert response.status_code == 400
+        assert response.json()["error"]["param"] == ("temperature" if len(body) > 1 else "text")
+    assert (await proxy.http.get("/v1/echo")).status_code == 405
+
+
+async def test_its_conversations_are_told_apart(echo: Api, start: Start) -> None:
+    proxy = await start(*settings())
+    await proxy.admit(9)
+    sessions = []
+    for text in ("one", "two"):
+        response = await proxy.post("/v1/echo", {"text": text}, KEY)
+        sessions.append(response.headers["x-any-agent-session"])
+    tasks = {proxy.service.sessions.live[id].row.task_id for id in sessions}
+    assert len(set(sessions)) == len(tasks) == 2
+
+
+async def test_a_call_of_an_implicit_session_is_sampled_as_the_run_is(start: Start) -> None:
+    proxy = await start(*settings("sampling.temperature=0.7"))
+    await proxy.admit(9)
+    response = await proxy.call(KEY)
+    (interaction,) = await proxy.recorded(response.headers["x-any-agent-session"])
+    assert interaction.gconfig.temperature == 0.7
+
+
+def test_every_part_reads_the_registry(echo: Api) -> None:
+    assert api_at("/v1/echo") is api_at("/echo") is echo
+    assert echo.path in model_calls() and "echo" in known_routes()
+    described = our_app().openapi()
+    operation = described["paths"]["/v1/echo"]["post"]
+    assert operation["summary"] == "Echo" and "429" in operation["responses"]
+    schema = described["components"]["schemas"]["echo-request"]
+    assert schema["required"] == ["text"] and {"text", "stream"} <= schema["properties"].keys()
+    assert session_context._is_agents("/v1/echo") and not session_context._is_agents("/v1/echoes")
+
+
+async def test_a_direct_client_answers_it(
+    echo: Api, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    engine.say([*chat.encode("four", special=False), chat.stop_token_ids[0]])
+    real = SGLangEngine(engine.url, decode=chat.decode)
+    async with EngineOpenAI(real, chat, context_length=512) as client:
+        answer: Any = await client.post("/echo", body={"text": "Say a number."}, cast_to=object)
+        assert answer["text"] == "four" and len(client.interactions) == 1
+    await real.close()
+
+
+def test_a_taken_name_or_path_is_refused() -> None:
+    chat = all_apis()[0]
+    for name, path in (("chat", "/mine"), ("mine", chat.path), ("mine", "no path")):
+        with pytest.raises(ConfigError):
+            register_api(Api(name, path, chat.parse))
+    assert api_at("/mine") is None
+
+
+def test_errors_have_the_form_of_the_paths_api() -> None:
+    error = InvalidRequest("x", param="y")
+    assert encode_error(error, "/v1/chat/completions")[0] == error.body()
+    for path in ("/messages", "/v1/messages/count_tokens", "/sess-key/v1/messages"):
+        body, headers = encode_error(NotFound("x"), path)
+        assert body["type"] == "error" and headers["request-id"] == body["request_id"]
+    assert "type" not in encode_error(error, "/v1/messages_of_mine")[0]
