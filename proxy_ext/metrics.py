@@ -7,9 +7,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import TypeAlias, TypeVar, get_args
 
 from any_agent.completions.untrainable import REASONS
-from any_agent.loop_lag import LOOP_LAG
 from any_agent.rundir.registry import rank_name
-from any_agent.runtime.metrics import Exposition, Metric, Value, Values
+from any_agent.runtime.metrics import LOOP_LAG, Exposition, Metric, Value, Values
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.admission.implicit_session import JoinKind
 from proxy_ext.calls.stats import FIRST, NO_SESSION, CallOutcome, RetryOutcome

@@ -18,9 +18,9 @@ from any_agent.config import Config
 from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
-from any_agent.loop_lag import loop_lag_histogram, watched_loop
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.implicit_session import ImplicitSessions
@@ -225,7 +225,7 @@ async def open_service(
             sweeper = asyncio.create_task(_sweep(service))
             archiver = asyncio.create_task(service.archive.run())
             try:
-                async with watched_loop(service.loop_lag):
+                async with watch_loop_lag(service.loop_lag):
                     yield service
             finally:
                 sweeper.cancel()

@@ -31,10 +31,10 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.keys import session_prefix
-from any_agent.loop_lag import loop_lag_histogram, watched_loop
 from any_agent.rundir.heartbeat import Heartbeat
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, RegistryEntry
+from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from router.affinity import SessionAffinity, key_in
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
@@ -288,7 +288,7 @@ class _Server(web.Server):
 async def listening(router: Router, listener: socket.socket) -> AsyncIterator[None]:
     """Answer what comes to a bound socket until the context ends."""
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(watched_loop(router.loop_lag))
+        await stack.enter_async_context(watch_loop_lag(router.loop_lag))
         low_level = _Server(
             router.handle,
             # A client that leaves ends what was begun for it.

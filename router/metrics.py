@@ -13,9 +13,16 @@ from any_agent.auth.access import METRICS_SCOPES, Access, authorize
 from any_agent.auth.audit_log import AuditLog
 from any_agent.errors import AnyAgentError
 from any_agent.keys import key_id
-from any_agent.loop_lag import LOOP_LAG
 from any_agent.rundir.registry import rank_name
-from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Histogram, Metric, Reading, Values
+from any_agent.runtime.metrics import (
+    CONTENT_TYPE,
+    LOOP_LAG,
+    Exposition,
+    Histogram,
+    Metric,
+    Reading,
+    Values,
+)
 from router.affinity import key_in
 from router.body import RequestBody
 from router.client_response import ClientResponder

@@ -20,7 +20,7 @@ if __package__ in (None, ""):
         p for p in (_home, os.environ.get("PYTHONPATH", "")) if p
     )
 
-from any_agent.cli.main import run_service
+from any_agent.cli import run_service
 from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of
 
 

@@ -21,8 +21,8 @@ from any_agent.launcher.reachability import listening
 from any_agent.launcher.trial import require_same_trial
 from any_agent.rollout import LeaseExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
+from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
-from any_agent.script_errors import one_line_errors
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
 from trainer.batch_source import BatchSource, LeasedBatches

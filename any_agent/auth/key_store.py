@@ -160,7 +160,7 @@ def create_key(
     limits: TenantLimits | None = None,
     expires_in: float | None = None,
     created_by: str = "",
-    told: Callable[[StoredKey], None] = lambda _: None,
+    record: Callable[[StoredKey], None] = lambda _: None,
 ) -> tuple[str, StoredKey]:
     """Make a key and keep its hash; its text, which nothing keeps, and what is kept.
 
@@ -190,13 +190,13 @@ def create_key(
             created_by=created_by,
             expires_at=None if expires_in is None else now + expires_in,
         )
-        told(key)
+        record(key)
         change.keys = StoredKeys((*change.keys.keys, key))
     return text, key
 
 
 def revoke_key(
-    path: Path, id: str, *, told: Callable[[StoredKey], None] = lambda _: None
+    path: Path, id: str, *, record: Callable[[StoredKey], None] = lambda _: None
 ) -> tuple[StoredKey, bool]:
     """Make a key void for good; the key, and whether this did it. NotFound for none of that id."""
     with _changed(path) as change:
@@ -209,7 +209,7 @@ def revoke_key(
         if key.revoked_at is not None:
             return key, False
         key = key.model_copy(update={"revoked_at": time.time()})
-        told(key)
+        record(key)
         change.keys = StoredKeys(tuple(key if k.id == id else k for k in change.keys.keys))
     return key, True
 

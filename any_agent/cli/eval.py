@@ -1,4 +1,4 @@
-"""``any-agent eval``: what a model scores with an agent on a dataset."""
+"""``any-agent eval``: measure a model's score with an agent on a dataset."""
 
 from __future__ import annotations
 
@@ -7,35 +7,36 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Coroutine, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Coroutine
+from contextlib import ExitStack
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from any_agent.runtime.command_line import count, number, seconds
+from any_agent.runtime.signals import exit_by_signal, handle_signals, run_until_signal
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluating import EvalOptions, EvaluatedRun
     from any_agent.sdk.find_service import ServiceAddress
 
 _DESCRIPTION = (
-    "Run an agent on every item of a dataset and say what it scores: the mean reward, pass@k, and "
-    "how sure that is. It is the agent of training: a class with async def run(data, "
-    "**extra_kwargs), or a function of an item. Each run is a session of the mode eval: nothing is "
-    "trained on."
+    "Run an agent on every item of a dataset and report its score: the mean reward, pass@k, and "
+    "their confidence intervals. The agent is the same as in training: a class with async def "
+    "run(data, **extra_kwargs), or a function of an item. Each run is a session of the mode eval, "
+    "which is never trained on."
 )
 _EPILOG = (
-    "The key of a service at --url (a tenant's or an operator's) is taken from ANY_AGENT_API_KEY "
-    "or OPENAI_API_KEY, or from --api-key-file. Exit codes: 0 all runs have a score, 1 some "
-    "failed, or the evaluation did, 2 wrong input, 3 no service (away, another one, the key "
+    "The key of a service at --url (a tenant's or an operator's) is read from ANY_AGENT_API_KEY "
+    "or OPENAI_API_KEY, or from --api-key-file. Exit codes: 0 all runs have a score, 1 some runs "
+    "or the evaluation failed, 2 wrong input, 3 no service (unreachable, another service, key "
     "refused), 130 interrupted, 143 terminated."
 )
 _count = count(100_000)
 _Version = int | Literal["current", "any"]
 
 
-def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The parser of ``eval``."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of ``eval``."""
     parser = commands.add_parser(
         "eval",
         help="run an agent on a dataset: mean reward, pass@k and their confidence intervals",
@@ -43,14 +44,25 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         epilog=_EPILOG,
     )
     add = parser.add_argument
-    add("--agent", required=True, metavar="NAME", help="my_module.MyAgent: a class or a function")
-    add("--data", required=True, metavar="FILE", help="the items: JSONL, or Parquet with [data]")
+    add(
+        "--agent",
+        required=True,
+        metavar="NAME",
+        help="the agent, a class or a function, like my_module.MyAgent",
+    )
+    add(
+        "--data",
+        required=True,
+        metavar="FILE",
+        help="the dataset: JSONL, or Parquet with the extra [data]",
+    )
     where = parser.add_mutually_exclusive_group()
     where.add_argument(
         "--model",
         metavar="RUN",
-        help="experiment/trial, experiment/trial@VERSION, or a folder: it is served here while it "
-        "is evaluated",
+        help="the model: experiment/trial, experiment/trial@VERSION, or a folder; the command "
+        "serves "
+        "it during the evaluation",
     )
     where.add_argument(
         "--url",
@@ -61,24 +73,41 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         "--version",
         type=_version,
         metavar="N",
-        help="with --url: the weight version that every "
-        "token must be of; 'any' lets a service that trains go on (default: the one it serves)",
+        help="with --url: the weight version that every token must have; 'any' allows versions to "
+        "change while the service trains (default: the version that it serves)",
     )
     add("-n", "--n", type=_count, default=1, metavar="N", help="runs of each item (default 1)")
-    add("--k", type=_counts, metavar="K,K", help="of pass@k (default: 1, 2, 4, ... up to --n)")
-    add("--pass-at", type=number, default=1.0, metavar="REWARD", help="that passes (default 1)")
+    add(
+        "--k",
+        type=_counts,
+        metavar="K,K",
+        help="the values of k for pass@k (default: 1, 2, 4, ... up to --n)",
+    )
+    add(
+        "--pass-at",
+        type=number,
+        default=1.0,
+        metavar="REWARD",
+        help="the least reward that passes (default 1)",
+    )
     add(
         "--reward-on-failure",
         type=number,
         metavar="REWARD",
-        help="what a run counts as that fails (default: it is left out)",
+        help="the score of a run that fails (default: it is left out)",
     )
     add("--limit", type=_count, metavar="N", help="take the first N items only")
-    add("--concurrency", type=_count, default=32, metavar="N", help="runs at once (default 32)")
-    add("--timeout", type=seconds, default=600.0, metavar="SECONDS", help="of a run (default 600)")
+    add("--concurrency", type=_count, default=32, metavar="N", help="concurrent runs (default 32)")
+    add(
+        "--timeout",
+        type=seconds,
+        default=600.0,
+        metavar="SECONDS",
+        help="time limit of a run (default 600)",
+    )
     add(
         "--retries",
-        type=_zero_or_more,
+        type=count(100_000, least=0),
         default=0,
         metavar="N",
         help="further attempts at a run that fails (default 0)",
@@ -88,12 +117,20 @@ def add_eval_command(commands: argparse._SubParsersAction[argparse.ArgumentParse
         action="append",
         default=[],
         metavar="NAME=VALUE",
-        help="an argument that the agent's class is made with; may be repeated",
+        help="an argument for the constructor of the agent's class (repeatable)",
     )
-    add("--out", metavar="FILE", help="a line of JSON per run; the same command goes on from it")
-    add("--json", metavar="FILE", help="write the figures there; -: print them, and no table")
-    add("--api-key-file", metavar="FILE", help="holds the key of the service at --url")
-    add("--keep", metavar="DIR", help="with --model: keep there what was recorded and logged")
+    add(
+        "--out",
+        metavar="FILE",
+        help="write a JSON line for each run; the same command resumes from this file",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write the figures to this file; -: print them instead of the table",
+    )
+    add("--api-key-file", metavar="FILE", help="a file that holds the key of the service at --url")
+    add("--keep", metavar="DIR", help="with --model: keep the records and logs in this folder")
     add(
         "overrides",
         nargs="*",
@@ -107,7 +144,8 @@ def _run(arguments: argparse.Namespace) -> int:
     from any_agent.errors import Forbidden, ServiceUnavailable, Unauthenticated, WrongService
 
     try:
-        with _terminable():
+        # Whatever has been started by then is ended at SIGTERM, too.
+        with handle_signals(exit_by_signal, signal.SIGTERM):
             return _evaluate(arguments)
     except (Unauthenticated, Forbidden, ServiceUnavailable, WrongService) as error:
         print(f"error: {error.message}", file=sys.stderr)
@@ -121,19 +159,21 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     if arguments.model is None:
         if arguments.overrides or arguments.keep:
             raise ConfigError(
-                f"{' '.join(arguments.overrides) or '--keep'}: settings are those of a service "
-                "that is started for --model; one at --url has its own"
+                f"{' '.join(arguments.overrides) or '--keep'}: settings are for the service that "
+                "is started for --model; a service at --url has its own"
             )
     elif arguments.version is not None or arguments.api_key_file is not None:
         raise ConfigError(
-            "--version and --api-key-file are for a service at --url: a model's version is named "
-            "with it, as in --model my-exp/trial-1@20"
+            "--version and --api-key-file are for a service at --url: name a model's version with "
+            "--model, as in --model my-exp/trial-1@20"
         )
     options = _options(arguments)
     _require_writable(arguments.json)
     ks = arguments.k or None
     if ks and max(ks) > options.runs:
-        raise ConfigError(f"--k {max(ks)} needs as many runs of each item: -n is {options.runs}")
+        raise ConfigError(
+            f"--k {max(ks)} needs at least {max(ks)} runs of each item: -n is {options.runs}"
+        )
     with ExitStack() as stack:
         if arguments.model is None:
             from any_agent.sdk.find_service import service_of_options
@@ -148,7 +188,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace) -> EvalOptions:
-    """All that can be wrong here is found before a model is loaded."""
+    """Read the options; every error in them is found before a model is loaded."""
     from any_agent.sdk.evaluating import EvalOptions
     from any_agent.sdk.run_plan import ItemSource
 
@@ -176,7 +216,7 @@ def _agent(arguments: argparse.Namespace) -> Any:
     from any_agent.runtime.import_string import import_string
     from any_agent.sdk.agent_callable import AgentCallable, callable_of
 
-    # A command's own folder is where Python looks, not the one that it is given in.
+    # Python searches the folder of the command's own file, not the current folder.
     here = str(Path.cwd())
     if here not in sys.path:
         sys.path.insert(0, here)
@@ -184,10 +224,10 @@ def _agent(arguments: argparse.Namespace) -> Any:
     if hasattr(found, "arun_episode"):
         raise ConfigError(
             f"{arguments.agent} is a RolloutWorkflow, which samples from a trainer's engines and "
-            "not over HTTP: evaluate it where it is trained (eval.every, eval.at_start)"
+            "not over HTTP: evaluate it during training (eval.every, eval.at_start)"
         )
     agent = callable_of(found, _keywords(arguments.agent_arg))
-    AgentCallable(agent)  # Whether it takes what it will be given.
+    AgentCallable(agent)  # Raises if it does not accept its arguments.
     return agent
 
 
@@ -209,14 +249,14 @@ def _keywords(texts: list[str]) -> dict[str, Any]:
 
 
 def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[ServiceAddress, Any]:
-    """The model's own service, and what has to be called meanwhile."""
+    """Start the model's service; return its address and the check to call while it runs."""
     import tempfile
 
     from any_agent.launcher.checkpoint_service import find_kept, served
     from any_agent.sdk.find_service import ServiceAddress
 
     kept = find_kept(arguments.model, arguments.overrides)
-    # With its version, also where none was named.
+    # The full name has a version, also where the option had none.
     arguments.model = kept.name
     folder = arguments.keep
     if folder is None:
@@ -259,7 +299,7 @@ def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], it
 
 
 def _require_writable(path: str | None) -> None:
-    """ConfigError now, and not when all runs are made."""
+    """Raise ConfigError before the runs instead of after them."""
     from any_agent.errors import ConfigError
 
     if path in (None, "-"):
@@ -270,15 +310,13 @@ def _require_writable(path: str | None) -> None:
 
 
 def _say(line: str) -> None:
-    """Standard output is for what was found."""
+    """Print to standard error: standard output is for the results."""
     print(line, file=sys.stderr, flush=True)
 
 
 def _until_signal(evaluation: Coroutine[Any, Any, EvaluatedRun]) -> EvaluatedRun:
-    """What comes of it. SystemExit for a signal, once open sessions are aborted."""
+    """Return the result; SystemExit after a signal, once open sessions are aborted."""
     import asyncio
-
-    from any_agent.runtime.signals import run_until_signal
 
     found: list[EvaluatedRun] = []
 
@@ -286,35 +324,14 @@ def _until_signal(evaluation: Coroutine[Any, Any, EvaluatedRun]) -> EvaluatedRun
         found.append(await evaluation)
 
     if threading.current_thread() is not threading.main_thread():
-        # Where no signal arrives.
+        # No signal arrives in this thread.
         asyncio.run(evaluated())
     elif (number := run_until_signal(evaluated())) is not None:
         raise SystemExit(128 + number)
     return found[0]
 
 
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """What was started so far is ended at SIGTERM, too."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, _terminated)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
-
-
-def _terminated(number: int, frame: object) -> NoReturn:
-    raise SystemExit(128 + number)
-
-
-# -- what options may be ---------------------------------------------------------------------------
-
-
-def _zero_or_more(text: str) -> int:
-    return 0 if text == "0" else _count(text)
+# -- argument types ---------------------------------------------------------------------------
 
 
 def _counts(text: str) -> list[int]:
@@ -322,8 +339,6 @@ def _counts(text: str) -> list[int]:
 
 
 def _version(text: str) -> _Version:
-    if text == "any":
-        return "any"
-    if text == "current":
-        return "current"
-    return 0 if text == "0" else _count(text)
+    if text in ("any", "current"):
+        return cast(_Version, text)
+    return count(100_000, least=0)(text)

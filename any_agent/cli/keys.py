@@ -1,59 +1,90 @@
-"""The arguments of ``any-agent keys``; `any_agent.keys_commands` does what they ask for."""
+"""``any-agent keys``: create, list and revoke keys, and rotate the secret behind session keys.
+
+The commands work on the trial's folder, whether its service runs, has run, or was never started.
+"""
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
+import sys
+import time
+from typing import TYPE_CHECKING, Any
 
-_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
-LIMITS = ("open_sessions", "requests_per_second", "tokens_per_second")
+from any_agent.errors import StartupError
+from any_agent.runtime.command_line import (
+    UNIT_SECONDS,
+    add_trial_arguments,
+    count,
+    overrides_of,
+    positive,
+)
+
+if TYPE_CHECKING:
+    from any_agent.auth.key_store import StoredKey
+    from any_agent.rundir.layout import RunDir
+
+_LIMITS = ("open_sessions", "requests_per_second", "tokens_per_second")
+_MAX_SECRETS = 8
 _EPILOG = (
-    "A service that runs follows within two seconds. Exit codes: 0 done, 1 not done (no such key "
-    "or trial, a file that cannot be written), 2 wrong input."
+    "A running service picks up the change within two seconds. Exit codes: 0 done, 1 not done (no "
+    "such key or trial, or a file that cannot be written), 2 wrong input."
 )
 
 
-def add_keys_commands(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The parsers of ``keys`` and of what is below it."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parsers of ``keys`` and of its subcommands."""
     keys = commands.add_parser(
         "keys",
-        help="make, list and revoke keys of operators, trainers and tenants; rotate secrets",
+        help="create, list and revoke keys of operators, trainers and tenants; rotate secrets",
         epilog=_EPILOG,
     )
     below = keys.add_subparsers(
-        dest="keys_command", required=True, metavar="COMMAND", help="what to do"
+        dest="keys_command", required=True, metavar="COMMAND", help="the action"
     )
     _add_create(below)
     _add(below, "list", "show every key: id, scope, tenant, state, limits; never the key itself")
-    _add(below, "revoke", "make a key void; a tenant's open sessions go on with their own keys")
+    revoke = _add(
+        below, "revoke", "revoke a key; a tenant's open sessions go on with their own keys"
+    )
+    revoke.add_argument("id", metavar="ID", help="the key's id, as `any-agent keys list` shows it")
     rotate = _add(
         below,
         "rotate",
-        "sign session keys with a new secret; those signed by earlier ones stay good",
+        "sign session keys with a new secret; keys signed with earlier secrets stay valid",
     )
     rotate.add_argument(
-        "--drop-old", action="store_true", help="earlier session keys are void, too"
+        "--drop-old", action="store_true", help="invalidate all earlier session keys"
     )
+    for parser in below.choices.values():
+        # Behind the positional arguments of one command.
+        add_trial_arguments(parser)
 
 
 def _add_create(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    create = _add(below, "create", "make a key and print it, this once")
+    create = _add(below, "create", "create a key and print it, only this once")
     create.add_argument(
         "--scope",
         required=True,
         choices=("admin", "trainer", "tenant"),
-        help="what it is good for",
+        help="the routes that the key may use",
     )
-    create.add_argument("--tenant", metavar="NAME", help="whose it is; for --scope tenant")
-    for limit in LIMITS:
+    create.add_argument(
+        "--tenant", metavar="NAME", help="the tenant that gets the key; for --scope tenant"
+    )
+    for limit in _LIMITS:
         create.add_argument(
             f"--{limit.replace('_', '-')}",
-            type=_whole if limit == "open_sessions" else _number,
+            type=count(10**12) if limit == "open_sessions" else positive,
             metavar="N",
-            help="what the tenant may have of the whole service; default: server.tenant_" + limit,
+            help=f"the tenant's limit for the whole service (default: server.tenant_{limit})",
         )
     create.add_argument(
-        "--expires-in", type=_seconds, metavar="TIME", help="like 90s, 12h or 30d; default: never"
+        "--expires-in",
+        type=_duration,
+        metavar="TIME",
+        help="lifetime, like 90s, 12h or 30d (default: unlimited)",
     )
 
 
@@ -61,47 +92,176 @@ def _add(
     below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str
 ) -> argparse.ArgumentParser:
     parser = below.add_parser(name, help=help, description=help, epilog=_EPILOG)
-    if name == "revoke":
-        parser.add_argument("id", metavar="ID", help="as `any-agent keys list` shows it")
-    parser.add_argument("--config", metavar="FILE", help="YAML settings")
-    parser.add_argument("--experiment", metavar="NAME", help="short for experiment=NAME")
-    parser.add_argument("--trial", metavar="NAME", help="short for trial=NAME")
     parser.add_argument("--json", action="store_true", help="print JSON")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        default=(),
-        metavar="key=value",
-        help="any setting, e.g. root=FOLDER",
-    )
-    parser.set_defaults(run=_run)
+    parser.set_defaults(run=run)
     return parser
 
 
-def _run(arguments: argparse.Namespace) -> int:
-    from any_agent.keys_commands import run
-
-    return run(arguments)
-
-
-def _whole(text: str) -> int:
-    if not text.isdecimal() or int(text) < 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
-    return int(text)
-
-
-def _number(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
-
-
-def _seconds(text: str) -> float:
+def _duration(text: str) -> float:
     match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?)([smhd])", text)
     if match is None or float(match[1]) <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time with its unit, like 90s, 12h or 30d")
-    return float(match[1]) * _SECONDS[match[2]]
+        raise argparse.ArgumentTypeError(
+            f"{text!r} is not a time with its unit, like 90s, 12h or 30d"
+        )
+    return float(match[1]) * UNIT_SECONDS[match[2]]
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the command and return its exit code. Raises AnyAgentError."""
+    command = arguments.keys_command
+    run_dir = _trial(arguments, must_exist=command != "create")
+    try:
+        return _COMMANDS[command](arguments, run_dir)
+    except OSError as error:
+        raise StartupError(f"cannot write in {run_dir.path}: {error.strerror}") from None
+
+
+def _trial(arguments: argparse.Namespace, *, must_exist: bool) -> RunDir:
+    from any_agent.auth.access import run_dir_of
+    from any_agent.config import load_config
+
+    run_dir = run_dir_of(load_config(arguments.config, overrides_of(arguments)))
+    run_dir.check_format()
+    if must_exist and not run_dir.path.is_dir():
+        raise StartupError(
+            f"there is no trial at {run_dir.path}; name it with root=, --experiment and --trial"
+        )
+    return run_dir
+
+
+def _create(arguments: argparse.Namespace, run_dir: RunDir) -> int:
+    import getpass
+
+    from any_agent.auth.key_store import TenantLimits, create_key, read_keys
+
+    text, key = create_key(
+        run_dir.keys,
+        arguments.scope,
+        tenant=arguments.tenant,
+        limits=TenantLimits(**{name: getattr(arguments, name) for name in _LIMITS}),
+        expires_in=arguments.expires_in,
+        created_by=getpass.getuser(),
+        record=lambda key: _audit(run_dir, "keys create", key),
+    )
+    if arguments.json:
+        print(json.dumps(_public_fields(key) | {"key": text}))
+    else:
+        _print_note(f"key {key.id} for {run_dir.path}; it is shown only now and stored nowhere:")
+        print(text)
+    started = (run_dir.path / "config.yaml").is_file()
+    if not started:
+        _print_note(
+            f"this trial has not been started yet: {run_dir.path.absolute()}; the key is valid for "
+            "no other trial. Choose one with --config, --experiment, --trial and root=FOLDER"
+        )
+    admins = [k for k in read_keys(run_dir.keys).keys if k.scope == "admin"]
+    if not admins:
+        _print_note(
+            "keys.json holds no admin key: without server.admin_key the service is open to "
+            "everybody on its machine"
+        )
+    elif admins == [key]:
+        since = "from now on" if started else "once it is started,"
+        _print_note(f"the first admin key: {since} this trial's service requires keys")
+    return 0
+
+
+def _list(arguments: argparse.Namespace, run_dir: RunDir) -> int:
+    from any_agent.auth.key_store import read_keys
+
+    found = read_keys(run_dir.keys).keys
+    if arguments.json:
+        print(json.dumps([_public_fields(key) for key in found]))
+        return 0
+    rows = [("ID", "SCOPE", "TENANT", "STATE", "MADE", "EXPIRES", "LIMITS"), *map(_row, found)]
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return 0
+
+
+def _revoke(arguments: argparse.Namespace, run_dir: RunDir) -> int:
+    from any_agent.auth.key_store import read_keys, revoke_key
+    from any_agent.keys import key_id
+
+    # A caller who passes the key itself means its id; the key is not repeated.
+    id = key_id(arguments.id) or arguments.id
+    key, done = revoke_key(run_dir.keys, id, record=lambda k: _audit(run_dir, "keys revoke", k))
+    if arguments.json:
+        print(json.dumps(_public_fields(key)))
+    else:
+        owner = f"tenant {key.tenant}" if key.tenant is not None else key.scope
+        print(f"key {key.id} ({owner}) {'is revoked' if done else 'was revoked already'}")
+    if key.scope == "admin" and not read_keys(run_dir.keys).wants_admin:
+        _print_note(
+            "keys.json holds no admin key any more: without server.admin_key a service on "
+            "127.0.0.1 starts open to everybody there, and one on another address does not start"
+        )
+    return 0
+
+
+def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
+    import secrets
+
+    from any_agent.auth.key_store import locked, write_private
+
+    with locked(run_dir.secret):
+        old = [] if arguments.drop_old else [secret.hex() for secret in run_dir.signing_secrets()]
+        if len(old) >= _MAX_SECRETS:
+            raise StartupError(
+                f"{run_dir.secret} holds {len(old)} secrets already; rotate with --drop-old once "
+                "the sessions that were opened under the older ones have ended"
+            )
+        _audit(run_dir, "keys rotate", None, dropped_old=arguments.drop_old)
+        write_private(run_dir.secret, "\n".join([secrets.token_hex(32), *old]) + "\n")
+    if arguments.json:
+        print(json.dumps({"secrets": len(old) + 1}))
+    else:
+        now = "are invalid" if arguments.drop_old else "stay valid"
+        print(f"a new secret signs session keys; keys signed before {now}")
+    return 0
+
+
+_COMMANDS = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rotate}
+
+
+def _public_fields(key: StoredKey) -> dict[str, Any]:
+    """Return the fields of a key that may be shown."""
+    fields = key.model_dump(exclude={"hash"}, exclude_none=True)
+    return fields | {"state": key.state(time.time())}
+
+
+def _row(key: StoredKey) -> tuple[str, ...]:
+    limits = key.limits.model_dump(exclude_none=True)
+    return (
+        key.id,
+        key.scope,
+        key.tenant or "-",
+        key.state(time.time()),
+        _time(key.created_at),
+        _time(key.expires_at) if key.expires_at is not None else "never",
+        " ".join(f"{name}={value:g}" for name, value in limits.items()) or "-",
+    )
+
+
+def _time(at: float) -> str:
+    return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
+
+
+def _audit(run_dir: RunDir, event: str, key: StoredKey | None, **fields: Any) -> None:
+    """Write a line of the audit log, on disk before the change that it records."""
+    import getpass
+
+    from any_agent.runtime.atomic_files import append_line, fsync
+
+    run_dir.audit.mkdir(mode=0o700, parents=True, exist_ok=True)
+    about = {"id": key.id, "scope": key.scope, "tenant": key.tenant} if key is not None else {}
+    line = {"at": _time(time.time()), "event": event, "who": getpass.getuser(), **about, **fields}
+    path = run_dir.audit / "keys.jsonl"
+    append_line(path, json.dumps({k: v for k, v in line.items() if v is not None}))
+    fsync(path)
+
+
+def _print_note(text: str) -> None:
+    """Print to standard error: standard output may be piped to where the key goes."""
+    print(text, file=sys.stderr)

@@ -1,4 +1,4 @@
-"""``any-agent run``: a program of any language as a session, untouched."""
+"""``any-agent run``: run an unchanged program of any language as a session."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ if TYPE_CHECKING:
 _count = count(4096)
 _DESCRIPTION = (
     "Run a program as a session: its OpenAI or Anthropic client finds the service in its "
-    "environment, its reward is taken, and the session is finalized, or thrown away if it failed. "
-    "What it prints goes to a file each (with --n 1 it is shown, too)."
+    "environment, its reward is recorded, and the session is finalized, or aborted if the program "
+    "failed. Each program's output goes to a file (with --n 1 it is shown, too)."
 )
 _EPILOG = (
-    "The key that opens sessions (a tenant's) is taken from ANY_AGENT_API_KEY or OPENAI_API_KEY, "
-    "or from --api-key-file. A reward is a number, or a JSON object of numbers by name. Without an "
-    "option it is what the program writes into the file $ANY_AGENT_REWARD_FILE, or posts itself. "
-    "Exit codes: 0 all finalized, 1 some not, 2 wrong input, 3 no service (away, another one, the "
-    "key refused, its training ended), 130 interrupted, 143 terminated."
+    "The key that opens sessions (a tenant's) is read from ANY_AGENT_API_KEY or OPENAI_API_KEY, "
+    "or from --api-key-file. A reward is a number, or a JSON object of numbers by name. Without a "
+    "reward option the program writes its reward into the file $ANY_AGENT_REWARD_FILE, or posts it "
+    "itself. Exit codes: 0 all sessions are finalized, 1 some are not, 2 wrong input, 3 no service "
+    "(unreachable, another service, key refused, training ended), 130 interrupted, 143 terminated."
 )
 
 
-def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """The parser of ``run``."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    """Add the parser of ``run``."""
     parser = commands.add_parser(
         "run",
         help="run a program of any language as a session, or --n of them as a group",
@@ -41,16 +41,31 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
     )
     add = parser.add_argument
-    add("--n", type=_count, default=1, metavar="N", help="run it N times, as one group (default 1)")
+    add(
+        "--n",
+        type=_count,
+        default=1,
+        metavar="N",
+        help="run the program N times, as one group (default 1)",
+    )
     add(
         "--url",
         help="the service, or file:///... for a file that holds its URL (default: ANY_AGENT_URL, "
         "else OPENAI_BASE_URL)",
     )
-    add("--api-key-file", metavar="FILE", help="holds the key that opens sessions")
-    add("--task", metavar="ID", help="the task's name, for reports; with --n 1 also its group's")
-    add("--mode", choices=("train", "eval"), default="train", help="default: train")
-    add("--metadata", metavar="JSON", help="an object to keep with the session; graders see it")
+    add("--api-key-file", metavar="FILE", help="a file that holds the key that opens sessions")
+    add(
+        "--task",
+        metavar="ID",
+        help="the task's name, for reports; with --n 1 also the name of its group",
+    )
+    add(
+        "--mode",
+        choices=("train", "eval"),
+        default="train",
+        help="the mode of the sessions (default: train)",
+    )
+    add("--metadata", metavar="JSON", help="an object to store with the session; graders see it")
     rewards = parser.add_mutually_exclusive_group()
     rewards.add_argument(
         "--reward-cmd",
@@ -71,17 +86,23 @@ def add_run_command(commands: argparse._SubParsersAction[argparse.ArgumentParser
     add(
         "--reward-on-failure",
         metavar="REWARD",
-        help="of a run that ends with another exit code than 0 or takes too long (default: its "
-        "session is thrown away)",
+        help="the reward of a run that fails or takes too long (default: its session is aborted)",
     )
     limit: dict[str, Any] = {"type": seconds, "metavar": "SECONDS"}
-    add("--timeout", default=3600.0, help="that a run may take (default 3600)", **limit)
-    add("--reward-timeout", default=60.0, help="that its reward may take (default 60)", **limit)
-    add("--wait", default=300.0, help="to wait for a free slot (default 300)", **limit)
-    add("--concurrency", type=_count, metavar="N", help="runs at once (default: all, at most 32)")
-    add("--logs", metavar="DIR", help="keep what runs print there (default: only of failures)")
-    add("--json", metavar="FILE", help="write what became of the runs there")
-    add("program", nargs=argparse.REMAINDER, metavar="COMMAND", help="the program, behind --")
+    add("--timeout", default=3600.0, help="time limit of a run (default 3600)", **limit)
+    add("--reward-timeout", default=60.0, help="time limit of its reward (default 60)", **limit)
+    add("--wait", default=300.0, help="time to wait for a free slot (default 300)", **limit)
+    add(
+        "--concurrency", type=_count, metavar="N", help="concurrent runs (default: all, at most 32)"
+    )
+    add("--logs", metavar="DIR", help="keep the runs' output here (default: only that of failures)")
+    add("--json", metavar="FILE", help="write the results of the runs to this file")
+    add(
+        "program",
+        nargs=argparse.REMAINDER,
+        metavar="COMMAND",
+        help="the program and its arguments, after --",
+    )
     parser.set_defaults(run=_run)
 
 
@@ -92,7 +113,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
     with _Folder(arguments.logs) as folder:
         options = _options(arguments, folder.path)
-        runs = ProgramGroup(options, ended=_tell if options.n > 1 else lambda _: None)
+        runs = ProgramGroup(options, ended=_report_failure if options.n > 1 else lambda _: None)
         signalled = run_until_signal(runs.run())
         code = exit_code(runs) if signalled is None else 128 + signalled
         if signalled is None:
@@ -113,14 +134,14 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
 
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
-        raise ConfigError("name the program behind --, as in: any-agent run -- python my_agent.py")
+        raise ConfigError("name the program after --, as in: any-agent run -- python my_agent.py")
     n = arguments.n
     concurrency = arguments.concurrency or min(n, 32)
     if arguments.reward_file and min(n, concurrency) > 1 and "{run}" not in arguments.reward_file:
         raise ConfigError(
             f"--reward-file {arguments.reward_file} would be written by {min(n, concurrency)} runs "
             "at once: put {run} into its name, which stands for the run's number (the program "
-            "finds it in ANY_AGENT_RUN_INDEX, and the whole path in ANY_AGENT_REWARD_FILE)"
+            "finds the number in ANY_AGENT_RUN_INDEX, and the path in ANY_AGENT_REWARD_FILE)"
         )
     return RunOptions(
         command=program,
@@ -163,7 +184,7 @@ def _metadata(text: str | None) -> dict[str, Any]:
     try:
         value = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError) as error:
-        raise ConfigError(f"--metadata is no JSON: {error}") from None
+        raise ConfigError(f"--metadata is not JSON: {error}") from None
     if not isinstance(value, dict):
         raise ConfigError("--metadata must be a JSON object, like '{\"answer\": 5}'")
     return value
@@ -179,11 +200,11 @@ def _failure_reward(text: str | None) -> float | dict[str, float] | None:
         raise ConfigError(f"--reward-on-failure {text}: {error}") from None
 
 
-# -- what is said ----------------------------------------------------------------------------------
+# -- output ----------------------------------------------------------------------------------
 
 
-def _tell(run: ProgramRun) -> None:
-    """What becomes known early of a run among several: what went wrong."""
+def _report_failure(run: ProgramRun) -> None:
+    """Report a failed run among several as soon as it has failed."""
     from any_agent.sdk.program.report import plain
 
     if run.state == "failed":
@@ -191,13 +212,13 @@ def _tell(run: ProgramRun) -> None:
 
 
 def _report(runs: ProgramGroup, folder: _Folder) -> None:
-    """To standard error: standard output is the program's."""
+    """Print the results to standard error: standard output is the program's."""
     from any_agent.sdk.program.report import table
 
     if any(run.session_id is not None or run.error is not None for run in runs.results):
         print(table(runs.results), file=sys.stderr)
         if folder.made and folder.wanted and any(run.stdout for run in runs.results):
-            print(f"what they printed is in {folder.path}", file=sys.stderr)
+            print(f"their output is in {folder.path}", file=sys.stderr)
     if runs.stopped is not None:
         print(f"error: {runs.stopped.message}", file=sys.stderr)
 
@@ -213,7 +234,7 @@ def _write(name: str, text: str) -> None:
 
 
 class _Folder:
-    """Where the output goes: the given folder, or one that stays only if it is ``wanted``."""
+    """The output folder: the given one, or a new one that stays only if it is ``wanted``."""
 
     def __init__(self, given: str | None) -> None:
         self._given = given
@@ -222,7 +243,7 @@ class _Folder:
 
     @property
     def made(self) -> bool:
-        """Whether it is a new one of ours."""
+        """Whether the folder is a new, temporary one."""
         return self._given is None
 
     def __enter__(self) -> Self:
@@ -234,7 +255,7 @@ class _Folder:
             else:
                 self.path.mkdir(parents=True, exist_ok=True)
         except OSError as error:
-            raise ConfigError(f"--logs {self.path} cannot be made: {error.strerror}") from None
+            raise ConfigError(f"--logs {self.path} cannot be created: {error.strerror}") from None
         return self
 
     def __exit__(self, *error: object) -> None:

@@ -1,4 +1,4 @@
-"""``any-agent sessions``: what became of sessions, for people at a terminal, over HTTP."""
+"""``any-agent sessions``: list, show, abort, veto and delete sessions of a running service."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import time
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
+from any_agent.runtime.command_line import count
+
 if TYPE_CHECKING:
     from pydantic import BaseModel
 
@@ -18,18 +20,18 @@ if TYPE_CHECKING:
 _URL = "http://127.0.0.1:8000"
 _KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _EPILOG = (
-    f"The key is that of an operator or a tenant: --key, or in the environment {_KEYS[0]}, "
-    f"{_KEYS[1]}, {_KEYS[2]} or {_KEYS[3]} (the last one if it is a key of any-agent). Exit "
-    "codes: 0 done, 1 not done (standard error says why), 2 wrong input."
+    "The key is an operator's or a tenant's. Give it with --key, or in the environment variable "
+    f"{_KEYS[0]}, {_KEYS[1]}, {_KEYS[2]} or {_KEYS[3]} (the last only if it holds a key of "
+    "any-agent). Exit codes: 0 done, 1 not done (standard error says why), 2 wrong input."
 )
 _LISTED = (
-    ". REWARDS: how many were given, revisions too; FINAL: the session's final one; - for none, ? "
-    "for what the journal does not hold any more."
+    ". REWARDS is the number of rewards ever set, revisions included; FINAL is the session's final "
+    "reward; - means none, ? means that the journal does not hold it any more."
 )
-_DEEDS = {
-    "abort": ("throw open sessions away; their calls are aborted", "aborted by the operator"),
+_ACTIONS = {
+    "abort": ("abort open sessions and their calls", "aborted by the operator"),
     "veto": ("keep finalized sessions out of training", "vetoed by the operator"),
-    "delete": ("erase what was recorded of sessions, for good", None),
+    "delete": ("erase the records of sessions permanently", None),
 }
 _COLUMNS = (
     *("SESSION", "STATE", "MODE", "CALLS", "REWARDS", "FINAL", "STEP", "AGE"),
@@ -37,38 +39,47 @@ _COLUMNS = (
 )
 
 
-def add_sessions_commands(
+def add_parser(
     commands: argparse._SubParsersAction[argparse.ArgumentParser],
 ) -> None:
-    """The parsers of ``sessions`` and of what is below it."""
+    """Add the parsers of ``sessions`` and of its subcommands."""
     sessions = commands.add_parser(
         "sessions",
         help="list, show, abort, veto or delete the sessions of a running service",
         epilog=_EPILOG,
     )
     below = sessions.add_subparsers(
-        dest="sessions_command", required=True, metavar="COMMAND", help="what to do"
+        dest="sessions_command", required=True, metavar="COMMAND", help="the action"
     )
-    shown = _add(below, "list", "list sessions, ended ones too, newest first", _LISTED)
-    shown.add_argument("--state", metavar="STATE", help="only those in this state, e.g. open")
-    shown.add_argument("--task", metavar="ID", help="only those of this task_id")
-    shown.add_argument("--group", metavar="ID", help="only those of this group")
-    shown.add_argument("--tenant", metavar="NAME", help="only this tenant's")
+    shown = _add(
+        below, "list", "list sessions, newest first, including those that have ended", _LISTED
+    )
+    shown.add_argument("--state", metavar="STATE", help="only sessions in this state, e.g. open")
+    shown.add_argument("--task", metavar="ID", help="only sessions of this task_id")
+    shown.add_argument("--group", metavar="ID", help="only sessions of this group")
+    shown.add_argument("--tenant", metavar="NAME", help="only this tenant's sessions")
     shown.add_argument(
-        "--limit", type=_count, default=50, metavar="N", help="at most so many (default 50); 0: all"
+        "--limit",
+        type=count(10**9, least=0),
+        default=50,
+        metavar="N",
+        help="list at most N sessions (default 50); 0: all",
     )
-    shown.set_defaults(deed=_list)
-    show = _add(below, "show", "show all that is known of sessions, their rewards too")
+    shown.set_defaults(action=_list)
+    show = _add(below, "show", "show every detail of sessions, with their rewards")
     show.add_argument("ids", nargs="+", metavar="ID")
-    show.set_defaults(deed=_show)
-    for name, (help, reason) in _DEEDS.items():
+    show.set_defaults(action=_show)
+    for name, (help, reason) in _ACTIONS.items():
         parser = _add(below, name, help)
         parser.add_argument("ids", nargs="+", metavar="ID")
         if reason is not None:
             parser.add_argument(
-                "--reason", default=reason, metavar="TEXT", help=f"is recorded (default: {reason})"
+                "--reason",
+                default=reason,
+                metavar="TEXT",
+                help=f"the recorded reason (default: {reason})",
             )
-        parser.set_defaults(deed=_end)
+        parser.set_defaults(action=_change)
 
 
 def _add(
@@ -76,16 +87,10 @@ def _add(
 ) -> argparse.ArgumentParser:
     parser = below.add_parser(name, help=help, description=f"{help}{more}", epilog=_EPILOG)
     parser.add_argument("--url", default=_URL, help=f"the service (default {_URL})")
-    parser.add_argument("--key", help="an operator's or a tenant's key; better in the environment")
-    parser.add_argument("--json", action="store_true", help="print JSON, a line per session")
+    parser.add_argument("--key", help="an operator's or a tenant's key; safer in the environment")
+    parser.add_argument("--json", action="store_true", help="print JSON, one line for each session")
     parser.set_defaults(run=_run)
     return parser
-
-
-def _count(text: str) -> int:
-    if not (text.isascii() and text.isdecimal()):
-        raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 0 (0: all)")
-    return int(text)
 
 
 def _run(arguments: argparse.Namespace) -> int:
@@ -95,33 +100,33 @@ def _run(arguments: argparse.Namespace) -> int:
     from any_agent.errors import Forbidden, Unauthenticated
 
     key, key_from = _key(arguments.key)
-    deed: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.deed
+    action: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.action
 
     async def act() -> int:
         async with RLClient(arguments.url, admin_key=key, retry_for=2.0) as client:
-            return await deed(client, arguments)
+            return await action(client, arguments)
 
     try:
         return asyncio.run(act())
     except (Unauthenticated, Forbidden) as error:
-        used = "no key was given" if key is None else f"the key was that of {key_from}"
+        used = "no key was given" if key is None else f"the key came from {key_from}"
         error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
         raise
     except BrokenPipeError:
-        # Python would try to write the rest at its end, and say that it could not.
+        # Otherwise Python tries to write the rest at its exit, and reports that it could not.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
 
 
 def _key(given: str | None) -> tuple[str | None, str]:
-    """The key, and what it was found in."""
+    """Return the key and the name of its source."""
     from any_agent.keys import KEPT_PREFIXES
 
     if given:
         return given, "--key"
     for name in _KEYS:
         key = os.environ.get(name)
-        # In this one may be another provider's, which is none of the service's business.
+        # This variable may hold another provider's key, which the service must not see.
         foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
         if key and not foreign:
             return key, name
@@ -149,12 +154,15 @@ async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
             break
     table.end()
     if away:
-        print(f"warning: without rank {', '.join(sorted(away))}, away now", file=sys.stderr)
+        print(
+            f"warning: rank {', '.join(sorted(away))} did not answer, its sessions are missing",
+            file=sys.stderr,
+        )
     return 1 if away else 0
 
 
 def _check(model: type[BaseModel], fields: dict[str, Any]) -> None:
-    """ConfigError for options that are not what the service takes."""
+    """Raise ConfigError for options that the service would refuse."""
     from pydantic import ValidationError
 
     from any_agent.errors import ConfigError
@@ -177,10 +185,10 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
             if value is not None:
                 print(f"{name + ':':<17} {_plain(_readable(name, value))}")
         for entry in details.reward_history:
-            of = entry.interaction_id or "the session"
+            target = entry.interaction_id or "the session"
             name = f" ({entry.name})" if entry.name else ""
             print(
-                f"{'reward:':<17} {entry.value:g}{name} for {of}, by {_plain(entry.by)} at "
+                f"{'reward:':<17} {entry.value:g}{name} for {target}, by {_plain(entry.by)} at "
                 f"{_date(entry.at)}"
             )
         if details.content == "archived":
@@ -189,14 +197,14 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
     return await _each(arguments.ids, show)
 
 
-async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
+async def _change(client: RLClient, arguments: argparse.Namespace) -> int:
     from any_agent.protocol.rl import Abort
 
     name = arguments.sessions_command
     if name != "delete":
         _check(Abort, {"reason": arguments.reason})
 
-    async def end(id: str) -> None:
+    async def change(id: str) -> None:
         done: SessionInfo
         if name == "delete":
             done = await client.delete_session(id)
@@ -210,11 +218,11 @@ async def _end(client: RLClient, arguments: argparse.Namespace) -> int:
             gone = ", its content deleted" if done.content == "deleted" else ""
             print(f"{done.session_id} is {done.state}{gone}")
 
-    return await _each(arguments.ids, end)
+    return await _each(arguments.ids, change)
 
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
-    """For every session, also after one of them failed; the exit code."""
+    """Act on every session, also after one has failed; return the exit code."""
     from any_agent.errors import (
         AnyAgentError,
         ConfigError,
@@ -228,7 +236,7 @@ async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
         try:
             await act(id)
         except (ConfigError, Forbidden, ServiceUnavailable, Unauthenticated):
-            # The others would fare no better.
+            # The other sessions would fail in the same way.
             raise
         except AnyAgentError as error:
             print(f"error: {error.message}", file=sys.stderr)
@@ -237,7 +245,7 @@ async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
 
 
 class _Table:
-    """Prints lines as they come, in columns that fit the first ones."""
+    """Prints sessions as they arrive, in columns that fit the first 100."""
 
     def __init__(self, as_json: bool) -> None:
         self._as_json = as_json
@@ -279,7 +287,7 @@ def _row(line: SessionLine) -> tuple[str, ...]:
         line.state,
         line.mode,
         "?" if line.content != "stored" else str(line.interactions),
-        _given(line),
+        _reward_count(line),
         "-" if line.final_reward is None else f"{line.final_reward:g}",
         "-" if line.step is None else str(line.step),
         _age(time.time() - line.created_at),
@@ -288,8 +296,8 @@ def _row(line: SessionLine) -> tuple[str, ...]:
     )
 
 
-def _given(line: SessionLine) -> str:
-    """How many rewards; what is archived has them in its archive."""
+def _reward_count(line: SessionLine) -> str:
+    """Return the number of rewards; an archived session's rewards are in its archive."""
     if line.rewards_given is None:
         return "?"
     return str(line.rewards_given or "-")
@@ -315,5 +323,5 @@ def _date(at: float) -> str:
 
 
 def _plain(text: str) -> str:
-    """Without what would move a terminal's cursor: agents write some of these."""
+    """Replace characters that could control the terminal: agents write some of these texts."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.script_errors import one_line_errors
+from any_agent.runtime.command_line import one_line_errors
 
 if TYPE_CHECKING:
     from any_agent.types import GenerationHyperparameters

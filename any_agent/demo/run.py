@@ -7,10 +7,8 @@ import os
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from pathlib import Path
-from types import FrameType
 from typing import TextIO
 
 from any_agent.config import Config, load_config
@@ -19,6 +17,7 @@ from any_agent.demo.display import Display
 from any_agent.demo.driver import GROUP_SIZE, SESSION_TTL
 from any_agent.demo.task import DISCOUNT
 from any_agent.errors import ConfigError
+from any_agent.runtime.signals import handle_signals, interrupt
 
 STEPS = 25
 RANKS = 2
@@ -47,7 +46,7 @@ def run_demo(
     demo = Demo(config, root, permute=permute)
     try:
         live = can_draw(sys.stdout, os.environ)
-        with _terminable(), Display(demo.state, live=live) as display:
+        with handle_signals(interrupt, signal.SIGTERM), Display(demo.state, live=live) as display:
             figures = demo.run(display)
     except BaseException:
         print(f"stopped   files are in {root}", flush=True)
@@ -106,17 +105,3 @@ def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
         and environ.get("TERM", "dumb") not in ("dumb", "unknown")
         and encoding == "utf8"
     )
-
-
-@contextmanager
-def _terminable() -> Iterator[None]:
-    """Let SIGTERM end the demo as Ctrl-C does."""
-
-    def interrupt(*_: int | FrameType | None) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

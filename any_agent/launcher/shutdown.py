@@ -10,10 +10,12 @@ from contextlib import contextmanager
 from types import FrameType
 
 from any_agent.launcher.component import Component
+from any_agent.runtime.signals import handle_signals
 
 STOP_GRACE = 4.0
 """Seconds for the trainer to finish its step, and again for all the others."""
 _POLL_INTERVAL = 0.05
+_ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(SystemExit):
@@ -111,7 +113,7 @@ def _stop(parts: Iterable[Component], grace: float) -> None:
 @contextmanager
 def uninterrupted() -> Iterator[None]:
     """Let no second Ctrl-C, and no signal of Slurm, end the launcher before its children."""
-    with _handled(signal.SIG_IGN, signal.SIGUSR1, signal.SIGUSR2):
+    with handle_signals(signal.SIG_IGN, *_ENDS, signal.SIGUSR1, signal.SIGUSR2):
         yield
 
 
@@ -119,22 +121,5 @@ def uninterrupted() -> Iterator[None]:
 def _hastened() -> Iterator[threading.Event]:
     """What is set by a signal that comes meanwhile, instead of its ending the launcher."""
     hurry = threading.Event()
-    with _handled(lambda *_: hurry.set()):
+    with handle_signals(lambda *_: hurry.set(), *_ENDS):
         yield hurry
-
-
-@contextmanager
-def _handled(
-    handler: Callable[[int, FrameType | None], None] | signal.Handlers, *more: int
-) -> Iterator[None]:
-    """SIGINT, SIGTERM and ``more``."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    numbers = (signal.SIGINT, signal.SIGTERM, *more)
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, earlier in before.items():
-            signal.signal(number, earlier)

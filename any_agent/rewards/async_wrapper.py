@@ -11,6 +11,7 @@ from collections.abc import Callable
 from fractions import Fraction
 from typing import Any
 
+from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import AnyAgentError
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
@@ -75,7 +76,7 @@ class AsyncRewardWrapper:
         if not inspect.iscoroutinefunction(reward_fn):
             pack(reward_fn)
             workers = max_workers or max(1, (os.cpu_count() or 1) // 2)
-            self._pool = shared_pool("rewards", workers)
+            self._pool = shared_pool("rewards", workers, secrets=SECRET_VARIABLES)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """What the function returns; RewardFailed after its last try."""

@@ -1,4 +1,4 @@
-"""Command lines whose options may stand anywhere, options of several commands, and their errors."""
+"""Command lines: shared options, argument types, and errors as one line and an exit code."""
 
 from __future__ import annotations
 
@@ -6,17 +6,27 @@ import argparse
 import math
 import sys
 from collections.abc import Callable, Sequence
+from types import TracebackType
 
-from any_agent.errors import AnyAgentError, ConfigError, StartupError
+from any_agent.errors import AnyAgentError
 
 _LISTS = ("ids", "overrides")
+_SHORT = {
+    "model": ("PATH", "model.path"),
+    "experiment": ("NAME", "experiment"),
+    "trial": ("NAME", "trial"),
+    "host": ("HOST", "server.host"),
+    "port": ("PORT", "server.port"),
+}
+"""Options that stand for a setting: the metavar and the setting's name."""
+UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """As ``parser.parse_args``, but a list of arguments may go on behind an option.
+    """Parse like ``parser.parse_args``, but let a list of arguments go on behind an option.
 
     argparse takes what stands before the option for all of the list, even if that is nothing, and
-    its own remedy (parse_intermixed_args) knows no commands.
+    its own remedy (parse_intermixed_args) does not support subcommands.
     """
     arguments, rest = parser.parse_known_args(argv)
     name = next((name for name in _LISTS if hasattr(arguments, name)), None)
@@ -28,80 +38,116 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Errors as a line on standard error and an exit code, not as a traceback."""
+    """Run a command; print an error as one line on standard error and return its exit code."""
     try:
         return run()
-    except (ConfigError, StartupError) as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
     except AnyAgentError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 1
+        return _print_error(error)
     except KeyboardInterrupt:
         return 130
 
 
+def one_line_errors(*, debug: bool = False) -> None:
+    """Print an uncaught AnyAgentError of this script as commands do: one line and its exit code.
+
+    The exit code is the error's own: 2 for settings, 1 for failures. All other errors keep their
+    traceback, and with ``debug`` (`log_level=debug`) these do, too. Where another hook is installed
+    already (a notebook's, a debugger's), or the interpreter is interactive, nothing changes.
+    """
+    interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
+    if debug and sys.excepthook is _print_one_line:
+        sys.excepthook = sys.__excepthook__
+    elif not debug and sys.excepthook is sys.__excepthook__ and not interactive:
+        sys.excepthook = _print_one_line
+
+
+def _print_one_line(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> None:
+    if not isinstance(error, AnyAgentError):
+        sys.__excepthook__(kind, error, trace)
+        return
+    # The only way to set an exit code from here; the interpreter ends as usual.
+    raise SystemExit(_print_error(error)) from None
+
+
+def _print_error(error: AnyAgentError) -> int:
+    print(f"error: {error.message}", file=sys.stderr)
+    return int(getattr(error, "exit_code", 1))
+
+
 def add_service_arguments(parser: argparse.ArgumentParser) -> None:
-    """Options of everything that is configured by YAML."""
-    parser.add_argument("--config", metavar="FILE", help="YAML settings")
-    parser.add_argument("--model", metavar="PATH", help="short for model.path=PATH")
-    parser.add_argument("--experiment", metavar="NAME", help="short for experiment=NAME")
-    parser.add_argument("--trial", metavar="NAME", help="short for trial=NAME")
-    parser.add_argument("--host", metavar="HOST", help="short for server.host=HOST")
-    parser.add_argument("--port", metavar="PORT", help="short for server.port=PORT")
-    parser.add_argument(
-        "overrides",
-        nargs="*",
-        metavar="key=value",
-        help="any setting by its dotted name, e.g. train.lr=1e-5; `any-agent config` lists them",
-    )
+    """Add the options of every command that starts or configures a service."""
+    help = "any setting by its dotted name, e.g. train.lr=1e-5; `any-agent config` lists them"
+    add_setting_arguments(parser, tuple(_SHORT), help=help)
+
+
+def add_trial_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the options of every command that works on a trial's folder."""
+    add_setting_arguments(parser, ("experiment", "trial"), help="any setting, e.g. root=FOLDER")
+
+
+def add_setting_arguments(
+    parser: argparse.ArgumentParser,
+    short: Sequence[str],
+    *,
+    help: str,
+    metavar: str = "key=value",
+) -> None:
+    """Add ``--config``, these short options, and the list ``overrides`` of settings."""
+    parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    for option in short:
+        name, setting = _SHORT[option]
+        parser.add_argument(f"--{option}", metavar=name, help=f"short for {setting}={name}")
+    parser.add_argument("overrides", nargs="*", default=(), metavar=metavar, help=help)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
-    """The long forms of the short options, then the given ones."""
-    short = {
-        "model": "model.path",
-        "experiment": "experiment",
-        "trial": "trial",
-        "host": "server.host",
-        "port": "server.port",
-    }
-    out = []
-    for option, key in short.items():
-        value = getattr(arguments, option)
-        if value is not None:
-            out.append(f"{key}={value}")
-    return out + list(arguments.overrides)
+    """Return the settings that the short options stand for, then the given overrides."""
+    given = {setting: getattr(arguments, option, None) for option, (_, setting) in _SHORT.items()}
+    named = [f"{setting}={value}" for setting, value in given.items() if value is not None]
+    return [*named, *arguments.overrides]
 
 
-def count(most: int) -> Callable[[str], int]:
-    """A whole number from 1 to ``most``."""
+def count(most: int, *, least: int = 1) -> Callable[[str], int]:
+    """Return an argument type: a whole number from ``least`` to ``most``."""
 
-    def counted(text: str) -> int:
-        if not (text.isascii() and text.isdecimal() and 1 <= int(text) <= most):
-            raise argparse.ArgumentTypeError(f"{text!r} is no whole number from 1 to {most}")
+    def parse_count(text: str) -> int:
+        whole = text.isascii() and text.isdecimal() and len(text) <= 20
+        if not whole or not least <= int(text) <= most:
+            raise argparse.ArgumentTypeError(
+                f"{text!r} is not a whole number from {least} to {most}"
+            )
         return int(text)
 
-    return counted
+    return parse_count
 
 
 def number(text: str) -> float:
-    """A finite one."""
+    """Parse a finite number."""
     try:
         value = float(text)
     except ValueError:
         value = math.nan
     if not math.isfinite(value):
-        raise argparse.ArgumentTypeError(f"{text!r} is no number")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a finite number")
     return value
 
 
-def seconds(text: str) -> float:
-    """A finite number above 0."""
+def positive(text: str) -> float:
+    """Parse a finite number above 0."""
     try:
         value = number(text)
     except argparse.ArgumentTypeError:
         value = 0.0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number of seconds above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def seconds(text: str) -> float:
+    """Parse a finite number of seconds above 0."""
+    try:
+        return positive(text)
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0") from None

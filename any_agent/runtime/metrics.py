@@ -1,13 +1,15 @@
-"""Metrics in Prometheus's form: how a process describes its own and shows them.
+"""Prometheus metrics: their descriptions, their exposition, and the lag of the event loop.
 
-What is measured keeps plain numbers; they are read, and become metrics, when somebody asks. So a
-model call pays for a few additions, and a scrape always sees one moment.
+What is measured keeps plain numbers, which become metrics when they are scraped. So a model call
+pays for a few additions, and a scrape always sees one moment.
 """
 
 from __future__ import annotations
 
+import asyncio
 from bisect import bisect_left
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterable, Mapping, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
@@ -32,7 +34,7 @@ class Histogram:
     def __init__(self, bounds: Sequence[float]) -> None:
         self.bounds = tuple(bounds)
         self.counts = [0] * (len(self.bounds) + 1)
-        """The last one is of everything above the last bound."""
+        """Observations per bucket; the last one counts everything above the last bound."""
         self.sum = 0.0
 
     def observe(self, value: float) -> None:
@@ -46,7 +48,7 @@ class Histogram:
 
 Value: TypeAlias = float | Histogram
 Values: TypeAlias = Mapping[tuple[str, ...], Value]
-"""By the values of the metric's labels, in their order."""
+"""Values by the metric's label values, in the order of its labels."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +61,7 @@ class Metric:
     labels: tuple[str, ...] = ()
 
     def family(self, values: Values, common: Mapping[str, str]) -> Family:
-        """As prometheus-client has it; ``common`` labels are set on every sample."""
+        """Return the metric as prometheus-client's type; all samples get the ``common`` labels."""
         names = (*common, *self.labels)
         shared = tuple(common.values())
         if self.kind == "histogram":
@@ -79,10 +81,10 @@ class Metric:
 
 
 Reading: TypeAlias = tuple[Metric, Value | Values]
-"""A metric and what it is now; a bare value for one without labels of its own."""
+"""A metric and its current value; a bare value for a metric without labels of its own."""
 
 
-class _Own(Collector):
+class _ReadCollector(Collector):
     """Reads a process's metrics at each scrape."""
 
     def __init__(self, read: Callable[[], Iterable[Reading]], common: Mapping[str, str]) -> None:
@@ -96,7 +98,7 @@ class _Own(Collector):
 
 
 class _ProcessMetrics(Collector):
-    """CPU, memory and open files of this process, told apart from other parts' by ``part``."""
+    """CPU, memory and open files of this process, labelled with its ``part``."""
 
     def __init__(self, part: str) -> None:
         self._part = part
@@ -112,14 +114,50 @@ class _ProcessMetrics(Collector):
 
 
 class Exposition:
-    """What one part shows at `/metrics`. ``common`` labels go on all of its own metrics."""
+    """The metrics of one part at `/metrics`. All of its own metrics get the ``common`` labels."""
 
     def __init__(self, part: str, read: Callable[[], Iterable[Reading]], **common: str) -> None:
-        # Nothing of prometheus-client's own global registry: two parts may share a process.
+        # Not prometheus-client's global registry: two parts may share a process.
         self._registry = CollectorRegistry()
-        self._registry.register(_Own(read, common))
+        self._registry.register(_ReadCollector(read, common))
         self._registry.register(_ProcessMetrics(part))
 
     def render(self) -> bytes:
-        """Every metric as it is now, as text of `CONTENT_TYPE`."""
+        """Return every metric's current value as text of `CONTENT_TYPE`."""
         return generate_latest(self._registry)
+
+
+LOOP_LAG = Metric(
+    "any_agent_loop_lag_seconds",
+    "histogram",
+    "Seconds by which the part's event loop was late, sampled ten times a second: for so long all "
+    "streams of the part stood still.",
+    ("part",),
+)
+_LAG_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5)
+_LAG_INTERVAL = 0.1
+"""Seconds between samples. A longer block is always seen, a shorter one as often as it happens."""
+
+
+def loop_lag_histogram() -> Histogram:
+    """Return an empty histogram for :func:`watch_loop_lag`."""
+    return Histogram(_LAG_BOUNDS)
+
+
+@asynccontextmanager
+async def watch_loop_lag(lag: Histogram, *, every: float = _LAG_INTERVAL) -> AsyncIterator[None]:
+    """Observe the running loop's lag, in seconds, until the context ends."""
+    watch = asyncio.create_task(_observe_lag(lag, every))
+    try:
+        yield
+    finally:
+        watch.cancel()
+        await asyncio.wait([watch])
+
+
+async def _observe_lag(lag: Histogram, every: float) -> None:
+    loop = asyncio.get_running_loop()
+    while True:
+        due = loop.time() + every
+        await asyncio.sleep(every)
+        lag.observe(max(0.0, loop.time() - due))

@@ -1,17 +1,22 @@
-"""Running something until it ends or a signal ends it, with time to put things away."""
+"""Signals: run until one arrives, with time to clean up, and handlers for the time of a block."""
 
 from __future__ import annotations
 
 import asyncio
 import signal
-from collections.abc import Coroutine
-from typing import Any
+import threading
+from collections.abc import Callable, Coroutine, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any, NoReturn
+
+Handler = signal.Handlers | Callable[[int, FrameType | None], Any]
 
 
 def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> int | None:
-    """Run it to its end. The number of the signal that ended it instead: Ctrl-C, SIGTERM, SIGHUP.
+    """Run a coroutine to its end; return the number of the signal that ended it, else None.
 
-    It is cancelled by the first; another Ctrl-C interrupts also what it does then.
+    Ctrl-C, SIGTERM and SIGHUP cancel it. A second Ctrl-C interrupts also its clean-up.
     """
     caught: list[int] = []
 
@@ -25,7 +30,7 @@ def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> int | None:
             task.cancel()
 
         for number in (signal.SIGTERM, signal.SIGHUP):
-            # Who started this in the background with nohup wants it to outlive the terminal.
+            # A program that was started with nohup is meant to outlive its terminal.
             if signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, end, number)
         await coroutine
@@ -39,3 +44,30 @@ def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> int | None:
             raise
         return caught[0]
     return None
+
+
+@contextmanager
+def handle_signals(handler: Handler, *numbers: int) -> Iterator[None]:
+    """Handle these signals with ``handler`` inside the block, and as before behind it.
+
+    Outside the main thread, where no signal arrives, nothing changes.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {number: signal.signal(number, handler) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, earlier in before.items():
+            signal.signal(number, earlier)
+
+
+def exit_by_signal(number: int, frame: FrameType | None = None) -> NoReturn:
+    """Raise SystemExit with the exit code that shells expect of a signal."""
+    raise SystemExit(128 + number)
+
+
+def interrupt(number: int, frame: FrameType | None = None) -> NoReturn:
+    """Raise KeyboardInterrupt, as Ctrl-C does."""
+    raise KeyboardInterrupt

@@ -1,12 +1,11 @@
-"""What runs in a worker process: light, as each worker imports it anew.
+"""The code of a worker process; its imports are light, as each worker repeats them.
 
-Only bytes enter and leave it, so that what cannot be sent is told of where it is known by name.
+Only bytes enter and leave a worker, so that values that cannot be sent are reported by name.
 """
 
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import gc
 import inspect
 import os
@@ -16,14 +15,15 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-_PR_SET_PDEATHSIG = 1
+from any_agent.runtime.parent_death import die_with_parent
+
 _MAX_TRACE = 8000
-"""Characters of a traceback that are kept: its end."""
+"""Characters of a traceback that are kept, counted from its end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failure:
-    """What a function raised, as text: not every exception can leave its process."""
+    """An exception of a function as text: not every exception can be sent to another process."""
 
     kind: str
     message: str
@@ -31,24 +31,21 @@ class Failure:
 
 
 def begin(parent: int, secrets: Sequence[str]) -> None:
-    """A worker neither outlives its parent, nor takes the Ctrl-C that is meant for it.
+    """Start a worker that ends with its parent and ignores the Ctrl-C that is meant for it.
 
-    It forgets these variables: what it runs, an agent's tools say, has no use for an operator's.
+    It drops the variables ``secrets``: code that it runs, such as an agent's tools, has no use for
+    an operator's secrets.
     """
     for name in secrets:
         os.environ.pop(name, None)
+    die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    prctl = getattr(ctypes.CDLL(None), "prctl", None)
-    if prctl is not None:
-        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:
-        os._exit(1)
 
 
 def call(packed: bytes, environ: Mapping[str, str]) -> bytes | Failure:
-    """Run a packed function with its arguments under these variables, a coroutine to its end.
+    """Run a packed function with these variables set, a coroutine to its end.
 
-    The packed result, or what went wrong.
+    Returns the packed result, or the failure.
     """
     before = dict(os.environ)
     os.environ.update(environ)
@@ -60,14 +57,14 @@ def call(packed: bytes, environ: Mapping[str, str]) -> bytes | Failure:
             had_loop = True
             result = asyncio.run(result)
         return pickle.dumps(result)
-    except BaseException as error:  # also one that exits: it ends its call, not the worker
+    except BaseException as error:  # SystemExit, too, ends its call and not the worker
         return _failure(error)
     finally:
         os.environ.clear()
         os.environ.update(before)
         if had_loop:
-            # HTTP clients that nobody closed would close themselves in the next call's event loop,
-            # which is not theirs.
+            # HTTP clients that were left open would otherwise be closed in the next call's event
+            # loop, which is not theirs.
             gc.collect()
 
 
@@ -75,6 +72,6 @@ def _failure(error: BaseException) -> Failure:
     try:
         message = str(error)
     except Exception:
-        message = "(its text cannot be had)"
+        message = "(its message cannot be read)"
     trace = "".join(traceback.format_exception(error))[-_MAX_TRACE:]
     return Failure(type(error).__name__, message[:_MAX_TRACE], trace)

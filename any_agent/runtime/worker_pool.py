@@ -1,4 +1,4 @@
-"""Functions in processes of their own, where blocking, hanging and crashing cost one call alone."""
+"""Run functions in worker processes, where a call that blocks, hangs or crashes harms no other."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import multiprocessing
 import os
 import pickle
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,6 @@ from any_agent.runtime.worker_main import Failure, begin, call
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-
 _ENDED = "the processes of all calls were ended"
 _NOT_STARTED = (
     "each worker imports the script that was started, so keep what the script does under "
@@ -28,7 +27,7 @@ _NOT_STARTED = (
 
 
 class WorkerFailed(Exception):
-    """A call in a worker came to nothing; ``failure`` is what the function raised, if it did."""
+    """A call in a worker failed; ``failure`` holds the exception if the function raised one."""
 
     def __init__(self, message: str, failure: Failure | None = None) -> None:
         super().__init__(message)
@@ -36,31 +35,31 @@ class WorkerFailed(Exception):
 
 
 class WorkerTimeout(WorkerFailed):
-    """It took too long, and its worker was killed."""
+    """The call took too long, and its worker was killed."""
 
 
 class WorkerCrashed(WorkerFailed):
-    """Its worker died."""
+    """The worker of the call died."""
 
 
 class WorkerPool:
-    """Some processes that run functions, one call each at a time.
+    """Processes that run functions, each one call at a time.
 
     They are started when they are first needed, by ``spawn`` (a fork of a process with threads may
-    hang), so functions and arguments are pickled: what is called must be at the top level of a
-    module. A worker that hangs or dies is replaced. All end with this process.
+    hang), so functions and arguments are pickled: functions must be at the top level of a module. A
+    worker that hangs or dies is replaced. All workers end with this process. They do not inherit
+    the environment variables ``secrets``.
     """
 
-    def __init__(self, max_workers: int) -> None:
+    def __init__(self, max_workers: int, *, secrets: Sequence[str] = ()) -> None:
         if max_workers < 1:
             raise ConfigError(f"max_workers is {max_workers}: a pool needs one worker at least")
         self.max_workers = max_workers
+        self._secrets = tuple(secrets)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
-        self._closed: ProcessPool | None = None
-        """The one that was closed last."""
         self._futures: dict[Future[Any], ProcessPool] = {}
-        """Calls under way, or waiting for a worker."""
+        """The pool of each call that is running or waits for a worker."""
 
     async def run(
         self,
@@ -70,11 +69,11 @@ class WorkerPool:
         environ: Mapping[str, str] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """What it returns; a coroutine function's coroutine is run to its end in the worker.
+        """Return what the function returns; a coroutine is run to its end in the worker.
 
-        ``timeout`` seconds from when a worker has begun with it; being cancelled ends it, too.
-        Raises WorkerTimeout, WorkerCrashed, WorkerFailed (it raised), ConfigError (it, or an
-        argument, cannot be pickled).
+        The call is ended ``timeout`` seconds after a worker has begun it, or when it is cancelled.
+        Raises WorkerTimeout, WorkerCrashed, WorkerFailed (the function raised), ConfigError (the
+        function or an argument cannot be pickled).
         """
         packed = pack(function, args, kwargs)
         pool = self._started()
@@ -84,7 +83,7 @@ class WorkerPool:
         try:
             future = pool.schedule(call, args=given, timeout=timeout)
         except RuntimeError:
-            # It broke, or was closed, while no call was under way.
+            # The pool broke, or was closed, while no call was running.
             await asyncio.to_thread(self._drop, pool)
             pool = self._started()
             future = pool.schedule(call, args=given, timeout=timeout)
@@ -100,10 +99,10 @@ class WorkerPool:
                 raise
             raise WorkerCrashed(_ENDED) from None
         except Exception as error:
-            if pool is self._closed:
-                # It may find its pipes gone before its calls are cancelled.
+            if pool is not self._pool:
+                # The pool was closed, or dropped because of another call.
                 raise WorkerCrashed(_ENDED) from None
-            # Whatever ails this pool, the next call begins with another one.
+            # This pool may be broken, so the next call starts another one.
             await asyncio.to_thread(self._drop, pool)
             raise WorkerFailed(f"no worker could run it ({error}): {_NOT_STARTED}") from error
         finally:
@@ -115,21 +114,19 @@ class WorkerPool:
     def close(self) -> None:
         """End the workers, also in the middle of a call; a later call starts new ones."""
         with self._lock:
-            self._closed = pool = self._pool
+            pool = self._pool
         if pool is not None:
             self._drop(pool)
 
     def _started(self) -> ProcessPool:
         from pebble import ProcessPool
 
-        from any_agent.config import SECRET_VARIABLES
-
         with self._lock:
             if self._pool is None:
                 self._pool = ProcessPool(
                     max_workers=self.max_workers,
                     initializer=begin,
-                    initargs=(os.getpid(), SECRET_VARIABLES),
+                    initargs=(os.getpid(), self._secrets),
                     context=multiprocessing.get_context("spawn"),
                 )
             return self._pool
@@ -141,7 +138,7 @@ class WorkerPool:
         pool.stop()  # type: ignore[no-untyped-call]
         pool.join()
         for future, of in tuple(self._futures.items()):
-            # A pool that is stopped may leave some for ever as they are.
+            # A stopped pool may leave some of its futures pending for ever.
             if of is pool:
                 future.cancel()
 
@@ -150,12 +147,12 @@ _shared: dict[tuple[str, int], WorkerPool] = {}
 _lock = threading.Lock()
 
 
-def shared_pool(purpose: str, max_workers: int) -> WorkerPool:
-    """The process's one pool of this purpose and size."""
+def shared_pool(purpose: str, max_workers: int, *, secrets: Sequence[str] = ()) -> WorkerPool:
+    """Return the process's only pool of this purpose and size."""
     with _lock:
         if not _shared:
             atexit.register(_close_shared)
-        return _shared.setdefault((purpose, max_workers), WorkerPool(max_workers))
+        return _shared.setdefault((purpose, max_workers), WorkerPool(max_workers, secrets=secrets))
 
 
 def _close_shared() -> None:
@@ -164,20 +161,20 @@ def _close_shared() -> None:
 
 
 def pack(function: Callable[..., Any], args: Any = (), kwargs: Any = None) -> bytes:
-    """As a worker takes it; ConfigError naming what cannot be sent to another process."""
+    """Pickle a call for a worker; ConfigError names what cannot be sent to another process."""
     try:
         return pickle.dumps((function, args, kwargs or {}))
     except Exception as error:
         what = next(filter(None, map(unpicklable, (function, *args, kwargs))), None)
         raise ConfigError(
-            f"{what or 'what a worker is to run'} cannot be sent to another process ({error}): "
+            f"{what or 'the function of a worker'} cannot be sent to another process ({error}): "
             "define functions and classes at the top level of a module, and make locks, clients "
             "and open files where they are used"
         ) from error
 
 
 def unpicklable(value: Any, name: str = "", depth: int = 4) -> str | None:
-    """What in it cannot be pickled, by its path if it lies deeper; None if all of it can be."""
+    """Return the path and text of the part that cannot be pickled; None if all can be."""
     try:
         pickle.dumps(value)
     except Exception:
@@ -201,6 +198,6 @@ def _parts(value: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def _is_cancelled() -> bool:
-    """Whether it is this task itself that is to end."""
+    """Return whether the current task itself is being cancelled."""
     task = asyncio.current_task()
     return task is not None and task.cancelling() > 0

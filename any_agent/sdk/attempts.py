@@ -13,7 +13,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
-from any_agent.runtime.cancellation import cancel_and_wait
+from any_agent.runtime.event_loop import cancel_and_wait
 from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.results import RunResult, RunState

@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any, Literal, Self, TypeAlias, get_args
 
 from any_agent import stats_tracker
 from any_agent.client.environment import environment, require_some_key, require_some_url
+from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
-from any_agent.loop_lag import told_of_steps
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rewards.returned import Rewards, give_rewards, no_reward, rewards_of
-from any_agent.runtime.cancellation import cancel_and_wait
+from any_agent.runtime.event_loop import cancel_and_wait, measure_steps
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
@@ -260,7 +260,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         wanted = {name: given[name] for name in self._takes}
         require_some_key()
         require_some_url(self.service.url)
-        run = asyncio.ensure_future(told_of_steps(self.agent.run(data, **wanted), self._held))
+        run = asyncio.ensure_future(measure_steps(self.agent.run(data, **wanted), self._held))
         try:
             await asyncio.wait([run], timeout=self.service.timeout)
             if not run.done():
@@ -311,7 +311,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     def _use_processes(self) -> None:
         """ConfigError where it cannot be sent to one."""
         pack(self.agent.run)
-        self._pool = shared_pool("agents", self.service.max_workers)
+        self._pool = shared_pool("agents", self.service.max_workers, secrets=SECRET_VARIABLES)
 
     async def _run_apart(
         self, pool: WorkerPool, session_url: str, data: dict[str, Any] | None

@@ -9,11 +9,11 @@ import pytest
 
 from any_agent.auth.access import ANYONE, NOBODY, Access, Scope, authorize, require_key, signer_of
 from any_agent.auth.key_store import create_key, revoke_key
-from any_agent.cli.main import _describe_auth
+from any_agent.cli.keys import run as run_keys
+from any_agent.cli.serve import _describe_auth
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import KeySigner
-from any_agent.keys_commands import run as run_keys
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.file_watcher import WatchedFile
 
@@ -201,6 +201,6 @@ def test_damaged_keys_are_told_though_nobody_uses_one(
 def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:
     assert "API keys are required" in _describe_auth(configured("server.admin_key=operator-secret"))
     config = configured("trial=second")
-    assert "is the operator" in _describe_auth(config) and "trial=second" in _describe_auth(config)
+    assert "is an operator" in _describe_auth(config) and "trial=second" in _describe_auth(config)
     create_key(trial_dir(config).keys, "admin")
     assert "API keys are required" in _describe_auth(config)

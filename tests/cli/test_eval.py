@@ -80,7 +80,7 @@ def evaluate(folder: Path, capsys: pytest.CaptureFixture[str]) -> Eval:
         *options: str, agent: str = "counting_eval_agent.Counting", data: str = "items.jsonl"
     ) -> Ended:
         arguments = ["eval", "--agent", agent, "--data", data, *options]
-        code = await asyncio.to_thread(cli.main, arguments)
+        code = await asyncio.to_thread(cli, arguments)
         said = capsys.readouterr()
         return code, said.out, said.err
 
@@ -182,7 +182,7 @@ async def test_what_is_refused_before_anything_runs(
         ((), {"data": "none.jsonl"}, "there is no file none.jsonl"),
         (("--agent-arg", "every"), {}, "write NAME=VALUE"),
         (("--agent-arg", "often=3"), {}, "cannot be made with the arguments often"),
-        (("--k", "1,8", "-n", "4"), {}, "--k 8 needs as many runs of each item: -n is 4"),
+        (("--k", "1,8", "-n", "4"), {}, "--k 8 needs at least 8 runs of each item: -n is 4"),
         (("train.lr=1",), {}, "settings are those of a service that is started for --model"),
         (("--model", "a/b", "--version", "3"), {}, "--model my-exp/trial-1@20"),
         (("--api-key-file", "none"), {}, "--api-key-file none"),

@@ -49,7 +49,7 @@ async def said(process: Process) -> Said:
 
 def folder_in(err: str) -> Path:
     """Where the output was kept."""
-    return Path(err.strip().rpartition("what they printed is in ")[2])
+    return Path(err.strip().rpartition("their output is in ")[2])
 
 
 async def test_the_only_run_is_shown(served: Served, tmp_path: Path) -> None:
@@ -147,22 +147,22 @@ async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ([], "name the program behind --"),
-        (["--"], "name the program behind --"),
-        (["--n", "0", "--", "true"], "is no whole number from 1"),
-        (["--n", "many", "--", "true"], "is no whole number from 1"),
-        (["--timeout", "-1", "--", "true"], "is no number of seconds above 0"),
-        (["--timeout", "nan", "--", "true"], "is no number of seconds above 0"),
+        ([], "name the program after --"),
+        (["--"], "name the program after --"),
+        (["--n", "0", "--", "true"], "is not a whole number from 1"),
+        (["--n", "many", "--", "true"], "is not a whole number from 1"),
+        (["--timeout", "-1", "--", "true"], "is not a number of seconds above 0"),
+        (["--timeout", "nan", "--", "true"], "is not a number of seconds above 0"),
         (["--reward-cmd", "x", "--grader", "y.z", "--", "true"], "not allowed with argument"),
         (["--grader", "judge", "--", "true"], "name it as module.function"),
         (["--n", "2", "--reward-file", "r", "--", "true"], "put {run} into its name"),
         (["--reward-on-failure", "bad", "--", "true"], "--reward-on-failure bad: that is no"),
         (["--reward-on-failure", "inf", "--", "true"], "finite"),
-        (["--metadata", "{", "--", "true"], "--metadata is no JSON"),
+        (["--metadata", "{", "--", "true"], "--metadata is not JSON"),
         (["--metadata", "[1]", "--", "true"], "must be a JSON object"),
         (["--api-key-file", "/no/such/file", "--", "true"], "cannot be read"),
         (["--url", "nowhere", "--", "true"], "is no URL of a service"),
-        (["--logs", "/dev/null/logs", "--", "true"], "cannot be made"),
+        (["--logs", "/dev/null/logs", "--", "true"], "cannot be created"),
         (["--task", "a b", "--", "true"], "--task: String should match"),
         (["--metadata", '{"a": NaN}', "--", "true"], "--metadata: Value error, metadata must be"),
         (["--", "no-such-program"], "there is no program no-such-program"),

@@ -155,8 +155,8 @@ async def test_keys(start: Start) -> None:
     for environ, used in (
         ({}, "no key was given"),
         ({"OPENAI_API_KEY": "sk-proj-wrong"}, "no key was given"),
-        ({"OPENAI_API_KEY": "sk-tenant.wrong"}, "the key was that of OPENAI_API_KEY"),
-        ({"ANY_AGENT_KEY": "wrong-admin-key-x"}, "the key was that of ANY_AGENT_KEY"),
+        ({"OPENAI_API_KEY": "sk-tenant.wrong"}, "the key came from OPENAI_API_KEY"),
+        ({"ANY_AGENT_KEY": "wrong-admin-key-x"}, "the key came from ANY_AGENT_KEY"),
     ):
         for command in (("list",), ("show", "ses-0-x", "ses-0-y")):
             said = await sessions(proxy, *command, **environ)
@@ -191,7 +191,7 @@ async def test_a_limit_below_none() -> None:
         url = "http://127.0.0.1:9"
 
     said = await sessions(Nowhere(), "list", "--limit", "-1")  # type: ignore[arg-type]
-    assert said.code == 2 and "from 0 (0: all)" in said.err
+    assert said.code == 2 and "is not a whole number from 0" in said.err
 
 
 @pytest.mark.parametrize(

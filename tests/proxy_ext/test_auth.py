@@ -12,9 +12,9 @@ import pytest
 
 from any_agent.auth.access import signer_of
 from any_agent.auth.key_store import KeptScope, create_key, revoke_key
+from any_agent.cli.keys import run as run_keys
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import StartupError
-from any_agent.keys_commands import run as run_keys
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.web import permissions as scopes
 from tests.support.proxy import HELLO, Proxy, until

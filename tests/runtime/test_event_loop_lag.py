@@ -6,8 +6,8 @@ from contextlib import suppress
 
 import pytest
 
-from any_agent.loop_lag import loop_lag_histogram, told_of_steps, watched_loop
-from any_agent.runtime.metrics import Histogram
+from any_agent.runtime.event_loop import measure_steps
+from any_agent.runtime.metrics import Histogram, loop_lag_histogram, watch_loop_lag
 
 
 class Watched(Histogram):
@@ -26,7 +26,7 @@ class Watched(Histogram):
 
 async def test_a_loop_that_is_blocked_is_late() -> None:
     lag = Watched()
-    async with watched_loop(lag, every=0.001):
+    async with watch_loop_lag(lag, every=0.001):
         await asyncio.wait_for(lag.seen.wait(), 60)
         lag.seen.clear()
         # What the watch is there to find.
@@ -37,7 +37,7 @@ async def test_a_loop_that_is_blocked_is_late() -> None:
 
 
 async def test_the_watch_ends_with_its_context() -> None:
-    async with watched_loop(loop_lag_histogram(), every=0.001):
+    async with watch_loop_lag(loop_lag_histogram(), every=0.001):
         assert len(asyncio.all_tasks()) == 2
     assert len(asyncio.all_tasks()) == 1
 
@@ -54,7 +54,7 @@ async def test_each_step_is_told_and_nothing_else_changes() -> None:
             await asyncio.Event().wait()
         return "done"
 
-    task = asyncio.ensure_future(told_of_steps(run(), held.append))
+    task = asyncio.ensure_future(measure_steps(run(), held.append))
     await asyncio.sleep(0)
     assert len(held) == 1 and held[0] >= 0.29
     free.set()
@@ -71,8 +71,8 @@ async def test_what_is_raised_and_a_cancellation_pass_through() -> None:
         raise KeyError("x")
 
     with pytest.raises(KeyError):
-        await told_of_steps(fails(), lambda _: None)
-    task = asyncio.ensure_future(told_of_steps(asyncio.Event().wait(), lambda _: None))
+        await measure_steps(fails(), lambda _: None)
+    task = asyncio.ensure_future(measure_steps(asyncio.Event().wait(), lambda _: None))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):

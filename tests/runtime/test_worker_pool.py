@@ -37,7 +37,7 @@ async def test_closing_ends_calls_and_a_later_one_starts_anew(tmp_path: Path) ->
 
 async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
-    pool = WorkerPool(1)
+    pool = WorkerPool(1, secrets=SECRET_VARIABLES)
     told = await pool.run(functions.variable, "OF_A_CALL", timeout=60, environ={"OF_A_CALL": "x"})
     assert told == "x"
     assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None

@@ -20,7 +20,7 @@ from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionTree, InteractionWithTokenLogpReward
 from any_agent.rollout.failure_budget import format_error
-from any_agent.runtime import cancellation as last_words
+from any_agent.runtime import event_loop
 from any_agent.sdk.find_service import find_service
 from any_agent.types import SessionState
 from any_agent.workflow import (
@@ -377,7 +377,7 @@ async def test_a_hanging_agent(proxy: Proxy) -> None:
 async def test_an_agent_that_will_not_end_holds_up_nobody(
     proxy: Proxy, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(last_words, "_LAST_WORDS", 0.05)
+    monkeypatch.setattr(event_loop, "_CANCEL_TIMEOUT", 0.05)
     agent = Stubborn()
     with pytest.raises(AgentFailed, match="more than"):
         await episode(agent, proxy, timeout=0.05)

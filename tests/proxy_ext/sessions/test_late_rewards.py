@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import sys
+from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
@@ -299,14 +300,16 @@ async def test_what_ails_one_grade_leaves_no_other_without_an_end(
     hanging = asyncio.create_task(grader.grade(hangs))
     await until(lambda: pid.exists() and pid.read_text(), "it is being graded")
 
-    def fails(*_: Any, **__: Any) -> None:
-        raise RuntimeError("no more processes")
+    def fails(*_: Any, **__: Any) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_exception(RuntimeError("no more processes"))
+        return future
 
     with monkeypatch.context() as patch:
-        patch.setattr(grader._pool, "schedule", fails)
+        patch.setattr(grader._pool._pool, "schedule", fails)
         with pytest.raises(GraderFailed, match="no more processes"):
             await grader.grade(hangs)
-    with pytest.raises(GraderFailed, match="of all graders were ended"):
+    with pytest.raises(GraderFailed, match="of all calls were ended"):
         await hanging
     try:
         assert await grader.grade({"metadata": {"how": "fine"}}) == {None: 1.0}
