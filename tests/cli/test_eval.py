@@ -183,7 +183,7 @@ async def test_what_is_refused_before_anything_runs(
         (("--agent-arg", "every"), {}, "write NAME=VALUE"),
         (("--agent-arg", "often=3"), {}, "cannot be made with the arguments often"),
         (("--k", "1,8", "-n", "4"), {}, "--k 8 needs at least 8 runs of each item: -n is 4"),
-        (("train.lr=1",), {}, "settings are those of a service that is started for --model"),
+        (("train.lr=1",), {}, "settings are for the service that is started for --model"),
         (("--model", "a/b", "--version", "3"), {}, "--model my-exp/trial-1@20"),
         (("--api-key-file", "none"), {}, "--api-key-file none"),
         (("--json", "no/such/folder.json"), {}, "--json no/such/folder.json cannot be written"),

@@ -80,7 +80,7 @@ def test_a_task_that_wants_to_end_the_process(thread: LoopThread) -> None:
 def test_a_task_that_does_not_end(
     thread: LoopThread, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop_thread, "_ENDS_WITHIN", 0.05)
+    monkeypatch.setattr(loop_thread, "_CANCEL_TIMEOUT", 0.05)
     free = False
 
     async def stubborn() -> None:
@@ -93,7 +93,7 @@ def test_a_task_that_does_not_end(
     thread.call(started(stubborn()))
     with caplog.at_level(logging.WARNING):
         thread.stop()
-    assert "1 tasks do not end although they are cancelled" in caplog.text
+    assert "1 cancelled tasks do not end" in caplog.text
     assert not thread.started
     free = True
     begun.clear()
