@@ -21,7 +21,7 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test test-clients test-examples test-engines test-documents lint bench learn chaos clean
+.PHONY: help demo test test-clients test-examples test-engines test-documents lint bench bench-check learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -56,9 +56,12 @@ bench: $(DEV) ## run every benchmark, one after another
 	  echo "setup    installing nginx, the router's peer"; \
 	  apt-get install -qq -y nginx-light >/dev/null || true; \
 	}
-	@for file in $$(grep -l '__main__' benchmarks/*.py); do \
+	@for file in $$(grep -l '__main__' benchmarks/*.py | grep -v check.py); do \
 	  echo "== $$file"; $(RUN) $$file $(ARGS); \
 	done
+
+bench-check: $(DEV) ## compare the benchmarks' ratios with the last ones kept: what became worse
+	@$(RUN) benchmarks/check.py $(ARGS)
 
 learn: $(DEV) ## check over many seeds that models learn: the demo's, its control not, and on datasets
 	@$(RUN) tests/e2e/learn.py $(ARGS)

@@ -6,7 +6,9 @@ then changes them little.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import json
 import os
 import platform
 import statistics
@@ -19,6 +21,30 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 import psutil
+
+RATIOS: dict[str, float] = {}
+"""Ours over a peer's figure of the same run, by name: lower is better."""
+
+
+def parser(doc: str | None) -> argparse.ArgumentParser:
+    """Return a parser with the flags that every benchmark has."""
+    lines = (doc or "").splitlines()
+    made = argparse.ArgumentParser(description=lines[0] if lines else "")
+    made.add_argument("--quick", action="store_true", help="fewer rounds")
+    made.add_argument("--smoke", action="store_true", help="seconds: show that it runs at all")
+    made.add_argument("--json", type=Path, help="write the ratios to this file, too")
+    return made
+
+
+def ratio(name: str, ours: float, peer: float) -> None:
+    """Record a ratio of two figures of this run."""
+    RATIOS[name] = ours / peer
+
+
+def finish(arguments: argparse.Namespace) -> None:
+    """Write what :func:`ratio` recorded to the file that was asked for."""
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps(RATIOS) + "\n")
 
 
 def cpu_seconds(pid: int) -> float:

@@ -14,14 +14,14 @@ import argparse
 import asyncio
 import os
 import statistics
-import subprocess
-import sys
 import tempfile
 import time
 from collections import defaultdict
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
+
+from common import child, finish, parser, ratio, wait_until_up
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -119,17 +119,16 @@ async def measure(args: argparse.Namespace, directory: str) -> None:
 
     from any_agent.demo.models.tiny import save_tiny_model
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
+    from any_agent.runtime.ports import free_port
 
     path = save_tiny_model(Path(directory) / "model", hidden_size=128, layers=5)
     options = EngineOptions(max_running_requests=max(args.concurrency))
-    command = [sys.executable, "-m", "any_agent.engine.embedded", "--model-path", str(path)]
-    command += ["--port", "0", "--incremental-streaming-output"]
-    server = subprocess.Popen(  # noqa: ASYNC220
-        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
-    )
-    try:
-        assert server.stdout is not None
-        url = server.stdout.readline().split()[-1]
+    port = free_port("127.0.0.1")
+    url = f"http://127.0.0.1:{port}"
+    command = ["-m", "any_agent.engine.embedded", "--model-path", str(path), "--port", str(port)]
+    log = Path(directory) / "engine.log"
+    with child([*command, "--incremental-streaming-output"], log) as server:
+        wait_until_up(server, f"{url}/get_model_info", log)
         async with (
             EmbeddedEngine.load(str(path), options) as engine,
             aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0)) as session,
@@ -146,9 +145,6 @@ async def measure(args: argparse.Namespace, directory: str) -> None:
             }
             for n in args.concurrency:
                 await table(rounds, n, args.rounds)
-    finally:
-        server.terminate()
-        server.wait(10)
 
 
 async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
@@ -170,25 +166,29 @@ async def table(rounds: dict[str, Round], n: int, repeats: int) -> None:
     for name in rounds:
         wall, cpu = statistics.median(walls[name]), statistics.median(cpus[name])
         tokens = n * NEW
+        if name != "model.generate":
+            ratio(f"{name}, {n} at once / model.generate", wall, base)
         print(
             f"{name:<22} {tokens / wall:>9.0f}  {base / wall:>6.2f}   {1000 * cpu / tokens:>8.3f}"
         )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
-    parser.add_argument("--quick", action="store_true", help="2 rounds")
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--rounds", type=int, default=7)
+    flags.add_argument("--concurrency", type=int, nargs="+", default=[1, 8, 32])
+    args = flags.parse_args()
     if args.quick:
         args.rounds = 2
+    if args.smoke:
+        args.rounds, args.concurrency = 1, [2]
 
     import torch
 
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as directory:
         asyncio.run(measure(args, directory))
+    finish(args)
 
 
 if __name__ == "__main__":

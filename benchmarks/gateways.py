@@ -152,6 +152,8 @@ class Texts:
         from any_agent.demo.task import corpus
 
         self._tokenizer = Tokenizer.from_file(str(model / "tokenizer.json"))
+        config = orjson.loads((model / "config.json").read_bytes())
+        self._vocabulary: int = config["vocab_size"]
         self._lines = sorted({line.split("\n")[1] for line in corpus()})
         self._random = random.Random(0)
 
@@ -172,4 +174,9 @@ class Texts:
         plain = [i for i, t in texts.items() if t.strip() and t.isascii() and "<" not in t]
         ids = self._random.choices(plain, k=OUTPUT)
         end = self._tokenizer.token_to_id("<|im_end|>")
-        return {"ids": ids, "texts": [texts[i] for i in ids], "end": end}
+        return {
+            "ids": ids,
+            "texts": [texts[i] for i in ids],
+            "end": end,
+            "vocabulary": self._vocabulary,
+        }

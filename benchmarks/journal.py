@@ -31,7 +31,7 @@ from typing import Any
 
 import numpy as np
 import orjson
-from common import machine, median
+from common import finish, machine, median, parser, ratio
 
 from any_agent.types import (
     Continuation,
@@ -238,12 +238,15 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
             for name, wall in many.items()
         },
     )
+    ratio("many / raw sqlite3", many["journal"], many["raw sqlite3"])
     raw_s = median(alone["raw sqlite3"])
     added = median(alone["journal"]) - raw_s
     rows = {name: f"{1e3 * median(seconds):>8.2f} ms" for name, seconds in alone.items()}
     rows["journal"] += f"   raw + {1e3 * added:.2f} ms ({median(alone['journal']) / raw_s:.2f} x)"
+    ratio("one / raw sqlite3", median(alone["journal"]), raw_s)
     show("one session's durable write, median", rows)
     taken, needed = await episode(folder, maker, args.turns)
+    ratio("bytes of an episode / needed", taken, needed)
     show(
         f"an episode of {args.turns} turns of {TURN_USER} + {TURN_OUTPUT} tokens",
         {
@@ -254,18 +257,20 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--rows", type=int, default=60, help="of a session in a round")
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--turns", type=int, default=TURNS, help="of the episode")
-    parser.add_argument("--quick", action="store_true", help="20 rows, 3 rounds")
-    parser.add_argument("--folder", type=Path, help="where to write (a new folder in it)")
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--rows", type=int, default=60, help="of a session in a round")
+    flags.add_argument("--rounds", type=int, default=7)
+    flags.add_argument("--turns", type=int, default=TURNS, help="of the episode")
+    flags.add_argument("--folder", type=Path, help="where to write (a new folder in it)")
+    args = flags.parse_args()
     if args.quick:
         args.rows, args.rounds = 20, 3
+    if args.smoke:
+        args.rows, args.rounds, args.turns = 2, 1, 10
     print(f"{machine()}; {args.rows} rows of {WRITERS} sessions x {args.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:
         asyncio.run(measure(Path(folder), args))
+    finish(args)
 
 
 if __name__ == "__main__":

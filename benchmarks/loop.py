@@ -12,7 +12,6 @@ a process), used by concurrent scripted agents over HTTP. Two tables:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import os
 import random
@@ -25,7 +24,7 @@ from typing import Any
 
 import staleness
 from agents import Job, Service, groups, load, look_after, make_model, service
-from common import cpu_seconds, machine
+from common import cpu_seconds, finish, machine, parser, ratio
 
 from any_agent.config import Config
 from any_agent.demo.run import RANKS, demo_config
@@ -130,18 +129,20 @@ def print_cost(phases: dict[str, Phase]) -> None:
         )
         print(f"{name:<20} {phase.rate:>14.1f} {phase.steps / phase.seconds:>8.2f}   {each}")
     with_training, without = phases.values()
+    ratio("trajectories a second, eval / training", without.rate, with_training.rate)
     print(f"{'ratio':<20} {with_training.rate / without.rate:>14.2f}", flush=True)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--quick", action="store_true", help="4 s a phase; one seed, fewer steps")
-    parser.add_argument("--only", choices=("cost", "eta"), help="one of the two tables")
-    parser.add_argument(
+    flags = parser(__doc__)
+    flags.add_argument("--only", choices=("cost", "eta"), help="one of the two tables")
+    flags.add_argument(
         "--sigma", type=float, default=staleness.SIGMA, help="how long the agents' tail is"
     )
-    args = parser.parse_args()
+    args = flags.parse_args()
     seconds = SECONDS / 3 if args.quick else SECONDS
+    if args.smoke:
+        seconds, args.only = 1.0, "cost"
     print(f"{machine()}; {RANKS} ranks", flush=True)
     with tempfile.TemporaryDirectory(prefix="any-agent-loop-") as name:
         folder = Path(name)
@@ -154,6 +155,7 @@ def main() -> None:
             print_cost(phases)
         if args.only != "cost":
             staleness.compare(folder, sigma=args.sigma, quick=args.quick)
+    finish(args)
 
 
 if __name__ == "__main__":

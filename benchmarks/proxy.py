@@ -31,7 +31,7 @@ from typing import Any
 
 import aiohttp
 from agents_say import PATHS, Talk, added, body_of, ended
-from common import cpu_seconds, machine, median, resident_mib
+from common import cpu_seconds, finish, machine, median, parser, ratio, resident_mib
 from gateways import KEY, OURS, OUTPUT, PROMPT, Contender, Lab, Texts
 
 TURNS, TURN_USER, TURN_OUTPUT = 100, 125, 125
@@ -142,7 +142,7 @@ class Bench:
             if number == 1:
                 memory, disk = resident_mib(c.pid), _size_mib(c.journal)
             (talk,) = await self._load.talks(c, 1)
-            for turn in range(1, TURNS + 1):
+            for turn in range(1, self._args.turns + 1):
                 began = cpu_seconds(c.pid)
                 await self._load.whole(c, talk, TURN_OUTPUT)
                 if number:
@@ -168,6 +168,9 @@ def print_calls(contenders: list[Contender]) -> None:
         f"{'':<20} {'whole':>7} {'stream':>7} {'us/chunk':>9}   {'x bare':>11}   "
         f"{'LiteLLM is x':>13} {'continued':>10} {'req/s at 32':>12} {'first chunk':>12}"
     )
+    for peer in {"bare", "LiteLLM"} & set(ms):
+        for kind in ("first", "stream", "continued"):
+            ratio(f"{kind} / {peer}", ms[OURS][kind], ms[peer][kind])
     for c in contenders:
         m = ms[c.name]
         over = f"{m['first'] / bare['first']:.1f} / {m['stream'] / bare['stream']:.1f}"
@@ -197,19 +200,21 @@ def print_apis(contenders: list[Contender]) -> None:
         print(f"{c.name:<22} {figures:>20}   {over:>18}   {under:>20}")
 
 
-def print_episodes(contenders: list[Contender]) -> None:
+def print_episodes(contenders: list[Contender], count: int) -> None:
     print(
-        f"\nAn episode of {TURNS} turns, {TURN_USER} + {TURN_OUTPUT} tokens each: "
+        f"\nAn episode of {count} turns, {TURN_USER} + {TURN_OUTPUT} tokens each: "
         "CPU ms of a turn, and what stays of the whole talk"
     )
-    print(f"{'':<20} {'turn 10':>8} {'turn 100':>9} {'ratio':>6} {'memory':>12} {'disk':>10}")
+    print(f"{'':<20} {'turn 10':>8} {f'turn {count}':>9} {'ratio':>6} {'memory':>12} {'disk':>10}")
     for c in contenders:
         if not c.turn:
             continue
         early, late = (
             1000 * median(itertools.chain(*(c.turn[t] for t in turns)))
-            for turns in (range(8, 13), range(TURNS - 4, TURNS + 1))
+            for turns in (range(8, 13), range(count - 4, count + 1))
         )
+        if c.name == OURS:
+            ratio("last turn / tenth", late, early)
         disk = f"{c.disk:>7.2f} MB" if c.journal else f"{'-':>10}"
         print(
             f"{c.name:<20} {early:>8.2f} {late:>9.2f} {late / early:>6.2f} "
@@ -237,26 +242,30 @@ async def measure(lab: Lab, args: argparse.Namespace) -> None:
         for c in contenders:
             if c.api == "chat" and c.name not in (f"{OURS}, logprobs", "relay"):
                 await bench.episodes(c)
-        print_episodes(contenders)
+        print_episodes(contenders, args.turns)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=32, help="whole calls of a contender a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--episodes", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="16 calls, 2 rounds, 1 episode")
-    parser.add_argument("--no-litellm", action="store_true", help="leave the slow one out")
+    flags = parser(__doc__)
+    flags.add_argument("--calls", type=int, default=32, help="whole calls of a contender a round")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--episodes", type=int, default=3)
+    flags.add_argument("--no-litellm", action="store_true", help="leave the slow one out")
     apis = ("chat", "responses", "messages")
-    parser.add_argument("--apis", nargs="+", choices=apis, default=apis, help="chat, and which")
-    parser.add_argument("--gap", type=float, default=1.0, help="ms between a stream's tokens")
-    args = parser.parse_args()
+    flags.add_argument("--apis", nargs="+", choices=apis, default=apis, help="chat, and which")
+    flags.add_argument("--gap", type=float, default=1.0, help="ms between a stream's tokens")
+    args = flags.parse_args()
+    args.turns = TURNS
     args.apis = {"chat", *args.apis}
     if args.quick:
         args.calls, args.rounds, args.episodes = 16, 2, 1
+    if args.smoke:
+        args.calls, args.rounds, args.episodes, args.turns = 2, 1, 1, 12
+        args.no_litellm = True
     print(f"{machine()}; {args.calls} calls x {args.rounds} rounds", flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         asyncio.run(measure(Lab(Path(folder), stack, args.gap), args))
+    finish(args)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import random
 import tempfile
@@ -26,7 +25,7 @@ from typing import Any
 
 import aiohttp
 import numpy as np
-from common import cpu_seconds, machine, median
+from common import cpu_seconds, finish, machine, median, parser, ratio
 from gateways import KEY, OUTPUT, PROMPT, Contender, Lab
 
 from any_agent.config import RolloutConfig
@@ -71,6 +70,7 @@ async def calls(folder: Path, stack: ExitStack, number: int, rounds: int) -> Non
     print(f"{'':<16} {'agent':>7} {'proxy':>7} {'both':>7}")
     print(f"{'direct client':<16} {alone:>7.2f} {'-':>7} {alone:>7.2f}")
     print(f"{'through a proxy':<16} {ours:>7.2f} {proxys:>7.2f} {ours + proxys:>7.2f}")
+    ratio("a call through a proxy / direct", ours + proxys, alone)
     print(f"through a proxy is {(ours + proxys) / alone:.2f} x the direct client", flush=True)
 
 
@@ -220,6 +220,7 @@ def tails(seeds: int, steps: int) -> None:
             flush=True,
         )
     both, young = (mean(part) for part in zip(*ratios, strict=True))
+    ratio("rollout_batch / prepare_batch, trajectories a second", 1.0, both)
     print(
         f"prepare_batch at eta {ETA} is {both:.2f} x rollout_batch, {young:.2f} x where only what "
         f"began at most {ETA} steps before counts",
@@ -268,6 +269,7 @@ def crowd(rounds: int) -> None:
             bare.append(without / EPISODES)
             own.append((under - without) / EPISODES)
     print(f"\n{EPISODES} episodes at once, in groups of {GROUP}; CPU of each, ms ({rounds} rounds)")
+    ratio("the executor / the episode", median(own), median(bare))
     print(f"the episode itself {1000 * median(bare):.3f}, the executor {1000 * median(own):.3f}")
 
 
@@ -276,19 +278,23 @@ async def _gathered(mock: Mock) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--only", choices=("calls", "tail", "crowd"), help="one of the three")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds, seeds and steps")
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--only", choices=("calls", "tail", "crowd"), help="one of the three")
+    args = flags.parse_args()
+    seeds, rounds, steps, number = 3, 5, STEPS, 32
+    if args.quick:
+        seeds, rounds, steps, number = 1, 2, STEPS // 2, 8
+    if args.smoke:
+        seeds, rounds, steps, number = 1, 1, 2, 2
     print(machine(), flush=True)
     if args.only in (None, "crowd"):
-        crowd(2 if args.quick else 5)
+        crowd(rounds)
     if args.only in (None, "tail"):
-        tails(1 if args.quick else 3, STEPS // 2 if args.quick else STEPS)
+        tails(seeds, steps)
     if args.only in (None, "calls"):
-        number, rounds = (8, 2) if args.quick else (32, 5)
         with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
             asyncio.run(calls(Path(folder), stack, number, rounds))
+    finish(args)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import uvloop
-from common import child, cpu_seconds, machine, median, wait_until_up
+from common import child, cpu_seconds, finish, machine, median, parser, ratio, wait_until_up
 from wire import Answer, Connection, connections, request
 
 SIZE = 2048
@@ -208,15 +208,16 @@ class Bench:
         requests = self._args.requests
         cpu, seconds = await self._requests(c, CONCURRENT, requests)
         alone, _ = await self._requests(c, 1, requests // 4)
-        answers, streamed = await self.streams(c, STREAMS, EVENTS, GAP)
-        if any(not answer.whole_stream(EVENTS) for answer in answers):
+        events = self._args.events
+        answers, streamed = await self.streams(c, STREAMS, events, GAP)
+        if any(not answer.whole_stream(events) for answer in answers):
             raise RuntimeError(f"{c.name} cut a stream")
         if not keep:
             return
         c.us[REQUEST].append(cpu / requests * 1e6)
         c.rate.append(requests / seconds)
         c.us[ALONE].append(alone / (requests // 4) * 1e6)
-        c.us[CHUNK].append(streamed / (STREAMS * EVENTS) * 1e6)
+        c.us[CHUNK].append(streamed / (STREAMS * events) * 1e6)
         c.us[LATE].append(median(late for a in answers for late in a.late) / 1e3)
 
     async def _requests(self, c: Contender, concurrent: int, count: int) -> tuple[float, float]:
@@ -270,6 +271,9 @@ def print_table(contenders: list[Contender]) -> None:
         if name != NGINX and NGINX in figures:
             print(f"{name + ', x nginx':<24} {_ratios(row, figures[NGINX])}")
     print(f"{'obvious, x any-agent':<24} {_ratios(figures[OBVIOUS], figures[OURS])}")
+    for peer in {NGINX, OBVIOUS} & set(figures):
+        for kind, ours, theirs in zip(CPU, figures[OURS], figures[peer], strict=False):
+            ratio(f"{kind} / {peer}", ours, theirs)
 
 
 def _cells(row: list[float]) -> str:
@@ -309,22 +313,27 @@ async def measure(lab: Lab, args: argparse.Namespace) -> int:
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--requests", type=int, default=2000, help="of a contender in a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--seconds", type=float, default=60, help="length of the last streams")
-    parser.add_argument("--quick", action="store_true", help="1000 requests, 2 rounds, 10 s")
-    parser.add_argument("--no-nginx", action="store_true", help="leave it out")
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--requests", type=int, default=2000, help="of a contender in a round")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--seconds", type=float, default=60, help="length of the last streams")
+    flags.add_argument("--no-nginx", action="store_true", help="leave it out")
+    args = flags.parse_args()
+    args.events = EVENTS
     if args.quick:
         args.requests, args.rounds, args.seconds = 1000, 2, 10
+    if args.smoke:
+        args.requests, args.rounds, args.seconds, args.events = 100, 1, 1, 5
+        args.no_nginx = True
     args.nginx = None if args.no_nginx else find_nginx()
     cores = Cores()
     pinned = "the router on one of them" if cores.pinned else "not pinned"
     print(f"{machine()}, {pinned}; {args.requests} requests x {args.rounds} rounds\n", flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         lab = Lab(Path(folder), stack, cores)
-        return 1 if uvloop.run(measure(lab, args)) else 0
+        cut = uvloop.run(measure(lab, args))
+    finish(args)
+    return 1 if cut else 0
 
 
 if __name__ == "__main__":

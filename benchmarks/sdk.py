@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientSession, TCPConnector, web
-from common import child, machine, median, wait_until_up
+from common import child, finish, machine, median, parser, ratio, wait_until_up
 
 AT_ONCE = 1000
 SESSIONS = 3000
@@ -215,6 +215,8 @@ def compare(sessions: int, rounds: int) -> None:
                 out = subprocess.run(command, capture_output=True, text=True, check=True)
                 figures.append(tuple(json.loads(out.stdout)))
     cpu = {name: 1000 * median(cpu for cpu, _ in each) for name, each in measured.items()}
+    for peer in ("httpx", "aiohttp"):
+        ratio(f"AgentRunner / {peer}", cpu["AgentRunner"], cpu[peer])
     print(f"{machine()}; {AT_ONCE} at once, {sessions} sessions x {rounds} rounds\n")
     print(f"{'':14}{'CPU ms/session':>16}{'x aiohttp':>12}{'sessions/s':>12}")
     for name, figures in measured.items():
@@ -252,13 +254,17 @@ def starts(count: int) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--sessions", type=int, default=SESSIONS)
-    parser.add_argument("--rounds", type=int, default=ROUNDS)
-    parser.add_argument("--starts", type=int, default=STARTS)
-    parser.add_argument("--serve", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--contend", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--sessions", type=int, default=SESSIONS)
+    flags.add_argument("--rounds", type=int, default=ROUNDS)
+    flags.add_argument("--starts", type=int, default=STARTS)
+    flags.add_argument("--serve", type=int, help=argparse.SUPPRESS)
+    flags.add_argument("--contend", nargs=3, help=argparse.SUPPRESS)
+    arguments = flags.parse_args()
+    if arguments.quick:
+        arguments.rounds, arguments.starts = 1, 3
+    if arguments.smoke:
+        arguments.sessions, arguments.rounds, arguments.starts = 64, 1, 1
     if arguments.serve:
         serve(arguments.serve)
     elif arguments.contend:
@@ -267,6 +273,7 @@ def main() -> None:
     else:
         compare(arguments.sessions, arguments.rounds)
         starts(arguments.starts)
+        finish(arguments)
 
 
 if __name__ == "__main__":

@@ -33,8 +33,18 @@ from typing import Any
 import aiohttp
 import orjson
 import yaml
-from common import child, cpu_seconds, machine, median, resident_mib, wait_until_up
-from proxy import KEY, Lab
+from common import (
+    child,
+    cpu_seconds,
+    finish,
+    machine,
+    median,
+    parser,
+    ratio,
+    resident_mib,
+    wait_until_up,
+)
+from proxy import KEY, SYSTEM, Lab
 
 from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config, load_config
@@ -114,6 +124,8 @@ class Bench:
                         for name, figures in timed.items():
                             rows.setdefault(name, []).append(figures)
         raw = self._raw_rate()
+        pair, health = (median(f[1] for f in rows[n]) for n in ("open + finalize", "health check"))
+        ratio("CPU of open + finalize / health check", pair, health)
         print(f"\nopen + finalize through one proxy, {CONCURRENT} clients at once")
         print(f"{'':<18} {'per s':>8} {'CPU ms, proxy':>14} {'client':>8}")
         for name, figures in rows.items():
@@ -200,12 +212,13 @@ class Bench:
             print(f": {took - imports:+.1f} s")
         for name, now in (("after the start", started), ("after a call of each", touched)):
             print(f"{'memory, ' + name:<28} {1024 * (now - base) / count:.1f} KB a session")
+        ratio("CPU of a cold call / warm", cold, warm)
         print(f"{'first touch':<18} {1e3 * cold:.2f} ms CPU a call, {1e3 * warm:.2f} ms when warm")
 
     async def _recorded(self, proxy: Proxy, http: aiohttp.ClientSession) -> Messages:
         """The messages of a session of so many turns, the first one in the journal."""
         opened = await post(proxy, http, "start_session", {"mode": "eval"})
-        messages: Messages = [*self._lab.text.first()[:1], self._lab.text.user(TURN_USER)]
+        messages: Messages = [{"role": "system", "content": SYSTEM}, self._lab.text.user(TURN_USER)]
         for _ in range(TURNS):
             await complete(proxy, http, Talk(opened["api_key"], messages))
             messages.append(self._lab.text.user(TURN_USER))
@@ -305,16 +318,17 @@ async def _copy(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--pairs", type=int, default=1600, help="sessions opened and ended a round")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--sessions", type=int, default=10_000, help="open at once")
-    parser.add_argument("--starts", type=int, default=3)
-    parser.add_argument("--quick", action="store_true", help="2 rounds, 1000 sessions, 1 start")
-    parser.add_argument("--only", choices=["rates", "crowd"])
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--pairs", type=int, default=1600, help="sessions opened and ended a round")
+    flags.add_argument("--rounds", type=int, default=5)
+    flags.add_argument("--sessions", type=int, default=10_000, help="open at once")
+    flags.add_argument("--starts", type=int, default=3)
+    flags.add_argument("--only", choices=["rates", "crowd"])
+    args = flags.parse_args()
     if args.quick:
         args.rounds, args.sessions, args.starts = 2, 1000, 1
+    if args.smoke:
+        args.pairs, args.rounds, args.sessions, args.starts = 64, 1, 20, 1
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         bench = Bench(Path(folder), stack, args)
@@ -322,6 +336,7 @@ def main() -> None:
             asyncio.run(bench.rates())
         if args.only != "rates":
             asyncio.run(bench.crowd())
+    finish(args)
 
 
 if __name__ == "__main__":

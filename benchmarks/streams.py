@@ -16,7 +16,7 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import aiohttp
-from common import cpu_seconds, machine, resident_mib
+from common import cpu_seconds, finish, machine, parser, ratio, resident_mib
 from proxy import OUTPUT, Contender, Lab, Load
 
 STREAMS, SECONDS, PER_SECOND = 256, 30, 20
@@ -53,28 +53,30 @@ async def ping(http: aiohttp.ClientSession, url: str, until: float) -> list[floa
     return sorted(out)
 
 
-async def streams(http: aiohttp.ClientSession, load: Load, c: Contender) -> None:
+async def streams(
+    http: aiohttp.ClientSession, load: Load, c: Contender, count: int, lasting: float
+) -> None:
     """Every place streams for the whole time, one answer after another."""
-    talks = await load.talks(c, STREAMS)
-    until = time.monotonic() + SECONDS
+    talks = await load.talks(c, count)
+    until = time.monotonic() + lasting
     done = 0
 
     async def one(place: int) -> None:
         nonlocal done
         # So that they do not begin, and end, all at once.
-        await asyncio.sleep(place / STREAMS)
+        await asyncio.sleep(place / count)
         while time.monotonic() < until:
             await load.stream(c, talks[place])
             done += 1
 
     before, cpu, began = await lag_counts(http, c.url), cpu_seconds(c.pid), time.monotonic()
-    pings, *_ = await asyncio.gather(ping(http, c.url, until), *map(one, range(STREAMS)))
+    pings, *_ = await asyncio.gather(ping(http, c.url, until), *map(one, range(count)))
     seconds = time.monotonic() - began
     used = cpu_seconds(c.pid) - cpu
     share, p99 = share_within(before, await lag_counts(http, c.url))
     chunks = done * OUTPUT
     print(
-        f"{STREAMS} streams at once, {chunks / seconds:.0f} chunks a second for {seconds:.0f} s, "
+        f"{count} streams at once, {chunks / seconds:.0f} chunks a second for {seconds:.0f} s, "
         f"{done} answers\n"
         f"  the loop's lag: p99 {p99}; {100 * share:.1f}% within 50 ms\n"
         f"  a small request beside them: median {1000 * pings[len(pings) // 2]:.0f} ms, "
@@ -108,6 +110,7 @@ async def calls(http: aiohttp.ClientSession, load: Load, c: Contender, count: in
     await asyncio.gather(*(work() for _ in range(AT_ONCE)))
     shown = ", ".join(f"{size:.0f}" for size in sizes)
     print(f"{count} calls in {sessions} sessions: MiB before, and after each fifth: {shown}")
+    ratio("memory at the end / after two fifths", sizes[-1], sizes[2])
     print(f"  from the second fifth to the last: {sizes[-1] - sizes[2]:+.0f} MiB")
 
 
@@ -121,13 +124,18 @@ async def measure(lab: Lab, slow: Lab, args: argparse.Namespace) -> None:
             if number:
                 await calls(http, load, ours, args.calls)
             else:
-                await streams(http, load, ours)
+                await streams(http, load, ours, args.streams, args.seconds)
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--calls", type=int, default=CALLS)
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--calls", type=int, default=CALLS)
+    args = flags.parse_args()
+    args.streams, args.seconds = STREAMS, SECONDS
+    if args.quick:
+        args.calls, args.seconds = CALLS // 4, SECONDS // 3
+    if args.smoke:
+        args.calls, args.streams, args.seconds = 200, 16, 1
     print(machine(), flush=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         labs = [Path(folder) / name for name in ("calls", "streams")]
@@ -136,6 +144,7 @@ def main() -> None:
         lab = Lab(labs[0], stack, 1.0)
         slow = Lab(labs[1], stack, 1000 / PER_SECOND)
         asyncio.run(measure(lab, slow, args))
+    finish(args)
 
 
 if __name__ == "__main__":

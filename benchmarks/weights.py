@@ -34,7 +34,16 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from benchmarks.common import child, cpu_seconds, machine, median, wait_until_up
+from benchmarks.common import (
+    child,
+    cpu_seconds,
+    finish,
+    machine,
+    median,
+    parser,
+    ratio,
+    wait_until_up,
+)
 
 BUCKET = 256 * 2**20
 LIMIT = 600.0
@@ -241,12 +250,16 @@ def measured(rounds: int, contenders: dict[str, Callable[[], None]], pids: list[
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--parameters", type=float, default=5e8)
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--folder", help="where weights are written; default: a temporary one")
-    parser.add_argument("--receive", help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    flags = parser(__doc__)
+    flags.add_argument("--parameters", type=float, default=5e8)
+    flags.add_argument("--rounds", type=int, default=3)
+    flags.add_argument("--folder", help="where weights are written; default: a temporary one")
+    flags.add_argument("--receive", help=argparse.SUPPRESS)
+    args = flags.parse_args()
+    if args.quick:
+        args.parameters, args.rounds = 1e8, 2
+    if args.smoke:
+        args.parameters, args.rounds = 1e6, 1
     if args.receive:
         receive(args.receive)
         return
@@ -274,6 +287,7 @@ def main() -> None:
         show(bench, found, args.rounds)
         bench.group.close()
     thread.stop()
+    finish(args)
 
 
 def show(bench: Bench, found: Any, rounds: int) -> None:
@@ -293,6 +307,8 @@ def show(bench: Bench, found: Any, rounds: int) -> None:
         )
     wall = {name: each["wall"] for name, each in found.items()}
     floor = wall["write"] + wall["load"]
+    ratio("disk / (write + load)", wall["disk"], floor)
+    ratio("distributed / broadcast", wall["distributed"], wall["broadcast"])
     print(f"disk / (write + load)         {wall['disk'] / floor:.2f}")
     print(f"distributed / broadcast       {wall['distributed'] / wall['broadcast']:.2f}")
     allowed = wall["distributed"] - wall["load"]

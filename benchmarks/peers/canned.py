@@ -24,6 +24,7 @@ class CannedEngine:
         self._ids: list[int] = canned["ids"]
         self._texts: list[str] = canned["texts"]
         self._end: int = canned["end"]
+        self._vocabulary: int = canned["vocabulary"]
         self._logprobs = [-0.01 * (k % 97) - 0.001234 for k in range(len(self._ids) + 1)]
         self._gap = gap
         # An answer is the same bytes every time, so that the engine takes little of the machine.
@@ -41,9 +42,12 @@ class CannedEngine:
 
     async def generate(self, request: web.Request) -> web.StreamResponse:
         body = orjson.loads(await request.read())
-        size = min(len(self._ids), body["sampling_params"]["max_new_tokens"])
+        sampling = body["sampling_params"]
+        if any(int(token) >= self._vocabulary for token in sampling.get("logit_bias") or ()):
+            raise web.HTTPBadRequest(text="logit_bias names a token id beyond the vocabulary")
+        size = min(len(self._ids), sampling["max_new_tokens"])
         told = b'"prompt_tokens":%d' % len(body["input_ids"])
-        parts = self._sglang_answer(size, body["stream"])
+        parts = self._sglang_answer(size, body.get("stream", False))
         return await self._send(request, [part.replace(_TOLD, told) for part in parts])
 
     async def chat(self, request: web.Request) -> web.StreamResponse:
