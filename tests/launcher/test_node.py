@@ -218,7 +218,7 @@ def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
 def test_a_part_that_hangs_is_killed_and_comes_back(
     lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "PATIENCE", 4.0)
+    monkeypatch.setattr(silence, "TIMEOUT", 4.0)
     with lab.node() as node:
         checked_until(node, lambda: node.parts["trainer"].state == "ready")
         part = node.parts[name]

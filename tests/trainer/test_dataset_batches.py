@@ -289,7 +289,7 @@ def test_a_dataset_that_times_out_ends_it(settings: list[str]) -> None:
 def test_a_long_wait_is_told_with_what_is_there(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_TELL_EVERY", 0.05)
+    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.05)
     said: list[str] = []
 
     def told() -> list[str]:

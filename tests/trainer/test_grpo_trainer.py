@@ -89,9 +89,9 @@ def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
         def __exit__(self, *_: object) -> None: ...
 
-    monkeypatch.setattr(grpo_trainer, "Service", FakeService)
+    monkeypatch.setattr(grpo_trainer, "LocalService", FakeService)
     monkeypatch.setattr(grpo_trainer, "TrainingLoop", FakeLoop)
-    monkeypatch.setattr(grpo_trainer, "Presence", Present)
+    monkeypatch.setattr(grpo_trainer, "TrainerHeartbeat", Present)
     FakeLoop.then = lambda: None
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield

@@ -66,7 +66,7 @@ def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> Non
 def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(telling, "_WITHIN", 0.05)
+    monkeypatch.setattr(telling, "_TIMEOUT", 0.05)
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=1")
     lab = Lab(config, [pair(f"p{k}") for k in range(3)])
     save = lab.trainer._save

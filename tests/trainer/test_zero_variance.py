@@ -34,7 +34,7 @@ def test_a_row_of_them() -> None:
 def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(loop, "_TELL_EVERY", 0.01)
+    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
     lab.trainer._say = said.append

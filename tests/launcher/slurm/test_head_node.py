@@ -144,7 +144,7 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
         real(*arguments)
         copied.append(True)
 
-    monkeypatch.setattr(journals, "leave", leave)
+    monkeypatch.setattr(journals, "store_journals", leave)
     warned_when_up(monkeypatch, first=lambda: None)
     assert run(lab, settings(lab)) == 0
     assert copied == [True]

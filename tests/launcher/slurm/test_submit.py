@@ -163,7 +163,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseExceptio
         return answer
 
     monkeypatch.setattr(submit, "_jobs", jobs)
-    monkeypatch.setattr(submit, "_LOOK_EVERY", 0.0)
+    monkeypatch.setattr(submit, "_POLL_INTERVAL", 0.0)
     return answers
 
 

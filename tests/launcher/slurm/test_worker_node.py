@@ -85,7 +85,7 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
         real(*arguments)
         copied.append(True)
 
-    monkeypatch.setattr(journals, "leave", leave)
+    monkeypatch.setattr(journals, "store_journals", leave)
     sys.argv += ["--ranks", "0,1"]
     thread = told(lab, signal.SIGUSR2, after="rank-1")
     assert member.main() == 130

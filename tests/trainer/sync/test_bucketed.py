@@ -25,7 +25,7 @@ from trainer.sync.base import Bucket
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucketed, "_AGAIN_AFTER", 0.01)
+    monkeypatch.setattr(bucketed, "_RETRY_DELAY", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ async def test_one_that_never_comes_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bucketed, "AWAY", -29.0)
+    monkeypatch.setattr(bucketed, "UNREACHABLE_TIMEOUT", -29.0)
     fleet = Fleet(processes[0].url, "http://127.0.0.1:1")
     weights = Weights(tiny_model_dir, tmp_path, "float32")
     with (
