@@ -13,7 +13,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
 from any_agent.runtime.command_line import count, number, seconds
-from any_agent.runtime.signals import exit_by_signal, handle_signals, run_until_signal
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluating import EvalOptions, EvaluatedRun
@@ -142,6 +141,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     from any_agent.errors import Forbidden, ServiceUnavailable, Unauthenticated, WrongService
+    from any_agent.runtime.signals import exit_by_signal, handle_signals
 
     try:
         # Whatever has been started by then is ended at SIGTERM, too.
@@ -317,6 +317,8 @@ def _say(line: str) -> None:
 def _until_signal(evaluation: Coroutine[Any, Any, EvaluatedRun]) -> EvaluatedRun:
     """Return the result; SystemExit after a signal, once open sessions are aborted."""
     import asyncio
+
+    from any_agent.runtime.signals import run_until_signal
 
     found: list[EvaluatedRun] = []
 

@@ -1,6 +1,39 @@
-"""`python -m any_agent.demo.model`: make a tiny model."""
+"""The command ``python -m any_agent.demo.model OUT --seed N``: make a tiny model."""
 
-from any_agent.demo.models.tiny import main
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+
+
+def main() -> None:
+    from any_agent.demo.models.judge import make_judge_model
+    from any_agent.demo.models.sums import make_sums_model
+    from any_agent.demo.models.teach import warm_up
+    from any_agent.demo.models.tiny import save_tiny_model
+
+    parser = argparse.ArgumentParser(description="Make a tiny model.")
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--skill",
+        choices=("echo", "sums", "judge"),
+        default="echo",
+        help="what it is taught: the demo's task; to add two digits, with a tool and without; or "
+        "to say whether an answer is right",
+    )
+    parser.add_argument("--warmup-steps", type=int, default=80, help="of echo")
+    args = parser.parse_args()
+    if args.skill != "echo":
+        make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
+        print(f"teaching a tiny model {args.skill}: half a minute on a core of its own", flush=True)
+        make(args.out, args.seed)
+        print(f"made {args.out}")
+        return
+    save_tiny_model(args.out, args.seed)
+    if args.warmup_steps:
+        warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+
 
 if __name__ == "__main__":
     main()

@@ -24,9 +24,10 @@ LAYERS: tuple[tuple[str, ...], ...] = (
     ("auth", "client", "rewards"),
     ("chat", "record", "engine", "data"),
     ("completions",),
-    ("inference", "workflow"),
+    ("workflow",),
     ("direct", "rollout", "sdk", "camel", "launcher"),
-    ("doctor", "demo"),
+    ("inference", "doctor"),
+    ("demo",),
     ("cli",),
 )
 """The packages and modules of `any_agent`, lowest first: none imports a later layer."""

@@ -7,7 +7,6 @@ Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes nev
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -172,35 +171,3 @@ def save_tiny_model(
     model.save_pretrained(path)
     tokenizer.save_pretrained(path)
     return path
-
-
-def main() -> None:
-    from any_agent.demo.models.judge import make_judge_model
-    from any_agent.demo.models.sums import make_sums_model
-    from any_agent.demo.models.teach import warm_up
-
-    parser = argparse.ArgumentParser(description="Make a tiny model.")
-    parser.add_argument("out", type=Path)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument(
-        "--skill",
-        choices=("echo", "sums", "judge"),
-        default="echo",
-        help="what it is taught: the demo's task; to add two digits, with a tool and without; or "
-        "to say whether an answer is right",
-    )
-    parser.add_argument("--warmup-steps", type=int, default=80, help="of echo")
-    args = parser.parse_args()
-    if args.skill != "echo":
-        make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
-        print(f"teaching a tiny model {args.skill}: half a minute on a core of its own", flush=True)
-        make(args.out, args.seed)
-        print(f"made {args.out}")
-        return
-    save_tiny_model(args.out, args.seed)
-    if args.warmup_steps:
-        warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
-
-
-if __name__ == "__main__":
-    main()
