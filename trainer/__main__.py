@@ -42,7 +42,7 @@ def _train(config: Config, host: str) -> int:
     import transformers
 
     from trainer.parallel.roles import follow, joined, leading
-    from trainer.parallel.world import started_together
+    from trainer.world import started_together
 
     transformers.utils.logging.disable_progress_bar()
     launched = os.getpid()

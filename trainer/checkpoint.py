@@ -34,10 +34,10 @@ from torch import Tensor
 from any_agent.errors import NotFound, StartupError
 from any_agent.rundir.layout import checkpoint_problem
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
-from trainer.parallel.sharding import is_divided
-from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
+from trainer.sharding import is_divided
 from trainer.weight_folders import save_pretrained
+from trainer.world import World
 
 logger = logging.getLogger(__name__)
 
@@ -183,13 +183,13 @@ def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
 
 
 def _save_optimizer(policy: Policy, folder: Path) -> None:
-    from trainer.parallel.sharded_optimizer import moments, save_shard
+    from trainer.sharded_optimizer import moments, save_shard
 
     state = moments(policy)
     if policy.world is not None:
         shares = folder / "optimizer"
         shares.mkdir()
-        with policy.crew.saving(shares) if policy.crew is not None else nullcontext():
+        with policy.group.saving(shares) if policy.group is not None else nullcontext():
             save_shard(policy, shares)
         # What all processes have alike: the steps that each parameter has seen.
         state = {name: t for name, t in state.items() if not is_divided(t)}
@@ -198,7 +198,7 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
 
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
     """The moments of this process's parameters, whoever wrote them."""
-    from trainer.parallel.sharded_optimizer import load_shards, names_in
+    from trainer.sharded_optimizer import load_shards, names_in
 
     plain = folder / "optimizer.safetensors"
     shares = folder / "optimizer"

@@ -33,10 +33,10 @@ from trainer.loop import TrainingLoop
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.roles import follow, joined, leading
 from trainer.parallel.trainer_group import TrainerGroup
-from trainer.parallel.world import World
 from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
+from trainer.world import World
 
 
 def _print(line: str) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -23,12 +24,9 @@ from trainer.packing import (
     micro_batches,
     trained_tokens,
 )
-from trainer.parallel.sharding import UnshardedModel, shard, summed, whole_tensor
-from trainer.parallel.world import World, alone, in_turn
+from trainer.sharding import UnshardedModel, shard, summed, whole_tensor
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
-
-if TYPE_CHECKING:
-    from trainer.parallel.trainer_group import TrainerGroup
+from trainer.world import World, alone, in_turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,6 +77,27 @@ class StepResult:
     micro_batches: int
 
 
+class PolicyGroup(Protocol):
+    """The processes that train one policy together, as the leading one commands them."""
+
+    def train(
+        self,
+        policy: Policy,
+        rows: Sequence[Row],
+        token_budget: int,
+        loss: LossConfig,
+        entropy: bool,
+    ) -> StepResult:
+        """Make one optimizer step, each process on its part of the rows."""
+
+    def gather(self, policy: Policy, names: list[str]) -> list[Tensor]:
+        """Return these stored tensors of the model, whole, on this process."""
+
+    def saving(self, folder: Path) -> AbstractContextManager[object]:
+        """Let the other processes write their shares of the optimizer's state into ``folder``
+        while the body writes this one's."""
+
+
 class GradientNotFinite(FloatingPointError):
     """Of a step all of whose log-probabilities are finite on this process."""
 
@@ -92,9 +111,9 @@ class Policy:
     with one number of processes).
 
     In a ``world`` of several processes each has its share of the weights, of gradients and of the
-    optimizer, and all must call :meth:`step` together, each with its own batches; what one of them
-    leads is its ``crew``'s affair. A single process divides nothing, unless ``config`` wants what
-    needs it. ``model`` may be what :func:`prepared` made of one.
+    optimizer, and all must call :meth:`step` together, each with its own batches; the leading
+    one starts that through its ``group``. A single process divides nothing, unless ``config`` needs
+    it. ``model`` may be what :func:`prepared` made of one.
     """
 
     def __init__(
@@ -104,8 +123,8 @@ class Policy:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.world = world = world_for(self.config, world)
-        self.crew: TrainerGroup | None = None
-        """The other processes, where this one leads."""
+        self.group: PolicyGroup | None = None
+        """The processes that train together, if this one leads others."""
         self.whole: Any = (
             model if isinstance(model, UnshardedModel) else prepared(model, self.config, world)
         )
@@ -175,7 +194,7 @@ class Policy:
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
 
     def _lead_gather(self, names: list[str]) -> list[Tensor]:
-        return self.gathered(names) if self.crew is None else self.crew.gather(self, names)
+        return self.gathered(names) if self.group is None else self.group.gather(self, names)
 
     def token_logprobs(
         self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
@@ -219,8 +238,8 @@ class Policy:
 
         ``token_budget`` is that of one process's forward pass.
         """
-        if self.crew is not None:
-            return self.crew.train(self, rows, token_budget, config or LossConfig(), entropy)
+        if self.group is not None:
+            return self.group.train(self, rows, token_budget, config or LossConfig(), entropy)
         return self.step(
             micro_batches(rows, token_budget), count_trained(rows), config, entropy=entropy
         )

@@ -13,7 +13,7 @@ import torch
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu.shapes import SHAPES
 from benchmarks.gpu.steps import stepping
-from trainer.parallel.world import leave
+from trainer.world import leave
 
 
 @pytest.fixture

@@ -162,9 +162,9 @@ def test_a_process_that_trains_alone_starts_without_what_several_need() -> None:
         name
         for name in modules()
         for target in imports(name, at_import=True)
-        if target.startswith((*heavy, "trainer.parallel.sharded_optimizer"))
+        if target.startswith((*heavy, "trainer.sharded_optimizer"))
     }
-    assert users == {"trainer.parallel.sharded_optimizer"}
+    assert users == {"trainer.sharded_optimizer"}
 
 
 def test_litellms_internals_have_one_door() -> None:

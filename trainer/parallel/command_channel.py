@@ -28,7 +28,7 @@ from safetensors.torch import load, save
 from torch import Tensor
 
 from any_agent.errors import TrainingError
-from trainer.parallel.world import World
+from trainer.world import World
 
 log = logging.getLogger(__name__)
 

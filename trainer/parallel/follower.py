@@ -14,8 +14,8 @@ from trainer.from_config import seed_all, set_optimizer
 from trainer.loss import LossConfig
 from trainer.parallel.command_channel import CommandChannel
 from trainer.parallel.trainer_group import batches_of
-from trainer.parallel.world import World
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
+from trainer.world import World
 
 log = logging.getLogger(__name__)
 
@@ -74,7 +74,7 @@ class Follower:
         )
 
     def _save(self, folder: Path) -> None:
-        from trainer.parallel.sharded_optimizer import save_shard
+        from trainer.sharded_optimizer import save_shard
 
         save_shard(self.policy, folder)
 

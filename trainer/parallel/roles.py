@@ -10,14 +10,7 @@ from any_agent.config import TrainConfig
 from trainer.from_config import policy_config
 from trainer.parallel.follower import Follower
 from trainer.parallel.trainer_group import TrainerGroup
-from trainer.parallel.world import (
-    World,
-    follows,
-    join,
-    leave,
-    require_processes,
-    started_together,
-)
+from trainer.world import World, follows, join, leave, require_processes, started_together
 
 
 def joined(train: TrainConfig) -> World | None:

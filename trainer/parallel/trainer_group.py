@@ -6,18 +6,17 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import Tensor
 
+from trainer.checkpoint import load_checkpoint
 from trainer.loss import LossConfig
 from trainer.packing import Batch, Row, count_trained, micro_batches
 from trainer.parallel.balance import balanced, idle_batch
 from trainer.parallel.command_channel import CommandChannel, Leader
-from trainer.parallel.world import World
-
-if TYPE_CHECKING:
-    from trainer.policy import Policy, PolicyConfig, StepResult
+from trainer.policy import GradientNotFinite, Policy, PolicyConfig, StepResult
+from trainer.world import World
 
 
 class TrainerGroup:
@@ -33,20 +32,16 @@ class TrainerGroup:
 
     def load(self, source: str | Path, settings: PolicyConfig) -> Policy:
         """:meth:`Policy.load` on all processes; what the others have is a share of it, too."""
-        from trainer.policy import Policy
-
         with self._leader.doing({"do": "load", "source": str(source), "checkpoint": False}):
             policy = Policy.load(source, settings, self.world)
-        policy.crew = self
+        policy.group = self
         return policy
 
     def load_checkpoint(self, path: Path, settings: PolicyConfig) -> tuple[Policy, dict[str, Any]]:
         """:func:`trainer.checkpoint.load_checkpoint` on all processes."""
-        from trainer.checkpoint import load_checkpoint
-
         with self._leader.doing({"do": "load", "source": str(path), "checkpoint": True}):
             policy, state = load_checkpoint(path, settings, world=self.world)
-        policy.crew = self
+        policy.group = self
         return policy, state
 
     def train(
@@ -58,8 +53,6 @@ class TrainerGroup:
         entropy: bool,
     ) -> StepResult:
         """One step, each process on its part of the rows; see :meth:`Policy.step`."""
-        from trainer.policy import GradientNotFinite
-
         total = count_trained(rows)
         if not total:
             # Before the others hear of it: their step would fail, and end them.

@@ -14,13 +14,13 @@ from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from any_agent.runtime.ports import free_port
-from trainer.parallel.world import World, join, leave
+from trainer.world import World, join, leave
 
 _WITHIN = 400.0
 _IMPORTED = [
     "tests.support.trainer.world_cases",
     "transformers.models.qwen3.modeling_qwen3",
-    "trainer.parallel.sharded_optimizer",
+    "trainer.sharded_optimizer",
 ]
 """Seconds that each process would need for them."""
 

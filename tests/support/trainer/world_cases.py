@@ -29,10 +29,10 @@ from trainer.packing import Batch, count_trained, micro_batches
 from trainer.parallel.balance import balanced
 from trainer.parallel.command_channel import CommandChannel, Leader
 from trainer.parallel.follower import Follower
-from trainer.parallel.sharding import whole_tensor
 from trainer.parallel.trainer_group import TrainerGroup, batches_of
-from trainer.parallel.world import World
 from trainer.policy import Policy, PolicyConfig
+from trainer.sharding import whole_tensor
+from trainer.world import World
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
 TRAIN = TrainConfig(lr=1e-3)

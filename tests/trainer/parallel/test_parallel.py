@@ -29,8 +29,8 @@ from tests.support.trainer.world_cases import (
 )
 from tests.support.trainer.world_cases import killed as one_killed
 from trainer.checkpoint import load_checkpoint, save_checkpoint
-from trainer.parallel.sharded_optimizer import moments
 from trainer.policy import Policy
+from trainer.sharded_optimizer import moments
 
 CASES = 16
 SAVING: list[dict[str, Any]] = [

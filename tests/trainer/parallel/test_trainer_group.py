@@ -18,8 +18,8 @@ from any_agent.launcher.training import trainer_arguments
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
 from trainer.parallel.network_interface import interface_of
-from trainer.parallel.world import follows, join, leave, require_processes, started_together
 from trainer.policy import Policy, PolicyConfig
+from trainer.world import follows, join, leave, require_processes, started_together
 
 
 def config_of(*settings: str) -> Config:

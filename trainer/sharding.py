@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from trainer.loss import LossStats
-from trainer.parallel.world import World
+from trainer.world import World
 
 
 class UnshardedModel(nn.Module):

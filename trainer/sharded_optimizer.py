@@ -12,7 +12,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from safetensors import safe_open
 from torch import Tensor
@@ -28,9 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan
 from torch.distributed.tensor import DTensor
 
 from any_agent.errors import StartupError, TrainingError
-
-if TYPE_CHECKING:
-    from trainer.policy import Policy
+from trainer.policy import Policy
 
 
 def moments(policy: Policy) -> dict[str, Tensor]:
