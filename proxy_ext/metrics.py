@@ -176,8 +176,8 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     _counter(
         "any_agent_untrainable_interactions_total",
         "Interactions of train sessions that are never trained on, by reason (see "
-        "docs/parameters.md); undelivered: as any_agent_undelivered_answers_total, with those "
-        "of eval sessions.",
+        "docs/reference/parameters.md); undelivered: as any_agent_undelivered_answers_total, with "
+        "those of eval sessions.",
         lambda s: _by_one(
             s.calls.stats.untrainable + Counter(undelivered=s.sessions.undelivered), REASONS
         ),

@@ -30,7 +30,7 @@ class AgentRunner:
 
     ``AgentRunner(concurrency=32, group_size=8).run(agent, dataset)``: each item is run
     ``group_size`` times, each time in a session of its own; all sessions of an item are one group,
-    the baseline of each other. ``docs/agent-runner.md`` has all of it.
+    the baseline of each other. ``docs/how-to/agent-runner.md`` has all of it.
 
     ``concurrency``: runs at once. ``epochs``: passes over the dataset. ``results``: a JSONL file;
     the same runner on the same dataset goes on from it, wherever it was killed. ``retries``:

@@ -1,6 +1,6 @@
 """The table of a session's states and of everything that moves it from one to the next.
 
-Every change of a session calls :func:`target` first, and docs/sessions.md is generated from here.
+Every change of a session calls :func:`target` first; docs/reference/sessions.md is made from here.
 An event that is not in the table is refused, with the state and what to do.
 """
 

@@ -1,4 +1,4 @@
-"""docs/from-areal.md: every documented name has a row, and every row has tests that exist."""
+"""Every documented name has a row in from-areal.md, and every row has tests that exist."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.documents.text import CLASSES, MODULES
 from tests.support.areal.names import DOCUMENTED
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.append(str(ROOT / "docs"))
+sys.path.append(str(ROOT / "tools" / "docs"))
 SECTIONS: dict[str, list[Any]] = import_module("from_areal").sections()
 ROWS = [row for rows in SECTIONS.values() for row in rows]
 

@@ -125,7 +125,7 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
 
 
 async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path) -> None:
-    text = (Path(__file__).parents[2] / "docs" / "eval.md").read_text()
+    text = (Path(__file__).parents[2] / "docs" / "how-to" / "eval.md").read_text()
     source = text.partition("```python\n")[2].partition("```")[0]
     (folder / "my_agent.py").write_text(source)
     item = {"messages": [{"role": "user", "content": "2 + 2?"}], "answer": ""}

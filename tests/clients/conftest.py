@@ -1,4 +1,4 @@
-"""Each live test is of one client, and of the cells of docs/compatibility.md that it fills.
+"""Each live test is of one client, and fills cells of docs/reference/compatibility.md.
 
 `make test-clients` fails where a cell is not as results.json has it; with `ARGS=--record` it writes
 the file, and the document after it.
@@ -20,7 +20,7 @@ from tests.clients.client import Client, Running, running
 from tests.clients.live import Live, live_service
 from tests.clients.results import WORKS, Results
 
-GENERATE = Path(__file__).resolve().parents[2] / "docs" / "generate.py"
+GENERATE = Path(__file__).resolve().parents[2] / "tools" / "docs" / "generate.py"
 _FOUND = pytest.StashKey[Results]()
 
 
@@ -31,7 +31,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     config.stash[_FOUND] = Results()
     config.addinivalue_line(
-        "markers", "fills(feature, ...): the cells of docs/compatibility.md that a test fills"
+        "markers",
+        "fills(feature, ...): the cells of compatibility.md that a test fills",
     )
 
 

@@ -1,4 +1,4 @@
-"""What `make test-clients` found, as `results.json` keeps it for docs/compatibility.md."""
+"""The findings of `make test-clients`, as `results.json` keeps them for compatibility.md."""
 
 from __future__ import annotations
 

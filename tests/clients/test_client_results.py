@@ -1,4 +1,4 @@
-"""docs/compatibility.md, results.json and what the live tests fill are in step."""
+"""docs/reference/compatibility.md, results.json and what the live tests fill are in step."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import pytest
 from tests.clients.results import RESULTS, WORKS, Results
 
 HERE = Path(__file__).parent
-DOCS = HERE.parents[1] / "docs"
+DOCS = HERE.parents[1] / "tools" / "docs"
 EACH = {"plain", "streaming", "three turns", "tools", "streamed tools", "errors"}
 """Tried with every client over every API that it speaks."""
 
@@ -50,8 +50,8 @@ def recorded_cells() -> Iterator[tuple[str, str, str]]:
 
 
 def test_the_document_is_up_to_date(document: ModuleType) -> None:
-    text = (DOCS / "compatibility.md").read_text(encoding="utf-8")
-    assert text == document.render(), "run python docs/generate.py"
+    text = (DOCS.parents[1] / "docs" / "reference" / "compatibility.md").read_text(encoding="utf-8")
+    assert text == document.render(), "run python tools/docs/generate.py"
 
 
 def test_results_are_of_the_live_tests() -> None:

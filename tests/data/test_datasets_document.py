@@ -1,4 +1,4 @@
-"""docs/datasets.md says what happens."""
+"""docs/how-to/datasets.md says what happens."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from any_agent.data import get_custom_dataset
 from any_agent.errors import DatasetError
 from any_agent.launcher.training_progress import format_evaluation
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "datasets.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "datasets.md").read_text()
 
 
 def test_the_example(
@@ -24,7 +24,7 @@ def test_the_example(
     Path("gsm8k.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     code = TEXT.partition("```python\n")[2].partition("```")[0]
     names: dict[str, Any] = {}
-    exec(compile(code, "docs/datasets.md", "exec"), names)
+    exec(compile(code, "docs/how-to/datasets.md", "exec"), names)
     assert capsys.readouterr().out == "1 [{'role': 'user', 'content': '400 + 1?'}]\n"
     assert names["dataset"].column_names == ["answer", "messages"]
 

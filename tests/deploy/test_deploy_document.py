@@ -1,4 +1,4 @@
-"""docs/deploy.md: its tables are computed, its settings fit machines, its commands are ours."""
+"""The tables of docs/how-to/deploy.md are computed, its settings fit, its commands are ours."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
 
 ROOT = Path(__file__).resolve().parents[2]
-TEXT = (ROOT / "docs" / "deploy.md").read_text()
+TEXT = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
 CONFIGS = re.findall(
     r"<!-- config: (\d+) nodes?, (\d+) GPUs of (\d+) GB -->\n```yaml\n(.*?)```", TEXT, re.S
 )

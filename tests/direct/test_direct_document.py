@@ -1,4 +1,4 @@
-"""The example of docs/direct-client.md runs as it stands."""
+"""The example of docs/how-to/direct-client.md runs as it stands."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from any_agent import EngineOpenAI
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.server import EngineServer, listen
 
-DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "direct-client.md"
+DOCUMENT = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "direct-client.md"
 
 
 async def test_the_example(tiny_model_dir: Path) -> None:

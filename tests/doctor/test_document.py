@@ -1,4 +1,4 @@
-"""docs/doctor.md names what there is."""
+"""docs/how-to/doctor.md names what there is."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from any_agent import doctor
 from any_agent.doctor.verdict import Check, CheckOutcome
 
-TEXT = (Path(__file__).parents[2] / "docs" / "doctor.md").read_text()
+TEXT = (Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md").read_text()
 
 
 def test_it_explains_every_law_and_every_verdict() -> None:

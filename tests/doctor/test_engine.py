@@ -19,7 +19,7 @@ from any_agent.runtime.ports import free_port
 from tests.support.middleman import between
 from tests.support.real_parts import embedded_engine
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "doctor.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]
 
 

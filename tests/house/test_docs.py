@@ -18,12 +18,14 @@ from tests.support.proxy import our_app
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
-DOCUMENTS += sorted(f"docs/{file.name}" for file in (ROOT / "docs").glob("*.md"))
+DOCUMENTS += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("docs_generate", ROOT / "docs" / "generate.py")
+    spec = importlib.util.spec_from_file_location(
+        "docs_generate", ROOT / "tools" / "docs" / "generate.py"
+    )
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     # A frozen dataclass looks its module up while it is made.
@@ -34,18 +36,18 @@ def generate() -> ModuleType:
 
 def test_configuration_is_up_to_date(generate: ModuleType) -> None:
     text = generate.render(generate.settings_source())
-    assert generate.TARGET.read_text() == text, "run python docs/generate.py"
+    assert generate.TARGET.read_text() == text, "run python tools/docs/generate.py"
 
 
 def test_configuration_names_every_setting_with_a_meaning() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `([a-z_.]+)` \| (.+?) \| (.*?) \| (.*) \|$", text, re.M)
     assert sorted(name for name, *_ in rows) == sorted(known_keys())
     assert not [name for name, *cells in rows if not all(cells)]
 
 
 def test_configuration_shows_the_defaults() -> None:
-    text = (ROOT / "docs" / "configuration.md").read_text()
+    text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| `(.*?)` \|", text, re.M)
     given = [f"{name}={text}" for name, text in rows if text != '""' and text[0] != "("]
     assert load_config(None, given, environ={}) == load_config(None, environ={})
@@ -53,31 +55,31 @@ def test_configuration_shows_the_defaults() -> None:
 
 def test_parameters_are_up_to_date(generate: ModuleType) -> None:
     text = generate.PARAMETERS_TARGET.read_text()
-    assert text == generate.call_parameters.render(), "run python docs/generate.py"
+    assert text == generate.call_parameters.render(), "run python tools/docs/generate.py"
     rows = re.findall(r"^\| `([a-z_]+)` \| ", text, re.M)
     assert sorted(rows) == sorted(parameter.name for parameter in PARAMETERS)
 
 
 def test_metrics_are_up_to_date(generate: ModuleType) -> None:
     assert generate.METRICS_TARGET.read_text() == generate.render_metrics(), (
-        "run python docs/generate.py"
+        "run python tools/docs/generate.py"
     )
 
 
 def test_sessions_are_up_to_date(generate: ModuleType) -> None:
     assert generate.SESSIONS_TARGET.read_text() == generate.session_states.render(), (
-        "run python docs/generate.py"
+        "run python tools/docs/generate.py"
     )
 
 
 def test_keys_are_up_to_date(generate: ModuleType) -> None:
     assert generate.KEYS_TARGET.read_text() == generate.route_scopes.render(), (
-        "run python docs/generate.py"
+        "run python tools/docs/generate.py"
     )
 
 
 def test_sessions_name_every_state_and_event() -> None:
-    text = (ROOT / "docs" / "sessions.md").read_text()
+    text = (ROOT / "docs" / "reference" / "sessions.md").read_text()
     for name in (*SessionState, *Event):
         assert f"`{name}`" in text
     matrix = text.partition("## Every event in every state")[2].partition("##")[0]
@@ -87,7 +89,7 @@ def test_sessions_name_every_state_and_event() -> None:
 
 
 def test_the_queries_are_of_metrics_that_exist(generate: ModuleType) -> None:
-    text = (ROOT / "docs" / "metrics.md").read_text()
+    text = (ROOT / "docs" / "reference" / "metrics.md").read_text()
     table = set(re.findall(r"^\| `(any_agent_\w+)` \|", text, re.M))
     head = set(re.findall(r"any_agent_\w+", text.partition("## Ranks")[0]))
     assert len(table) > 50
@@ -105,7 +107,7 @@ def test_links_lead_somewhere(name: str) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_named_files_exist(name: str) -> None:
     text = (ROOT / name).read_text()
-    prefix = r"(?:any_agent|proxy_ext|trainer|tests|docs|benchmarks)/"
+    prefix = r"(?:any_agent|proxy_ext|trainer|tests|docs|tools|benchmarks)/"
     named = set(re.findall(rf"`({prefix}[\w/.-]*)`", text))
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
 

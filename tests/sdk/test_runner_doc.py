@@ -1,4 +1,4 @@
-"""The block of docs/agent-runner.md runs as it is written."""
+"""The block of docs/how-to/agent-runner.md runs as it is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 from tests.support.sdk_fixtures import Serve
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "agent-runner.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "agent-runner.md"
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(encoding="utf-8"), re.M | re.S)
 
 

@@ -1,4 +1,4 @@
-"""Every block of docs/sdk.md runs as it is written."""
+"""Every block of docs/how-to/sdk.md runs as it is written."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 from tests.support.sdk_fixtures import Served
 from tests.support.trials import save_trial
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "sdk.md"
+PAGE = Path(__file__).resolve().parents[2] / "docs" / "how-to" / "sdk.md"
 _NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```python\n(.*?)^```$", re.M | re.S)
 BLOCKS: dict[str, str] = dict(_NAMED.findall(PAGE.read_text(encoding="utf-8")))
 RUN = ("session", "ambient", "runner", "inference", "inference-blocking")
@@ -24,7 +24,7 @@ def test_every_block_has_a_test() -> None:
 
 async def run(name: str) -> None:
     """As a program, without its process: that would take longer than what it does."""
-    code = compile(BLOCKS[name], f"docs/sdk.md:{name}", "exec")
+    code = compile(BLOCKS[name], f"docs/how-to/sdk.md:{name}", "exec")
     await asyncio.to_thread(exec, code, {"__name__": "__main__"})
 
 

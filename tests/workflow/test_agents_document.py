@@ -1,4 +1,4 @@
-"""The examples of docs/agents-in-training.md, run as they are written."""
+"""The examples of docs/how-to/agents-in-training.md, run as they are written."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.support.scripted_engine import ScriptedEngine
 from tests.support.workflow.agents import HELLO, MyAgent
 from tests.workflow.conftest import ADMIN
 
-DOCUMENT = Path(__file__).parents[2] / "docs" / "agents-in-training.md"
+DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "agents-in-training.md"
 AGENT, REWARD, CLIENT, EPISODE = re.findall(r"```python\n(.*?)```", DOCUMENT.read_text(), re.DOTALL)
 
 

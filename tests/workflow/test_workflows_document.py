@@ -1,4 +1,4 @@
-"""The example of docs/workflows.md runs as it stands, and its errors are the code's."""
+"""The example of docs/how-to/workflows.md runs as it stands, and its errors are the code's."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from any_agent.workflow import RolloutWorkflow, checked_tensors, resolve_workflo
 from any_agent.workflow.tensor_checks import PER_ROW, PER_TOKEN, REQUIRED
 from tests.support.workflow.tensors import tensors
 
-TEXT = (Path(__file__).resolve().parents[2] / "docs" / "workflows.md").read_text()
+TEXT = (Path(__file__).resolve().parents[2] / "docs" / "how-to" / "workflows.md").read_text()
 
 
 async def test_the_example(tiny_model_dir: Path) -> None:
     code = re.findall(r"```python\n(.*?)```", TEXT, re.S)[0]
     names: dict[str, Any] = {"__name__": "arithmetic"}
-    exec(compile(code, "docs/workflows.md", "exec"), names)
+    exec(compile(code, "docs/how-to/workflows.md", "exec"), names)
     stats_tracker.export_all()
     async with EmbeddedEngine.load(str(tiny_model_dir)) as engine:
         runner, port = await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
@@ -65,9 +65,9 @@ def test_the_calls_of_a_trainer(
 
     fake = SimpleNamespace(train=train)
     monkeypatch.setattr("trainer.GRPOTrainer", lambda *args, **kwargs: nullcontext(fake))
-    exec(compile(script, "docs/workflows.md", "exec"), {"__name__": "__main__"})
+    exec(compile(script, "docs/how-to/workflows.md", "exec"), {"__name__": "__main__"})
     config, _ = load_expr_config(settings, GRPOConfig)
-    exec(compile(ready, "docs/workflows.md", "exec"), {"trainer": fake, "config": config})
+    exec(compile(ready, "docs/how-to/workflows.md", "exec"), {"trainer": fake, "config": config})
     assert type(made[0]).__name__ == "Arithmetic"
     assert isinstance(made[1], MultiTurnWorkflow)
     for name in ("arithmetic", "my_reward"):

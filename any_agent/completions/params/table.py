@@ -5,8 +5,9 @@ null or have a value that changes nothing (recorded, too); anything else is a 40
 because ignoring it would answer, and train on, something other than what was requested. Names that
 are not here are recorded, or refused as unknown: see `unknown_fields.py`.
 
-docs/parameters.md, the request bodies of `/openapi.json` and the checks are made from it. The rows
-here are those of chat and legacy completions, except the refused ones (`table_refused.py`);
+docs/reference/parameters.md, the request bodies of `/openapi.json` and the checks are made from
+it. The rows here are those of chat and legacy completions, except the refused ones
+(`table_refused.py`);
 `table_responses.py` and `table_messages.py` hold those of the other APIs.
 """
 

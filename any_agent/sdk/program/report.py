@@ -18,7 +18,7 @@ _NOTE = 100
 
 
 def exit_code(runs: ProgramGroup) -> int:
-    """Of runs that nobody interrupted; see docs/run.md."""
+    """Of runs that nobody interrupted; see docs/how-to/run.md."""
     if runs.stopped is not None:
         return NO_SERVICE if isinstance(runs.stopped, UNUSABLE) else WRONG_INPUT
     finalized = all(run.state == "finalized" for run in runs.results)

@@ -1,7 +1,7 @@
 """The routes that AReaL's documents name, with their bodies and answers, over our sessions.
 
 A client written for AReaL needs another URL and nothing else. What differs in meaning is in
-docs/from-areal.md.
+docs/reference/from-areal.md.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""What runs each block of docs/connect, and what comes of it."""
+"""What runs each block of docs/how-to/connect, and what comes of it."""
 
 from __future__ import annotations
 

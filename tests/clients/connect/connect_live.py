@@ -1,4 +1,4 @@
-"""Every block of docs/connect, as its reader would run it, against a live service."""
+"""Every block of docs/how-to/connect, as its reader would run it, against a live service."""
 
 from __future__ import annotations
 
@@ -96,7 +96,7 @@ def command(block: Block, where: Environment | None, folder: Path) -> list[str |
         (folder / "block.mjs").write_text(block.code, encoding="utf-8")
         return [component("node"), "block.mjs"]
     assert block.language == "python", f"{block.place}: nothing runs {block.language} here"
-    # A class is run as docs/connect/README.md says.
+    # A class is run as docs/how-to/connect/README.md says.
     program = BLOCKS[HOW_A_CLASS_IS_RUN].code if block.name == "agent" else block.code
     (folder / "block.py").write_text(program, encoding="utf-8")
     if where is None:

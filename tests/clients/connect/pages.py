@@ -1,4 +1,4 @@
-"""The pages of docs/connect and their code, each block named by a comment before it."""
+"""The pages of docs/how-to/connect and their code, each block named by a comment before it."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = Path(__file__).resolve().parents[3] / "docs" / "connect"
+FOLDER = Path(__file__).resolve().parents[3] / "docs" / "how-to" / "connect"
 _NAMED = re.compile(r"^<!-- test: ([a-z-]+) -->\n```(\w+)\n(.*?)^```$", re.M | re.S)
 _FENCE = re.compile(r"^\s*(?:```+|~~~+)", re.M)
 

@@ -1,7 +1,7 @@
 """What AReaL's documents name for whoever writes agents, workflows and training scripts.
 
 Collected from their code blocks and tables, as of AReaL 1.0.4: each name of each document must
-stand in a table of docs/from-areal.md.
+stand in a table of docs/reference/from-areal.md.
 """
 
 from __future__ import annotations

@@ -1,0 +1,114 @@
+"""compatibility.md: which client does what over which API, as `make test-clients` found it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+RESULTS = Path(__file__).resolve().parents[2] / "tests" / "clients" / "results.json"
+WORKS = "works"
+APIS = {
+    "chat": "Chat Completions",
+    "completions": "Completions",
+    "responses": "Responses",
+    "messages": "Messages",
+}
+ROUTES = {
+    "chat": "/v1/chat/completions",
+    "completions": "/v1/completions",
+    "responses": "/v1/responses",
+    "messages": "/v1/messages",
+}
+FEATURES = {
+    "plain": "A whole answer: its text, why it ended, usage that adds up.",
+    "streaming": "The answer in parts, as it is written.",
+    "three turns": "A conversation that the client keeps; each call goes on exactly where the last "
+    "one ended, token by token.",
+    "tools": "A call, its execution by the client, and its result sent back; that goes on exactly.",
+    "streamed tools": "The same, where the call is streamed.",
+    "accumulation": "The client's own sum of a stream is the whole answer.",
+    "previous answer": "Three turns that send only what is new and name the answer before.",
+    "reasoning": "Thoughts come apart from the answer, and go back with it.",
+    "structured output": "An answer of a given schema, read by the client.",
+    "choices": "Several answers at once, with log-probabilities.",
+    "stops": "Which stop string, or which limit, ended an answer.",
+    "token counts": "Asked for before a call, equal to what the call used.",
+    "whole preset": "Claude Code's own prompt and all of its tools.",
+    "errors": "A refused call fails as the client's own errors do, says why, and leaves no record.",
+}
+
+HEAD = """# Compatibility
+
+<!-- Written by tools/docs/generate.py from tests/clients/results.json, which `make test-clients
+ARGS=--record` writes; run that. -->
+
+What clients of agents' authors do against a live service: router, proxy, and an engine that says
+what the test tells it to. Each client is the package from its registry at the version below, in an
+environment of its own, given a base URL and a session's key and nothing else.
+
+`make test-clients` installs and tries them all, and fails where a cell is not as it stands here.
+Beside what a client says, a test looks at what the service recorded: how many interactions, and
+that each one after the first continued its parent's tokens exactly.
+
+In the tables: ✓ works; – the client has no such thing over this API, or it is not tried; a number
+is a reason below its table.
+"""
+FEATURES_HEAD = "## What is tried\n\n| feature | what must hold |\n|---|---|"
+CLIENTS_HEAD = "## Clients\n\n| client | package | registry | version |\n|---|---|---|---|"
+
+
+def render() -> str:
+    """The document."""
+    results = json.loads(RESULTS.read_text(encoding="utf-8"))
+    clients, cells = results["clients"], results["cells"]
+    parts = [HEAD, "\n".join([CLIENTS_HEAD, *map(_client, clients.values())]) + "\n"]
+    for api, title in APIS.items():
+        rows = {name: apis[api] for name, apis in cells.items() if api in apis}
+        if rows:
+            parts.append(f"## {title}: `{ROUTES[api]}`\n")
+            parts.append(_table(clients, rows))
+    tried = {feature for apis in cells.values() for row in apis.values() for feature in row}
+    assert tried <= FEATURES.keys(), tried - FEATURES.keys()
+    features = [f"| {name} | {text} |" for name, text in FEATURES.items() if name in tried]
+    return "\n".join([*parts, "\n".join([FEATURES_HEAD, *features]) + "\n"])
+
+
+def _client(about: dict[str, Any]) -> str:
+    cells = (_title(about), f"`{about['package']}`", about["registry"], about["version"])
+    return f"| {' | '.join(cells)} |"
+
+
+def _title(about: dict[str, Any]) -> str:
+    """A package may be there in several versions, and be called the same in another language."""
+    if about["title"] != about["package"]:
+        return str(about["title"])
+    if about["registry"] == "npm":
+        return f"{about['title']} (npm)"
+    return f"{about['title']} {about['version'].partition('.')[0]}.x"
+
+
+def _table(clients: dict[str, Any], rows: dict[str, dict[str, str]]) -> str:
+    features = [f for f in FEATURES if any(f in row for row in rows.values())]
+    names = list(rows)
+    reasons: list[str] = []
+    lines = [
+        f"| | {' | '.join(_title(clients[name]) for name in names)} |",
+        f"|---|{'---|' * len(names)}",
+    ]
+    for feature in features:
+        cells = [_cell(rows[name].get(feature), reasons) for name in names]
+        lines.append(f"| {feature} | {' | '.join(cells)} |")
+    if reasons:
+        lines += ["", *(f"{k}. {reason}" for k, reason in enumerate(reasons, 1))]
+    return "\n".join(lines) + "\n"
+
+
+def _cell(outcome: str | None, reasons: list[str]) -> str:
+    if outcome is None:
+        return "–"
+    if outcome == WORKS:
+        return "✓"
+    if outcome not in reasons:
+        reasons.append(outcome)
+    return str(reasons.index(outcome) + 1)

@@ -1,0 +1,308 @@
+"""Write the documents that the code knows best: ``python tools/docs/generate.py [--check]``.
+
+All of them are in docs/reference. configuration.md is made from any_agent/config: a setting's
+meaning is the docstring under its field, its section's the docstring of the class. metrics.md is made from
+each part's table of metrics, sessions.md from the table of states in
+proxy_ext/sessions/state_machine.py, keys.md from the table of routes and scopes in
+proxy_ext/web/permissions.py, parameters.md from the one in any_agent/completions/params/table.py,
+compatibility.md from what `make test-clients` found, from-areal.md from tools/docs/from_areal.yaml.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import importlib
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tools" / "docs")]
+route_scopes: Any = importlib.import_module("route_scopes")
+call_parameters: Any = importlib.import_module("call_parameters")
+client_results: Any = importlib.import_module("client_results")
+from_areal: Any = importlib.import_module("from_areal")
+session_states: Any = importlib.import_module("session_states")
+SOURCE = ROOT / "any_agent" / "config"
+TARGET = ROOT / "docs" / "reference" / "configuration.md"
+TREE = "Config"
+METRICS_TARGET = ROOT / "docs" / "reference" / "metrics.md"
+KEYS_TARGET = ROOT / "docs" / "reference" / "keys.md"
+SESSIONS_TARGET = ROOT / "docs" / "reference" / "sessions.md"
+PARAMETERS_TARGET = ROOT / "docs" / "reference" / "parameters.md"
+COMPATIBILITY_TARGET = ROOT / "docs" / "reference" / "compatibility.md"
+FROM_AREAL_TARGET = ROOT / "docs" / "reference" / "from-areal.md"
+
+HEAD = """# Configuration
+
+<!-- Written by tools/docs/generate.py from any_agent/config; change a file there, then run it. -->
+
+A setting has a dotted name. It is taken from, in this order:
+
+1. the command line: `any-agent serve train.lr=1e-5`,
+2. the environment: `ANY_AGENT_TRAIN__LR=1e-5` (two underscores for the dot),
+3. the YAML file: `--config my.yaml`, with a mapping for each section,
+4. its default.
+
+`--model`, `--experiment`, `--trial`, `--host` and `--port` are short for `model.path`,
+`experiment`, `trial`, `server.host` and `server.port`. Unknown names are refused with the nearest
+known one. `any-agent config` prints what would be used. Without `--config`, `any-agent serve` and
+`any-agent train` take up the settings that the same experiment and trial were last started with;
+`server.admin_key` is never written to a file, so give it again.
+"""
+
+ALIASES_HEAD = """## AReaL's names
+
+These are taken, too, in the file, the environment and on the command line. In one of them a setting
+may stand under one name, or under both with the same value. What AReaL calls otherwise and means
+otherwise is refused with what to set instead. Three names say what others say, and are refused
+where they contradict them: `async_training` (false: `rollout.eta=0`), `tokenizer_path` (the
+model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRPO run does not have
+(`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that
+changes nothing.
+
+In a file `${actor.path}`, as a whole value, stands for what that name has in the same file, or is
+given by the environment or the command line. A name that the file lacks, a circle, `${` inside of a
+longer text and `${oc.env:...}` are refused by name: write the value, or set it by the environment.
+
+| AReaL's | ours |
+|---|---|"""
+
+METRICS_HEAD = """# Metrics and logs
+
+<!-- Written by tools/docs/generate.py from the metrics.py of proxy_ext, router and trainer; change
+those files, then run it. -->
+
+`GET /metrics` at the service's URL answers for the whole run in Prometheus's text format: the
+router's own metrics, each rank's and the trainer's. Where there is an admin key, a key of scope
+admin or trainer is needed as bearer token:
+
+```yaml
+scrape_configs:
+  - job_name: any-agent
+    authorization: {credentials_file: /path/to/a/trainer.key}
+    static_configs: [{targets: ["service.example:8000"]}]
+```
+
+Counters begin at 0 when their part starts, except those of sessions: they are the journal's, so
+that after any restart `any_agent_sessions_created_total` is the sum of `any_agent_sessions` over
+its states. Useful queries:
+
+| question | query |
+|---|---|
+| sampled tokens per second | `sum(rate(any_agent_output_tokens_total[1m]))` |
+| share of continued calls that could not be continued exactly | \
+`sum(rate(any_agent_interactions_total{continuation="branch"}[5m])) / \
+sum(rate(any_agent_interactions_total{continuation=~"exact\\|branch"}[5m]))` |
+| 95th percentile of the time to the first token | \
+`histogram_quantile(0.95, sum by (le) (rate(any_agent_first_token_seconds_bucket[5m])))` |
+| writes that share a commit | \
+`rate(any_agent_journal_writes_total[5m]) / rate(any_agent_journal_commit_seconds_count[5m])` |
+| do the session counters balance? (0 for yes) | \
+`sum(any_agent_sessions_created_total) - sum(any_agent_sessions)` |
+| is a part missing? | `any_agent_up == 0` |
+| do engine and trainer disagree? | `any_agent_train_logprob_mismatch > 0.01` |
+"""
+METRICS_PARTS = {
+    "proxy_ext.metrics": ("Ranks", "Each has the label `rank`."),
+    "trainer.metrics": ("Trainer", "Counts since it started, gauges of its latest step."),
+    "router.metrics": ("Router", ""),
+}
+METRICS_TAIL = """## Processes
+
+Each part also shows Prometheus's usual `process_` metrics of itself (CPU seconds, resident memory,
+open files, start time) with the label `part`: `router`, `rank-0`, ..., `trainer`.
+
+## Logs
+
+One file per process in the run's `logs` folder, as lines for people, or with `log_format=json` as
+one JSON object each:
+
+| field | meaning |
+|---|---|
+| `time` | ISO 8601, UTC, milliseconds |
+| `level` | debug, info, warning, error or critical |
+| `logger` | the module that wrote it |
+| `message` | what happened |
+| `part` | `rank-0`, `engine-0`, `router` or `trainer` |
+| `pid` | the process |
+| `exception`, `stack` | where there is one |
+
+Further fields are those that a message brings along. Session keys, everything else that begins
+with `sk-`, and the configured admin key are cut out of every line, in both forms. There are no
+access logs. A process that cannot start says why in a plain line that begins with `error:`.
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One field of a section."""
+
+    name: str
+    type: str
+    default: str
+    meaning: str
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Write the generated documents.")
+    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    arguments = parser.parse_args()
+    texts = {
+        TARGET: render(settings_source()),
+        METRICS_TARGET: render_metrics(),
+        SESSIONS_TARGET: session_states.render(),
+        KEYS_TARGET: route_scopes.render(),
+        PARAMETERS_TARGET: call_parameters.render(),
+        COMPATIBILITY_TARGET: client_results.render(),
+        FROM_AREAL_TARGET: from_areal.render(),
+    }
+    old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
+    for path in old:
+        if arguments.check:
+            name = path.relative_to(ROOT)
+            print(f"{name} is out of date: run python tools/docs/generate.py", file=sys.stderr)
+        else:
+            path.write_text(texts[path], encoding="utf-8")
+    return 1 if old and arguments.check else 0
+
+
+def render_metrics() -> str:
+    """The document of every part's metrics."""
+    parts = [METRICS_HEAD]
+    for module, (title, about) in METRICS_PARTS.items():
+        parts.append(f"## {title}\n")
+        if about:
+            parts.append(f"{about}\n")
+        rows = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
+        for metric in importlib.import_module(module).METRICS:
+            labels = ", ".join(f"`{label}`" for label in metric.labels)
+            rows.append(f"| `{metric.name}` | {metric.kind} | {labels} | {metric.meaning} |")
+        parts.append("\n".join(rows) + "\n")
+    return "\n".join([*parts, METRICS_TAIL])
+
+
+def settings_source() -> str:
+    """The text of every file that defines settings."""
+    return "\n".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.glob("*.py")))
+
+
+def render(source: str) -> str:
+    """The document for settings that are defined in this text."""
+    classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
+    parts = [HEAD, "## Top level\n", _table(_settings(classes[TREE], classes))]
+    return "\n".join([*parts, *_sections(classes[TREE], classes), _aliases()])
+
+
+def _aliases() -> str:
+    """The table of AReaL's names."""
+    elsewhere = importlib.import_module("any_agent.config.foreign_settings")
+    rows = [f"| `{theirs}` | `{here}` |" for theirs, here in elsewhere.ALIASES.items()]
+    return "\n".join([ALIASES_HEAD, *rows]) + "\n"
+
+
+def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = "") -> list[str]:
+    """A heading and a table for each section in a tree, and for those within them."""
+    parts = []
+    for field in _fields(tree):
+        kind = ast.unparse(field.annotation)
+        if kind not in classes:
+            continue
+        section, name = classes[kind], prefix + _name(field)
+        parts.append(f"## `{name}`\n")
+        about = ast.get_docstring(section)
+        if about:
+            parts.append(about + "\n")
+        parts.append(_table(_settings(section, classes), prefix=f"{name}."))
+        parts += _sections(section, classes, prefix=f"{name}.")
+    return parts
+
+
+def _settings(section: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[Setting]:
+    """The fields that are no sections themselves, with the docstring that follows each."""
+    followers = dict(zip(section.body, section.body[1:], strict=False))
+    out = []
+    for field in _fields(section):
+        kind = ast.unparse(field.annotation)
+        if kind in classes:
+            continue
+        default, limits = _default(field.value)
+        meaning = " ".join(_text(followers.get(field)).split()).replace("None", "null")
+        out.append(Setting(_name(field), " ".join([_type(kind), *limits]), default, meaning))
+    return out
+
+
+def _fields(section: ast.ClassDef) -> Iterator[ast.AnnAssign]:
+    for node in section.body:
+        if isinstance(node, ast.AnnAssign):
+            yield node
+
+
+def _name(field: ast.AnnAssign) -> str:
+    assert isinstance(field.target, ast.Name)
+    return field.target.id
+
+
+def _text(node: ast.stmt | None) -> str:
+    match node:
+        case ast.Expr(value=ast.Constant(value=str(text))):
+            return text
+    return ""
+
+
+def _default(value: ast.expr | None) -> tuple[str, list[str]]:
+    """The default as YAML writes it, and the limits of a ``Field``."""
+    limits: list[str] = []
+    if isinstance(value, ast.Call) and ast.unparse(value.func) == "Field":
+        signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
+        limits = [f"{signs[k.arg]} {_plain(k.value)}" for k in value.keywords if k.arg in signs]
+        factory = next((k.value for k in value.keywords if k.arg == "default_factory"), None)
+        if factory is not None and ast.unparse(factory) == "dict":
+            return "{}", limits
+        if factory is not None:
+            return f"({ast.unparse(factory).strip('_')})", limits
+        value = value.args[0] if value.args else None
+    return (_plain(value) if value is not None else ""), limits
+
+
+def _plain(value: ast.expr) -> str:
+    if isinstance(value, ast.Call):
+        value = value.args[0]
+    literal: Any = eval(compile(ast.Expression(value), "default", "eval"), {})
+    match literal:
+        case None:
+            return "null"
+        case bool():
+            return str(literal).lower()
+        case "":
+            return '""'
+        case tuple():
+            return str(list(literal))
+    return str(literal)
+
+
+def _type(annotation: str) -> str:
+    out = annotation.replace(" | None", "")
+    if out.startswith("Literal["):
+        return " / ".join(part.strip().strip("'\"") for part in out[8:-1].split(","))
+    names = {"str": "text", "int": "integer", "float": "number", "bool": "true / false"}
+    names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
+    names |= {"dict[str, float]": "numbers by name", "dict[str, str]": "texts by name"}
+    names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
+    names["tuple[dict[str, Any], ...]"] = "list of mappings"
+    return names[out]
+
+
+def _table(settings: list[Setting], prefix: str = "") -> str:
+    rows = ["| setting | type | default | meaning |", "|---|---|---|---|"]
+    for s in settings:
+        meaning = s.meaning.replace("|", "\\|")
+        rows.append(f"| `{prefix}{s.name}` | {s.type} | `{s.default}` | {meaning} |")
+    return "\n".join(rows) + "\n"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
