@@ -1,11 +1,15 @@
 """Write the documents that the code knows best: ``python tools/docs/generate.py [--check]``.
 
-All of them are in docs/reference. configuration.md is made from any_agent/config: a setting's
-meaning is the docstring under its field, its section's the docstring of the class. metrics.md is made from
-each part's table of metrics, sessions.md from the table of states in
-proxy_ext/sessions/state_machine.py, keys.md from the table of routes and scopes in
-proxy_ext/web/permissions.py, parameters.md from the one in any_agent/completions/params/table.py,
-compatibility.md from what `make test-clients` found, from-areal.md from tools/docs/from_areal.yaml.
+All of them are in docs/reference:
+
+- configuration.md from any_agent/config: a setting's meaning is the docstring under its field, its
+  section's the docstring of the class;
+- metrics.md from each part's table of metrics;
+- sessions.md from the table of states in proxy_ext/sessions/state_machine.py;
+- keys.md from the table of routes and scopes in proxy_ext/web/permissions.py;
+- parameters.md from the table in any_agent/completions/params/table.py;
+- compatibility.md from what `make test-clients` found;
+- from-areal.md from tools/docs/from_areal.yaml.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Draws learning curves of one agent, run by the trainer and outside of it.
 
 ``python tests/e2e/learning/curves.py docs/explanation/dataset-and-proxy.png [--seeds N]``. Each
-seed's model is trained twice, with the same settings: by a researcher's script on
-the dataset, and by a service whose agents are outside and know its URL alone. Nothing is deterministic.
+seed's model is trained twice, with the same settings: by a researcher's script on the dataset, and
+by a service whose agents are outside and know its URL alone. Nothing is deterministic.
 """
 
 from __future__ import annotations
