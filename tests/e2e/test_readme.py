@@ -1,4 +1,4 @@
-"""The README's commands work as they are written."""
+"""The commands of the README and of the page on plain HTTP work as they are written."""
 
 from __future__ import annotations
 
@@ -20,13 +20,15 @@ from any_agent.types import Continuation
 from tests.support.e2e.live_run import recorded
 from tests.support.e2e.serving import Served, environment, serve
 
-README = Path(__file__).resolve().parents[2] / "README.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGES = [ROOT / "README.md", ROOT / "docs" / "how-to" / "sessions-by-http.md"]
 
 
 def block(name: str) -> str:
-    """The fenced block after the comment ``<!-- test: name -->``."""
-    found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", README.read_text(), re.S)
-    assert len(found) == 1, f"the README has {len(found)} blocks marked {name}"
+    """Return the fenced block after the comment ``<!-- test: name -->``."""
+    text = "\n".join(page.read_text() for page in PAGES)
+    found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", text, re.S)
+    assert len(found) == 1, f"{len(found)} blocks are marked {name}"
     return str(found[0])
 
 

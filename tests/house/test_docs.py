@@ -112,9 +112,19 @@ def test_named_files_exist(name: str) -> None:
     assert not [path for path in sorted(named) if not (ROOT / path).exists()]
 
 
-def test_the_readme_names_every_route() -> None:
-    text = (ROOT / "README.md").read_text()
+def test_the_reference_names_every_route() -> None:
+    text = (ROOT / "docs" / "reference" / "routes.md").read_text()
     named = set(re.findall(r"`((?:GET|POST|PUT|DELETE) /[^`]*)`", text))
     paths = our_app().openapi()["paths"]
     served = {f"{method.upper()} {path}" for path, methods in paths.items() for method in methods}
     assert named == {route.replace("{session_id}", "{id}") for route in served}
+
+
+def test_the_readme_is_short() -> None:
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 150
+
+
+def test_the_index_links_every_page() -> None:
+    index = (ROOT / "docs" / "README.md").read_text()
+    pages = {str(p.relative_to(ROOT / "docs")) for p in (ROOT / "docs").glob("*/*.md")}
+    assert not [page for page in sorted(pages) if f"]({page})" not in index]
