@@ -133,9 +133,9 @@ def test_nothing_is_kept_of_a_key_that_cannot_be_told_of(path: Path) -> None:
         raise OSError("no space")
 
     with pytest.raises(OSError, match="no space"):
-        create_key(path, "admin", told=full)
+        create_key(path, "admin", record=full)
     with pytest.raises(OSError, match="no space"):
-        revoke_key(path, read_keys(path).keys[0].id, told=full)
+        revoke_key(path, read_keys(path).keys[0].id, record=full)
     assert path.read_bytes() == before
 
 

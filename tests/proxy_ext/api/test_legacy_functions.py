@@ -66,7 +66,7 @@ async def test_functions_are_called_and_gone_on_from_exactly(
     before = [*first.prompt_delta_ids.tolist(), *first.output_ids.tolist()]
     assert engine.requests[-2]["input_ids"][: len(before)] == before
     new = {"role": "tool", "tool_call_id": "call_1", "name": "find", "content": "3"}
-    added = chat.bridge(first.output_ids, [new], TOOLS, said=first.output_message)
+    added = chat.bridge(first.output_ids, [new], TOOLS, answer=first.output_message)
     assert engine.requests[-2]["input_ids"] == [*before, *(added or ())]
 
 

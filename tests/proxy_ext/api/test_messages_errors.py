@@ -107,7 +107,7 @@ async def test_in_front_of_the_routes(start: Start) -> None:
         refused(response, 404, "not_found_error", "not_found")
         # As agents have it that give Anthropic's client OpenAI's base URL.
         response = await http.post("/v1/v1/messages", headers={"x-api-key": key})
-        assert "must not end in it" in refused(response, 404, "not_found_error", "not_found")
+        assert "must not end in" in refused(response, 404, "not_found_error", "not_found")
         # Behind a session's key that is what an agent's base URL makes, and works.
         response = await http.post(f"/{key}/v1/v1/messages", headers={"x-api-key": key})
         refused(response, 400, "invalid_request_error", "invalid_json")

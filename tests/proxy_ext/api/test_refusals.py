@@ -266,7 +266,7 @@ async def test_a_finished_session_is_sealed(proxy: Proxy, engine: ScriptedEngine
             error = refusal(response, 410, "session_closed", "start a new session")
             assert error["state"] == ("leased" if mode == "train" else "evaluated")
         other = await proxy.post("/rl/v1/finalize", {"final_reward": 5}, key)
-        refusal(other, 409, "already_finalized", "final reward is 1")
+        refusal(other, 409, "already_finalized", "final reward 1")
         aborted = await proxy.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, key)
         advice = "cannot be taken out" if mode == "train" else "nothing to abort"
         refusal(aborted, 410, "session_closed", advice)

@@ -46,7 +46,7 @@ def _row(fam: Family, a: int, b: int) -> Row:
         "tool_call_id": message["tool_calls"][0]["id"],
         "content": add({"a": a, "b": b}),
     }
-    following = fam.chat.bridge(called, [result], TOOLS, said=message)
+    following = fam.chat.bridge(called, [result], TOOLS, answer=message)
     assert following is not None
     answer = fam.say(result["content"])
     parts = [(prompt, False), (called, True), (list(following), False), (answer, True)]
