@@ -19,7 +19,7 @@ from any_agent.launcher.engines import (
     require_engines,
     start_timeout,
 )
-from any_agent.launcher.gpu_assignment import sees_gpu
+from any_agent.launcher.gpus import sees_gpu
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.trial import TrialWeights
 from any_agent.runtime.event_loop import LoopThread
@@ -97,14 +97,7 @@ def _started(config: Config, weights: TrialWeights) -> Iterator[str]:
     ):
         port = int(held.getsockname()[1])
         command = engine_command(config, str(weights.path), weights.version, host, port, _NAME)
-        process = SupervisedProcess(
-            _NAME,
-            command.arguments,
-            Path(folder) / "engine.log",
-            python=command.python,
-            variables=command.variables,
-            orphaned=command.orphaned,
-        )
+        process = SupervisedProcess(_NAME, command, Path(folder) / "engine.log")
         keeper.start()
         try:
             keeper.call(_start(process))
@@ -121,9 +114,9 @@ async def _start(process: SupervisedProcess) -> None:
 
 
 def _until_ready(process: SupervisedProcess, config: Config, url: str) -> None:
-    ready, patience = engine_ready(config, url), start_timeout(config)
+    patience = start_timeout(config)
     deadline = time.monotonic() + patience
-    while not ready():
+    while not engine_ready(config, url):
         code = process.poll()
         if code is not None or time.monotonic() > deadline:
             did = f"ended with {code}" if code is not None else f"took more than {patience:g} s"

@@ -9,8 +9,13 @@ from pathlib import Path
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.engine import EnginePool, RemoteEngine
 from any_agent.errors import ConfigError, NotFound
-from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import TrialWeights, kept_weights, latest_weights, trial_dir
+from any_agent.launcher.trial import (
+    TrialWeights,
+    check_model,
+    kept_weights,
+    latest_weights,
+    trial_dir,
+)
 from any_agent.rundir.layout import checkpoint_problem, read_json
 
 _PLACE = ("ANY_AGENT_ROOT", "ANY_AGENT_USER")

@@ -19,8 +19,13 @@ from pydantic import SecretStr
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import TrialWeights, kept_weights, latest_weights, trial_dir
+from any_agent.launcher.trial import (
+    TrialWeights,
+    check_model,
+    kept_weights,
+    latest_weights,
+    trial_dir,
+)
 
 _RUN = re.compile(r"([^/@\s]+)/([^/@\s]+?)(?:@(\d{1,9}))?")
 _NEEDED = ("torch", "transformers", "litellm")

@@ -1,4 +1,4 @@
-"""One part of the service: its process, how it is known to be ready, and its restarts."""
+"""One part of the service: its process, its readiness probe, and its restarts."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Literal
 
 from any_agent.errors import ConfigError, StartupError
@@ -17,33 +18,81 @@ log = logging.getLogger(__name__)
 
 State = Literal["starting", "ready", "restarting", "ended"]
 
-MAX_RESTARTS = 5
-"""Within ``WINDOW`` seconds, or in a row for nothing; one more ends the service."""
-WINDOW = 60.0
-MAX_FAILURES = 20
-"""Deaths of its own within ``LONG_WINDOW`` seconds: else one that dies slowly is never given up."""
-MAX_DEATHS = 40
-"""The same for deaths of every kind, and for those in a row without progress: a trainer that the
-system kills for its memory, step by step, is ended by somebody, too."""
-LONG_WINDOW = 600.0
-_FIRST_DELAY = 0.2
-_MAX_DELAY = 5.0
-_BY_SOMEBODY = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes of what others end; a crash, such as a segmentation fault, is a failure of its own.
+_ENDED_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
+"""Exit codes of processes that another one ended; a crash, such as a segmentation fault, is a
+failure of its own. Proxies and routers that were told to stop end with code 0."""
+_START_ERRORS = (OSError, subprocess.SubprocessError)
 
-Code 0 is that of proxies and routers that were told to stop.
-"""
-_IMPOSSIBLE = (OSError, subprocess.SubprocessError)
+
+@dataclass(frozen=True, slots=True)
+class RestartPolicy:
+    """How often a part may end before it is given up, and how long each restart waits."""
+
+    max_restarts: int = 5
+    """Deaths within ``window`` seconds, and lives in a row that failed and came to nothing."""
+    window: float = 60.0
+    max_failures: int = 20
+    """Deaths of its own within ``long_window`` seconds, so that a part that dies slowly is given
+    up, too."""
+    max_deaths: int = 40
+    """Deaths of every kind within ``long_window`` seconds, and lives in a row without progress: a
+    trainer that the system kills for its memory, step by step, is given up, too."""
+    long_window: float = 600.0
+    first_delay: float = 0.2
+    """Seconds before the first restart; the delay doubles with each recent death."""
+    max_delay: float = 5.0
+
+
+class RestartHistory:
+    """The recent deaths of one part, judged by a policy."""
+
+    def __init__(self, policy: RestartPolicy) -> None:
+        self._policy = policy
+        self._deaths: list[tuple[float, bool]] = []
+        """Times of death within the long window, and whether the part failed by itself."""
+        self._useless_lives = 0
+        """Lives in a row that failed and came to nothing."""
+        self._stuck_lives = 0
+        """Lives in a row without progress, however they ended."""
+
+    def end_life(self, *, useless: bool, stuck: bool) -> None:
+        self._useless_lives = self._useless_lives + 1 if useless else 0
+        self._stuck_lives = self._stuck_lives + 1 if stuck else 0
+
+    def fail_start(self) -> None:
+        self._useless_lives += 1
+
+    def record_death(self, now: float, *, failed: bool) -> int | None:
+        """Record a death; return the number of deaths if there were too many."""
+        policy = self._policy
+        recent = [death for death in self._deaths if now - death[0] < policy.long_window]
+        self._deaths = [*recent, (now, failed)]
+        limits = (
+            (self._lately(now), policy.max_restarts),
+            (sum(own for _, own in self._deaths), policy.max_failures),
+            (max(len(self._deaths), self._stuck_lives), policy.max_deaths),
+        )
+        return next((count for count, limit in limits if count > limit), None)
+
+    def delay(self, now: float) -> float:
+        """Return the seconds to wait before the next start."""
+        growth = 2.0 ** (self._lately(now) - 1)
+        return min(self._policy.max_delay, self._policy.first_delay * growth)
+
+    def _lately(self, now: float) -> int:
+        deaths = sum(now - at < self._policy.window for at, _ in self._deaths)
+        return max(deaths, self._useless_lives)
 
 
 class Component:
     """Keeps one process running. :meth:`check`, called several times a second, never waits.
 
-    ``make`` gives the process of each start, so that its arguments are those of that moment.
-    ``ready`` is asked in a thread, until it is true.
-    ``progress``: something that changes while it does its work. ``finishes``: exit code 0 is its
-    end, not a failure. ``where`` is said when it is ready first. ``kind`` is what stopping goes
-    by, the name up to its hyphen if not told; ``grace`` are seconds that its end takes at least.
+    ``make`` creates the process of each start, so that its arguments are those of that moment.
+    ``ready`` is called in a thread until it returns true.
+    ``progress`` returns something that changes while the process does its work. With ``finishes``,
+    exit code 0 is the part's end, not a failure. ``where`` is printed when the part is first
+    ready. ``kind`` decides when the part is stopped; by default it is the name up to its hyphen.
+    The part's end takes at least ``grace`` seconds.
     """
 
     def __init__(
@@ -59,6 +108,7 @@ class Component:
         kind: str | None = None,
         grace: float = 0.0,
         timeout: float = 300.0,
+        restart_policy: RestartPolicy | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.name = name
@@ -68,7 +118,7 @@ class Component:
         self.state: State = "starting"
         self.restarts = 0
         self.finished = False
-        """It ended by itself, with success."""
+        """Whether the process ended by itself, with success."""
         self._make = make
         self._say = say
         self._ready = ready
@@ -77,63 +127,59 @@ class Component:
         self._where = where
         self._timeout = timeout
         self._clock = clock
+        self._history = RestartHistory(restart_policy or RestartPolicy())
         self._process: SupervisedProcess | None = None
-        self._probe: _Probe | None = None
-        self._deaths: list[tuple[float, bool]] = []
-        """Of the last while: when, and whether nobody else ended it."""
-        self._in_vain = 0
-        """Lives in a row that failed and came to nothing."""
-        self._stuck = 0
-        """Lives in a row without progress, however they ended."""
-        self._hung = False
-        """This life was ended by :meth:`kill`."""
-        self._begun: object = None
+        self._probe: _ReadinessProbe | None = None
+        self._killed = False
+        """Whether :meth:`kill` ended this life."""
+        self._first_progress: object = None
         """The progress when this life began."""
-        self._due: float | None = None
-        """When to start again."""
-        self._late = 0.0
+        self._restart_at: float | None = None
+        self._ready_deadline = 0.0
 
     @property
     def pid(self) -> int:
-        """Of its process; of the last one, if it is dead."""
+        """The process's id, also after its death."""
         assert self._process is not None, f"{self.label} was not started"
         return self._process.pid
 
     def start(self) -> None:
-        """Start its process; StartupError if that is not possible."""
+        """Start the process. Raises StartupError if that is not possible."""
         try:
             self._launch()
-        except _IMPOSSIBLE as error:
+        except _START_ERRORS as error:
             raise StartupError(f"{self.label} could not be started: {error}") from error
 
     def check(self) -> None:
-        """Look once, and do what is due.
+        """Look at the process once, and do what is due.
 
         Raises ConfigError for a part that refuses its configuration, StartupError for one that
         cannot start, is not ready in time, or ends again and again.
         """
         if self.state == "ended" or self._process is None:
             return
-        if self._due is not None:
-            if self._clock() >= self._due:
-                self._start_again()
+        if self._restart_at is not None:
+            if self._clock() >= self._restart_at:
+                self._restart()
             return
         code = self._process.poll()
         if code is not None:
-            self._died(code)
+            self._handle_end(code)
         elif self._probe is not None:
             if self._probe.succeeded:
                 self._probe = None
-                self._tell_ready()
-            elif self._clock() >= self._late:
+                again = self.state == "restarting"
+                self.state = "ready"
+                self._say(f"{self.label:<9} ready{' again' if again else self._where}")
+            elif self._clock() >= self._ready_deadline:
                 raise StartupError(
                     f"{self.label} was not ready after {self._timeout:g} s:\n{self._log()}"
                 )
 
     def kill(self, why: str) -> None:
-        """End a process that hangs, which is a failure of its own; `check` starts the next one."""
+        """Kill a process that hangs, which is a failure of its own; `check` starts the next one."""
         self._say(f"{self.label:<9} {why}; killing it")
-        self._hung = True
+        self._killed = True
         if self._process is not None:
             self._process.kill()
 
@@ -143,60 +189,58 @@ class Component:
 
     @property
     def exit_code(self) -> int | None:
-        """Of its process; None while it runs."""
+        """The process's exit code; None while it runs."""
         return self._process.poll() if self._process is not None else None
 
-    def ask_to_drain(self) -> None:
-        """SIGTERM: it is to end what it is doing. From now on it is not started again."""
-        self.state = "ended"
-        self._end_probe()
-        if self._process is not None:
-            self._process.ask_to_drain()
+    def drain(self) -> None:
+        """Signal the process to end its work and itself; it is never started again."""
+        if (process := self._retire()) is not None:
+            process.drain()
 
-    def ask_to_stop(self) -> None:
-        """It is to end at once; from now on it is not started again."""
-        self.state = "ended"
-        self._end_probe()
-        if self._process is not None:
-            self._process.ask_to_stop()
+    def terminate(self) -> None:
+        """Signal the process to end at once; it is never started again."""
+        if (process := self._retire()) is not None:
+            process.terminate()
 
     def stop(self, *, grace: float) -> None:
-        """As :meth:`SupervisedProcess.stop`, and never started again."""
-        self.state = "ended"
-        self._end_probe()
-        if self._process is not None:
-            self._process.stop(grace=grace)
+        """End the process as :meth:`SupervisedProcess.stop`; it is never started again."""
+        if (process := self._retire()) is not None:
+            process.stop(grace=grace)
 
     # ------------------------------------------------------------------------------------------
 
-    def _tell_ready(self) -> None:
-        again = self.state == "restarting"
-        self.state = "ready"
-        self._say(f"{self.label:<9} ready{' again' if again else self._where}")
+    def _retire(self) -> SupervisedProcess | None:
+        self.state = "ended"
+        self._end_probe()
+        return self._process
 
     def _launch(self) -> None:
         process = self._make()
         process.start()
         self._process = process
-        self._hung = False
-        self._late = self._clock() + self._timeout
-        self._begun = self._progress()
-        self._probe = _Probe(self._ready, process)
+        self._killed = False
+        self._ready_deadline = self._clock() + self._timeout
+        self._first_progress = self._progress()
+        self._probe = _ReadinessProbe(self._ready, process)
 
-    def _start_again(self) -> None:
-        self._due = None
+    def _restart(self) -> None:
+        self._restart_at = None
         try:
             self._launch()
-        except _IMPOSSIBLE as error:
-            # No memory, no more processes: it may pass.
-            self._in_vain += 1
-            self._again(f"could not be started ({error})")
+        except _START_ERRORS as error:
+            # A lack of memory or of processes may pass.
+            self._history.fail_start()
+            self._schedule_restart(f"could not be started ({error})")
 
-    def _died(self, code: int) -> None:
-        failed = self._hung or code not in _BY_SOMEBODY
-        self._judge(failed)
+    def _handle_end(self, code: int) -> None:
+        failed = self._killed or code not in _ENDED_FROM_OUTSIDE
+        # A part may need a while to fail. One that is killed is hardly to blame for what it did
+        # not do.
+        stuck = self._first_progress is not None and self._first_progress == self._progress()
+        useless = self._probe is not None or (failed and stuck)
+        self._history.end_life(useless=useless, stuck=stuck)
         self._end_probe()
-        how = how_it_ended(code)
+        how = describe_exit(code)
         if code == 0 and self._finishes:
             self.state, self.finished = "ended", True
             return
@@ -204,42 +248,23 @@ class Component:
             raise ConfigError(f"{self.label} cannot go on as it is configured:\n{self._log()}")
         if self.state == "starting" and code >= 0:
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
-        # Why it failed is in its log; why somebody killed it is not.
+        # The log says why a process failed, not why another one killed it.
         hint = f" (log: {self._process.log})" if code > 0 and self._process else ""
-        self._again(how, hint, failed=failed)
+        self._schedule_restart(how, hint, failed=failed)
 
-    def _judge(self, failed: bool) -> None:
-        """Whether this life came to nothing, as those of a part that needs a while to fail do.
-
-        One that is killed is hardly to blame for what it did not do.
-        """
-        stuck = self._begun is not None and self._begun == self._progress()
-        self._stuck = self._stuck + 1 if stuck else 0
-        in_vain = self._probe is not None or (failed and stuck)
-        self._in_vain = self._in_vain + 1 if in_vain else 0
-
-    def _again(self, how: str, hint: str = "", *, failed: bool = True) -> None:
-        """Start it again after a while; StartupError when that was done too often."""
+    def _schedule_restart(self, how: str, hint: str = "", *, failed: bool = True) -> None:
+        """Start the process again after a delay; StartupError when it ended too often."""
         now = self._clock()
-        self._deaths = [d for d in self._deaths if now - d[0] < LONG_WINDOW] + [(now, failed)]
-        lately = max(sum(now - at < WINDOW for at, _ in self._deaths), self._in_vain)
-        for count, most in (
-            (lately, MAX_RESTARTS),
-            (sum(own for _, own in self._deaths), MAX_FAILURES),
-            (max(len(self._deaths), self._stuck), MAX_DEATHS),
-        ):
-            if count > most:
-                raise StartupError(
-                    f"{self.label} ended {count} times ({how} at last):\n{self._log()}"
-                )
+        if (count := self._history.record_death(now, failed=failed)) is not None:
+            raise StartupError(f"{self.label} ended {count} times ({how} at last):\n{self._log()}")
         self._say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"
         self.restarts += 1
-        self._due = now + min(_MAX_DELAY, _FIRST_DELAY * 2.0 ** (lately - 1))
+        self._restart_at = now + self._history.delay(now)
 
     def _end_probe(self) -> None:
         if self._probe is not None:
-            self._probe.end()
+            self._probe.cancel()
             self._probe = None
 
     def _log(self) -> str:
@@ -247,45 +272,45 @@ class Component:
         return self._process.last_lines()
 
 
-class _Probe:
-    """Asks in a thread whether a process is ready: a question by HTTP may take its time."""
+class _ReadinessProbe:
+    """Calls ``ready`` in a thread until it returns true: a request by HTTP may take its time."""
 
     def __init__(
         self, ready: Callable[[SupervisedProcess], bool], process: SupervisedProcess
     ) -> None:
         self._ready = ready
         self._process = process
-        self._over = threading.Event()
+        self._cancelled = threading.Event()
         self.succeeded = False
-        self._failed = False
+        self._logged = False
         name = f"ready-{process.name}"
-        threading.Thread(target=self._ask, name=name, daemon=True).start()
+        threading.Thread(target=self._run, name=name, daemon=True).start()
 
-    def end(self) -> None:
-        """Ask no more; the question under way is left to its own time limit."""
-        self._over.set()
+    def cancel(self) -> None:
+        """Stop the calls; the call under way is left to its own time limit."""
+        self._cancelled.set()
 
-    def _ask(self) -> None:
+    def _run(self) -> None:
         delay = 0.05
         while not self._is_ready():
-            if self._over.wait(delay):
+            if self._cancelled.wait(delay):
                 return
             delay = min(delay * 1.3, 0.5)
         self.succeeded = True
 
     def _is_ready(self) -> bool:
-        """A question that fails is a no, told once; else nobody would ask any more."""
+        """Take an error for a no, and log the first one: the thread has to go on."""
         try:
             return self._ready(self._process)
         except Exception:
-            if not self._failed:
-                log.exception("%s: whether it is ready is asked again", self._process.name)
-            self._failed = True
+            if not self._logged:
+                log.exception("%s: the readiness check failed; trying again", self._process.name)
+            self._logged = True
             return False
 
 
-def how_it_ended(code: int) -> str:
-    """An exit code in words."""
+def describe_exit(code: int) -> str:
+    """Return an exit code as words."""
     if code >= 0:
         return f"ended with code {code}"
     try:

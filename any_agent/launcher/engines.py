@@ -1,4 +1,4 @@
-"""How a rank's engine is started: our own one, or SGLang from an environment of its own."""
+"""How a rank's engine is started, by its kind: our embedded one, or SGLang from an environment."""
 
 from __future__ import annotations
 
@@ -8,12 +8,13 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.gpu_assignment import sees_gpu
+from any_agent.launcher.gpus import sees_gpu
 from any_agent.launcher.process import Command
 from any_agent.launcher.reachability import answers
 from any_agent.runtime.parent_death import die_with_parent
@@ -22,8 +23,23 @@ from any_agent.runtime.private_address import require_private_url
 _FIND_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
 _EMBEDDED_TIMEOUT = 300.0
 _COMPARE_TIMEOUT = 600.0
-_HEALTH_TIMEOUT = 25.0
-"""Seconds; SGLang takes up to 20 to say that it is ill."""
+
+
+@dataclass(frozen=True, slots=True)
+class EngineKind:
+    """What the launcher knows of one `engine.kind`."""
+
+    command: Callable[[Config, list[str], str], Command]
+    """Makes the command from the common arguments and the part's name."""
+    health: str
+    """Path that answers 200 when the weights are loaded and the engine samples."""
+    health_timeout: float
+    start_timeout: Callable[[Config], float]
+    """Seconds until an engine that was started must be ready."""
+    require: Callable[[Config], None]
+    """Raises ConfigError where such an engine cannot be started."""
+    owns_gpus: bool
+    """Whether each engine fills the memory of `engine.gpus` GPUs; else engines share one each."""
 
 
 def engine_command(
@@ -36,8 +52,10 @@ def engine_command(
     *,
     gpus: Sequence[str] | None = None,
 ) -> Command:
-    """An engine that serves these weights as this version, on these GPUs; None: on any."""
-    make = _sglang if config.engine.kind == "sglang" else _embedded
+    """Return the command of an engine that serves these weights as this version.
+
+    ``gpus``: the GPUs that it sees; None: all.
+    """
     arguments = ["--model-path", path, "--weight-version", str(version)]
     arguments += ["--host", host, "--port", str(port), "--dtype", config.model.dtype]
     arguments += ["--max-running-requests", str(config.engine.max_running_requests)]
@@ -45,33 +63,33 @@ def engine_command(
     arguments += ["--incremental-streaming-output", "--log-level", config.log_level]
     if config.engine.context_length:
         arguments += ["--context-length", str(config.engine.context_length)]
-    variables = dict(config.engine.environment)
+    command = engine_kind(config).command(config, arguments, name)
+    variables = {**command.variables, **config.engine.environment}
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
-    return make(config, arguments, variables, name)
+    return replace(command, variables=variables)
 
 
-def engine_ready(config: Config, url: str) -> Callable[[], bool]:
-    """Whether the engine that was started at the URL has its weights and samples."""
-    if config.engine.kind == "sglang":
-        return lambda: answers(f"{url}/health_generate", within=_HEALTH_TIMEOUT)
-    return lambda: answers(f"{url}/health")
+def engine_ready(config: Config, url: str) -> bool:
+    """Return whether the engine that was started at the URL has its weights and samples."""
+    kind = engine_kind(config)
+    return answers(f"{url}{kind.health}", within=kind.health_timeout)
 
 
 def start_timeout(config: Config) -> float:
-    """Seconds until an engine that was started must be ready."""
-    if config.engine.kind == "sglang":
-        # It loads its weights, then compiles and captures graphs for about as long.
-        return _EMBEDDED_TIMEOUT + 2 * config.engine.load_timeout
-    return _EMBEDDED_TIMEOUT
+    """Return the seconds until an engine that was started must be ready."""
+    return engine_kind(config).start_timeout(config)
 
 
 def require_engines(config: Config) -> None:
-    """ConfigError where engines of this kind cannot be started here, or must not be used."""
+    """Raise ConfigError where the engines cannot be started here, or must not be used."""
     for url in config.engine.urls:
         require_private_url(url)
-    if config.engine.urls or config.engine.kind != "sglang":
-        return
+    if not config.engine.urls:
+        engine_kind(config).require(config)
+
+
+def _require_sglang(config: Config) -> None:
     _require_divisible(config)
     python = config.engine.python or sys.executable
     try:
@@ -86,10 +104,11 @@ def require_engines(config: Config) -> None:
 
 
 def require_weights(config: Config, settings: Path, say: Callable[[str], None]) -> None:
-    """ConfigError where an engine that somebody else started holds other weights than the run's.
+    """Raise ConfigError where an engine of `engine.urls` holds other weights than the run's.
 
-    Judged by what it says of tokens, in a process that has torch, where the weights are here and
-    a CPU has the memory for them; else it is only said. ``settings`` is the run's resolved file.
+    A process that has torch compares log-probabilities of tokens, where the weights are here and
+    a CPU has the memory for them; else a line says that they were not compared. ``settings`` is
+    the run's resolved file.
     """
     command = [sys.executable, "-m", "any_agent.doctor.verify_weights", "--config", str(settings)]
     try:
@@ -100,13 +119,13 @@ def require_weights(config: Config, settings: Path, say: Callable[[str], None]) 
             timeout=_COMPARE_TIMEOUT,
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )
-        told = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
-        why = (done.stderr.strip().splitlines() or ["it said nothing"])[-1]
+        results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        why = (done.stderr.strip().splitlines() or ["no output"])[-1]
     except subprocess.TimeoutExpired:
-        told, why = [], f"it took more than {_COMPARE_TIMEOUT:g} s"
-    if not told:
-        say(f"engines   whether they hold the run's weights was not found out: {why}")
-    for one in told:
+        results, why = [], f"it took more than {_COMPARE_TIMEOUT:g} s"
+    if not results:
+        say(f"engines   their weights could not be compared with the run's: {why}")
+    for one in results:
         if one["outcome"] == "failed":
             raise ConfigError(
                 f"the engine at {one['url']} holds other weights than the run's ({one['seen']}): "
@@ -117,12 +136,12 @@ def require_weights(config: Config, settings: Path, say: Callable[[str], None]) 
 
 
 def _require_divisible(config: Config) -> None:
-    """Tensor parallelism gives each GPU as many of the attention's heads as any other."""
+    """Raise ConfigError for heads that tensor parallelism cannot divide among the GPUs."""
     gpus = config.engine.gpus
     try:
         text = (Path(config.model.path).expanduser() / "config.json").read_text(encoding="utf-8")
-        told = json.loads(text)
-        heads = told.get("text_config", told).get("num_attention_heads")
+        model = json.loads(text)
+        heads = model.get("text_config", model).get("num_attention_heads")
     except (OSError, ValueError, AttributeError):
         return  # a hub's name, say: SGLang will find out
     if isinstance(heads, int) and heads % gpus:
@@ -133,27 +152,52 @@ def _require_divisible(config: Config) -> None:
         )
 
 
-def _embedded(
-    config: Config, arguments: list[str], variables: dict[str, str], name: str
-) -> Command:
+def _embedded(config: Config, arguments: list[str], name: str) -> Command:
     engine = config.engine
     arguments = ["any_agent.engine.embedded", *arguments, "--threads", str(engine.threads)]
     arguments += ["--device", engine.device]
-    # The other parts read their logs' form from the settings; an engine knows none of ours.
-    arguments += ["--log-format", config.log_format, "--log-part", name]
-    return Command(arguments, variables=variables)
+    # The other parts read their logs' form from the settings; an engine reads no settings.
+    return Command([*arguments, "--log-format", config.log_format, "--log-part", name])
 
 
-def _sglang(config: Config, arguments: list[str], variables: dict[str, str], name: str) -> Command:
+def _sglang(config: Config, arguments: list[str], name: str) -> Command:
     engine = config.engine
     arguments = ["sglang.launch_server", *arguments]
+    variables = {}
     if engine.device == "cpu" or (engine.device == "auto" and not sees_gpu()):
         arguments += ["--device", "cpu"]
-        variables.setdefault("SGLANG_USE_CPU_ENGINE", "1")
+        variables["SGLANG_USE_CPU_ENGINE"] = "1"
     else:
         arguments += ["--tp-size", str(engine.gpus)]
-    # At SIGTERM it first ends what it does, and without a launcher nobody kills it then. Its own
+    # At SIGTERM it first ends its requests, and without a launcher nothing kills it then. Its own
     # processes end with the first of them.
     return Command(
         [*arguments, *engine.arguments], engine.python, variables, orphaned=signal.SIGKILL
     )
+
+
+def engine_kind(config: Config) -> EngineKind:
+    """Return what the launcher knows of the configured kind."""
+    return _KINDS[config.engine.kind]
+
+
+_KINDS = {
+    "embedded": EngineKind(
+        command=_embedded,
+        health="/health",
+        health_timeout=2.0,
+        start_timeout=lambda config: _EMBEDDED_TIMEOUT,
+        require=lambda config: None,
+        owns_gpus=False,
+    ),
+    "sglang": EngineKind(
+        command=_sglang,
+        health="/health_generate",
+        # SGLang takes up to 20 seconds to report that it is ill.
+        health_timeout=25.0,
+        # It loads its weights, then compiles and captures graphs for about as long.
+        start_timeout=lambda config: _EMBEDDED_TIMEOUT + 2 * config.engine.load_timeout,
+        require=_require_sglang,
+        owns_gpus=True,
+    ),
+}

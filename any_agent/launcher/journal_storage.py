@@ -1,13 +1,13 @@
-"""Where ranks' journals lie: on a disk of the machine, and between two jobs in the run's folder.
+"""Ranks' journals: on a disk of their machine, and between two jobs in the run's folder.
 
 SQLite needs locks and shared memory that network file systems do not give. So on several machines
-each rank's journal is on its own one (`server.journal_dir`), and a service that ends well leaves a
-copy in the run's folder, from which the next one goes on, on whichever machine. Beside the copy::
+each rank's journal is on its own machine (`server.journal_dir`), and a service that ends well
+leaves a copy in the run's folder, with which the next one goes on, on any machine. Beside it::
 
     journal/rank-0.json   {"home": where it was used last, "kept": whether the copy is of its end}
 
-The note is there before a journal is used. So one without a note is of an earlier run, whose folder
-somebody removed.
+This note is written before a journal is used. So a journal without a note belongs to an earlier
+run, whose folder was removed.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ _NETWORK = re.compile(
     r"glusterfs|orangefs|pvfs2|panfs|wekafs|ocfs2|gfs2|daos|9p2000|"
     r"fuse\.(?!fuse-overlayfs|ext|ntfs|bindfs).*"
 )
-"""Types in mountinfo of what other machines see, too, or what only passes files on."""
+"""File system types in mountinfo that other machines share, or that only pass files on."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
 def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
-    """ConfigError for journals on a network file system."""
+    """Raise ConfigError for journals on a network file system."""
     folder = run.journal(0).parent
     kind = filesystem_of(folder, mounts)
     if kind is not None and _NETWORK.fullmatch(kind):
@@ -45,20 +45,18 @@ def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
 
 
 def filesystem_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
-    """The type of the file system that a path is on, or will be; None where it is not told."""
+    """Return the type of the file system that a path is on, or will be; None if unknown."""
     try:
         lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None
-    there = path.resolve()
-    found = None
-    longest = -1
+    path, found, longest = path.resolve(), None, -1
     for line in lines:
         # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
         fields, _, rest = line.partition(" - ")
         point = Path(_unescaped(fields.split()[4]))
-        # Later ones lie over earlier ones at the same point.
-        if there.is_relative_to(point) and len(point.parts) >= longest:
+        # Later mounts cover earlier ones at the same point.
+        if path.is_relative_to(point) and len(point.parts) >= longest:
             longest, found = len(point.parts), rest.split()[0]
     return found
 
@@ -70,9 +68,9 @@ def _unescaped(text: str) -> str:
 def fetch_journals(
     run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]
 ) -> None:
-    """Have the journals of these ranks on this machine, as the last service left them.
+    """Bring the journals of these ranks to this machine, as the last service left them.
 
-    What a machine kept that is gone now is lost, and told: its ranks begin empty.
+    A journal on a machine that is gone is lost: a line says so, and the rank begins empty.
     """
     if run.journals is None:
         return
@@ -80,17 +78,17 @@ def fetch_journals(
     (run.path / "journal").mkdir(mode=0o700, exist_ok=True)
     for rank in ranks:
         local, copy, note = run.journal(rank), _copy(run, rank), _note(run, rank)
-        told = read_json(note, {})
+        noted = read_json(note, {})
         home = f"{machine}:{local}"
-        if told.get("home") == home and local.exists():
-            pass  # as it is here, also after a crash
-        elif told.get("kept") and copy.exists():
+        if noted.get("home") == home and local.exists():
+            pass  # The journal is here, also after a crash.
+        elif noted.get("kept") and copy.exists():
             _remove(local)
-            _copy_whole(copy, local)
-        elif told:
+            _copy_durably(copy, local)
+        elif noted:
             _remove(local)
             say(
-                f"rank {rank:<4} its sessions are lost: they are at {told.get('home')}, which did "
+                f"rank {rank:<4} its sessions are lost: they are at {noted.get('home')}, which did "
                 "not end well"
             )
         elif local.exists():
@@ -99,23 +97,23 @@ def fetch_journals(
                 f"{_set_aside(local)}"
             )
         write_json(note, {"home": home, "kept": False})
-        # From now on it is old.
+        # From now on the copy is outdated.
         copy.unlink(missing_ok=True)
 
 
 def store_journals(
     run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]
 ) -> None:
-    """Copy these ranks' journals to where every machine finds them; nothing uses them any more.
+    """Copy these ranks' journals to the run's folder, once no process uses them any more.
 
-    One that cannot be copied is told, and is no reason to keep none of the others.
+    A journal that cannot be copied gets a line, and the others are copied all the same.
     """
     if run.journals is None:
         return
     for rank in ranks:
         home = f"{machine}:{run.journal(rank)}"
         try:
-            _leave(run, rank, home)
+            _store(run, rank, home)
         except OSError as error:
             say(
                 f"rank {rank:<4} its journal was not copied ({error}): its sessions are only at "
@@ -123,20 +121,19 @@ def store_journals(
             )
 
 
-def _leave(run: RunDir, rank: int, home: str) -> None:
+def _store(run: RunDir, rank: int, home: str) -> None:
     local = run.journal(rank)
     if not local.exists():
-        # Nothing to be missed.
         _note(run, rank).unlink(missing_ok=True)
         return
-    # With all of its log, also where somebody reads it. Here: SQLite wants a local disk for that.
-    whole = local.with_name(f".partial-{local.name}")
-    _remove(whole)
+    # The backup includes the write-ahead log. It is made here: SQLite needs a local disk for it.
+    backup = local.with_name(f".partial-{local.name}")
+    _remove(backup)
     try:
-        copy_journal(local, whole)
-        _copy_whole(whole, _copy(run, rank))
+        copy_journal(local, backup)
+        _copy_durably(backup, _copy(run, rank))
     finally:
-        _remove(whole)
+        _remove(backup)
     write_json(_note(run, rank), {"home": home, "kept": True})
 
 
@@ -148,7 +145,7 @@ def _note(run: RunDir, rank: int) -> Path:
     return run.path / "journal" / f"rank-{rank}.json"
 
 
-def _copy_whole(source: Path, target: Path) -> None:
+def _copy_durably(source: Path, target: Path) -> None:
     target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
     partial = target.with_name(f".partial-{target.name}")
     shutil.copyfile(source, partial)
@@ -164,7 +161,7 @@ def _remove(journal: Path) -> None:
 
 
 def _set_aside(journal: Path) -> Path:
-    """Under a name that nothing uses; which."""
+    """Rename a journal to an unused name, and return that."""
     names = (journal.with_name(f"{journal.name}.earlier-{k}") for k in itertools.count(1))
     aside = next(path for path in names if not path.exists())
     for old, new in zip(journal_files(journal), journal_files(aside), strict=True):

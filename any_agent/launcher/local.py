@@ -5,19 +5,23 @@ Runs a training script in this process's place: the trainer's own, or one with a
 
 from __future__ import annotations
 
+import filecmp
 import os
 import sys
 from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
 
 from any_agent.errors import ConfigError
-from any_agent.launcher.script_path import SERVICE, found_script
 from any_agent.runtime.command_line import guarded
 
+SERVICE_SCRIPT = "any_agent_grpo.py"
+"""The trainer's own script, which serves and trains."""
 _USAGE = """usage: python -m any_agent.launcher.local SCRIPT [argument ...]
 
 Run a training script on this machine, with these arguments: any_agent_grpo.py serves a model and
-trains it on what agents outside do; other scripts are found from here. On the nodes of a Slurm job:
-python -m any_agent.launcher.slurm."""
+trains it on the sessions of agents that run elsewhere; other scripts are found from the working
+directory. On the nodes of a Slurm job: python -m any_agent.launcher.slurm."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -28,15 +32,56 @@ def main(argv: Sequence[str] | None = None) -> int:
     return guarded(lambda: _run(arguments))
 
 
+def find_script(name: str) -> Path:
+    """Return the file of this name from here; else the trainer's own, by name or in `trainer/`.
+
+    Raises ConfigError where there is none.
+    """
+    path = Path(name)
+    if path.is_file():
+        return path
+    if name in (SERVICE_SCRIPT, f"trainer/{SERVICE_SCRIPT}"):
+        return service_script()
+    raise ConfigError(
+        f"there is no script {name} in {Path.cwd()}: give its path, or {SERVICE_SCRIPT}, which "
+        "serves a model and trains it on the sessions of agents that run elsewhere"
+    )
+
+
+def service_script() -> Path:
+    """Return the trainer's own script; ConfigError if it is not installed beside this package."""
+    spec = find_spec("trainer")
+    places = [] if spec is None else spec.submodule_search_locations or []
+    scripts = (Path(place) / SERVICE_SCRIPT for place in places)
+    found = next((path for path in scripts if path.is_file()), None)
+    if found is None:
+        raise ConfigError(
+            f"the trainer's own {SERVICE_SCRIPT} is not installed here: "
+            "pip install 'any-agent-rl[train]'"
+        )
+    return found
+
+
+def is_service(script: Path) -> bool:
+    """Return whether it is the trainer's own script, or a copy of it."""
+    return filecmp.cmp(script, service_script(), shallow=False)
+
+
 def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
-        raise ConfigError(f"which script? e.g. any_agent.launcher.local {SERVICE} --config my.yaml")
-    script = found_script(arguments[0])
+        raise ConfigError(
+            f"no script is named: any_agent.launcher.local {SERVICE_SCRIPT} --config my.yaml, e.g."
+        )
+    script = find_script(arguments[0])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *arguments[1:]])
 
 
-if __name__ == "__main__":
-    # The script finds the packages that this process found, installed or not.
+def share_module_path() -> None:
+    """Let child processes find the packages that this process found, installed or not."""
     os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+
+
+if __name__ == "__main__":
+    share_module_path()
     sys.exit(main())

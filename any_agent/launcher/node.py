@@ -1,4 +1,4 @@
-"""All processes of one machine: a rank's engine and proxy as often as configured, router, trainer.
+"""All processes of one machine: each rank's engine and proxy, the router, the trainer.
 
 ::
 
@@ -7,8 +7,8 @@
     router                  the public URL
     trainer
 
-Of a service on several machines, each runs its :class:`NodeRole`'s parts; those of one machine find
-the others by the registry in the run's folder, which they share.
+In a service on several machines, each runs the parts of its :class:`NodeRole`; they find the others
+by the registry in the run's folder, which the machines share.
 """
 
 from __future__ import annotations
@@ -26,19 +26,17 @@ import yaml
 from any_agent.auth.access import require_key
 from any_agent.config import Config
 from any_agent.errors import StartupError
-from any_agent.launcher import journal_storage as journals
+from any_agent.launcher import journal_storage
 from any_agent.launcher.component import Component
-from any_agent.launcher.disk_space import DiskSpaceMonitor
 from any_agent.launcher.engines import require_engines, require_weights
 from any_agent.launcher.gpu_assignment import require_devices
-from any_agent.launcher.hang_detector import HangDetector
 from any_agent.launcher.node_role import WHOLE, NodeRole
 from any_agent.launcher.reachability import from_here, reachable
-from any_agent.launcher.served_model import ServedModel
+from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.starter import Starter, port_of
 from any_agent.launcher.training_progress import TrainingProgress
-from any_agent.launcher.trial import TrialWeights, latest_weights, trial_dir
+from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, trial_dir
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.ports import reserve, url_of
 
@@ -47,25 +45,25 @@ _POLL_INTERVAL = 0.1
 
 @dataclass(frozen=True, slots=True)
 class NodeOptions:
-    """What to start."""
+    """Which parts a node starts, and with which weights."""
 
     train: bool = True
     trainer_outside: bool = False
-    """With ``train``: whoever entered the node trains itself; no trainer process is started."""
+    """With ``train``: the process that enters the node trains itself; no trainer is started."""
     weights: TrialWeights | None = None
-    """What engines serve, for good. None: the trial's newest at each start of an engine."""
+    """The weights that engines serve, for good; None: the newest at each start of an engine."""
     place: NodeRole = WHOLE
-    """This machine's share."""
+    """This machine's share of the service."""
     configured: Config | None = None
-    """What the trial is known to be started with, where some of its settings are this start's."""
+    """The settings to save for the trial, where ``config`` has some of this start only."""
     say: Callable[[str], None] = print
-    """Told one line per part while starting, and when one ends and is there again."""
+    """Called with a line when a part is ready, ends, or is started again."""
 
 
 class Node:
     """The service on one machine; a context manager that stops everything it started.
 
-    `Terminated`, as `terminate` raises it at SIGTERM, lets what is under way end first.
+    `Terminated`, which `terminate` raises at SIGTERM, drains the service first.
     Call :meth:`check` or :meth:`watch` while it runs, always in the thread that entered it:
     children end with the thread that started them.
     """
@@ -75,19 +73,18 @@ class Node:
         self.options = options or NodeOptions()
         self.dir = trial_dir(config)
         self.url = ""
-        """The public one."""
+        """The public URL."""
         self.local_url = ""
-        """The router's, as this machine reaches it."""
+        """The router's URL, as this machine reaches it."""
         self.engine_urls: Sequence[str] = ()
-        """Of the engines of this machine's ranks."""
+        """URLs of the engines of this machine's ranks."""
         self.parts: dict[str, Component] = {}
-        """By name, in the order of starting; each tells its state and process id."""
-        self._silence = HangDetector(self.dir.registry, self.parts)
-        self._room = DiskSpaceMonitor(self.dir.registry, self.options.say)
+        """The parts by name, in the order of starting."""
+        self._monitor = RegistryMonitor(self.dir.registry, self.parts, self.options.say)
         self._stack = ExitStack()
         self._lock: int | None = None
-        self._brought = False
-        """This machine's journals are here, and may change."""
+        self._journals_here = False
+        """Whether this machine's journals are here, and may change."""
         self._public: socket.socket
         self._model = ServedModel(config, self.options.weights)
 
@@ -108,9 +105,9 @@ class Node:
         self._end(error, drains=isinstance(error, Terminated))
 
     def _end(self, error: BaseException | None, *, drains: bool) -> None:
-        """End every process, and tell whoever asked for it what becomes of calls."""
-        asked = isinstance(error, Terminated | KeyboardInterrupt)
-        say = self.options.say if asked else lambda _: None
+        """End every process; after a signal, print what becomes of calls."""
+        signalled = isinstance(error, Terminated | KeyboardInterrupt)
+        say = self.options.say if signalled else lambda _: None
         cut = False
         try:
             if drains:
@@ -119,18 +116,18 @@ class Node:
                     "service   draining: new work is refused, what is under way has "
                     f"{within:g} s to end"
                 )
-                # What proxies need is little, where there is more time than usual.
+                # The proxies need little of the time, where there is more of it than usual.
                 usual = self.config.server.drain_timeout
                 longer = within - usual if within > 2 * usual else None
                 cut = not drain(self.parts, self._refuse_connections, within, trainer_within=longer)
-                self._tell_if_cut_off(say)
+                self._warn_of_cut_trainer(say)
             else:
                 say("service   stopping: calls under way are cut off")
         finally:
             self.stop()
         say(f"service   stopped{'; what had not ended was cut off' if cut else ''}")
 
-    def _tell_if_cut_off(self, say: Callable[[str], None]) -> None:
+    def _warn_of_cut_trainer(self, say: Callable[[str], None]) -> None:
         if any(part.kind == "trainer" and part.running for part in self.parts.values()):
             say(
                 "trainer   is cut off: its steps since the last checkpoint are made again; a step "
@@ -139,44 +136,46 @@ class Node:
             )
 
     def _drain_within(self, error: BaseException | None) -> float:
-        told = error.within if isinstance(error, Terminated) else None
-        return self.config.server.drain_timeout if told is None else told
+        within = error.within if isinstance(error, Terminated) else None
+        return self.config.server.drain_timeout if within is None else within
 
     def stop(self) -> None:
-        """End every process within seconds, for certain, and leave the journals for the next."""
+        """End every process within seconds, for certain, and store the journals."""
         with uninterrupted():
             stop(self.parts, self._refuse_connections)
-            if self._brought:
-                self._brought = False
+            if self._journals_here:
+                self._journals_here = False
                 place, say = self.options.place, self.options.say
-                journals.store_journals(self.dir, place.ranks_of(self.config), place.machine, say)
+                journal_storage.store_journals(
+                    self.dir, place.ranks_of(self.config), place.machine, say
+                )
             self._stack.close()
 
     def _refuse_connections(self) -> None:
-        """To the public URL, once its router is gone."""
+        """Close the public socket, once its router is gone."""
         if "router" in self.parts:
             self._public.close()
 
     def watch(self, *, until_trained: bool = False) -> None:
-        """Keep the parts running; returns when training has ended and that was asked for.
+        """Keep the parts running; with ``until_trained`` return when training has ended.
 
         Raises what :meth:`check` raises.
         """
         progress = TrainingProgress(self.dir.metrics, self.config.train.steps, self.dir.waiting)
-        told = False
+        announced = False
         while True:
             trained = self.check()
             for line in progress.new_lines():
                 self.options.say(line)
-            if trained and not told:
-                told = True
+            if trained and not announced:
+                announced = True
                 self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
             if trained and until_trained:
                 return
             time.sleep(_POLL_INTERVAL)
 
     def check(self) -> bool:
-        """Look at every part once, start dead ones again; whether training has ended.
+        """Check every part once, start dead ones again; return whether training has ended.
 
         It never waits. A part that hangs is killed. A dead proxy's journal holds what it
         acknowledged, a dead engine gets the newest weights, a dead trainer goes on from its
@@ -184,8 +183,7 @@ class Node:
         """
         for part in self.parts.values():
             part.check()
-        self._silence.look()
-        self._room.look()
+        self._monitor.poll()
         trainers = [part for part in self.parts.values() if part.kind == "trainer"]
         return bool(trainers) and all(part.finished for part in trainers)
 
@@ -197,39 +195,39 @@ class Node:
         require_devices(config, trains=options.train and place.trainer)
         if place.ranks_of(config):
             require_engines(config)
-            journals.require_local(self.dir)
+            journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
         if place.router:
-            self._take_folder(_as_yaml(config))
-        self._take_address()
+            self._claim_folder(_as_yaml(config))
+        self._claim_address()
         if place.router:
             options.say(f"run       {self.dir.path}")
-            self._tell_if_trained()
+            self._warn_if_trained()
         self.starter = self._make_starter()
-        self._begin_elsewhere()
-        journals.fetch_journals(self.dir, place.ranks_of(config), place.machine, options.say)
-        self._brought = True
+        self._before_parts()
+        journal_storage.fetch_journals(self.dir, place.ranks_of(config), place.machine, options.say)
+        self._journals_here = True
         self.engine_urls = self.starter.engines()
         if config.engine.urls and place.router and not options.train:
-            # A trainer gives them the run's weights; else nobody does.
+            # A trainer would give them the run's weights.
             require_weights(config, self.dir.resolved, options.say)
         self.starter.proxies(self.engine_urls, self.url)
         if place.router:
             self.starter.router(self._public, self.url)
-            # Agents that look there find what serves.
+            # Agents find the service by this file.
             write_atomic(self.dir.url, f"{self.url}\n", mode=0o644)
             if options.train:
                 # Only now: a start that failed must not bind the trial to a mistyped model.
-                kept = options.configured or config
-                write_atomic(self.dir.path / "config.yaml", _as_yaml(kept))
+                saved = options.configured or config
+                write_atomic(self.dir.path / "config.yaml", _as_yaml(saved))
         if options.train and not options.trainer_outside:
             self._start_trainer()
 
-    def _begin_elsewhere(self) -> None:
-        """The service's address is known, its folder is there, and no part runs yet."""
+    def _before_parts(self) -> None:
+        """Do what has to be done once the address and the folder are there, before any part."""
 
     def _start_trainer(self) -> None:
-        """The service is there."""
+        """Start this machine's trainer, if it has one; the service is ready."""
         if self.options.place.trainer:
             self.starter.trainer()
 
@@ -247,8 +245,8 @@ class Node:
             lock=self._lock,
         )
 
-    def _take_address(self) -> None:
-        """Where the service is reached; ConfigError for a port that something else has."""
+    def _claim_address(self) -> None:
+        """Reserve the public address; ConfigError for a port that is in use."""
         server, place = self.config.server, self.options.place
         if not place.router:
             self.url = self.local_url = place.public_url
@@ -258,20 +256,20 @@ class Node:
         self.url = server.public_url or url_of(reachable(server.host), port)
         self.local_url = url_of(from_here(server.host), port)
 
-    def _take_folder(self, settings: str) -> None:
-        """Make the trial's folder this service's; StartupError where that cannot be."""
+    def _claim_folder(self, settings: str) -> None:
+        """Lock the trial's folder for this service; StartupError if that is not possible."""
         try:
             self.dir.create()
             self._lock = self._stack.enter_context(self.dir.lock())
-            for left in self.dir.registry.iterdir():
-                left.unlink()
+            for old in self.dir.registry.iterdir():
+                old.unlink()
             write_atomic(self.dir.resolved, settings)
         except OSError as error:
             raise StartupError(
                 f"cannot write in {self.dir.path}: {error.strerror}; choose another root"
             ) from None
 
-    def _tell_if_trained(self) -> None:
+    def _warn_if_trained(self) -> None:
         saved = latest_weights(self.config)
         if saved is not None and saved.step >= self.config.train.steps:
             self.options.say(
@@ -281,5 +279,5 @@ class Node:
 
 
 def _as_yaml(config: Config) -> str:
-    """Without secrets."""
+    """Return the settings without secrets."""
     return yaml.safe_dump(config.dump(), sort_keys=False)

@@ -12,12 +12,12 @@ LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class TrainingNodes:
-    """Of several machines that train together, which one this is, and where they meet."""
+    """The machines that train together, this one's place among them, and where they meet."""
 
     count: int
     index: int
     address: str
-    """Of the first of them."""
+    """Address of the first of them."""
     port: int
 
 
@@ -26,20 +26,19 @@ class NodeRole:
     """One machine's share of a service; by default all of it."""
 
     host: str = LOCAL
-    """What engines, proxies and the trainer listen on: an address that only the service's own
-    machines reach."""
+    """Address on which engines, proxies and the trainer listen; only the service's own machines
+    reach it."""
     ranks: tuple[int, ...] | None = None
-    """Whose engines and proxies are here, by their numbers in the whole service. None: all."""
+    """Ranks whose engines and proxies are here, numbered over the whole service; None: all."""
     router: bool = True
-    """The machine with the router also makes the run's folder the service's, and is alone in
-    that: the others find it made."""
+    """Whether the router is here. Its machine alone locks the run's folder for the service."""
     trainer: bool = True
     training: TrainingNodes | None = None
-    """Several machines train together. None: this one alone, if it does."""
+    """The machines that train together; None: this one alone, if it does."""
     public_url: str = ""
-    """The service's, where the router is elsewhere."""
+    """The service's URL, where the router is elsewhere."""
     machine: str = field(default_factory=lambda: socket.gethostname().partition(".")[0])
-    """Its name, by which its disk is known."""
+    """The machine's name, which identifies its disk."""
 
     def ranks_of(self, config: Config) -> tuple[int, ...]:
         return tuple(range(config.server.ranks)) if self.ranks is None else self.ranks

@@ -15,83 +15,70 @@ from pathlib import Path
 from any_agent.config import ENV_PREFIX
 from any_agent.runtime.parent_death import die_with_parent
 
-_OUR_PYTHON = ("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__")
-_USERS = (signal.SIGUSR1, signal.SIGUSR2)
+_PYTHON_VARIABLES = (
+    *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
+)
+"""Variables that tell this interpreter where its modules lie; another environment's must not
+inherit them."""
+_USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a process runs."""
+    """What a process runs, and the signals that end it."""
 
-    arguments: list[str]
-    """What follows `python -m`."""
+    arguments: Sequence[str]
+    """The arguments after `python -m`."""
     python: str | None = None
-    """Another environment's interpreter; None: ours."""
+    """Another environment's interpreter; None: this one."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """For its environment."""
+    """Variables added to its environment."""
+    secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
+    """More variables for its environment; other settings of ours do not reach it that way."""
+    listener: int | None = None
+    """A socket that it inherits under this number."""
+    quick: int = signal.SIGTERM
+    """The signal that ends it at once; for a process that drains at SIGTERM it is another one."""
+    drain: int = signal.SIGTERM
+    """The signal at which it ends its work and itself."""
     orphaned: int | None = None
-    """The signal that it gets when the launcher is killed; None: the one that ends it at once."""
+    """The signal that it gets when the launcher is killed; None: ``quick``."""
+    before: Sequence[str] = ()
+    """A program that runs the command elsewhere, such as srun. It passes signals on, and ends the
+    command should it be killed itself."""
 
 
 class SupervisedProcess:
-    """A named child. ``python -m module`` arguments; output goes to ``log``.
+    """A named child that writes its output to ``log``.
 
-    ``python`` is another environment's interpreter: what ours is told about where modules lie is
-    kept from it. ``variables`` are added to its environment.
-
-    It inherits ``lock``, a locked file, so that the lock is held until the last child is gone, and
-    ``listener``, a socket, under its number here. ``secrets`` are variables for its environment;
-    other settings of ours do not reach it that way. ``quick`` is the signal that ends it at once,
-    also when the launcher is killed: of those that drain at SIGTERM it is another one. ``before``
-    is a program that runs this one somewhere, with what it is told, passes signals on, and leaves
-    somebody who ends this one should it be killed itself, as srun does; of one that does not pass
-    SIGTERM on, ``drain`` is what is sent instead. ``orphaned`` is what one gets
-    when the launcher is killed that does not end at ``quick`` by itself.
+    It inherits ``lock``, a locked file, so that the lock is held until the last child is gone.
     """
 
-    def __init__(
-        self,
-        name: str,
-        arguments: Sequence[str],
-        log: Path,
-        *,
-        python: str | None = None,
-        variables: Mapping[str, str] | None = None,
-        lock: int | None = None,
-        listener: int | None = None,
-        secrets: Mapping[str, str] | None = None,
-        quick: int = signal.SIGTERM,
-        drain: int = signal.SIGTERM,
-        before: Sequence[str] = (),
-        orphaned: int | None = None,
-    ) -> None:
+    def __init__(self, name: str, command: Command, log: Path, *, lock: int | None = None) -> None:
         self.name = name
         self.log = log
-        self._inherited = [number for number in (lock, listener) if number is not None]
-        self._secrets = secrets or {}
-        self._quick = quick
-        self._orphaned = quick if orphaned is None else orphaned
-        self._drain = drain
-        self._relayed = bool(before)
-        self._arguments = [*before, python or sys.executable, "-m", *arguments]
-        self._foreign = python is not None
-        self._variables = variables or {}
+        self._command = command
+        self._inherited = [fd for fd in (lock, command.listener) if fd is not None]
         self._popen: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
+        command = self._command
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        parent, orphaned = os.getpid(), self._orphaned
-        # Slurm sends a step's signals to all of its processes: what this one hears is for it alone.
-        ours = [number for number in _USERS if callable(signal.getsignal(number))]
+        parent = os.getpid()
+        orphaned = command.quick if command.orphaned is None else command.orphaned
+        # Slurm sends a step's signals to all of its processes: those that this process handles
+        # are for it alone.
+        handled = [number for number in _USER_SIGNALS if callable(signal.getsignal(number))]
 
         def prepare() -> None:
-            for number in ours:
+            for number in handled:
                 signal.signal(number, signal.SIG_IGN)
             die_with_parent(parent, orphaned)
 
+        python = command.python or sys.executable
         with open(self.log, "ab") as out:
             self._popen = subprocess.Popen(
-                self._arguments,
+                [*command.before, python, "-m", *command.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
@@ -107,7 +94,7 @@ class SupervisedProcess:
         return self._popen.pid
 
     def poll(self) -> int | None:
-        """The exit code, or None while it runs. Nothing that a dead child started lives on."""
+        """Return the exit code, or None while it runs. A dead child's descendants are killed."""
         if self._popen is None:
             return None
         if self._popen.returncode is None and self._exited():
@@ -120,34 +107,34 @@ class SupervisedProcess:
         return self._popen is not None and self.poll() is None
 
     def stop(self, *, grace: float) -> None:
-        """End its group, by SIGKILL after ``grace`` seconds; returns when it is gone."""
+        """End the group, by SIGKILL after ``grace`` seconds; return when it is gone."""
         if not self.running:
             return
         assert self._popen is not None
-        self._signal(self._quick)
+        self._signal(self._command.quick)
         deadline = time.monotonic() + grace
         while not self._exited() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._signal(signal.SIGKILL)
         self._popen.wait()
 
-    def ask_to_drain(self) -> None:
-        """To end what it is doing, and itself."""
+    def drain(self) -> None:
+        """Signal it to end its work and itself."""
         if self.running:
-            self._signal(self._drain)
+            self._signal(self._command.drain)
 
-    def ask_to_stop(self) -> None:
-        """At once."""
+    def terminate(self) -> None:
+        """Signal it to end at once."""
         if self.running:
-            self._signal(self._quick)
+            self._signal(self._command.quick)
 
     def kill(self) -> None:
-        """SIGKILL to the group; it is not waited for."""
+        """Send SIGKILL to the group without waiting for its end."""
         if self.running:
             self._signal(signal.SIGKILL)
 
     def last_lines(self, count: int = 15) -> str:
-        """The end of its log, indented."""
+        """Return the end of its log, indented."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
@@ -161,14 +148,14 @@ class SupervisedProcess:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         environment["PYTHONUNBUFFERED"] = "1"
-        if self._foreign:
-            for name in _OUR_PYTHON:
+        if self._command.python is not None:
+            for name in _PYTHON_VARIABLES:
                 environment.pop(name, None)
             environment["PYTHONSAFEPATH"] = "1"
-        return environment | dict(self._variables) | dict(self._secrets)
+        return environment | dict(self._command.variables) | dict(self._command.secrets)
 
     def _exited(self) -> bool:
-        """Whether it is dead; it is not reaped by that."""
+        """Return whether it is dead, without reaping it."""
         try:
             flags = os.WEXITED | os.WNOHANG | os.WNOWAIT
             return os.waitid(os.P_PID, self.pid, flags) is not None
@@ -177,9 +164,9 @@ class SupervisedProcess:
 
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
-            if self._relayed:
-                # It passes the signal on, and a helper of its own ends what it ran when it is
-                # dead: srun's does, which is in its group.
+            if self._command.before:
+                # The program passes the signal on. Its helper ends the command when the program
+                # is dead: srun's helper does, and it is in srun's group.
                 os.kill(self.pid, number)
             else:
                 os.killpg(self.pid, number)

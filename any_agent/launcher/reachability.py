@@ -1,4 +1,4 @@
-"""Where parts are reached, and whether one answers there."""
+"""Addresses under which parts are reached, and a check that one answers."""
 
 from __future__ import annotations
 
@@ -9,30 +9,30 @@ import urllib.error
 import urllib.request
 
 LISTENING = "any-agent server listening at "
-"""The words before the URL in that line."""
+"""The text before the URL in the line of :func:`listening`."""
 
 
 def reachable(host: str) -> str:
-    """What other machines may call a host that stands for all of this one's addresses."""
+    """Return the name by which other machines reach ``host``, which may mean all addresses."""
     return socket.gethostname() if host in ("0.0.0.0", "::") else host
 
 
 def from_here(host: str) -> str:
-    """What this machine itself may call it."""
+    """Return the name by which this machine itself reaches ``host``."""
     return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
 
 
 def listening(url: str) -> str:
-    """The line that says where agents find a service."""
+    """Return the line that names the URL at which agents find a service."""
     return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] INFO: {LISTENING}{url}"
 
 
 _DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
-"""Never by an `http_proxy` of the environment: the parts are on this machine."""
+"""Opens URLs without an `http_proxy` of the environment: the parts are on this machine."""
 
 
 def answers(url: str, *, within: float = 2.0) -> bool:
-    """Whether a GET is answered with 200, within so many seconds."""
+    """Return whether a GET is answered with 200 within so many seconds."""
     try:
         with _DIRECT.open(url, timeout=within) as response:
             return int(response.status) == 200

@@ -1,4 +1,4 @@
-"""How a node ends: at once, or after what is under way."""
+"""How a node ends: at once, or after its parts have ended what they do."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(SystemExit):
-    """SIGTERM, raised in the main thread: the service is to drain, and the program to exit 0.
+    """Raised at SIGTERM in the main thread: the service drains, and the program exits with 0.
 
-    ``within``: in so many seconds; None: as configured.
+    ``within``: seconds for the drain; None: as configured.
     """
 
     def __init__(self, within: float | None = None) -> None:
@@ -30,7 +30,7 @@ class Terminated(SystemExit):
 
 
 def terminate(number: int, frame: FrameType | None) -> None:
-    """A handler for SIGTERM."""
+    """Handle SIGTERM."""
     raise Terminated
 
 
@@ -38,15 +38,15 @@ def stop(parts: Mapping[str, Component], close: Callable[[], None]) -> None:
     """End every process within seconds, for certain; the trainer first, while it has a service.
 
     It finishes the step under way and keeps a checkpoint, if its time is enough for that. Then the
-    router, so that nothing new arrives, the proxies, and their engines last. ``close`` is called
-    when the router ends: nobody is to wait for a next one.
+    router ends, so that nothing new arrives, the proxies, and their engines last. ``close`` is
+    called when the router ends: no client may wait for a next one.
     """
     with uninterrupted():
-        _stop(_trainer(parts), STOP_GRACE)
+        _stop(_of_kind(parts, "trainer"), STOP_GRACE)
         close()
-        _stop(_router(parts), 0.25 * STOP_GRACE)
-        _stop(_proxies(parts), 0.5 * STOP_GRACE)
-        _stop(parts.values(), 0.25 * STOP_GRACE)
+        _stop(_of_kind(parts, "router"), 0.25 * STOP_GRACE)
+        _stop(_of_kind(parts, "rank"), 0.5 * STOP_GRACE)
+        _stop(list(parts.values()), 0.25 * STOP_GRACE)
 
 
 def drain(
@@ -59,54 +59,47 @@ def drain(
     """Let what is under way end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
 
     The router refuses new work from now on, while the trainer ends its step and keeps a checkpoint,
-    for which it needs the proxies: for ``trainer_within`` seconds, or half of the time. These are
-    told later, and answer long polls then. Afterwards
-    :func:`stop` ends what is left. Whether requests ended by themselves: a router or a proxy that
-    ends at its own time limit has cut some off.
+    for which it needs the proxies: for ``trainer_within`` seconds, or half of the time. The proxies
+    are signalled after that, and answer long polls then. Afterwards :func:`stop` ends what is left.
+
+    Returns whether requests ended by themselves: a router or a proxy that ends at its own time
+    limit has cut some off.
     """
-    with _hastened() as hurry:
+    with _interrupt_event() as interrupted:
         now = time.monotonic()
-        trainer, front, proxies = _trainer(parts), _router(parts), _proxies(parts)
-        for part in [*front, *trainer]:
-            part.ask_to_drain()
+        router, trainer = _of_kind(parts, "router"), _of_kind(parts, "trainer")
+        proxies = _of_kind(parts, "rank")
+        for part in [*router, *trainer]:
+            part.drain()
         close()
         # Requests may wait for an answer that comes when the proxies are told to end.
         if trainer_within is None:
             trainer_within = max(0.5 * within, min(within, STOP_GRACE))
-        _wait(trainer, now + trainer_within, hurry)
+        _wait(trainer, now + trainer_within, interrupted)
         for part in proxies:
-            part.ask_to_drain()
-        _wait([*front, *proxies], now + within, hurry)
-        return not hurry.is_set() and time.monotonic() < now + within
+            part.drain()
+        _wait([*router, *proxies], now + within, interrupted)
+        return not interrupted.is_set() and time.monotonic() < now + within
 
 
-def _trainer(parts: Mapping[str, Component]) -> list[Component]:
-    return [part for part in parts.values() if part.kind == "trainer"]
+def _of_kind(parts: Mapping[str, Component], kind: str) -> list[Component]:
+    return [part for part in parts.values() if part.kind == kind]
 
 
-def _router(parts: Mapping[str, Component]) -> list[Component]:
-    return [part for part in parts.values() if part.kind == "router"]
-
-
-def _proxies(parts: Mapping[str, Component]) -> list[Component]:
-    return [part for part in parts.values() if part.kind == "rank"]
-
-
-def _wait(parts: Iterable[Component], deadline: float, hurry: threading.Event) -> None:
-    """Until all of these have ended."""
-    waited_for = list(parts)
-    while any(part.running for part in waited_for) and time.monotonic() < deadline:
-        if hurry.wait(_POLL_INTERVAL):
+def _wait(parts: Iterable[Component], deadline: float, interrupted: threading.Event) -> None:
+    """Wait until all of these have ended."""
+    parts = list(parts)
+    while any(part.running for part in parts) and time.monotonic() < deadline:
+        if interrupted.wait(_POLL_INTERVAL):
             return
 
 
-def _stop(parts: Iterable[Component], grace: float) -> None:
+def _stop(parts: list[Component], grace: float) -> None:
     """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
-    asked = list(parts)
-    for part in asked:
-        part.ask_to_stop()
+    for part in parts:
+        part.terminate()
     deadline = time.monotonic() + grace
-    for part in asked:
+    for part in parts:
         part.stop(grace=max(0.0, deadline + part.grace - time.monotonic()))
 
 
@@ -118,8 +111,8 @@ def uninterrupted() -> Iterator[None]:
 
 
 @contextmanager
-def _hastened() -> Iterator[threading.Event]:
-    """What is set by a signal that comes meanwhile, instead of its ending the launcher."""
-    hurry = threading.Event()
-    with handle_signals(lambda *_: hurry.set(), *_ENDS):
-        yield hurry
+def _interrupt_event() -> Iterator[threading.Event]:
+    """Yield an event that a signal sets, instead of ending the launcher."""
+    event = threading.Event()
+    with handle_signals(lambda *_: event.set(), *_ENDS):
+        yield event

@@ -1,4 +1,4 @@
-"""How the parts of one machine are started: with which arguments, and when each is ready."""
+"""How the parts of one machine are started: their arguments, and when each is ready."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.launcher.component import Component
 from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
-from any_agent.launcher.gpu_assignment import SHARED_GPUS, assign_gpus, visible_gpus
+from any_agent.launcher.gpu_assignment import SHARED_GPUS, assign_gpus
+from any_agent.launcher.gpus import visible_gpus
 from any_agent.launcher.node_role import NodeRole
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.reachability import answers, from_here
-from any_agent.launcher.served_model import ServedModel
-from any_agent.launcher.training import trainer_arguments
+from any_agent.launcher.trial import ServedModel
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, rank_name
 from any_agent.runtime.ports import accept_on, reserve, url_of
@@ -29,9 +30,9 @@ _BACKLOG = 2048
 
 
 class Starter:
-    """Adds parts to ``parts``. ``check`` looks after those that are there, as they are waited for.
+    """Adds parts to ``parts``. It calls ``check``, which supervises them, while it waits for one.
 
-    ``stack`` keeps the ports; ``lock`` is the run's locked file, which every child holds, too.
+    ``stack`` keeps the ports; ``lock`` is the run's locked file, which every child inherits.
     """
 
     def __init__(
@@ -58,28 +59,25 @@ class Starter:
         self._stack = stack
         self._training = training
         self._lock = lock
+        self._settings = ["--config", str(run_dir.resolved)]
         self._ranks = place.ranks_of(config)
-        self._deal = assign_gpus(
-            config,
-            visible_gpus(),
-            engines=len(self._ranks),
-            trains=training and place.trainer,
-        )
+        trains = training and place.trainer
+        self._gpus = assign_gpus(config, visible_gpus(), engines=len(self._ranks), trains=trains)
 
     @property
     def sharing(self) -> str:
         """Which engines use the GPU that a trainer in this process sends new weights from."""
-        return self._deal.sharing
+        return self._gpus.sharing
 
     def engines(self) -> Sequence[str]:
-        """The URLs of these ranks' engines; they are ready."""
+        """Start this machine's engines and return their URLs when all are ready."""
         if self._config.engine.urls:
             return [self._config.engine.urls[rank] for rank in self._ranks]
         if self._ranks:
             path, version = self._model.weights()
             self._say(f"model     {path}, version {version}")
         ports = [self.reserve(self._place.host, 0) for _ in self._ranks]
-        for rank, port, gpus in zip(self._ranks, ports, self._deal.engines, strict=True):
+        for rank, port, gpus in zip(self._ranks, ports, self._gpus.engines, strict=True):
             self._add_engine(rank, port, gpus)
         self.until_ready()
         return [url_of(self._place.host, port) for port in ports]
@@ -88,22 +86,21 @@ class Starter:
         host, name = self._place.host, f"engine-{rank}"
         url = url_of(host, port)
 
-        def now() -> Command:
+        def command() -> Command:
             weights = self._model.weights()
             return engine_command(self._config, *weights, host, port, name, gpus=gpus)
 
-        ready = engine_ready(self._config, url)
         self.add(
             name,
-            now,
-            ready=lambda _: ready(),
+            command,
+            ready=lambda _: engine_ready(self._config, url),
             timeout=start_timeout(self._config),
             where=f" at {url}",
             secret=False,
         )
 
     def proxies(self, engines: Sequence[str], public_url: str) -> None:
-        """Of these ranks; they are ready."""
+        """Start this machine's proxies, each with its engine, and wait until all are ready."""
         for rank, engine in zip(self._ranks, engines, strict=True):
             self._add_proxy(rank, engine, public_url)
         self.until_ready()
@@ -116,84 +113,63 @@ class Starter:
         if self._training:
             arguments += ["--training"]
 
-        def now() -> list[str]:
-            # At first a wrong address is said at once; later its engine may be starting, too.
+        def command() -> Command:
+            # The first start reports a wrong address at once; later the engine may be starting.
             wait = self._config.engine.update_wait if self._parts[name].restarts else 0.0
-            tokenizer = self._model.tokenizer()
-            return [*arguments, "--engine-wait", f"{wait:g}", "--model-path", tokenizer]
+            own = ["--engine-wait", f"{wait:g}", "--model-path", self._model.tokenizer()]
+            return Command([*arguments, *own], quick=signal.SIGINT)
 
-        ready = self.registered(name, url_of(host, port))
-        self.add(name, now, ready=ready, quick=signal.SIGINT)
+        self.add(name, command, ready=self.registered(name, url_of(host, port)))
 
     def router(self, public: socket.socket, public_url: str) -> None:
-        """It listens on this socket; it is ready."""
+        """Start the router on this socket and wait until it is ready."""
         host, port = self._config.server.host, port_of(public)
-        # It listens here already, for all of the router's lives: who connects while none of them
-        # is there waits for the next one, instead of being refused.
+        # The launcher listens already, for all of the router's lives: a client that connects while
+        # none of them runs waits for the next one, instead of being refused.
         accept_on(public, _BACKLOG)
         arguments = ["router", *self._settings, "--host", host, "--port", str(port)]
         arguments += ["--listener", str(public.fileno()), "--public-url", public_url]
+        command = Command(arguments, listener=public.fileno(), quick=signal.SIGINT)
         self.add(
             "router",
-            lambda: arguments,
-            listener=public.fileno(),
-            quick=signal.SIGINT,
+            lambda: command,
             ready=self.registered("router", url_of(from_here(host), port)),
             where=f" at {public_url}",
         )
         self.until_ready()
 
     def trainer(self) -> None:
-        """It is not waited for: however long its model takes to load."""
+        """Start the trainer without waiting for it: its model may take any time to load."""
         settings = self._dir.resolved
-        # Of several machines that train, the first one's process tells how all of it is.
+        # Of several machines that train, the first one's process reports for all of them.
         leads = self._place.training is None or self._place.training.index == 0
-        gpus = self._deal.trainer
+        gpus = self._gpus.trainer
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
-        # It decides by which way weights go to the engines.
-        variables[SHARED_GPUS] = self._deal.sharing
+        # The trainer decides by it how weights go to the engines.
+        variables[SHARED_GPUS] = self._gpus.sharing
+        arguments = trainer_arguments(self._config, settings, self._place)
         self.add(
             "trainer",
-            lambda: Command(
-                trainer_arguments(self._config, settings, self._place), variables=variables
-            ),
+            lambda: Command(arguments, variables=variables),
             ready=self.registered("trainer") if leads else lambda _: True,
             timeout=math.inf,
             progress=lambda: _size(self._dir.metrics),
             finishes=True,
-            # It has a key of its own, derived from the run's signing secret.
+            # The trainer has a key of its own, derived from the run's signing secret.
             secret=False,
         )
 
     def add(
-        self,
-        name: str,
-        command: Callable[[], Command | list[str]],
-        *,
-        secret: bool = True,
-        listener: int | None = None,
-        quick: int = signal.SIGTERM,
-        **options: Any,
+        self, name: str, command: Callable[[], Command], *, secret: bool = True, **options: Any
     ) -> None:
-        """A part whose process is this command, `python -m` a list of arguments; it is started."""
+        """Start a part that runs ``command``; with ``secret`` it gets the admin key."""
         key = self._config.server.admin_key if secret else None
         secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
         log = self._dir.logs / f"{name}.log"
 
         def make() -> SupervisedProcess:
-            made = command()
-            now = made if isinstance(made, Command) else Command(made)
             return SupervisedProcess(
-                name,
-                now.arguments,
-                log,
-                python=now.python,
-                variables=now.variables,
-                orphaned=now.orphaned,
-                lock=self._lock,
-                listener=listener,
-                secrets=secrets,
-                quick=quick,
+                name, replace(command(), secrets=secrets), log, lock=self._lock
             )
 
         part = Component(name, make, say=self._say, **options)
@@ -201,33 +177,47 @@ class Starter:
         part.start()
 
     def until_ready(self) -> None:
-        """Parts that were ready before and die meanwhile are started again, as ever."""
+        """Wait until all parts are ready; ones that die meanwhile are started again."""
         while any(part.state != "ready" for part in self._parts.values()):
             self._check()
             time.sleep(0.02)
 
     def registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
-        """Whether the process itself has told that it is ready, and answers.
+        """Return a check that the process itself has registered as ready, and answers.
 
-        By the address alone it could be its predecessor, or another program.
+        Its predecessor or another program could answer at the same address.
         """
 
         def ready(process: SupervisedProcess) -> bool:
             registry = Registry(self._dir.registry)
             registry.refresh()
             entry = registry.get(name)
-            told = entry is not None and entry.pid == process.pid and entry.state == "ready"
-            return told and (url is None or answers(f"{url}/healthz"))
+            own = entry is not None and entry.pid == process.pid and entry.state == "ready"
+            return own and (url is None or answers(f"{url}/healthz"))
 
         return ready
 
     def reserve(self, host: str, port: int) -> int:
-        """A port that parts get at each start, for as long as the machine's parts are kept."""
+        """Return a port that a part gets at each start, reserved until the service ends."""
         return port_of(self._stack.enter_context(reserve(host, port)))
 
-    @property
-    def _settings(self) -> list[str]:
-        return ["--config", str(self._dir.resolved)]
+
+def trainer_arguments(config: Config, settings: Path, place: NodeRole) -> list[str]:
+    """Return the arguments after `python -m` of a trainer with these resolved settings.
+
+    Where several processes train, this process starts this machine's share of them, ends with
+    them, and they report its process id as the trainer's.
+    """
+    each = ["--config", str(settings), "--host", place.host]
+    together = place.training
+    if config.train.processes == 1 and (together is None or together.count == 1):
+        return ["trainer", *each]
+    arguments = ["trainer.parallel", "--processes", str(config.train.processes)]
+    arguments += ["--host", place.host]
+    if together is not None:
+        arguments += ["--machines", str(together.count), "--machine", str(together.index)]
+        arguments += ["--address", together.address, "--port", str(together.port)]
+    return [*arguments, "--", *each]
 
 
 def port_of(bound: socket.socket) -> int:

@@ -1,4 +1,4 @@
-"""What a trial's folder holds already: its settings and its newest weights. Needs no torch."""
+"""A trial's saved settings, its weights, and the model that a service of it serves; no torch."""
 
 from __future__ import annotations
 
@@ -26,9 +26,48 @@ class TrialWeights:
 
 @dataclass(frozen=True, slots=True)
 class SavedWeights(TrialWeights):
-    """A checkpoint's."""
+    """The weights of a checkpoint."""
 
     step: int
+
+
+class ServedModel:
+    """What the engines of a run serve; with ``fixed``, these weights whatever is published."""
+
+    def __init__(self, config: Config, fixed: TrialWeights | None) -> None:
+        self._config = config
+        self._fixed = fixed
+
+    def require(self, *, trains: bool) -> None:
+        """Raise ConfigError if there is nothing to serve, or to begin training with."""
+        saved = latest_weights if trains else newest_weights
+        if self._fixed is None and saved(self._config) is None:
+            check_model(self._config.model.path)
+
+    def weights(self) -> tuple[str, int]:
+        """Return the folder that an engine that starts now serves, and its version."""
+        found = self._fixed or newest_weights(self._config)
+        return (str(found.path), found.version) if found else (self._config.model.path, 0)
+
+    def tokenizer(self) -> str:
+        """Return the model's own folder, which stays; if it is gone, the one that engines load."""
+        try:
+            check_model(self._config.model.path)
+        except ConfigError:
+            return self.weights()[0]
+        return self._config.model.path
+
+
+def check_model(path: str) -> None:
+    """Raise ConfigError for a model that cannot exist; the engine checks names of a hub."""
+    if not path:
+        raise ConfigError(
+            "no model is configured: set model.path to a local folder or a hub name, e.g. "
+            "model.path=Qwen/Qwen3-0.6B"
+        )
+    looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
+    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+        raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
 
 
 def trial_dir(config: Config) -> RunDir:
@@ -36,7 +75,7 @@ def trial_dir(config: Config) -> RunDir:
 
 
 def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
-    """The settings to start with; without a file, those that the trial was started with before.
+    """Return the settings to start with; without a file, those of the trial's last start.
 
     Raises ConfigError for a trial that was started from another model, as its checkpoints, sessions
     and template belong together, or with another number of ranks, as each has sessions of its own,
@@ -63,7 +102,7 @@ def _with_saved(path: str | None, overrides: Sequence[str]) -> Config:
 
 
 def require_same_trial(config: Config) -> None:
-    """ConfigError for settings that the trial cannot go on with, as :func:`resolve_config`."""
+    """Raise ConfigError for settings that :func:`resolve_config` would refuse for the trial."""
     trial_dir(config).check_format()
     saved = trial_dir(config).path / "config.yaml"
     if saved.is_file():
@@ -86,9 +125,9 @@ def _require_same(config: Config, before: Config) -> None:
 
 
 def newest_weights(config: Config) -> TrialWeights | None:
-    """What an engine that starts now should serve: what was published last, else the checkpoint.
+    """Return the weights for an engine that starts now: the last published, else the checkpoint's.
 
-    A published folder was renamed into place when it was whole.
+    A published folder is complete: it was renamed into place after it was written.
     """
     weights = trial_dir(config).weights
     names = (_VERSION.fullmatch(path.name) for path in weights.glob("v*"))
@@ -100,7 +139,7 @@ def newest_weights(config: Config) -> TrialWeights | None:
 
 
 def latest_weights(config: Config) -> SavedWeights | None:
-    """The trial's latest checkpoint, or None where nothing was kept yet.
+    """Return the trial's latest checkpoint, or None before the first one.
 
     ``latest`` names it; a checkpoint counts only if its manifest, written last, agrees with it.
     """
@@ -119,8 +158,8 @@ def latest_weights(config: Config) -> SavedWeights | None:
 
 
 def kept_weights(config: Config) -> dict[int, TrialWeights]:
-    """All models that the trial still has, by version: the one that it began with, as 0, what was
-    published last, and whole checkpoints."""
+    """Return all weights that the trial still has, by version: the model that it began with, as 0,
+    the published ones, and complete checkpoints."""
     run = trial_dir(config)
     there = {0: TrialWeights(Path(config.model.path), 0)} if config.model.path else {}
     for path in run.weights.glob("v*"):

@@ -16,18 +16,11 @@ from typing import Any
 import pytest
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.component import (
-    LONG_WINDOW,
-    MAX_DEATHS,
-    MAX_FAILURES,
-    MAX_RESTARTS,
-    WINDOW,
-    Component,
-    how_it_ended,
-)
-from any_agent.launcher.process import SupervisedProcess
+from any_agent.launcher.component import Component, RestartPolicy, describe_exit
+from any_agent.launcher.process import Command, SupervisedProcess
 from tests.support.launcher.children import until
 
+POLICY = RestartPolicy()
 SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
 FAILS = """
 import os, signal, sys
@@ -54,7 +47,7 @@ class Lab:
         log = self._folder / f"{name}.log"
 
         def make() -> SupervisedProcess:
-            process = SupervisedProcess(name, [module], log)
+            process = SupervisedProcess(name, Command([module]), log)
             self.processes.append(process)
             return process
 
@@ -137,7 +130,7 @@ def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
     log = tmp_path / "log"
     part = Component(
         "engine-0",
-        lambda: SupervisedProcess("engine-0", ["tell", next(versions)], log),
+        lambda: SupervisedProcess("engine-0", Command(["tell", next(versions)]), log),
         say=lab.said.append,
         clock=lambda: lab.now,
         ready=serves,
@@ -170,7 +163,7 @@ def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(MAX_RESTARTS):
+    for _ in range(POLICY.max_restarts):
         lab.die(part)
         lab.again(part)
     with pytest.raises(StartupError) as raised:
@@ -178,18 +171,18 @@ def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
     message = raised.value.message
     assert message.startswith("part 0 ended 6 times (ended by SIGKILL at last):\n")
     assert f"    serves as {part.pid}\n  log: " in message
-    assert part.restarts == MAX_RESTARTS
+    assert part.restarts == POLICY.max_restarts
 
 
 def test_deaths_of_long_ago_are_forgotten(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(2 * MAX_RESTARTS):
+    for _ in range(2 * POLICY.max_restarts):
         lab.die(part)
         lab.again(part)
-        lab.now += WINDOW / MAX_RESTARTS
-    assert part.restarts == 2 * MAX_RESTARTS
+        lab.now += POLICY.window / POLICY.max_restarts
+    assert part.restarts == 2 * POLICY.max_restarts
 
 
 def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
@@ -199,12 +192,12 @@ def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
     lab.until_ready(part)
     lab.write(part, SAYS.format(code=1))
     with pytest.raises(StartupError, match=r"ended 6 times .*with code 1 at last[\s\S]*last words"):
-        for _ in range(3 * MAX_RESTARTS):
+        for _ in range(3 * POLICY.max_restarts):
             # The first is the ready life, which is killed.
             lab.die(part) if part.restarts == 0 else lab.until_noticed(part)
-            lab.now += 2 * WINDOW
+            lab.now += 2 * POLICY.window
             part.check()
-    assert part.restarts == MAX_RESTARTS + 1
+    assert part.restarts == POLICY.max_restarts + 1
 
 
 def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
@@ -216,13 +209,13 @@ def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
     def lives(count: int) -> None:
         for _ in range(count):
             lab.die(part, signal.SIGUSR1)
-            lab.now += 2 * WINDOW
+            lab.now += 2 * POLICY.window
             lab.until_ready(part)
 
-    lives(MAX_RESTARTS - 1)
+    lives(POLICY.max_restarts - 1)
     # What the present life comes to.
     steps[0] += 1
-    lives(1 + MAX_RESTARTS)
+    lives(1 + POLICY.max_restarts)
     with pytest.raises(StartupError, match="ended 6 times"):
         lives(1)
 
@@ -232,9 +225,9 @@ def test_a_crash_is_a_failure_of_its_own(lab: Lab) -> None:
     part.start()
     lab.until_ready(part)
     with pytest.raises(StartupError, match=r"ended 6 times \(ended by SIGSEGV"):
-        for _ in range(MAX_RESTARTS + 1):
+        for _ in range(POLICY.max_restarts + 1):
             lab.die(part, signal.SIGSEGV)
-            lab.now += 2 * WINDOW
+            lab.now += 2 * POLICY.window
             lab.until_ready(part)
 
 
@@ -242,19 +235,19 @@ def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> 
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
     lab.until_ready(part)
-    for _ in range(2 * MAX_RESTARTS):
+    for _ in range(2 * POLICY.max_restarts):
         lab.die(part)
-        lab.now += 2 * WINDOW
+        lab.now += 2 * POLICY.window
         lab.until_ready(part)
-    assert part.restarts == 2 * MAX_RESTARTS
+    assert part.restarts == 2 * POLICY.max_restarts
 
 
-SLOWLY = WINDOW / MAX_RESTARTS + 1
+SLOWLY = POLICY.window / POLICY.max_restarts + 1
 """Seconds between deaths of which there are never too many in a minute."""
 
 
 @pytest.mark.parametrize(
-    ("number", "most"), [(signal.SIGUSR1, MAX_FAILURES), (signal.SIGKILL, MAX_DEATHS)]
+    ("number", "most"), [(signal.SIGUSR1, POLICY.max_failures), (signal.SIGKILL, POLICY.max_deaths)]
 )
 def test_slow_deaths_are_counted_too(lab: Lab, number: signal.Signals, most: int) -> None:
     """Of its own it may die less often than by others."""
@@ -273,9 +266,9 @@ def test_very_slow_deaths_are_forgotten(lab: Lab) -> None:
     part = lab.part(FAILS.format(code=1), ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(MAX_FAILURES + 5):
+    for _ in range(POLICY.max_failures + 5):
         lab.die(part, signal.SIGUSR1)
-        lab.now += LONG_WINDOW / MAX_FAILURES
+        lab.now += POLICY.long_window / POLICY.max_failures
         lab.until_ready(part)
 
 
@@ -284,11 +277,11 @@ def test_one_that_is_killed_before_each_step_is_given_up_at_last(lab: Lab) -> No
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
     lab.until_ready(part)
-    for _ in range(MAX_DEATHS):
+    for _ in range(POLICY.max_deaths):
         lab.die(part)
-        lab.now += LONG_WINDOW
+        lab.now += POLICY.long_window
         lab.until_ready(part)
-    with pytest.raises(StartupError, match=f"ended {MAX_DEATHS + 1} times"):
+    with pytest.raises(StartupError, match=f"ended {POLICY.max_deaths + 1} times"):
         lab.die(part)
 
 
@@ -355,7 +348,7 @@ def test_a_part_that_hangs_is_to_blame_for_its_death(lab: Lab) -> None:
     ]
     lab.die(part)
     # Its own, and somebody else's.
-    assert [own for _, own in part._deaths] == [True, False]
+    assert [own for _, own in part._history._deaths] == [True, False]
 
 
 def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptureFixture) -> None:
@@ -372,7 +365,7 @@ def test_a_question_that_fails_is_asked_again(lab: Lab, caplog: pytest.LogCaptur
     part.start()
     lab.until_ready(part)
     assert [record.message for record in caplog.records] == [
-        "part-0: whether it is ready is asked again"
+        "part-0: the readiness check failed; trying again"
     ]
 
 
@@ -486,7 +479,7 @@ def test_a_stopped_part_stays_so(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    part.ask_to_stop()
+    part.terminate()
     part.stop(grace=5)
     lab.now += 100
     part.check()
@@ -510,9 +503,9 @@ def test_a_part_that_waits_for_its_restart_is_not_started_by_a_stop(lab: Lab) ->
     ("code", "words"),
     [(0, "ended with code 0"), (143, "ended with code 143"), (-9, "ended by SIGKILL")],
 )
-def test_how_it_ended(code: int, words: str) -> None:
-    assert how_it_ended(code) == words
+def test_describe_exit(code: int, words: str) -> None:
+    assert describe_exit(code) == words
 
 
 def test_an_unknown_signal() -> None:
-    assert how_it_ended(-34 - 10) == "ended by signal 44"
+    assert describe_exit(-34 - 10) == "ended by signal 44"

@@ -14,11 +14,9 @@ import pytest
 import yaml
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import Node
-from any_agent.launcher import hang_detector as silence
-from any_agent.launcher.process import SupervisedProcess
-from any_agent.launcher.served_model import check_model
-from any_agent.launcher.trial import SavedWeights, TrialWeights, trial_dir
+from any_agent.launcher import Node, registry_monitor
+from any_agent.launcher.process import Command, SupervisedProcess
+from any_agent.launcher.trial import SavedWeights, TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.ports import listen
 from tests.support.launcher.children import is_alive, until
@@ -218,7 +216,7 @@ def test_a_part_that_cannot_start_is_named_and_nothing_is_left(
 def test_a_part_that_hangs_is_killed_and_comes_back(
     lab: Lab, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(silence, "TIMEOUT", 4.0)
+    monkeypatch.setattr(registry_monitor, "SILENCE_TIMEOUT", 4.0)
     with lab.node() as node:
         checked_until(node, lambda: node.parts["trainer"].state == "ready")
         part = node.parts[name]
@@ -226,7 +224,7 @@ def test_a_part_that_hangs_is_killed_and_comes_back(
         checked_until(node, lambda: part.restarts and part.state == "ready")
     label = f"{name.replace('-', ' '):<9}"
     assert [line for line in lab.said if line.startswith(label)][-3:] == [
-        f"{label} has not been heard of for 4 s; killing it",
+        f"{label} has sent no heartbeat for 4 s; killing it",
         f"{label} ended by SIGKILL; starting it again",
         f"{label} ready again",
     ]
@@ -316,7 +314,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     """By its address it could be its predecessor."""
     node = Node(lab.config())
     node.dir.create()
-    process = SupervisedProcess("me", ["x"], lab.home / "log")
+    process = SupervisedProcess("me", Command(["x"]), lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
     process._popen.wait()
     starter = node._make_starter()
@@ -372,9 +370,10 @@ LAUNCHER = """
 import signal, sys
 import any_agent.launcher.node as node
 from any_agent.config import load_config
-from any_agent.launcher import stopping
+from any_agent.launcher import shutdown
+from any_agent.launcher.process import Command
 
-stopping.STOP_GRACE = 0.5
+shutdown.STOP_GRACE = 0.5
 signal.signal(signal.SIGINT, signal.default_int_handler)
 quiet = node.NodeOptions(say=lambda _: None)
 
@@ -383,7 +382,8 @@ class OneChild(node.Node):
     def _start(self):
         self.dir.create()
         starter = self._make_starter()
-        starter.add("child", lambda: ["impatient"], ready=lambda p: "ready" in p.log.read_text())
+        command = Command(["impatient"])
+        starter.add("child", lambda: command, ready=lambda p: "ready" in p.log.read_text())
         starter.until_ready()
         print(self.parts["child"].pid, flush=True)
 

@@ -15,7 +15,7 @@ import psutil
 import pytest
 
 from any_agent.errors import StartupError
-from any_agent.launcher.process import SupervisedProcess
+from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir.layout import RunDir
 from tests.support.launcher.children import is_alive, until
 
@@ -39,22 +39,27 @@ def test_settings_reach_children_as_given_secrets_only(
         " if v[0].startswith('ANY_AGENT_') or v[0] == 'OTHER'))",
     )
     secrets = {"ANY_AGENT_SERVER__ADMIN_KEY": "given"}
-    assert run(SupervisedProcess("bare", [name], tmp_path / "1.log")) == "[('OTHER', 'stays')]\n"
-    with_secrets = run(SupervisedProcess("told", [name], tmp_path / "2.log", secrets=secrets))
+    assert (
+        run(SupervisedProcess("bare", Command([name]), tmp_path / "1.log"))
+        == "[('OTHER', 'stays')]\n"
+    )
+    with_secrets = run(
+        SupervisedProcess("told", Command([name], secrets=secrets), tmp_path / "2.log")
+    )
     assert with_secrets == "[('ANY_AGENT_SERVER__ADMIN_KEY', 'given'), ('OTHER', 'stays')]\n"
 
 
 LAUNCHER = """
 import sys, time
 from pathlib import Path
-from any_agent.launcher.process import Process
+from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 with run.lock() as lock:
     orphaned = int(sys.argv[2]) if len(sys.argv) > 2 else None
     log = run.path / "child.log"
-    child = SupervisedProcess("child", ["stubborn"], log, lock=lock, orphaned=orphaned)
+    child = SupervisedProcess("child", Command(["stubborn"], orphaned=orphaned), log, lock=lock)
     child.start()
     while "ready" not in child.log.read_text():
         time.sleep(0.01)
@@ -133,7 +138,7 @@ def is_free(folder: RunDir) -> bool:
 def test_a_child_that_does_not_listen_is_killed(
     module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    process = SupervisedProcess("child", [module("stubborn", STUBBORN)], tmp_path / "log")
+    process = SupervisedProcess("child", Command([module("stubborn", STUBBORN)]), tmp_path / "log")
     process.start()
     until(lambda: "ready" in process.log.read_text())
     process.stop(grace=0.05)
@@ -155,7 +160,7 @@ signal.pause()
 def test_what_a_dead_child_started_is_ended(
     number: signal.Signals, module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
-    process = SupervisedProcess("child", [module("parent", PARENT)], tmp_path / "log")
+    process = SupervisedProcess("child", Command([module("parent", PARENT)]), tmp_path / "log")
     process.start()
     until(lambda: "ready" in process.log.read_text())
     grandchild = psutil.Process(int(process.log.read_text().split()[0]))
@@ -185,7 +190,9 @@ def test_who_passes_signals_on_has_a_helper_that_outlives_it(ours: bool, tmp_pat
     """It is to end what runs elsewhere, when the one that was killed cannot."""
     relay = tmp_path / "relay.py"
     relay.write_text(RELAY)
-    process = SupervisedProcess("child", [], tmp_path / "log", before=[sys.executable, str(relay)])
+    process = SupervisedProcess(
+        "child", Command([], before=[sys.executable, str(relay)]), tmp_path / "log"
+    )
     process.start()
     until(lambda: "ready" in process.log.read_text())
     (helper,) = psutil.Process(process.pid).children()
@@ -208,11 +215,11 @@ def test_nobody_is_signalled_for_a_process_that_was_reaped(
     module: Callable[[str, str], str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """By then its number may be another one's."""
-    process = SupervisedProcess("child", [module("short", "")], tmp_path / "log")
+    process = SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")
     assert run(process) == ""
     signalled: list[tuple[int, int]] = []
     monkeypatch.setattr(os, "killpg", lambda *call: signalled.append(call))
-    process.ask_to_stop()
+    process.terminate()
     process.stop(grace=0.01)
     assert signalled == []
 
@@ -226,12 +233,12 @@ def test_no_library_is_loaded_between_fork_and_exec(
         raise AssertionError
 
     monkeypatch.setattr(ctypes, "CDLL", loaded)
-    assert run(SupervisedProcess("child", [module("short", "")], tmp_path / "log")) == ""
+    assert run(SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")) == ""
 
 
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
-    process = SupervisedProcess("child", ["x"], log)
+    process = SupervisedProcess("child", Command(["x"]), log)
     assert "its log is empty" in process.last_lines()
     log.write_bytes(b"first\n" + b"\xff" * 200_000 + b"\nlast but one\nlast\n")
     said = process.last_lines(2)

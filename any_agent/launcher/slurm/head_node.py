@@ -1,4 +1,4 @@
-"""A job's first node: its own parts of the service, and the nodes beside it, each by `srun`."""
+"""A job's head node: its own parts of the service, and the worker nodes, each started by `srun`."""
 
 from __future__ import annotations
 
@@ -13,21 +13,20 @@ from any_agent.launcher.component import Component
 from any_agent.launcher.log_tail import LogTail
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import LOCAL, NodeRole
-from any_agent.launcher.process import SupervisedProcess
+from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.reachability import listening
-from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.slurm.job import SlurmJob, node_address, requeue, require_program
+from any_agent.launcher.shutdown import Terminated, terminate
+from any_agent.launcher.slurm.job import SlurmJob, mark, node_address, requeue, require_program
 from any_agent.launcher.slurm.plan import NodePlan, Role, plan
-from any_agent.launcher.slurm.shared_folder import mark
 from any_agent.rundir.registry import HEARTBEAT, Registry
 
-_LAST = 40.0
-"""Of a warning's seconds, those that are left for copies of the journals and for Slurm."""
+_RESERVED = 40.0
+"""Seconds of the warning that are left for copies of the journals and for Slurm."""
 _GRACE = 20.0
-"""Seconds that a node's parts take to be ended, at most, and its journals to be copied."""
+"""Seconds for a node to end its parts and to copy its journals, at most."""
 _PREFIX = (
     *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"),
-    # Whatever the site has sbatch say of it: a node needs PATH and keys as this one does.
+    # Whatever the site's defaults: a node needs PATH and keys as this one does.
     "--export=ALL",
     # One task, but not one core.
     "--cpu-bind=none",
@@ -35,11 +34,11 @@ _PREFIX = (
 
 
 class Warned(Terminated):
-    """SIGUSR1: the job's time is almost over."""
+    """Raised at SIGUSR1: the job's time is almost over."""
 
 
 def prepare(config: Config, job: SlurmJob) -> tuple[Config, NodePlan, str]:
-    """The settings that fit the job, who does what in it, and this node's address.
+    """Return the settings that fit the job, every node's role, and this node's address.
 
     Raises ConfigError for settings that do not fit.
     """
@@ -47,14 +46,14 @@ def prepare(config: Config, job: SlurmJob) -> tuple[Config, NodePlan, str]:
     address = node_address(job.nodes[0], config.cluster.network)
     changes: dict[str, object] = {"ranks": roles.ranks}
     if config.server.host in LOOPBACK:
-        # Nobody outside of this node would reach it.
+        # No client outside of this node would reach it.
         changes["host"] = address
     server = config.server.model_copy(update=changes)
     return config.model_copy(update={"server": server}), roles, address
 
 
 class HeadNode(Node):
-    """The service of a whole job; a context manager like any node."""
+    """The service of a job; a context manager like any node."""
 
     def __init__(
         self,
@@ -67,7 +66,7 @@ class HeadNode(Node):
         say: Callable[[str], None],
     ) -> None:
         own = roles.roles[0]
-        # Alone, its parts need no address but loopback.
+        # On a single node the parts need only loopback.
         host = address if len(roles.roles) > 1 else LOCAL
         place = NodeRole(
             host=host, ranks=own.ranks, trainer=own.training is not None, machine=own.node
@@ -76,29 +75,29 @@ class HeadNode(Node):
         self._job = job
         self._own, self._others = own, roles.roles[1:]
         self._training_nodes = roles.training_nodes
-        self._tell_roles(roles, address)
+        self._print_roles(roles, address)
         self._node_logs: dict[str, LogTail] = {}
         """Logs of the other nodes' launchers, by the nodes' names."""
         self._token = ""
         self.came_up = False
-        """All parts were there once, and the trainer had its model."""
-        self._look_at = 0.0
+        """Whether all parts were ready once, and the trainer had its model."""
+        self._next_look = 0.0
 
     def check(self) -> bool:
         for node, log in self._node_logs.items():
             for line in log.new_lines():
                 self.options.say(f"{node:<9} {line}")
         trained = super().check()
-        if not self.came_up and time.monotonic() >= self._look_at:
-            self._look_at = time.monotonic() + HEARTBEAT
+        if not self.came_up and time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + HEARTBEAT
             self.came_up = self._is_up()
         return trained
 
     # ------------------------------------------------------------------------------------------
 
-    def _tell_roles(self, roles: NodePlan, address: str) -> None:
+    def _print_roles(self, roles: NodePlan, address: str) -> None:
         say, job = self.options.say, self._job
-        again = f", started again for the {job.restarts}. time" if job.restarts else ""
+        again = f", restart {job.restarts}" if job.restarts else ""
         say(f"job       {job.id} on {', '.join(job.nodes)}{again}")
         for role in roles.roles:
             where = f" ({address})" if role is self._own else ""
@@ -109,20 +108,20 @@ class HeadNode(Node):
                 "its open sessions; surviving that needs a journal in Redis"
             )
 
-    def _take_address(self) -> None:
+    def _claim_address(self) -> None:
         server = self.config.server
         try:
-            super()._take_address()
+            super()._claim_address()
         except ConfigError:
             if server.port != ServerConfig.model_fields["port"].default or server.public_url:
                 raise
-            # Where it is is in a file, so that a job is not lost to a port that nobody asked for.
-            self.options.say(f"url       port {server.port} is taken here: it is another one")
+            # A file has the URL, so no job has to fail for a default port that is in use.
+            self.options.say(f"url       port {server.port} is in use here: taking another one")
             server = server.model_copy(update={"port": 0})
             self.config = self.config.model_copy(update={"server": server})
-            super()._take_address()
+            super()._claim_address()
 
-    def _begin_elsewhere(self) -> None:
+    def _before_parts(self) -> None:
         self._token = mark(self.dir)
         for role in self._others:
             if role.training is None:
@@ -145,17 +144,15 @@ class HeadNode(Node):
         def make() -> SupervisedProcess:
             nonlocal starts
             starts += 1
-            return SupervisedProcess(
-                name,
-                [*self._member(role), "--start", f"{self._token}-{starts}"],
-                log,
-                lock=self._lock,
+            command = Command(
+                [*self._worker(role), "--start", f"{self._token}-{starts}"],
                 secrets=secrets,
-                # srun passes these on, while SIGTERM has it kill what it started.
+                # srun passes these on, while at SIGTERM it kills what it started.
                 drain=signal.SIGUSR1,
                 quick=signal.SIGUSR2,
                 before=[*_PREFIX, f"--nodelist={role.node}", f"--job-name={name}"],
             )
+            return SupervisedProcess(name, command, log, lock=self._lock)
 
         trains = role.training is not None
         part = Component(
@@ -172,14 +169,14 @@ class HeadNode(Node):
         self.parts[name] = part
         part.start()
 
-    def _member(self, role: Role) -> Sequence[str]:
+    def _worker(self, role: Role) -> Sequence[str]:
         arguments = ["any_agent.launcher.slurm.worker_node", "--config", str(self.dir.resolved)]
         arguments += ["--token", self._token, "--index", str(role.index), "--node", role.node]
         arguments += ["--public-url", self.url, "--ranks", ",".join(map(str, role.ranks))]
         if role.training is not None:
             arguments += ["--training", str(role.training)]
             arguments += ["--training-nodes", str(self._training_nodes)]
-            # Rank 0's, by the number of its node.
+            # The index of the node with the trainer's rank 0.
             arguments += ["--first-trainer", str(self._others[-self._training_nodes].index)]
         return arguments
 
@@ -194,13 +191,13 @@ class HeadNode(Node):
             return False
         registry = Registry(self.dir.registry)
         registry.refresh()
-        # A node is ready before its trainer is, which the service does not need.
+        # A node is ready before its trainer, which the service does not need.
         trainer = registry.get("trainer")
         return trainer is not None and trainer.state != "starting"
 
 
 def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], None]) -> int:
-    """Serve and train in this job until the last step, or its time is over; the exit code.
+    """Serve and train in this job until the last step or the end of its time; return the exit code.
 
     At SIGUSR1, the warning, it keeps a checkpoint, ends, and has Slurm queue the job again. At
     SIGTERM, as scancel and preemption send it, what is under way ends; nothing is queued.
@@ -213,12 +210,9 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
     node = HeadNode(config, job, roles, address, configured=configured, say=say)
 
     def warned(number: int, frame: FrameType | None) -> None:
-        raise Warned(within=max(0.5 * warning, warning - _LAST))
+        raise Warned(within=max(0.5 * warning, warning - _RESERVED))
 
-    def terminated(number: int, frame: FrameType | None) -> None:
-        raise Terminated
-
-    signal.signal(signal.SIGTERM, terminated)
+    signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGUSR1, warned)
     began = time.monotonic()
     try:
@@ -230,7 +224,7 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
         took = time.monotonic() - began
         say(f"job       {job.id} has ended for now, after {took:.0f} s")
         if not node.came_up:
-            # The next start would come to as little, and so on for ever.
+            # The next start would achieve as little, and so on for ever.
             say(
                 f"job       its time limit is too short: {warning} s before it (cluster.warning) "
                 "not all parts were ready; it is not queued again: submit it with a longer --time"
@@ -239,7 +233,7 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
         if not config.cluster.requeue:
             say("job       cluster.requeue is off: submit it again to go on")
             return 0
-        # Before Slurm ends this process for it.
+        # Printed first: Slurm ends this process to queue it again.
         say(f"job       {job.id} is queued again")
         requeue(job)
     return 0

@@ -1,36 +1,43 @@
-"""The Slurm job that this process is in, and what is asked of Slurm."""
+"""The Slurm job of this process: its nodes, their addresses, their shared folder, its requeue."""
 
 from __future__ import annotations
 
 import ipaddress
 import os
 import re
+import secrets
 import shutil
 import socket
 import subprocess
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from any_agent.errors import ConfigError, StartupError
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.private_address import is_private
 
-_ASK_TIMEOUT = 60.0
+_COMMAND_TIMEOUT = 60.0
+_SHARED_TIMEOUT = 60.0
+"""Seconds for which a network file system may show a folder as it was."""
+_POLL_INTERVAL = 0.5
 
 
 @dataclass(frozen=True, slots=True)
 class SlurmJob:
-    """As Slurm's variables tell it."""
+    """The job as Slurm's variables describe it."""
 
     id: str
     nodes: tuple[str, ...]
     gpus: int
-    """On each node, as this one has them."""
+    """GPUs of each node, counted on this one."""
     restarts: int
-    """How often it was queued again."""
+    """Number of times that it was queued again."""
 
 
 def current_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
-    """The job whose script this is; None outside of one.
+    """Return the job whose script this is; None outside of a job.
 
     Raises ConfigError in a step of a job: it is the job's script that starts the steps.
     """
@@ -44,7 +51,7 @@ def current_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
             "starts what it needs on the other nodes itself"
         )
     listed = environ.get("SLURM_JOB_NODELIST", "")
-    nodes = tuple(ask(["scontrol", "show", "hostnames", listed]).split())
+    nodes = tuple(run_slurm(["scontrol", "show", "hostnames", listed]).split())
     if not nodes:
         raise StartupError(f"Slurm names no nodes of job {id} (SLURM_JOB_NODELIST={listed!r})")
     return SlurmJob(
@@ -55,8 +62,11 @@ def current_job(environ: Mapping[str, str] | None = None) -> SlurmJob | None:
     )
 
 
-def ask(command: Sequence[str], *, within: float = _ASK_TIMEOUT) -> str:
-    """What one of Slurm's programs prints; ConfigError without it, StartupError if it fails."""
+def run_slurm(command: Sequence[str], *, within: float = _COMMAND_TIMEOUT) -> str:
+    """Run one of Slurm's programs and return its output.
+
+    Raises ConfigError if it is missing, StartupError if it fails or does not end in time.
+    """
     require_program(command[0])
     try:
         done = subprocess.run(
@@ -72,13 +82,13 @@ def ask(command: Sequence[str], *, within: float = _ASK_TIMEOUT) -> str:
             f"{command[0]} did not answer within {within:g} s: is Slurm's controller there?"
         ) from None
     if done.returncode:
-        said = (done.stderr or done.stdout).strip()[-500:]
-        raise StartupError(f"{' '.join(command[:3])} failed: {said}")
+        output = (done.stderr or done.stdout).strip()[-500:]
+        raise StartupError(f"{' '.join(command[:3])} failed: {output}")
     return done.stdout
 
 
 def require_program(name: str) -> None:
-    """ConfigError where Slurm's programs are missing."""
+    """Raise ConfigError where Slurm's programs are missing."""
     if shutil.which(name) is None:
         raise ConfigError(
             f"{name} is not found: this machine has no Slurm, or its programs are not in PATH "
@@ -88,15 +98,17 @@ def require_program(name: str) -> None:
 
 
 def node_address(node: str, network: str | None) -> str:
-    """The private IP address of this machine, which Slurm calls ``node``.
+    """Return the private IP address of this machine, which Slurm calls ``node``.
 
-    ``network``: one of its own addresses there; None: the one by which Slurm reaches it. Raises
-    ConfigError if it has none, or a public one.
+    ``network``: the network of the address; None: Slurm's own address of the node. Raises
+    ConfigError if the machine has none there, or if it is public.
     """
     if network is not None:
         return _own_address(node, network)
-    told = re.search(r"\bNodeAddr=(\S+)", ask(["scontrol", "--oneliner", "show", "node", node]))
-    name = told[1] if told else node
+    match = re.search(
+        r"\bNodeAddr=(\S+)", run_slurm(["scontrol", "--oneliner", "show", "node", node])
+    )
+    name = match[1] if match else node
     try:
         found = socket.getaddrinfo(name, None, type=socket.SOCK_STREAM)
     except OSError as error:
@@ -128,5 +140,33 @@ def _own_address(node: str, network: str) -> str:
 
 
 def requeue(job: SlurmJob) -> None:
-    """Have Slurm end this job, and start it again when there is room; StartupError if it cannot."""
-    ask(["scontrol", "requeue", job.id])
+    """Have Slurm end this job and queue it again; StartupError if it cannot."""
+    run_slurm(["scontrol", "requeue", job.id])
+
+
+def mark(run: RunDir) -> str:
+    """Write a token into the run's folder that only its other readers can know."""
+    token = secrets.token_hex(16)
+    write_atomic(run.shared, f"{token}\n")
+    return token
+
+
+def require_shared(
+    run: RunDir, token: str, node: str, *, patience: float = _SHARED_TIMEOUT
+) -> None:
+    """Raise ConfigError if this node's folder of that name is not the one with the token."""
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            found = run.shared.read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            found = None
+        if found == token:
+            return
+        if time.monotonic() >= deadline:
+            what = "is not there" if found is None else "is another one"
+            raise ConfigError(
+                f"{run.path} is not shared by the job's nodes: on {node} it {what}; set root to a "
+                "folder on a file system that all of them see"
+            )
+        time.sleep(_POLL_INTERVAL)

@@ -1,6 +1,6 @@
 """A worker node of a job: the head node runs ``python -m any_agent.launcher.slurm.worker_node``.
 
-It runs its share of the parts until it is told to end: SIGUSR1 or SIGTERM lets what is under way
+It runs its share of the parts until a signal ends it: SIGUSR1 or SIGTERM lets what is under way
 end first, SIGUSR2 does not.
 """
 
@@ -26,25 +26,24 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.slurm.job import node_address
-from any_agent.launcher.slurm.shared_folder import require_shared
+from any_agent.launcher.slurm.job import node_address, require_shared
 from any_agent.rundir.layout import RunDir, locked
 from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, publish
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
-_PREDECESSOR = 30.0
-"""Seconds that an earlier start of this node may take to be gone."""
-_LAST = 40.0
-"""Of a warning's seconds, those that the first node keeps for the end."""
+_PREDECESSOR_TIMEOUT = 30.0
+"""Seconds for the processes of an earlier start of this node to end."""
+_RESERVED = 40.0
+"""Seconds of the warning that the head node reserves for the end."""
 _POLL_INTERVAL = 0.1
-_TOLD = 128 + signal.SIGTERM
-"""The exit code of what was told to end."""
+_SIGNALLED = 128 + signal.SIGTERM
+"""The exit code after a signal."""
 
 
 class WorkerNode(Node):
-    """This node's share; while it lives, the registry says so."""
+    """This node's share of the service; it writes an entry of its own into the registry."""
 
     def __init__(
         self,
@@ -61,24 +60,24 @@ class WorkerNode(Node):
         self._start_id = start
         self._url = url
         self._lock = lock
-        self._beaten = 0.0
+        self._beat_at = 0.0
         self._state: Literal["starting", "ready"] = "starting"
 
     def check(self) -> bool:
-        if time.monotonic() - self._beaten >= HEARTBEAT:
+        if time.monotonic() - self._beat_at >= HEARTBEAT:
             self._beat()
         return super().check()
 
     def ready(self) -> None:
-        """Tell so."""
+        """Register as ready."""
         self._state = "ready"
         self._beat()
 
-    def _begin_elsewhere(self) -> None:
+    def _before_parts(self) -> None:
         self.dir.create()
 
     def _beat(self) -> None:
-        self._beaten = time.monotonic()
+        self._beat_at = time.monotonic()
         entry = RegistryEntry(
             name=self._name,
             boot_id=self._start_id,
@@ -98,13 +97,13 @@ def main() -> int:
     try:
         return guarded(lambda: _run(args))
     except Terminated:
-        # Code 0 would say that training is done, also where it was not the first node that told
-        # this one to end.
-        return _TOLD
+        # Code 0 would mean that training is done, also where the signal did not come from the head
+        # node.
+        return _SIGNALLED
 
 
 def _at_once(number: int, frame: FrameType | None) -> None:
-    # It is sent again, and must not interrupt the end.
+    # The signal is sent again, and must not interrupt the end.
     signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
@@ -113,15 +112,15 @@ def _arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m any_agent.launcher.slurm.worker_node")
     add = parser.add_argument
     add("--config", required=True, type=Path, help="the run's resolved YAML")
-    add("--token", required=True, help="what the first node left in the run's folder")
-    add("--start", required=True, help="which start of this node this is")
-    add("--index", required=True, type=int, help="which of the job's nodes this is")
-    add("--node", required=True, help="its name in Slurm")
-    add("--ranks", required=True, help="numbers, separated by commas")
+    add("--token", required=True, help="the token that the head node wrote into the run's folder")
+    add("--start", required=True, help="the id of this start of the node")
+    add("--index", required=True, type=int, help="the node's index in the job")
+    add("--node", required=True, help="the node's name in Slurm")
+    add("--ranks", required=True, help="the node's ranks, separated by commas")
     add("--public-url", required=True)
-    add("--training", type=int, help="which of the training nodes this is")
+    add("--training", type=int, help="the node's index among the training nodes")
     add("--training-nodes", type=int, default=1)
-    add("--first-trainer", type=int, help="which of the job's nodes has the trainer's rank 0")
+    add("--first-trainer", type=int, help="the index of the node with the trainer's rank 0")
     return parser.parse_args()
 
 
@@ -132,23 +131,23 @@ def _run(args: argparse.Namespace) -> int:
     run = run_dir_of(config)
     set_up_logging(config.log_level, secrets=config.secrets())
     trains = args.training is not None
-    within = float(max(0.5 * config.cluster.warning, config.cluster.warning - _LAST))
+    within = float(max(0.5 * config.cluster.warning, config.cluster.warning - _RESERVED))
 
-    def told(number: int, frame: FrameType | None) -> None:
-        # The first node tells when it is time, and waits no longer than it can.
+    def drain(number: int, frame: FrameType | None) -> None:
+        # The head node sends the signal in time, and waits no longer than it can.
         raise Terminated(within if trains else None)
 
-    signal.signal(signal.SIGUSR1, told)
-    signal.signal(signal.SIGTERM, told)
+    signal.signal(signal.SIGUSR1, drain)
+    signal.signal(signal.SIGTERM, drain)
     name = f"node-{args.index}"
     say = partial(print, flush=True)
     address = node_address(args.node, config.cluster.network)
     port = meeting_port(args.token)
     first = trains and args.training == 0
     with ExitStack() as stack:
-        lock = stack.enter_context(_alone(run, name))
+        lock = stack.enter_context(_node_lock(run, name))
         if first and args.training_nodes > 1:
-            stack.enter_context(_reserved(address, port))
+            stack.enter_context(_reserve_meeting_port(address, port))
         place = NodeRole(
             host=address,
             ranks=tuple(int(rank) for rank in args.ranks.split(",") if rank),
@@ -169,31 +168,31 @@ def _run(args: argparse.Namespace) -> int:
         )
         with node:
             node.ready()
-            # Its steps are told by the first node.
+            # The head node prints the trainer's steps.
             while not node.check() or not trains:
                 time.sleep(_POLL_INTERVAL)
     return 0
 
 
 def meeting_port(token: str) -> int:
-    """Where the training nodes of one start of a job meet: of all starts, hardly two the same."""
+    """Return the port where the training nodes of one start of a job meet; few starts share one."""
     return 20_000 + int(token[:8], 16) % 12_000
 
 
-def _reserved(address: str, port: int) -> socket.socket:
+def _reserve_meeting_port(address: str, port: int) -> socket.socket:
     try:
         return reserve(address, port)
     except ConfigError:
         raise StartupError(
-            f"the port {port} of {address}, where the training nodes meet, is taken: start the job "
-            "again, and it is another one"
+            f"port {port} of {address}, where the training nodes meet, is in use: submit the job "
+            "again, which takes another port"
         ) from None
 
 
 def _training(
     config: Config, run: RunDir, args: argparse.Namespace, address: str, port: int
 ) -> TrainingNodes | None:
-    """How this node finds the others that train; StartupError if the first of them is missing."""
+    """Return where the training nodes meet; StartupError if the first of them is missing."""
     if args.training_nodes == 1:
         return None
     if args.training > 0:
@@ -209,24 +208,25 @@ def _address_of(run: RunDir, name: str, within: float) -> str:
         if registry.heard(name) and (entry := registry.get(name)) is not None:
             return urlsplit(entry.url).hostname or ""
         if time.monotonic() >= deadline:
-            raise StartupError(f"{name}, the first training node, is not there after {within:g} s")
+            raise StartupError(
+                f"{name}, the first training node, did not register within {within:g} s"
+            )
         time.sleep(HEARTBEAT)
 
 
 @contextmanager
-def _alone(run: RunDir, name: str) -> Iterator[int]:
-    """Wait until the last process of an earlier start of this node is gone; a locked file."""
+def _node_lock(run: RunDir, name: str) -> Iterator[int]:
+    """Wait for the processes of an earlier start of this node to end; yield a locked file."""
     with open(run.path / f"{name}.lock", "w") as file:
-        deadline = time.monotonic() + _PREDECESSOR
+        deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
         while not locked(file):
             if time.monotonic() >= deadline:
                 raise StartupError(
-                    f"an earlier start of {name} still runs after {_PREDECESSOR:g} s"
+                    f"an earlier start of {name} still runs after {_PREDECESSOR_TIMEOUT:g} s"
                 )
             time.sleep(0.2)
         yield file.fileno()
 
 
 if __name__ == "__main__":
-    code = main()
-    sys.exit(code)
+    sys.exit(main())

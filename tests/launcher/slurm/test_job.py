@@ -8,8 +8,15 @@ import pytest
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.slurm import job as jobs
-from any_agent.launcher.slurm.job import SlurmJob, ask, current_job, node_address, require_program
-from any_agent.launcher.slurm.shared_folder import mark, require_shared
+from any_agent.launcher.slurm.job import (
+    SlurmJob,
+    current_job,
+    mark,
+    node_address,
+    require_program,
+    require_shared,
+    run_slurm,
+)
 from any_agent.rundir.layout import RunDir
 
 
@@ -44,7 +51,7 @@ def test_a_job_as_its_variables_tell_it(scontrol: Path) -> None:
 
 def test_without_slurm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
-    for call in (lambda: require_program("sbatch"), lambda: ask(["sbatch", "x"])):
+    for call in (lambda: require_program("sbatch"), lambda: run_slurm(["sbatch", "x"])):
         with pytest.raises(ConfigError, match="sbatch is not found: this machine has no Slurm"):
             call()
 
@@ -53,7 +60,7 @@ def test_a_program_that_fails(scontrol: Path, tmp_path: Path) -> None:
     scontrol.write_text("Unable to contact slurm controller")
     (tmp_path / "fails").touch()
     with pytest.raises(StartupError, match=r"scontrol show node failed: Unable to contact"):
-        ask(["scontrol", "show", "node", "n1"])
+        run_slurm(["scontrol", "show", "node", "n1"])
 
 
 @pytest.mark.parametrize(

@@ -11,8 +11,7 @@ import pytest
 
 from any_agent.errors import StartupError
 from any_agent.launcher.slurm import __main__ as command
-from any_agent.launcher.slurm import submit
-from any_agent.launcher.slurm.submit import script
+from any_agent.launcher.slurm.__main__ import script
 from any_agent.rundir.layout import RunDir
 from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
@@ -31,7 +30,7 @@ def submitted(lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch) -> 
     """Submit with these arguments, of a run with an admin key; the exit code."""
     monkeypatch.setenv("ANY_AGENT_SERVER__ADMIN_KEY", KEY)
     monkeypatch.delenv("SLURM_JOB_ID", raising=False)
-    monkeypatch.setattr(submit, "_SETTLED", 0.0)
+    monkeypatch.setattr(command, "_SETTLE_SECONDS", 0.0)
     settings = lab.home / "my.yaml"
     settings.write_text(f"root: {lab.home / 'runs'}\nmodel: {{path: {lab.home / 'model'}}}\n")
 
@@ -162,8 +161,8 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, str] | BaseExceptio
             raise answer
         return answer
 
-    monkeypatch.setattr(submit, "_jobs", jobs)
-    monkeypatch.setattr(submit, "_POLL_INTERVAL", 0.0)
+    monkeypatch.setattr(command, "_jobs", jobs)
+    monkeypatch.setattr(command, "_POLL_INTERVAL", 0.0)
     return answers
 
 
@@ -173,20 +172,20 @@ def test_a_job_that_ends_before_its_service_listens(
 ) -> None:
     looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
     with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): {tmp_path}/log says"):
-        submit._until_listening("name", "7", tmp_path / "log", print)
+        command._until_listening("name", "7", tmp_path / "log", print)
 
 
 def test_a_wait_can_be_left(
     looks: list[Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     looks += [{"7": "PENDING"}, KeyboardInterrupt()]
-    assert submit._until_listening("name", "7", tmp_path / "log", print) == 0
-    assert "goes on, nobody waits for it here; scancel 7" in capsys.readouterr().out
+    assert command._until_listening("name", "7", tmp_path / "log", print) == 0
+    assert "goes on; scancel 7" in capsys.readouterr().out
 
 
 def test_slurm_may_be_away_for_a_moment(looks: list[Any], tmp_path: Path) -> None:
-    away = [StartupError("squeue failed")] * submit._MAX_FAILURES
+    away = [StartupError("squeue failed")] * command._MAX_FAILURES
     looks += [*away, {"7": "RUNNING"}, *away, StartupError("squeue failed for good")]
     with pytest.raises(StartupError, match="for good"):
-        submit._until_listening("name", "7", tmp_path / "log", print)
+        command._until_listening("name", "7", tmp_path / "log", print)
     assert looks == []

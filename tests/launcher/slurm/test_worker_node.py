@@ -15,7 +15,7 @@ import yaml
 
 from any_agent.launcher import journal_storage as journals
 from any_agent.launcher.slurm import worker_node as member
-from any_agent.launcher.slurm.shared_folder import mark
+from any_agent.launcher.slurm.job import mark
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from tests.support.launcher.children import until

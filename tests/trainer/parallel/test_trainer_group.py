@@ -14,7 +14,7 @@ from any_agent.config import Config, TrainConfig, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
 from any_agent.launcher.node_role import NodeRole, TrainingNodes
-from any_agent.launcher.training import trainer_arguments
+from any_agent.launcher.starter import trainer_arguments
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
 from trainer.parallel.network_interface import interface_of

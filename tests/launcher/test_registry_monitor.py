@@ -1,4 +1,4 @@
-"""Who is taken for hung, and when nobody is. The clock and the parts are the test's."""
+"""Which parts are taken for hung, and disks that are full. Clock and parts are the test's."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from typing import cast
 import pytest
 
 from any_agent.launcher.component import Component
-from any_agent.launcher.hang_detector import TIMEOUT, HangDetector
+from any_agent.launcher.registry_monitor import SILENCE_TIMEOUT as TIMEOUT
+from any_agent.launcher.registry_monitor import RegistryMonitor
+from any_agent.rundir.registry import RegistryEntry, publish
 
-KILLED = f"has not been heard of for {TIMEOUT:g} s"
+KILLED = f"has sent no heartbeat for {TIMEOUT:g} s"
 
 
 class FakePart:
@@ -42,7 +44,7 @@ class Lab:
         self.parts = {name: FakePart(self, name) for name in ("engine-0", "rank-0", "trainer")}
         self.rank, self.trainer = self.parts["rank-0"], self.parts["trainer"]
         parts = cast(dict[str, Component], self.parts)
-        self.silence = HangDetector(registry, parts, clock=lambda: self.now)
+        self.monitor = RegistryMonitor(registry, parts, print, clock=lambda: self.now)
         self.rank.beat()
         self.trainer.beat()
 
@@ -52,7 +54,7 @@ class Lab:
             self.now += step
             for part in alive:
                 part.beat()
-            self.silence.look()
+            self.monitor.poll()
 
     @property
     def killed(self) -> list[str]:
@@ -91,7 +93,7 @@ def test_time_in_which_nobody_looked_does_not_count(lab: Lab) -> None:
     lab.pass_(10, lab.rank, lab.trainer)
     lab.now += 100 * TIMEOUT
     lab.trainer.beat()
-    lab.silence.look()
+    lab.monitor.poll()
     lab.pass_(10, lab.rank, lab.trainer)
     assert lab.killed == []
 
@@ -110,3 +112,25 @@ def test_each_life_has_its_own_time(lab: Lab) -> None:
     lab.rank.pid = 2
     lab.pass_(TIMEOUT - 5, lab.trainer)
     assert lab.killed == []
+
+
+def test_a_full_disk_and_its_end_are_said_once(tmp_path: Path) -> None:
+    now, said = 0.0, list[str]()
+    monitor = RegistryMonitor(tmp_path, {}, said.append, clock=lambda: now)
+
+    def rank(full: bool) -> None:
+        nonlocal now
+        publish(
+            tmp_path,
+            RegistryEntry(name="rank-0", boot_id="b", url="http://x", pid=1, store_full=full),
+        )
+        for _ in range(3):
+            now += 2.0
+            monitor.poll()
+
+    for full in (False, True, False):
+        rank(full)
+    assert said == [
+        "rank 0    its disk is full: calls get 507 until there is space",
+        "rank 0    its disk has space again",
+    ]

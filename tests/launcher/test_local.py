@@ -10,7 +10,8 @@ import pytest
 
 from any_agent.errors import ConfigError
 from any_agent.launcher import local
-from any_agent.launcher.script_path import SERVICE, found_script, is_service, service_script
+from any_agent.launcher.local import SERVICE_SCRIPT as SERVICE
+from any_agent.launcher.local import find_script, is_service, service_script
 from any_agent.launcher.slurm import __main__ as slurm
 from tests.support.e2e.serving import environment
 
@@ -23,14 +24,14 @@ def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_script_is_found_here_first(tmp_path: Path) -> None:
-    assert found_script(SERVICE) == service_script() == ROOT / "trainer" / SERVICE
-    assert found_script(f"trainer/{SERVICE}") == service_script()
+    assert find_script(SERVICE) == service_script() == ROOT / "trainer" / SERVICE
+    assert find_script(f"trainer/{SERVICE}") == service_script()
     (tmp_path / SERVICE).write_text("print('mine')\n")
-    assert found_script(SERVICE) == Path(SERVICE)
+    assert find_script(SERVICE) == Path(SERVICE)
     assert is_service(service_script()) and not is_service(Path(SERVICE))
     for missing in ("train.py", f"other/{SERVICE}"):
         with pytest.raises(ConfigError, match=f"there is no script {missing} in {tmp_path}"):
-            found_script(missing)
+            find_script(missing)
 
 
 def test_a_script_of_ones_own_is_not_spread_over_nodes(
@@ -46,7 +47,7 @@ def test_only_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> No
     for module, name in ((local, "local"), (slurm, "slurm")):
         assert module.main([]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: which script? e.g. any_agent.launcher.{name} {SERVICE}")
+        assert said.startswith(f"error: no script is named: any_agent.launcher.{name} {SERVICE}")
 
 
 def test_without_slurm_the_way_to_go_on_is_said(
@@ -85,7 +86,7 @@ def test_this_machine_runs_the_script_in_the_launchers_place(tmp_path: Path) -> 
 def test_which_script_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--config", "x"]):
         assert local.main(arguments) == 2
-        assert "which script?" in capsys.readouterr().err
+        assert "no script is named" in capsys.readouterr().err
     assert local.main(["nothing.py"]) == 2
     assert "there is no script nothing.py" in capsys.readouterr().err
     assert local.main(["--help"]) == 0

@@ -1,0 +1,86 @@
+"""Watches the parts' registry entries: for parts that hang, and for disks without room."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from any_agent.launcher.component import Component
+from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Registry, Stamp, read_stamp
+
+SILENCE_TIMEOUT = 30.0
+"""Seconds without a heartbeat after which a part is killed."""
+
+
+@dataclass(slots=True)
+class _Heartbeat:
+    id: tuple[int, Stamp]
+    """The process's id, and what tells one write of its entry from the next."""
+    silence: float = 0.0
+    """Seconds since the entry changed."""
+
+
+class RegistryMonitor:
+    """Kills a ready part that has stopped to write its registry entry; engines write none.
+
+    It also prints once when a rank's journal has no room left, and once when it has some again.
+    """
+
+    def __init__(
+        self,
+        registry: Path,
+        parts: Mapping[str, Component],
+        say: Callable[[str], None],
+        *,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._folder = registry
+        self._registry = Registry(registry)
+        self._parts = parts
+        self._say = say
+        self._clock = clock
+        self._polled_at = clock()
+        self._heartbeats: dict[str, _Heartbeat] = {}
+        self._full: set[str] = set()
+
+    def poll(self) -> None:
+        """Look at every entry, at most once per heartbeat; call it several times a second."""
+        now = self._clock()
+        passed = now - self._polled_at
+        if passed < HEARTBEAT:
+            return
+        self._polled_at = now
+        for part in self._parts.values():
+            # In a longer pause of this process the others may have been suspended, too.
+            self._listen(part, min(passed, 2 * HEARTBEAT))
+        # When no part is heard, the disk takes no writes, or shows none.
+        if any(beat.silence < SILENT_AFTER for beat in self._heartbeats.values()):
+            silent = [n for n, b in self._heartbeats.items() if b.silence >= SILENCE_TIMEOUT]
+            for name in silent:
+                del self._heartbeats[name]
+                self._parts[name].kill(f"has sent no heartbeat for {SILENCE_TIMEOUT:g} s")
+        self._check_disks()
+
+    def _listen(self, part: Component, passed: float) -> None:
+        stamp = read_stamp(self._folder, part.name) if part.state == "ready" else None
+        if stamp is None:
+            self._heartbeats.pop(part.name, None)
+            return
+        beat = self._heartbeats.get(part.name)
+        if beat is None or beat.id != (part.pid, stamp):
+            self._heartbeats[part.name] = _Heartbeat((part.pid, stamp))
+        else:
+            beat.silence += passed
+
+    def _check_disks(self) -> None:
+        self._registry.refresh()
+        for entry in self._registry.entries():
+            label = f"{entry.name.replace('-', ' '):<9}"
+            if entry.store_full and entry.name not in self._full:
+                self._full.add(entry.name)
+                self._say(f"{label} its disk is full: calls get 507 until there is space")
+            elif not entry.store_full and entry.name in self._full:
+                self._full.remove(entry.name)
+                self._say(f"{label} its disk has space again")
