@@ -1,19 +1,21 @@
-"""Training: the loop, the algorithm, and what a researcher's script calls."""
+"""Training: the loop, the algorithms, and the trainer that a researcher's script uses."""
 
 from __future__ import annotations
 
+from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trainer.advantage import register_advantage_estimator
     from trainer.grpo_trainer import GRPOTrainer, PPOTrainer
+    from trainer.loss import register_loss
 
-__all__ = ["GRPOTrainer", "PPOTrainer"]
+__all__ = ["GRPOTrainer", "PPOTrainer", "register_advantage_estimator", "register_loss"]
+_MODULES = {"register_advantage_estimator": "advantage", "register_loss": "loss"}
 
 
 def __getattr__(name: str) -> Any:
-    """Import them when they are used: they bring torch."""
+    """Import a public name when it is first used: most of them bring torch."""
     if name not in __all__:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    from trainer import grpo_trainer
-
-    return getattr(grpo_trainer, name)
+    return getattr(import_module(f"trainer.{_MODULES.get(name, 'grpo_trainer')}"), name)

@@ -21,10 +21,12 @@ _STOPPED = 143
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(prog="python -m trainer", description="Trains one run.")
+    parser = argparse.ArgumentParser(prog="python -m trainer", description="Train one run.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument(
-        "--host", default="127.0.0.1", help="where the service's other machines ask for metrics"
+        "--host",
+        default="127.0.0.1",
+        help="address at which other machines read the metrics",
     )
     args = parser.parse_args()
     try:
@@ -41,31 +43,32 @@ def main() -> int:
 def _train(config: Config, host: str) -> int:
     import transformers
 
-    from trainer.parallel.roles import follow, joined, leading
+    from trainer.parallel.roles import follow, join_processes, lead
     from trainer.world import started_together
 
     transformers.utils.logging.disable_progress_bar()
     launched = os.getpid()
     if started_together() > 1:
-        # These are in sessions of their own: nobody else would end them with who started them.
+        # They are in sessions of their own: nothing else ends them with the process that started
+        # them.
         launched = os.getppid()
         die_with_parent(launched, signal.SIGKILL)
-    world = joined(config.train)
+    world = join_processes(config.train)
     if world is not None and not world.leads:
         follow(world, config.train)
         return 0
-    with leading(world) as crew:
-        return _lead(config, host, crew, launched)
+    with lead(world) as group:
+        return _lead(config, host, group, launched)
 
 
-def _lead(config: Config, host: str, crew: TrainerGroup | None, launched: int) -> int:
+def _lead(config: Config, host: str, group: TrainerGroup | None, launched: int) -> int:
     from trainer.loop import TrainingLoop
     from trainer.metrics_server import TrainerHeartbeat
 
-    trainer = TrainingLoop(config, crew=crew)
-    # After the step under way, so that what was trained is kept.
+    trainer = TrainingLoop(config, group=group)
+    # It ends after the current step, with a checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-    present = TrainerHeartbeat(
+    heartbeat = TrainerHeartbeat(
         trainer.dir.registry,
         trainer.metrics,
         signer=signer_of(trainer.dir),
@@ -73,12 +76,12 @@ def _lead(config: Config, host: str, crew: TrainerGroup | None, launched: int) -
         host=host,
         pid=launched,
     )
-    with present:
+    with heartbeat:
         return 0 if trainer.train() else _STOPPED
 
 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # Taking torch apart would cost the interpreter seconds that a stop does not have.
+    # Without the interpreter's shutdown: unloading torch takes seconds that a stop lacks.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""Advantages: each interaction's reward against the mean of its group's sessions.
+"""Advantage estimators by name. GRPO's: each interaction's reward against its group's mean.
 
 No torch here: rewards are few, float64, and the arithmetic is to be read.
 """
@@ -6,13 +6,17 @@ No torch here: rewards are few, float64, and the arithmetic is to be read.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
+
+from any_agent.config import TrainConfig
+from any_agent.runtime.named_registry import NamedRegistry
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation before dividing, as in TRL."""
 _SAME = 1e-8
-"""Scores whose spread is below this share of their size are equal: what is left is rounding."""
+"""Scores whose spread is below this share of their size are equal: the rest is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +25,7 @@ class SessionRewards:
 
     ``rewards`` are r(i), after they ran back through the tree. ``counted`` marks the interactions
     that are trainable in kind and not discarded; only those make the score and get an advantage.
-    Staleness plays no part: it is masked later.
+    Staleness plays no part here: it is masked later.
     """
 
     rewards: Sequence[float]
@@ -36,10 +40,10 @@ class SessionRewards:
 
     @property
     def score(self) -> float | None:
-        """The mean of r over the counted interactions.
+        """The mean of r over the counted interactions; None if none counts.
 
-        None if none counts: such a session says nothing about the policy, so it stands neither in
-        the baseline nor in the standard deviation, rather than as a made-up 0.
+        Such a session has no information about the policy, so it enters neither the baseline nor
+        the standard deviation, rather than as an invented 0.
         """
         counted = [r for r, c in zip(self.rewards, self.counted, strict=True) if c]
         return math.fsum(counted) / len(counted) if counted else None
@@ -47,7 +51,7 @@ class SessionRewards:
 
 @dataclass(frozen=True, slots=True)
 class GroupAdvantages:
-    """What one group's sessions are worth.
+    """The advantages of one group's sessions.
 
     ``advantages[s][i]`` belongs to interaction i of session s; 0.0 where it is not counted.
     ``std`` has ddof 1 and is None where fewer than two scores exist; for a group of one,
@@ -59,13 +63,45 @@ class GroupAdvantages:
     baseline: float | None
     std: float | None
     zero_variance: bool
-    """Nothing to learn from: the caller drops the group and refills. Its advantages are all 0."""
+    """There is nothing to learn from: the caller drops the group and refills. Its advantages are
+    all 0."""
+
+
+AdvantageEstimator: TypeAlias = Callable[
+    [Sequence[Sequence[SessionRewards]], TrainConfig], list[GroupAdvantages]
+]
+"""Returns the advantages of every group of one batch, in their order."""
+ESTIMATORS: NamedRegistry[AdvantageEstimator] = NamedRegistry(
+    "advantage estimator", "train.advantage_estimator"
+)
+
+
+def register_advantage_estimator(
+    name: str,
+) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+    """Decorate an estimator, so that `train.advantage_estimator` can name it in this process."""
+    return lambda estimator: ESTIMATORS.register(name, estimator)
+
+
+def estimate_advantages(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Estimate the advantages of one batch by the configured estimator.
+
+    Raises ConfigError, with the known names, for an unknown estimator.
+    """
+    return ESTIMATORS.find(config.advantage_estimator or config.preset)(groups, config)
+
+
+@register_advantage_estimator("grpo")
+def _grpo(groups: Sequence[Sequence[SessionRewards]], config: TrainConfig) -> list[GroupAdvantages]:
+    return group_advantages(groups, normalize_std=config.normalize_std)
 
 
 def group_advantages(
     groups: Sequence[Sequence[SessionRewards]], *, normalize_std: bool = True
 ) -> list[GroupAdvantages]:
-    """``A(i) = (r(i) - b) / (std + 1e-4)`` for every group of one batch.
+    """Compute ``A(i) = (r(i) - b) / (std + 1e-4)`` for every group of one batch.
 
     b is the mean and std the deviation (ddof 1) of the scores of the group's sessions, each
     counting once however many turns it has. ``normalize_std=False`` gives Dr.GRPO's advantages.
@@ -101,7 +137,7 @@ def group_advantages(
 
 
 def _pool(group: Sequence[SessionRewards]) -> list[float]:
-    """The scores that a group's baseline and deviation are taken over."""
+    """Return the scores that a group's baseline and deviation are taken over."""
     return [score for session in group if (score := session.score) is not None]
 
 

@@ -1,7 +1,7 @@
-"""From sessions to the rows of one optimizer step.
+"""The rows of one optimizer step, made from sessions.
 
-A session is a leased :class:`Trajectory`, whose tree is still to be scored, or a
-:class:`SampledSession` that a workflow of this process returned, as rows.
+A session is a leased :class:`Trajectory`, whose tree is still to be scored, or the rows of a
+:class:`SampledSession` that a workflow of this process returned.
 """
 
 from __future__ import annotations
@@ -19,38 +19,37 @@ from any_agent.record import InteractionTree, discarded, interaction_row, propag
 from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory
-from trainer.advantage import SessionRewards, group_advantages
+from trainer.advantage import SessionRewards, estimate_advantages
 from trainer.packing import Row, mask_stale, with_training_signal
 
 log = logging.getLogger(__name__)
 
 Session: TypeAlias = Trajectory | SampledSession
 Group: TypeAlias = Sequence[Session]
-"""Sessions that share a baseline."""
+"""The sessions that share a baseline."""
 
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """Rows of one step, and what its sessions came to."""
+    """The rows of one step, and what became of its sessions."""
 
     rows: list[Row] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
-    """Sessions with at least one token in the loss."""
+    """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """Sessions without one, and why: `stale` or `too_long` (they count in their baseline), or
+    """The other sessions, and why: `stale` or `too_long` (they count in their baseline), or
     `untrainable`."""
     sampled: set[str] = field(default_factory=set)
-    """Those of both that a workflow of this process returned; ranks hold the others."""
+    """The sessions of both that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
-    """Optimizer steps between each trained token's version and now."""
+    """The optimizer steps between each trained token's version and this step."""
 
 
 def session_rewards(session: Session, discount: float) -> SessionRewards:
-    """r of each interaction after it ran back through the tree, and whether it counts.
+    """Return each interaction's reward after propagation through the tree, and whether it counts.
 
-    In the precision of a row, wherever it comes from. Of a sampled session's rows it has run back
-    already.
+    Rewards have a row's precision. Those of a sampled session's rows are propagated already.
     """
     if isinstance(session, SampledSession):
         return SessionRewards(
@@ -66,15 +65,6 @@ def session_rewards(session: Session, discount: float) -> SessionRewards:
     )
 
 
-def without_signal(group: Group, config: TrainConfig) -> str | None:
-    """Why a group teaches nothing, or None: its sessions all have the same score."""
-    rewards = [session_rewards(session, config.discount) for session in group]
-    if all(r.score is None for r in rewards):
-        return "untrainable"
-    (judged,) = group_advantages([rewards], normalize_std=config.normalize_std)
-    return "zero_variance" if judged.zero_variance else None
-
-
 def training_batch(
     groups: Sequence[Group],
     config: TrainConfig,
@@ -84,16 +74,16 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
 ) -> TrainingBatch:
-    """Advantages over the groups, then one row per counted interaction, stale tokens masked.
+    """Estimate advantages over the groups, then make one row per counted interaction.
 
-    ``temperature`` is what rows were sampled at that do not say.
+    Stale tokens are masked. ``temperature`` is that of rows that do not state their own.
     """
     rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
-    judged = group_advantages(rewards, normalize_std=config.normalize_std)
+    estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
-    for group, group_rewards, worth in zip(groups, rewards, judged, strict=True):
+    for group, group_rewards, estimate in zip(groups, rewards, estimates, strict=True):
         for session, r, advantages, score in zip(
-            group, group_rewards, worth.advantages, worth.scores, strict=True
+            group, group_rewards, estimate.advantages, estimate.scores, strict=True
         ):
             if score is not None:
                 batch.scores.append(score)
@@ -103,16 +93,16 @@ def training_batch(
             longest = max((row["input_ids"].shape[0] for row in rows), default=0)
             if config.max_row_tokens is not None and longest > config.max_row_tokens:
                 log.warning(
-                    "session %s is not trained on: a row of it has %d tokens, and "
-                    "train.max_row_tokens is %d",
+                    "session %s is not trained on: one of its rows has %d tokens, above "
+                    "train.max_row_tokens=%d",
                     *(session.session_id, longest, config.max_row_tokens),
                 )
                 batch.rejected[session.session_id] = "too_long"
                 continue
-            fresh = [
+            rows = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
-            left = [row for row in fresh if bool(row["loss_mask"].any())]
+            left = [row for row in rows if bool(row["loss_mask"].any())]
             batch.rows += left
             for row in left:
                 trained = row["versions"][row["loss_mask"].bool()].tolist()
@@ -125,7 +115,7 @@ def training_batch(
 
 
 def in_stable_order(group: Group) -> Group:
-    """By what was said, wherever it came from: the numbers of runs side by side are chance."""
+    """Sort a group's sessions by their tokens: the numbers of concurrent runs are chance."""
     return sorted(group, key=_tokens_of)
 
 
@@ -138,12 +128,12 @@ def _tokens_of(session: Session) -> list[bytes]:
 
 
 def tokens_of(batch: TrainingBatch) -> list[int]:
-    """Trained tokens of each row."""
+    """Return the number of trained tokens of each row."""
     return [int(row["loss_mask"].sum()) for row in batch.rows]
 
 
 def sampled_in(groups: Sequence[Group], temperature: float) -> list[SampledSession]:
-    """Those that ranks know nothing of; ``temperature`` is what rows had that do not say."""
+    """Return the sessions that no rank has; ``temperature`` is that of rows without their own."""
     return [
         replace(one, temperatures=[temperature if t is None else t for t in one.temperatures])
         for group in groups
@@ -153,7 +143,7 @@ def sampled_in(groups: Sequence[Group], temperature: float) -> list[SampledSessi
 
 
 def versions_in(groups: Sequence[Group]) -> set[int]:
-    """Every version that sampled one of their tokens."""
+    """Return every weight version that sampled one of their tokens."""
     sampled: list[npt.NDArray[np.int32]] = []
     for session in (session for group in groups for session in group):
         if isinstance(session, SampledSession):
@@ -166,7 +156,7 @@ def versions_in(groups: Sequence[Group]) -> set[int]:
 def _rows(
     session: Session, rewards: SessionRewards, advantages: Sequence[float], temperature: float
 ) -> list[Row]:
-    """Those of the counted interactions, with all that the loss wants to know of them."""
+    """Return the rows of the counted interactions, with the inputs of the loss."""
     return [
         with_training_signal(row_to_tensors(row), advantage=advantage, temperature=at)
         for (row, at), counted, advantage in zip(
@@ -179,7 +169,7 @@ def _rows(
 def _plain_rows(
     session: Session, rewards: SessionRewards, temperature: float
 ) -> Iterator[tuple[PlainRow, float]]:
-    """Every interaction's row, and what it was sampled at."""
+    """Yield every interaction's row and its sampling temperature."""
     if isinstance(session, SampledSession):
         for row, at in zip(session.rows, session.temperatures, strict=True):
             yield row, temperature if at is None else at

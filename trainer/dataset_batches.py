@@ -1,4 +1,4 @@
-"""Batches of a workflow's runs on a dataset."""
+"""Batches that a workflow samples on a dataset."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from trainer.manifests import Manifest
 from trainer.zero_variance import ZeroVarianceGroups
 
 GROUP = "data-"
-"""What a sampled group's id begins with; its item's position follows."""
+"""The prefix of a sampled group's id; its item's position follows."""
 
 
 class TrainingDataset(Protocol):
-    """What is trained on: a list of dictionaries, a Hugging Face dataset, or the like."""
+    """A dataset to train on: a list of dictionaries, a Hugging Face dataset, or the like."""
 
     def __len__(self) -> int: ...
 
@@ -32,10 +32,10 @@ class TrainingDataset(Protocol):
 
 
 class DatasetBatches:
-    """Sessions that a workflow samples, item by item, in an order that survives stops.
+    """A :class:`BatchSource` of sessions that a workflow samples, in an order that survives stops.
 
-    Each position of the dataset is done with once: by the step that took its group, or because
-    nothing came of it. What was under way when the trainer ended is run again.
+    Each position of the dataset is finished once: by the step that took its group, or because it
+    gave nothing to train on. Runs under way when the trainer ended are repeated.
     """
 
     def __init__(
@@ -46,15 +46,15 @@ class DatasetBatches:
         accept: Callable[[Any], bool] | None,
         executor: WorkflowExecutor,
     ) -> None:
-        """``accept`` looks at an item's trajectories, as one batch of tensors. ``executor`` runs
-        them; it is started and stopped here."""
+        """``accept`` judges an item's trajectories, as one batch of tensors. ``executor`` runs the
+        workflow; it is started and stopped here."""
         self._config = config
         self._dataset = as_dataset(dataset, "train_dataset")
         self._workflow = workflow
         self._accept = None if accept is None else partial(self._accepted, accept)
-        self._dull = ZeroVarianceGroups(config.train)
+        self._zero_variance = ZeroVarianceGroups(config.train)
         self.executor = executor
-        self.begun = False
+        self.started = False
         self._positions = DatasetCursor(
             len(self._dataset),
             seed=config.train.seed,
@@ -62,7 +62,7 @@ class DatasetBatches:
             epochs=config.train.epochs,
         )
         self._left_out: set[int] = set()
-        """Done with, and in no manifest yet."""
+        """Finished positions that no manifest has yet."""
         self._lock = threading.Lock()
 
     @property
@@ -79,7 +79,7 @@ class DatasetBatches:
 
     def begin(self, version: int) -> None:
         self.executor.start()
-        self.begun = True
+        self.started = True
         self.executor.release(version)
 
     def stop(self) -> None:
@@ -103,15 +103,15 @@ class DatasetBatches:
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
-        """Calls of workflows to the engines wait meanwhile."""
-        if not self.begun:
+        """Let workflows' calls to the engines wait while the weights change to ``version``."""
+        if not self.started:
             yield
             return
         self.executor.hold(version)
         try:
             yield
         except BaseException:
-            # Each engine says itself which weights it has.
+            # Each engine reports which weights it has.
             self.executor.release(None)
             raise
         self.executor.release(version)
@@ -122,15 +122,15 @@ class DatasetBatches:
 
     def settle(self, taken: Manifest, step: int | None) -> None:
         if step is None:
-            # Nobody wrote down that they are done with: the next manifest does.
+            # No manifest says that they are finished: the next one will.
             self._leave_out(taken.positions)
         else:
             with self._lock:
                 self._left_out.difference_update(taken.positions)
             self._positions.consumed(taken.positions)
-        if self.begun and (step is None or step < self._config.train.steps):
-            # Before it began, a step was made again, and nobody waits for its room; after the last
-            # one nobody wants what would come of it.
+        if self.started and (step is None or step < self._config.train.steps):
+            # Before the start a step was repeated, which occupies no place; after the last one
+            # there is no use for further runs.
             self.executor.settled([f"{GROUP}{position}" for position in taken.positions])
 
     def state(self) -> Mapping[str, Any]:
@@ -150,24 +150,24 @@ class DatasetBatches:
         sessions = self._config.sessions
         if len(group) < min(sessions.min_group_size, sessions.group_size):
             return "group_too_small"
-        reason = self._dull.without_signal(group)
-        self._require_lively()
+        reason = self._zero_variance.reject_reason(group)
+        self._require_signal()
         return reason
 
     def _accepted(self, accept: Callable[[Any], bool], tensors: Any) -> bool:
         accepted = accept(tensors)
         if not accepted:
-            self._dull.dull("not_accepted")
-            self._require_lively()
+            self._zero_variance.count("not_accepted")
+            self._require_signal()
         return accepted
 
-    def _require_lively(self) -> None:
-        """TrainingError where item after item teaches nothing: that would go on for ever."""
-        if self._dull.in_a_row >= self._config.rollout.max_dull_groups:
+    def _require_signal(self) -> None:
+        """Raise TrainingError after too many items without a signal: it would never end."""
+        if self._zero_variance.consecutive >= self._config.rollout.max_dull_groups:
             raise TrainingError(
-                f"{self._dull}. If that is the least an item can score the items are too hard, or "
-                "the reward function never finds what it looks for; if it is the most, they are "
-                "learned. rollout.max_dull_groups says how many are borne"
+                f"{self._zero_variance}. If that is the lowest possible score, the items are too "
+                "hard or the reward function never finds what it looks for; if it is the highest, "
+                "they are learned. rollout.max_dull_groups sets how many such groups are allowed"
             )
 
     def _leave_out(self, positions: Sequence[int]) -> None:

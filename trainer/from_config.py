@@ -1,19 +1,32 @@
-"""A run's settings as the policy, the loss and the random generators take them."""
+"""The parts of a trainer, made from the run's configuration."""
 
 from __future__ import annotations
 
 import logging
 import random
-from dataclasses import asdict, replace
+from collections.abc import Sequence
+from dataclasses import asdict
+from typing import Any
 
 import numpy as np
 import torch
+from transformers import AutoConfig
 
+from any_agent import load_hf_tokenizer
+from any_agent.auth.access import signer_of
 from any_agent.config import Config, TrainConfig
+from any_agent.config.script import sampling_of
+from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError
+from any_agent.rollout import WorkflowExecutor
+from any_agent.rundir.layout import RunDir
 from any_agent.workflow import WorkflowLike
-from trainer.loss import LossConfig, preset
+from any_agent.workflow.dump import TrajectoryDump
+from any_agent.workflow.openai_proxy import AgentService
+from trainer.advantage import ESTIMATORS
+from trainer.loss import LOSSES, LossConfig
 from trainer.policy import Policy, PolicyConfig
+from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
 
@@ -21,7 +34,10 @@ log = logging.getLogger(__name__)
 def chosen_workflow(
     config: Config, setting: str, given: WorkflowLike | None
 ) -> WorkflowLike | None:
-    """Return what a script gives, else what settings name; ConfigError for two that differ."""
+    """Return the workflow that a script passes, else the one that the settings name.
+
+    Raises ConfigError if these are two different ones.
+    """
     named: str = getattr(config, setting, "")
     if given is None or not named:
         return named or None if given is None else given
@@ -29,21 +45,27 @@ def chosen_workflow(
     called = given if isinstance(given, str) else f"{kind.__module__}.{kind.__qualname__}"
     if called != named:
         raise ConfigError(
-            f"the script trains {setting}={called}, and its settings say {setting}={named}: leave "
+            f"the script trains {setting}={called}, but its settings name {setting}={named}: leave "
             f"the setting out, or have the script call trainer.train() without {setting}"
         )
     return given
 
 
+def require_algorithm(c: TrainConfig) -> None:
+    """Raise ConfigError, with the known names, for an unknown preset, estimator or loss."""
+    ESTIMATORS.find(c.advantage_estimator or c.preset)
+    LOSSES.find(c.loss or c.preset)
+
+
 def loss_config(c: TrainConfig) -> LossConfig:
-    """The preset's loss with the run's constants."""
-    chosen = replace(preset(c.preset).loss, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
+    """Return the run's loss and its constants."""
+    chosen = LossConfig(c.loss or c.preset, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
     log.debug("loss: %s", asdict(chosen))
     return chosen
 
 
 def policy_config(c: TrainConfig) -> PolicyConfig:
-    """Optimizer and device; ConfigError for a device that is not there."""
+    """Return optimizer and device settings; ConfigError for a device that is not there."""
     device = _device(c.device)
     return PolicyConfig(
         lr=c.lr,
@@ -59,19 +81,64 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
 
 
 def set_optimizer(policy: Policy, c: TrainConfig) -> None:
-    """The optimizer's state goes on; its settings are those of this start."""
+    """Give a restored optimizer the settings of this start; its state stays."""
     for group in policy.optimizer.param_groups:
         group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
 
 
 def seed_all(seed: int) -> None:
+    """Seed the generators of torch, numpy and Python."""
     torch.manual_seed(seed)
     np.random.seed(seed % 2**32)
     random.seed(seed)
 
 
+def agent_service(c: Config, run_dir: RunDir, url: str) -> AgentService:
+    """Return where agents' calls go, with the run's own key, also after its secret was changed."""
+    signer = signer_of(run_dir)
+    return AgentService(
+        url,
+        lambda: signer.run_key,
+        mode=c.rollout.agent.mode,
+        export_style=c.rollout.agent.export_style,
+        discount=c.train.discount,
+        max_workers=c.rollout.agent.max_workers,
+        timeout=c.rollout.agent.timeout,
+    )
+
+
+def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor:
+    """Return the executor of resolved workflows on running engines; it is not started yet."""
+    tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
+    pool = EnginePool(
+        engine_urls,
+        kind=c.engine.kind,
+        decode=tokenizer.decode,
+        update_mode=c.engine.update_mode,
+        update_wait=c.engine.update_wait,
+        request_timeout=c.engine.request_timeout,
+    )
+    return WorkflowExecutor(
+        pool,
+        c.rollout,
+        sampling=sampling_of(c),
+        eval_sampling=sampling_of(c, c.eval.temperature),
+        dump=TrajectoryDump.of(c, _dump_tokenizer(c, tokenizer).decode),
+        timeout=c.sessions.ttl,
+        discount=c.train.discount,
+        vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
+    )
+
+
+def _dump_tokenizer(c: Config, tokenizer: Any) -> Any:
+    """Return the tokenizer of dumped episodes; ``tokenizer`` is the model's own."""
+    if not (c.rollout.tokenizer_path and c.rollout.dump_to_file):
+        return tokenizer
+    return load_hf_tokenizer(c.rollout.tokenizer_path)
+
+
 def _dtype(wanted: str, device: str) -> torch.dtype | None:
-    """What passes compute in; None: float32, as the weights."""
+    """Return the type that passes compute in; None: float32, as the weights."""
     if wanted == "auto":
         wanted = "bfloat16" if device == "cuda" else "float32"
     return torch.bfloat16 if wanted == "bfloat16" else None

@@ -28,12 +28,11 @@ from any_agent.workflow.resolve import require_workflow
 from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.dataset_batches import DatasetBatches, TrainingDataset
 from trainer.evaluation import TrialEvaluation
-from trainer.from_config import chosen_workflow, policy_config
+from trainer.from_config import agent_service, chosen_workflow, policy_config, workflow_executor
 from trainer.loop import TrainingLoop
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.parallel.roles import follow, joined, leading
+from trainer.parallel.roles import follow, join_processes, lead
 from trainer.parallel.trainer_group import TrainerGroup
-from trainer.rollouts import agent_service, workflow_executor
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
 from trainer.world import World
@@ -90,7 +89,7 @@ class GRPOTrainer:
         self._service = LocalService(config, say=say, failed=self._service_failed)
         self._entered = self._serving = self._followed = False
         self._world: World | None = None
-        self._crew: TrainerGroup | None = None
+        self._group: TrainerGroup | None = None
         self._loop: TrainingLoop | None = None
         self._evaluation: TrialEvaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
@@ -111,7 +110,7 @@ class GRPOTrainer:
         policy_config(self.config.train)
         # The lines of a run are its steps.
         transformers_logging.disable_progress_bar()
-        self._world = joined(self.config.train)
+        self._world = join_processes(self.config.train)
         if self._led:
             self._entered = True
             return self
@@ -120,7 +119,7 @@ class GRPOTrainer:
         self._signals.take()
         self._entered = True
         try:
-            self._crew = self._stack.enter_context(leading(self._world))
+            self._group = self._stack.enter_context(lead(self._world))
             if self.train_dataset is None:
                 self._serve()
         except BaseException as error:
@@ -279,7 +278,7 @@ class GRPOTrainer:
             make_source=make_source,
             say=self._say,
             evaluate=self._evaluation or (lambda step, last: None),
-            crew=self._crew,
+            group=self._group,
         )
 
     def _resolve(
@@ -294,7 +293,7 @@ class GRPOTrainer:
         Without a workflow of its own an evaluation runs the one that is trained, with its arguments
         unless it has others.
         """
-        agents = agent_service(self.config, self.dir, self._service)
+        agents = agent_service(self.config, self.dir, self._service.local_url)
         runs = None
         if workflow is not None:
             runs = resolve_workflow(workflow, kwargs, agents=agents)
@@ -315,7 +314,7 @@ class GRPOTrainer:
             return None
 
         def opened() -> AbstractContextManager[WorkflowExecutor]:
-            if source is not None and source.begun:
+            if source is not None and source.started:
                 return nullcontext(source.executor)
             return nullcontext(self._own_executor())
 
@@ -334,7 +333,7 @@ class GRPOTrainer:
         )
 
     def _make_executor(self) -> WorkflowExecutor:
-        return workflow_executor(self.config, self._service)
+        return workflow_executor(self.config, self._service.engine_urls)
 
     def _own_executor(self) -> WorkflowExecutor:
         """Of evaluations where nothing else runs workflows: one for all, as these may hold on to

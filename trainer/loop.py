@@ -1,7 +1,6 @@
-"""The training loop: wait for a batch, step, publish, acknowledge, keep a checkpoint.
+"""The training loop: wait for a batch, step, publish, acknowledge, write a checkpoint.
 
-A :class:`trainer.batch_source.BatchSource` gives the batches: external agents,
-or a workflow's runs on a dataset.
+The batches come from a :class:`trainer.batch_source.BatchSource`.
 """
 
 from __future__ import annotations
@@ -41,14 +40,12 @@ from trainer.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from trainer.consumed_sessions import ConsumedSessions
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
-from trainer.manifests import Manifest, ManifestStore
+from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, last_reported
 from trainer.parallel.trainer_group import TrainerGroup
-from trainer.policy import Policy, PolicyConfig, StepResult
-from trainer.publisher import TIMEOUT, Publisher
-from trainer.run_status import RunStatus, announce, announce_best_effort
+from trainer.policy import Policy, StepResult
+from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
 from trainer.step_report import describe_step, step_line
 from trainer.weight_folders import tokenizer_of
 from trainer.zero_variance import ZeroVarianceGroups
@@ -57,19 +54,18 @@ log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
 _ANNOUNCE_INTERVAL = 60.0
-"""Seconds of waiting for a batch after which a person is told."""
-
+"""Seconds of waiting for a batch between two lines on the console."""
 _ZERO_VARIANCE_NOTICE = 8
-"""Groups in a row."""
+"""Consecutive groups without variance after which these lines mention them."""
 
 
 class TrainingLoop:
-    """Trains the policy of one run, whose service is there.
+    """Trains the policy of one run, whose service is running.
 
-    ``make_source`` is given the executor that talks to the ranks; by default external agents are
-    trained on. ``say`` is told what a person wants to know. ``evaluate`` is called at the start,
-    after every step, and when all is done, with the number of steps behind the weights that are
-    served, and whether no more will follow. ``crew`` are the processes that train with this one.
+    ``make_source`` gets the executor of the ranks; by default external agents are trained on.
+    ``say`` gets the lines for the console. ``evaluate`` is called at the start, after every step,
+    and at the end, with the number of steps behind the served weights, and True if no more steps
+    follow. ``group`` are the processes that train with this one.
     """
 
     def __init__(
@@ -79,15 +75,14 @@ class TrainingLoop:
         make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches,
         say: Callable[[str], None] = log.info,
         evaluate: Callable[[int, bool], None] = lambda step, last: None,
-        crew: TrainerGroup | None = None,
+        group: TrainerGroup | None = None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
         self._say = say
         self._evaluate = evaluate
         self._consumed = ConsumedSessions()
-        self._dull = ZeroVarianceGroups(config.train)
-        """Of external agents."""
+        self._zero_variance = ZeroVarianceGroups(config.train)
         self._epoch: int | None = None
         signer = signer_of(self.dir)
         self._executor = LeaseExecutor(
@@ -102,7 +97,7 @@ class TrainingLoop:
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             consumed=self._consumed,
-            reject=self._dull.without_signal,
+            reject=self._zero_variance.reject_reason,
         )
         self._source = make_source(self._executor)
         self.metrics = TrainerMetrics(lambda: self._source.rejected)
@@ -112,36 +107,36 @@ class TrainingLoop:
         self.policy: Policy
         self._tokenizer: Path
         self.loaded = False
-        """Model, optimizer and counters are there."""
+        """Model, optimizer and counters are loaded."""
         self._saved_step: int | None = None
         self._saved_state: Mapping[str, Any] | None = None
-        """Of the source."""
+        """The source's state in the latest checkpoint."""
         self.checkpoint: Path | None = None
         self._failed_steps = 0
         self._reported = 0
-        """The last step that `metrics.jsonl` had a line of at the start."""
+        """The last step with a line in `metrics.jsonl` at the start."""
         self._stopping = False
         self._exhausted = False
-        """The dataset has nothing left."""
+        """The dataset has no items left."""
         self._failure: BaseException | None = None
-        self._crew = crew
-        if crew is not None:
-            crew.when_lost(self.fail)
+        self._group = group
+        if group is not None:
+            group.when_lost(self.fail)
 
     def stop(self) -> None:
-        """End after the step under way, with a checkpoint; safe in a signal handler."""
+        """End after the current step, with a checkpoint; safe in a signal handler."""
         self._stopping = True
         self._source.interrupt()
 
     def fail(self, error: BaseException) -> None:
-        """The service is gone, say: :meth:`train` raises this instead of waiting on."""
+        """Let :meth:`train` raise ``error`` instead of waiting on: the service is gone."""
         self._failure = error
         self._source.interrupt()
 
     def train(self) -> bool:
         """Make the configured number of optimizer steps, from the latest checkpoint if any.
 
-        False if it was stopped before.
+        Returns False if it was stopped before the last step.
         """
         self._load()
         self._epoch = self.dir.next_epoch()
@@ -150,7 +145,7 @@ class TrainingLoop:
         try:
             self._catch_up()
             if not self._done:
-                announce(self._executor, "training", self._news)
+                announce(self._executor, "training", self._status)
                 self._source.begin(self._publisher.version)
             try:
                 if not self._done:
@@ -164,7 +159,7 @@ class TrainingLoop:
             if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
                 self._save()
             elif self._exhausted and self._source.state() != self._saved_state:
-                # What came to nothing at the end of the data: it must not come again.
+                # The last items gave nothing to train on: a restart must not run them again.
                 self._save()
             if self._done:
                 self._finish()
@@ -179,7 +174,7 @@ class TrainingLoop:
                     self._executor.stop()
 
     def _finish(self) -> None:
-        announce(self._executor, "finished", self._news)
+        announce(self._executor, "finished", self._status)
         self._executor.flush()
         with suppress(InterruptedError):
             self._evaluate(self.policy.steps, True)
@@ -195,7 +190,7 @@ class TrainingLoop:
         groups = self._wait()
         if not groups:
             self._exhausted = True
-            self._say(f"data      all items are done with, at step {self.policy.steps}")
+            self._say(f"data      all items are finished, at step {self.policy.steps}")
             return
         waited = time.perf_counter()
         taken = self._manifest(groups)
@@ -207,7 +202,7 @@ class TrainingLoop:
             tokens=tokens_of(batch),
         )
         if batch.rows:
-            # What a step is about to consume is on disk before it changes anything.
+            # The manifest is on disk before the step changes anything.
             self._manifests.write(taken, sampled_in(groups, self.config.sampling.temperature))
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
@@ -216,8 +211,9 @@ class TrainingLoop:
         published = time.perf_counter()
         self._settle(batch, taken, self.policy.steps if result is not None else None)
         if result is None:
-            log.warning("no step on a batch: %s", dict(Counter(batch.rejected.values())))
-            # All of it may have been too old because an engine lost its weights.
+            reasons = dict(Counter(batch.rejected.values()))
+            log.warning("a batch gave no step; its sessions were rejected: %s", reasons)
+            # All sessions may have been too old because an engine lost its weights.
             self._publisher.repair()
             return
         self._report(
@@ -229,12 +225,12 @@ class TrainingLoop:
         )
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
-            announce_best_effort(self._executor, self._news)
+            announce_best_effort(self._executor, self._status)
         if not self._done:
             self._evaluate(self.policy.steps, False)
 
     def _manifest(self, groups: list[Group]) -> Manifest:
-        """What the next step is to take, as far as it is known before the batch is made."""
+        """Return the next step's manifest, as far as it is known before the batch is made."""
         c = self.config
         return Manifest(
             step=self.policy.steps + 1,
@@ -244,21 +240,14 @@ class TrainingLoop:
             tokens=[],
             versions=dict(self._publisher.versions.steps_of(versions_in(groups))),
             eta=c.rollout.eta,
-            discount=c.train.discount,
-            normalize_std=c.train.normalize_std,
-            max_row_tokens=c.train.max_row_tokens,
+            **{name: getattr(c.train, name) for name in Manifest.SETTINGS},
             positions=self._source.positions_of(groups),
         )
 
     def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
-        settings = {
-            "discount": taken.discount,
-            "normalize_std": taken.normalize_std,
-            "max_row_tokens": taken.max_row_tokens,
-        }
         return training_batch(
             groups,
-            self.config.train.model_copy(update=settings),
+            self.config.train.model_copy(update=taken.settings),
             step=taken.step - 1,
             eta=taken.eta,
             step_of_version=taken.versions,
@@ -266,7 +255,7 @@ class TrainingLoop:
         )
 
     def _optimize(self, batch: TrainingBatch, taken: Manifest) -> StepResult | None:
-        """One optimizer step; None where there is nothing to train on, or it is not finite."""
+        """Make one optimizer step; None if there is nothing to train on, or it is not finite."""
         if not batch.rows:
             return None
         try:
@@ -274,23 +263,23 @@ class TrainingLoop:
                 batch.rows, self.config.train.micro_batch_tokens, self._loss, entropy=True
             )
         except FloatingPointError as error:
-            # No step was made, so there is none to be made again.
+            # No step was made, so none is to be repeated.
             self._manifests.remove(taken.step)
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
                 raise TrainingError(
-                    f"{self._failed_steps} steps in a row were not finite, the last one: {error}; "
-                    "lower train.lr, or look at the rewards in metrics.jsonl"
+                    f"{self._failed_steps} consecutive steps were not finite, the last: {error}; "
+                    "lower train.lr, or check the rewards in metrics.jsonl"
                 ) from error
-            log.error("a batch is left out, the weights are unchanged: %s", error)
+            log.error("a batch is skipped and the weights are unchanged: %s", error)
             batch.rejected |= dict.fromkeys(batch.trained, "not_finite")
             batch.trained = []
             return None
         except Exception:
             log.error(
-                "step %d failed, and is made again at each start, from %s: if memory ran out, here "
-                "or in a process beside, lower train.micro_batch_tokens; to leave it out, remove "
-                "that file and any later ones",
+                "step %d failed, and every start repeats it from %s: if memory ran out, here or in "
+                "another training process, lower train.micro_batch_tokens; to skip the step, "
+                "remove that file and any later ones",
                 *(taken.step, self._manifests.path(taken.step)),
             )
             raise
@@ -302,7 +291,7 @@ class TrainingLoop:
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
 
     def _settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
-        """Remember what this step, or none, consumed, and tell whoever it came from."""
+        """Record the sessions that this step, or no step, consumed; acknowledge them."""
         leased = [id for id in batch.trained if id not in batch.sampled]
         refused = {id: why for id, why in batch.rejected.items() if id not in batch.sampled}
         self._consumed.add(leased, refused, step)
@@ -313,37 +302,37 @@ class TrainingLoop:
         self.metrics.settled(batch.trained, batch.rejected)
 
     def _wait(self) -> list[Group]:
-        """The next batch; empty where there is none any more."""
+        """Wait for the next batch; empty if there will be no more."""
         while True:
             try:
                 groups = self._source.next_batch(timeout=_ANNOUNCE_INTERVAL)
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self._say_waiting(error)
+                self._announce_waiting(error)
 
-    def _say_waiting(self, error: TimeoutError) -> None:
+    def _announce_waiting(self, error: TimeoutError) -> None:
         lines = [f"waiting   for trajectories: {error}"]
-        if self._dull.in_a_row >= _ZERO_VARIANCE_NOTICE:
-            lines.append(f"waiting   {self._dull}. Other tasks or rewards would help")
+        if self._zero_variance.consecutive >= _ZERO_VARIANCE_NOTICE:
+            lines.append(f"waiting   {self._zero_variance}. Other tasks or rewards would help")
         self._announce(*lines)
 
     def _announce(self, *lines: str) -> None:
         for line in lines:
             self._say(line)
-        # For whoever looks at the run from another process. Training does not end for want of it.
+        # For another process that watches the run. A failed write does not end training.
         with suppress(OSError):
             write_atomic(self.dir.waiting, "\n".join(lines) + "\n")
 
     # -- resume --------------------------------------------------------------------------------
 
     def _catch_up(self) -> None:
-        """Make the steps again that came after the checkpoint, and bring the ranks up to date.
+        """Repeat the steps that came after the checkpoint, and bring the ranks up to date.
 
-        Each is made from its manifest: the same sessions in the same order, masked and scored
-        with the same settings. So whatever a killed trainer was at, the run goes on as if it had
-        not been killed, and no session has an effect twice. Only where a rank's journal is gone
-        with its machine it goes on from before the first step that this takes away.
+        Each is repeated from its manifest: the same sessions in the same order, masked and scored
+        with the same settings. So whatever a killed trainer was doing, the run continues as if it
+        had not been killed, and no session has an effect twice. Only where a rank's journal is lost
+        with its machine does the run continue from before the first step that needs it.
         """
         replayed = {}
         for step in (later := self._manifests.after(self.policy.steps)):
@@ -354,7 +343,7 @@ class TrainingLoop:
             except NotFound as error:
                 if error.code != "session_not_found":
                     raise
-                self._give_up([taken for taken in later if taken >= step], error)
+                self._abandon([taken for taken in later if taken >= step], error)
                 break
         self._publisher.resume(
             self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
@@ -362,21 +351,20 @@ class TrainingLoop:
         self.metrics.now(step=self.policy.steps, version=self._publisher.version)
         if replayed:
             for step, (batch, taken) in replayed.items():
-                # One that is not finite was no step.
+                # A step that is not finite was none.
                 self._settle(batch, taken, step if batch.trained else None)
-            made = _steps(list(replayed))
-            self._say(f"trainer   made {made} again, from what the manifests say was taken")
+            self._say(f"trainer   repeated {_steps(list(replayed))} from the manifests")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
 
-    def _give_up(self, steps: list[int], error: NotFound) -> None:
-        """Another history begins before these. None of it is trained on twice: a checkpoint knows
-        what it has, and of these steps it has nothing."""
+    def _abandon(self, steps: list[int], error: NotFound) -> None:
+        """Begin another history before these steps. Nothing is trained on twice: the checkpoint
+        lists the sessions it contains, and contains none of these steps."""
         self._manifests.set_aside(steps)
         self._announce(
-            f"trainer   {_steps(steps)} cannot be made again, as a rank has lost its journal "
-            f"({error.message}): resuming at step {self.policy.steps}; what was taken is told "
-            f"in {self.dir.manifests / 'lost-*.json'}"
+            f"trainer   {_steps(steps)} cannot be repeated, because a rank has lost its journal "
+            f"({error.message}): resuming at step {self.policy.steps}; the sessions of these steps "
+            f"are listed in {self.dir.manifests / 'lost-*.json'}"
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
@@ -388,27 +376,26 @@ class TrainingLoop:
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
         result = self._optimize(batch, taken)
         if result is not None and taken.step > self._reported:
-            # It was killed before it could tell of this step.
+            # The trainer was killed before it could report this step.
             self._report(batch, result, wait=0, train=0, publish=0)
-        return replace(batch, rows=[], ages=[]), taken  # kept until all of them are published
+        return replace(batch, rows=[], ages=[]), taken  # kept until all are published
 
     # -- weights, checkpoints, files -----------------------------------------------------------
 
     def _load(self) -> None:
-        """The policy: from the latest checkpoint, else from the configured model."""
+        """Load the policy from the latest checkpoint, else from the configured model."""
         c = self.config.train
         seed_all(c.seed)
         self._reported = last_reported(self.dir.metrics)
         settings = policy_config(c)
         latest = latest_checkpoint(self.dir.checkpoints)
         if latest is None:
-            self.policy = self._made(self.config.model.path, settings)
+            load = Policy.load if self._group is None else self._group.load
+            self.policy = load(self.config.model.path, settings)
             self._tokenizer = tokenizer_of(self.config.model.path)
             return
-        if self._crew is None:
-            self.policy, state = load_checkpoint(latest, settings)
-        else:
-            self.policy, state = self._crew.load_checkpoint(latest, settings)
+        resume = load_checkpoint if self._group is None else self._group.load_checkpoint
+        self.policy, state = resume(latest, settings)
         self._tokenizer = latest
         set_optimizer(self.policy, c)
         self._saved_step = self.policy.steps
@@ -416,13 +403,7 @@ class TrainingLoop:
         self._source.load(state.get("dataset"))
         self._saved_state = self._source.state()
         self.checkpoint = latest
-        self._say(f"trainer   resuming at step {self.policy.steps}, of {latest}")
-
-    def _made(self, model: str, settings: PolicyConfig) -> Policy:
-        """From the configured model."""
-        if self._crew is None:
-            return Policy.load(model, settings)
-        return self._crew.load(model, settings)
+        self._say(f"trainer   resuming at step {self.policy.steps}, from {latest}")
 
     def _save(self) -> None:
         state = self._state()
@@ -433,7 +414,7 @@ class TrainingLoop:
             state,
             keep=self.config.train.keep_checkpoints,
         )
-        # Where the policy came from may just have been pruned.
+        # The checkpoint that the policy came from may just have been pruned.
         self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps
         self._saved_state = state.get("dataset")
@@ -441,13 +422,13 @@ class TrainingLoop:
         log.info("checkpoint %s", self.checkpoint)
 
     def _state(self) -> Mapping[str, Any]:
-        """What a checkpoint keeps beside weights and optimizer."""
+        """Return what a checkpoint stores beside weights and optimizer."""
         dataset = self._source.state()
         state = {"version": self._publisher.version, **self._consumed.dump()}
         return state if dataset is None else state | {"dataset": dataset}
 
     @property
-    def _news(self) -> RunStatus:
+    def _status(self) -> RunStatus:
         whole = list_checkpoints(self.dir.checkpoints)
         return RunStatus(
             step=self.policy.steps,
@@ -456,7 +437,7 @@ class TrainingLoop:
         )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
-        # A step that is made again is not published by itself.
+        # A repeated step is not published by itself.
         version = self._publisher.versions.highest
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))

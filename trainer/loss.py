@@ -1,4 +1,4 @@
-"""The policy loss over a flat list of trained tokens, and its presets.
+"""Losses by name, over a flat list of trained tokens. GRPO's is the clipped policy loss:
 
 ``L = -(1/N) sum_t w_t * min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t)`` with
 ``rho = pi_theta / pi_prox`` and ``w = stop_grad(min(pi_prox / mu, C))``: PPO's clip
@@ -9,27 +9,29 @@ importance weights for what engine and trainer compute differently.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field, fields
-from types import MappingProxyType
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from any_agent.errors import ConfigError
+from any_agent.runtime.named_registry import NamedRegistry
 
 _LOG_RATIO_LIMIT = 20.0
-"""The mismatch is a gauge: one absurd token shall show, not turn it into infinity."""
+"""Bounds the mismatch, a gauge: one absurd token shows in it, and does not make it infinite."""
 
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """The loss's constants.
+    """The loss by its registered or dotted name, and its constants.
 
     ``eps_low`` and ``eps_high`` are the clip's distances from 1, ``is_cap`` is C,
     ``kl_coef`` scales the penalty to a reference policy (0: no reference is needed).
     """
 
+    name: str = "grpo"
     eps_low: float = 0.2
     eps_high: float = 0.28
     is_cap: float = 5.0
@@ -42,36 +44,16 @@ class LossConfig:
             raise ConfigError("is_cap must be positive and kl_coef must not be negative")
 
 
-@dataclass(frozen=True, slots=True)
-class Preset:
-    """An algorithm: its loss, and whether advantages are divided by the deviation."""
-
-    loss: LossConfig = field(default_factory=LossConfig)
-    normalize_std: bool = True
-
-
-PRESETS: Mapping[str, Preset] = MappingProxyType({"grpo": Preset()})
-
-
-def preset(name: str) -> Preset:
-    """The preset of this name; ConfigError with the known ones if there is none."""
-    try:
-        return PRESETS[name]
-    except KeyError:
-        known = ", ".join(sorted(PRESETS))
-        raise ConfigError(f"no algorithm preset {name!r}; known: {known}") from None
-
-
 @dataclass(slots=True)
 class LossStats:
     """Sums over trained tokens, so that micro-batches and ranks add up exactly.
 
-    Means come out of :meth:`means`. ``entropy`` is nan where it was not asked for.
+    :meth:`means` gives the means. ``entropy`` is nan where it was not requested.
     """
 
     tokens: int = 0
     loss: float = 0.0
-    """Already divided by N: the parts of one batch add up to its loss."""
+    """The loss, already divided by N: the parts of one batch add up to its loss."""
     ratio: float = 0.0
     clipped_low: float = 0.0
     clipped_high: float = 0.0
@@ -86,7 +68,7 @@ class LossStats:
         return LossStats(*(a + b for a, b in pairs))
 
     def means(self) -> dict[str, float]:
-        """``loss`` and ``tokens`` as they are, everything else per trained token.
+        """Return ``loss`` and ``tokens`` as they are, everything else per trained token.
 
         ``mismatch`` is ``E[r - log r - 1]``, r = pi_prox / mu: how far the engine's
         log-probabilities are from the trainer's (an estimate of their KL divergence, nats).
@@ -95,6 +77,31 @@ class LossStats:
         whole = {"tokens": float(self.tokens), "loss": self.loss}
         rest = (f.name for f in fields(self) if f.name not in whole)
         return whole | {name: getattr(self, name) / n for name in rest}
+
+
+class Loss(Protocol):
+    """A loss function; :func:`policy_loss` states what it is given and what it returns."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        behaviour: Tensor,
+        advantages: Tensor,
+        *,
+        total_tokens: int,
+        config: LossConfig,
+        reference: Tensor | None = None,
+        entropies: Tensor | None = None,
+        place: Callable[[int], str] = ...,
+    ) -> tuple[Tensor, LossStats]: ...
+
+
+LOSSES: NamedRegistry[Loss] = NamedRegistry("loss", "train.loss")
+
+
+def register_loss(name: str) -> Callable[[Loss], Loss]:
+    """Decorate a loss, so that `train.loss` can name it in this process."""
+    return lambda loss: LOSSES.register(name, loss)
 
 
 def policy_loss(
@@ -109,7 +116,7 @@ def policy_loss(
     entropies: Tensor | None = None,
     place: Callable[[int], str] = "trained token {}".format,
 ) -> tuple[Tensor, LossStats]:
-    """The loss's share of these tokens, a scalar to call ``backward`` on, and its statistics.
+    """Return the loss's share of these tokens, a scalar to call ``backward`` on, and statistics.
 
     All tensors are float, shape [n], one entry per trained token, natural logarithms:
     ``logprobs`` of pi_theta (with gradient), ``behaviour`` of mu as recorded, ``proximal`` of
@@ -121,7 +128,7 @@ def policy_loss(
     (http://joschu.net/blog/kl-approx.html); the importance weight does not apply to it, as in TRL.
 
     Raises ValueError on shapes that do not match or a missing reference, FloatingPointError with
-    the token's ``place`` where anything that goes in, or the loss of a token, is not finite.
+    the token's ``place`` where an input, or the loss of a token, is not finite.
     """
     if config.kl_coef and reference is None:
         raise ValueError("kl_coef needs the reference policy's log-probabilities")
@@ -172,6 +179,9 @@ def policy_loss(
             entropy=float("nan") if entropies is None else float(entropies.sum()),
         )
     return loss, stats
+
+
+LOSSES.register("grpo", policy_loss)
 
 
 def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> None:

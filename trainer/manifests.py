@@ -1,17 +1,19 @@
-"""What each optimizer step took: written, durably, before the step changes anything.
+"""Manifests: the sessions of each optimizer step, durable before the step changes anything.
 
-A trainer that resumes from a checkpoint makes the steps that came after it again, from these.
+A trainer that resumes from a checkpoint repeats the later steps from their manifests.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any, ClassVar
 
 from any_agent.errors import TrainingError
+from any_agent.rollout import Consumed
 from any_agent.rundir.layout import write_json
 from any_agent.types import SampledSession
 from trainer.sampled_rows import read_sessions, write_sessions
@@ -22,15 +24,24 @@ _NAME = re.compile(r"step-(\d{8,})\.json")
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One step: its sessions in their order, and all that decides on what they are worth."""
+    """One step: its sessions in their order, and all settings that decide on their advantages."""
+
+    SETTINGS: ClassVar = (
+        "discount",
+        "normalize_std",
+        "max_row_tokens",
+        "preset",
+        "advantage_estimator",
+    )
+    """The fields that are settings of `train`."""
 
     step: int
-    """The optimizer steps made once this one is."""
+    """The number of optimizer steps once this one is made."""
     groups: list[list[str]]
     """Every session of the batch by its group, also those with nothing to train on."""
     trained: list[str]
     rejected: dict[str, str]
-    """Session and reason."""
+    """Reasons by session."""
     tokens: list[int]
     """Trained tokens of each row."""
     versions: dict[int, int]
@@ -39,9 +50,16 @@ class Manifest:
     discount: float
     normalize_std: bool
     positions: list[int] = field(default_factory=list)
-    """Items of the dataset that are done with by this step: those of its groups, and those that
-    were left out since the step before, because nothing came of them."""
+    """The items of the dataset that this step finishes: those of its groups, and those that were
+    left out since the step before, because they gave nothing to train on."""
     max_row_tokens: int | None = None
+    preset: str = "grpo"
+    advantage_estimator: str = ""
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The settings of `train` that the step was made with."""
+        return {name: getattr(self, name) for name in self.SETTINGS}
 
     @property
     def sessions(self) -> list[str]:
@@ -50,29 +68,29 @@ class Manifest:
     def require_same(
         self, trained: Sequence[str], rejected: Mapping[str, str], tokens: Sequence[int]
     ) -> None:
-        """TrainingError where these are not what the step trained on."""
+        """Raise TrainingError where these differ from what the step trained on."""
         if (trained, rejected, tokens) == (self.trained, self.rejected, self.tokens):
             return
         differ = set(trained) ^ set(self.trained)
         differ |= {id for id, _ in rejected.items() ^ self.rejected.items()}
-        how = f"of {', '.join(sorted(differ)[:8])}" if differ else "in their order or tokens"
+        how = f"in {', '.join(sorted(differ)[:8])}" if differ else "in their order or tokens"
         raise TrainingError(
-            f"step {self.step} cannot be made again as it was: its {len(self.sessions)} sessions "
-            f"are others now, {how}; it trained on {sum(self.tokens)} tokens, now there are "
+            f"step {self.step} cannot be repeated exactly: its {len(self.sessions)} sessions "
+            f"have changed {how}; it trained on {sum(self.tokens)} tokens, now there are "
             f"{sum(tokens)}"
         )
 
 
 class ManifestStore:
-    """The manifests of a run, one file per step, and beside it what its sampled sessions hold."""
+    """The manifests of a run, one file per step, and beside it the rows of its sampled sessions."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
     def write(self, manifest: Manifest, sampled: Sequence[SampledSession] = ()) -> None:
-        """On disk when it returns. Those of later steps, of a history given up, are removed."""
+        """Write a manifest durably, and remove those of later steps: an abandoned history's."""
         if sampled:
-            # First: what a manifest names can be had.
+            # First: a manifest names nothing that is missing.
             write_sessions(self._rows(manifest.step), sampled)
         write_json(self.path(manifest.step), {"format": FORMAT, **asdict(manifest)})
         for step in self.steps():
@@ -80,7 +98,7 @@ class ManifestStore:
                 self.remove(step)
 
     def read(self, step: int) -> Manifest:
-        """Raises TrainingError for a file that is none of this version's."""
+        """Read a step's manifest; TrainingError for a file that this version cannot read."""
         path = self.path(step)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
@@ -92,17 +110,17 @@ class ManifestStore:
             raise TrainingError(f"{path} cannot be read: {error}") from error
 
     def sampled(self, step: int) -> Mapping[str, SampledSession]:
-        """Those of a step's sessions that no rank's journal holds, by id; raises as `read`."""
+        """Return a step's sessions that no rank's journal has, by id; raises as :meth:`read`."""
         return read_sessions(self._rows(step))
 
     def after(self, step: int) -> list[int]:
-        """The later steps that were taken; TrainingError where one in between is missing."""
+        """Return the later steps with a manifest; TrainingError where one in between is missing."""
         later = [taken for taken in self.steps() if taken > step]
         if later != list(range(step + 1, step + 1 + len(later))):
             raise TrainingError(
-                f"the newest usable checkpoint is of step {step}, but of the steps after it only "
-                f"{_listed(later)} left manifests in {self._folder}; remove these files to go on "
-                "from that checkpoint without them"
+                f"the newest usable checkpoint is of step {step}, but of the later steps only "
+                f"{_listed(later)} have manifests in {self._folder}; remove these files to "
+                "continue from that checkpoint without them"
             )
         return later
 
@@ -115,22 +133,23 @@ class ManifestStore:
         self._rows(step).unlink(missing_ok=True)
 
     def set_aside(self, steps: Sequence[int]) -> None:
-        """These cannot be made again: keep what they took for whoever wants to know, under other
-        names. ``steps`` are the last ones, in their order."""
-        for step in reversed(steps):  # the last one first: stopped anywhere it leaves no gap
+        """Rename the manifests of steps that cannot be repeated to `lost-*`, for people to read.
+
+        ``steps`` are the last ones, in their order.
+        """
+        for step in reversed(steps):  # the last first: an interruption leaves no gap
             for path in (self._rows(step), self.path(step)):
                 if path.exists():
                     path.replace(path.with_name(path.name.replace("step-", "lost-", 1)))
 
     def prune(self, oldest: int) -> None:
-        """Remove those that no resume needs: from ``oldest``, the oldest checkpoint's step, on
-        they are kept."""
+        """Remove the manifests that no resume needs: those up to the oldest checkpoint's step."""
         for step in self.steps():
             if step <= oldest:
                 self.remove(step)
 
     def path(self, step: int) -> Path:
-        """Where a step's manifest lies."""
+        """Return the path of a step's manifest."""
         return self._folder / f"step-{step:08d}.json"
 
     def _rows(self, step: int) -> Path:
@@ -139,3 +158,30 @@ class ManifestStore:
 
 def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
+
+
+_MAX_REMEMBERED = 65_536
+"""Session ids: many times what can be finalized and not yet acknowledged."""
+
+
+class ConsumedSessions(dict[str, Consumed]):
+    """The fate of each session that a batch took, the oldest first, so that none counts twice."""
+
+    def add(self, trained: Iterable[str], rejected: Mapping[str, str], step: int | None) -> None:
+        """Record the sessions that ``step``, or no step, took; ``rejected`` has the reasons."""
+        self |= {id: Consumed(step) for id in trained}
+        self |= {id: Consumed(step, why) for id, why in rejected.items()}
+        while len(self) > _MAX_REMEMBERED:
+            del self[next(iter(self))]
+
+    def dump(self) -> dict[str, Any]:
+        """Return the record as plain JSON."""
+        return {
+            "consumed": {id: taken.rejected for id, taken in self.items()},
+            "steps": {id: taken.step for id, taken in self.items() if taken.step is not None},
+        }
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Add what :meth:`dump` returned; an earlier version wrote no ``steps``."""
+        steps = state.get("steps", {})
+        self |= {id: Consumed(steps.get(id), why) for id, why in state["consumed"].items()}

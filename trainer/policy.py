@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from any_agent.engine.alignment import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.logprobs import logprobs_of
-from trainer.loss import LossConfig, LossStats, policy_loss
+from trainer.loss import LOSSES, LossConfig, LossStats
 from trainer.packing import (
     Batch,
     Row,
@@ -260,7 +260,7 @@ class Policy:
         on how rows are split into batches, but for rounding.
 
         All processes of a world must bring equally many batches; where one has too few, idle ones
-        (:func:`trainer.parallel.balance.idle_batch`). The statistics are those of all.
+        (:func:`trainer.packing.idle_batch`). The statistics are those of all.
 
         Raises ValueError without batches; FloatingPointError, the weights untouched, where a
         log-probability, the loss or the gradient is not finite, on every process of a world.
@@ -328,7 +328,7 @@ class Policy:
             with torch.no_grad():
                 ref = reference.token_logprobs(batch, batch["temperatures"]).logprobs
         try:
-            return policy_loss(
+            return LOSSES.find(config.name)(
                 now.logprobs,
                 now.tokens.gather(batch["logprobs"]),
                 now.tokens.spread(batch["advantages"]),

@@ -1,31 +1,78 @@
-"""The policy's weights on every rank, under versions that are never used twice."""
+"""The policy's weights on every rank, under versions never reused, and the run's status."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+import logging
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
+from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.protocol.rl import RunInfo
 from any_agent.rollout import LeaseExecutor
-from any_agent.rundir.layout import RunDir, weights_folder
+from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.weight_folders import holds_weights, prune, publish_to_disk
-from trainer.weight_versions import WeightVersions
+
+log = logging.getLogger(__name__)
 
 TIMEOUT = 120.0
 """Seconds that the trainer waits for a proxy that restarts."""
-_BUCKET = 256 * 2**20
-"""Bytes that are sent at once; of sharded weights no more is ever whole in one place."""
+_ANNOUNCE_TIMEOUT = 5.0
+"""Seconds that a rank may take to accept the announcement of a checkpoint."""
+_BUCKET_BYTES = 256 * 2**20
+"""Bytes that are sent at once; no more of sharded weights is ever whole in one place."""
+_MAX_REMEMBERED = 4096
+"""Versions whose optimizer steps are recorded."""
+_LONG_AGO = -(10**9)
+
+TrainingState: TypeAlias = Literal["training", "finished"]
+
+
+class WeightVersions:
+    """Weight versions of one run, and how many optimizer steps each has behind it.
+
+    They are in the run's `state.json`, so that a resumed run continues above the highest.
+    """
+
+    def __init__(self, path: Path) -> None:
+        saved = read_json(path, {})
+        self._path = path
+        self.highest = int(saved.get("highest_version", 0))
+        self._steps: dict[int, int] = {
+            int(version): step for version, step in saved.get("versions", {"0": 0}).items()
+        }
+
+    def at_least(self, version: int) -> None:
+        """Continue above a version that an engine serves, wherever it comes from."""
+        self.highest = max(self.highest, version)
+
+    def reserve(self, step: int) -> int:
+        """Return the next version; it is on disk before anything can see it."""
+        self.highest += 1
+        self._steps[self.highest] = step
+        for old in sorted(self._steps)[:-_MAX_REMEMBERED]:
+            del self._steps[old]
+        write_json(
+            self._path, {"highest_version": self.highest, "step": step, "versions": self._steps}
+        )
+        return self.highest
+
+    def steps_of(self, versions: set[int]) -> Mapping[int, int]:
+        """Return the optimizer steps behind each; unknown versions count as long ago."""
+        return {version: self._steps.get(version, _LONG_AGO) for version in versions}
 
 
 class Publisher:
-    """Publishes, and knows what the ranks have."""
+    """Publishes weights to the ranks, and knows which version they have."""
 
     def __init__(
         self,
@@ -46,42 +93,42 @@ class Publisher:
 
     @property
     def version(self) -> int:
-        """What the ranks were given last; 0 for the configured model."""
+        """The version that the ranks got last; 0 for the configured model."""
         return self._last.version if self._last is not None else 0
 
     def publish(self, policy: Policy, tokenizer: Path) -> None:
-        """To every rank, as a version that was never used before; and to the run's folder."""
+        """Give the weights, as a version never used before, to every rank and the run's folder."""
         new = self._weights(policy, tokenizer, self.versions.reserve(policy.steps))
         self._last = new
-        sync = self._way(policy)
+        sync = self._sync_of(policy)
         sync.prepare(new)
         with self._updating(new.version):
             sync.update(self._executor.ranks, new)
-        # Engines that are started again load it from there.
+        # Engines that restart load it from there.
         new.write()
         prune(self._folder, self._config.train.keep_weights)
 
     def repair(self) -> None:
-        """Give the last version again to ranks that sample with something else."""
+        """Give the last version again to ranks that sample with another one."""
         if self._last is not None and self._sync is not None:
             self._sync.prepare(self._last)
             with self._updating(self._last.version):
                 self._sync.repair(self._executor.ranks, self._last)
 
     def close(self) -> None:
-        """Leave what the engines share with this process; the executor may have ended."""
+        """Release what the engines share with this process; the executor may have ended."""
         if self._sync is not None:
             self._sync.close()
 
     def resume(self, policy: Policy, tokenizer: Path, *, fresh: bool) -> None:
         """Make every rank serve the policy at the trainer's start.
 
-        What the ranks serve already is left alone: calls under way are not interrupted for it.
+        Ranks that already serve it are left alone: their calls under way are not interrupted.
         ``fresh``: the policy is the configured model itself, as the engines load it.
         """
-        versions = self._served()
+        versions = self._served_versions()
         self.versions.at_least(max(versions))
-        if len(set(versions)) == 1 and self._is(policy, tokenizer, versions[0], fresh=fresh):
+        if len(set(versions)) == 1 and self._holds(policy, tokenizer, versions[0], fresh=fresh):
             # One may be paused: an earlier trainer may have died in the middle of an update.
             ranks = self._executor.ranks
             resume = ranks.all(lambda rank: ranks.clients[rank].resume())
@@ -96,10 +143,10 @@ class Publisher:
             if not folder.is_dir():
                 publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
 
-        buckets = partial(policy.buckets, _BUCKET, self._dtype)
+        buckets = partial(policy.buckets, _BUCKET_BYTES, self._dtype)
         return NewWeights(version, policy.steps, folder, write, buckets)
 
-    def _way(self, policy: Policy) -> WeightSync:
+    def _sync_of(self, policy: Policy) -> WeightSync:
         if self._sync is None:
             self._sync = make_sync(
                 self._config,
@@ -110,19 +157,19 @@ class Publisher:
         return self._sync
 
     def _engines(self) -> list[str]:
-        """The URLs of the ranks' engines, of those that are there."""
+        """Return the known URLs of the ranks' engines."""
 
-        async def look() -> list[str]:
+        async def read() -> list[str]:
             ranks = self._executor.ranks
             entries = [ranks.entry(rank) for rank in range(len(ranks))]
             return [entry.engine_url for entry in entries if entry and entry.engine_url]
 
-        return self._executor.call(look(), timeout=TIMEOUT)
+        return self._executor.call(read(), timeout=TIMEOUT)
 
-    def _is(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
-        """Whether the weights of this version are the policy's."""
+    def _holds(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
+        """Return True if the weights of this version are the policy's."""
         if self._config.engine.urls:
-            # An engine that somebody else started may hold any weights.
+            # An engine that was started elsewhere may have any weights.
             return False
         if version == 0:
             return fresh
@@ -130,14 +177,63 @@ class Publisher:
         if not holds_weights(path, policy, dtype=self._dtype):
             return False
         self._last = self._weights(policy, tokenizer, version)
-        self._way(policy)
+        self._sync_of(policy)
         return True
 
-    def _served(self) -> list[int]:
-        """The version of each rank's engine."""
+    def _served_versions(self) -> list[int]:
+        """Return the version of each rank's engine."""
         ranks = self._executor.ranks
 
         async def ask() -> list[RunInfo]:
             return await ranks.all(lambda rank: ranks.clients[rank].run_info())
 
         return [info.version for info in self._executor.call(ask(), timeout=2 * TIMEOUT)]
+
+
+class RunStatus(NamedTuple):
+    """How far the run is."""
+
+    step: int
+    checkpoint: str | None
+    """The newest checkpoint."""
+    oldest_step: int | None
+    """The step of the oldest checkpoint that training can resume from; None: it would start anew.
+    """
+
+
+def announce(executor: LeaseExecutor, state: TrainingState, status: RunStatus) -> None:
+    """Announce the state to every rank, or raise.
+
+    A rank that does not know that training continues, or that it has ended, rejects agents, or lets
+    them wait, wrongly.
+    """
+    ranks = executor.ranks
+    executor.call(
+        ranks.all(lambda rank: _send_status(ranks.clients[rank], state, status)),
+        timeout=2 * TIMEOUT,
+    )
+
+
+def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:
+    """Announce a new checkpoint, which decides nothing urgent: a rank that is away delays nothing,
+    and gets the next announcement."""
+    ranks = executor.ranks
+
+    async def send(rank: int) -> None:
+        try:
+            async with asyncio.timeout(_ANNOUNCE_TIMEOUT):
+                await _send_status(ranks.clients[rank], "training", status)
+        except StaleOwner:
+            raise
+        except (AnyAgentError, TimeoutError) as error:
+            log.warning(
+                "rank %d did not accept the status of step %d: %r", rank, status.step, error
+            )
+
+    executor.call(ranks.all(send))
+
+
+async def _send_status(client: RLClient, state: TrainingState, status: RunStatus) -> None:
+    await client.set_run(
+        state, step=status.step, checkpoint=status.checkpoint, oldest_step=status.oldest_step
+    )

@@ -106,8 +106,14 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep weights, gradients and optimizer in the machine's memory and step there; the GPU holds
     the layers at work only. Slower, and far less GPU memory."""
-    preset: Literal["grpo"] = "grpo"
-    """The algorithm, by name."""
+    preset: str = "grpo"
+    """The algorithm, by name: its advantage estimator and its loss."""
+    advantage_estimator: str = ""
+    """An advantage estimator of your own, by its registered name or as `package.module.function`.
+    Empty: the preset's."""
+    loss: str = ""
+    """A loss of your own, by its registered name or as `package.module.function`. Empty: the
+    preset's."""
     discount: float = Field(1.0, ge=0, le=1)
     """How much of a later turn's reward an earlier turn gets, per turn."""
     normalize_std: bool = True

@@ -243,7 +243,7 @@ def test_a_rank_that_lost_its_journal(whole: Config, tmp_path: Path, tiny_model_
         asyncio.run(drive_again(node))
         assert node.parts["trainer"].restarts == 0
     log = (run.logs / "trainer.log").read_text()
-    assert f"step {STEPS - 1}" in log and "cannot be made again, as a rank has lost its" in log
+    assert f"step {STEPS - 1}" in log and "cannot be repeated, because a rank has lost its" in log
     again = outcome(config)
     assert [step for step, _, _ in again.rewards][:STEPS] == [*range(1, STEPS + 1)]
     assert again.rewards[-1][0] == STEPS

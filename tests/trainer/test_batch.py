@@ -15,8 +15,8 @@ from trainer.batch import (
     in_stable_order,
     training_batch,
     versions_in,
-    without_signal,
 )
+from trainer.zero_variance import ZeroVarianceGroups
 
 CONFIG = TrainConfig(normalize_std=False)
 
@@ -89,7 +89,7 @@ def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baselin
     assert batch.rejected == {"long": "too_long"}
     assert batch.scores == [4.0, 1.0, 1.0]
     assert advantages(batch) == [-1.0, -1.0, -1.0]
-    assert "session long is not trained on: a row of it has 15 tokens" in caplog.text
+    assert "session long is not trained on: one of its rows has 15 tokens" in caplog.text
     assert batch_of(episode, longest=15).rejected == {}
 
 
@@ -110,7 +110,7 @@ def test_nothing_but_leftovers() -> None:
     ids=["differ", "same", "untrainable", "one left"],
 )
 def test_episodes_without_a_signal(episode: list[Trajectory], why: str | None) -> None:
-    assert without_signal(episode, CONFIG) == why
+    assert ZeroVarianceGroups(CONFIG).reject_reason(episode) == why
 
 
 def test_the_order_of_a_group_is_that_of_its_tokens() -> None:

@@ -181,7 +181,7 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     assert lab.trainer.train()
     # The fifth item alone is no whole batch, and is trained on all the same.
     assert [line["sessions"] for line in lab.metrics] == [4, 4, 2]
-    assert said == ["data      all items are done with, at step 3"]
+    assert said == ["data      all items are finished, at step 3"]
     assert evaluated == [(0, False), (1, False), (2, False), (3, False), (3, True)]
     assert lab.service.states[-1] == ("finished", 3)
     again = DataLab(config, items=5, before=lab)

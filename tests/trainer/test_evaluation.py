@@ -259,6 +259,6 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
 
 def opened(source: DatasetBatches) -> AbstractContextManager[WorkflowExecutor]:
     """The trainer's executor, or a fresh one after its end."""
-    if source.begun:
+    if source.started:
         return nullcontext(source.executor)
     return WorkflowExecutor(None, source.executor._config)

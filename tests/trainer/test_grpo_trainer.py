@@ -116,7 +116,7 @@ def test_a_process_that_is_led_starts_nothing_and_follows_once(
 ) -> None:
     world = SimpleNamespace(leads=False)
     followed: list[object] = []
-    monkeypatch.setattr(grpo_trainer, "joined", lambda train: world)
+    monkeypatch.setattr(grpo_trainer, "join_processes", lambda train: world)
     monkeypatch.setattr(grpo_trainer, "follow", lambda world, train: followed.append(world))
     with GRPOTrainer(config) as led:
         assert led.url == ""

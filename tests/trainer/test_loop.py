@@ -13,7 +13,7 @@ from any_agent.errors import ServiceUnavailable, TrainingError
 from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, moments_of, same
-from trainer import run_status as telling
+from trainer import publisher
 
 
 @pytest.fixture
@@ -66,7 +66,7 @@ def test_a_run_that_is_stopped_keeps_what_it_trained(settings: list[str]) -> Non
 def test_a_rank_that_does_not_hear_of_a_checkpoint_ends_nothing(
     settings: list[str], monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(telling, "_TIMEOUT", 0.05)
+    monkeypatch.setattr(publisher, "_ANNOUNCE_TIMEOUT", 0.05)
     config = config_of(settings, "train.steps=3", "train.checkpoint_every=1")
     lab = Lab(config, [pair(f"p{k}") for k in range(3)])
     save = lab.trainer._save
@@ -117,7 +117,7 @@ def test_many_in_a_row_end_the_training(settings: list[str]) -> None:
     four = [not_finite(f"a{k}") for k in range(4)]
     five = [not_finite(f"b{k}") for k in range(5)]
     lab = Lab(config_of(settings), [*four, pair("good"), *five, pair("never")])
-    with pytest.raises(TrainingError, match=r"5 steps in a row were not finite.*lower train\.lr"):
+    with pytest.raises(TrainingError, match=r"5 consecutive steps were not .*lower train\.lr"):
         lab.trainer.train()
     assert lab.trainer.policy.steps == 1
     assert all(bool(torch.isfinite(p).all()) for p in lab.weights())

@@ -7,8 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from any_agent.config import TrainConfig
 from any_agent.errors import ConfigError
-from trainer.loss import LossConfig, LossStats, policy_loss, preset
+from trainer.from_config import loss_config, require_algorithm
+from trainer.loss import LOSSES, LossConfig, LossStats, policy_loss
 
 
 def one(
@@ -156,11 +158,13 @@ def test_shapes_and_n_are_checked() -> None:
 
 
 def test_presets_by_name() -> None:
-    grpo = preset("grpo")
-    assert grpo.loss == LossConfig(eps_low=0.2, eps_high=0.28, is_cap=5.0, kl_coef=0.0)
-    assert grpo.normalize_std
-    with pytest.raises(ConfigError, match="'gppo'; known: grpo"):
-        preset("gppo")
+    assert loss_config(TrainConfig()) == LossConfig(  # type: ignore[call-arg]
+        "grpo", eps_low=0.2, eps_high=0.28, is_cap=5.0, kl_coef=0.0
+    )
+    assert LOSSES.find("grpo") is policy_loss
+    for setting in ("preset", "loss", "advantage_estimator"):
+        with pytest.raises(ConfigError, match=r"gppo.*known are grpo"):
+            require_algorithm(TrainConfig(**{setting: "gppo"}))
 
 
 @pytest.mark.parametrize(

@@ -54,10 +54,10 @@ def test_what_came_after_a_checkpoint(manifests: ManifestStore, tmp_path: Path) 
     assert manifests.after(4) == [5]
     assert manifests.after(5) == []
     for oldest in (1, 0):
-        with pytest.raises(TrainingError, match="only 3, 4, 5 left manifests"):
+        with pytest.raises(TrainingError, match="only 3, 4, 5 have manifests"):
             manifests.after(oldest)
     manifests.remove(4)
-    with pytest.raises(TrainingError, match="only 3, 5 left"):
+    with pytest.raises(TrainingError, match="only 3, 5 have"):
         manifests.after(2)
 
 

@@ -28,7 +28,7 @@ from tests.trainer.test_advantage import worked_example
 from tests.trainer.test_packing import staleness_law
 from tests.trainer.test_trl import loss_and_gradients_equal_trl
 from trainer.advantage import SessionRewards
-from trainer.loss import LossConfig
+from trainer.loss import LOSSES, LossConfig
 from trainer.packing import Batch, TrainedTokens
 
 
@@ -140,16 +140,16 @@ PLANTS = {
         "staleness", trainer.packing, "_too_old", lambda age, eta: age > eta + 1
     ),
     "N of the micro-batch": Plant(
-        "dense gradients", trainer.policy, "policy_loss", n_of_the_micro_batch
+        "dense gradients", LOSSES, "find", lambda _: n_of_the_micro_batch
     ),
     "no importance weight": Plant(
-        "dense gradients", trainer.policy, "policy_loss", no_importance_weight
+        "dense gradients", LOSSES, "find", lambda _: no_importance_weight
     ),
-    "no cap": Plant("dense gradients", trainer.policy, "policy_loss", no_cap),
+    "no cap": Plant("dense gradients", LOSSES, "find", lambda _: no_cap),
     "gradient through the weight": Plant(
-        "TRL's loss and gradients", trainer.policy, "policy_loss", weight_with_gradient
+        "TRL's loss and gradients", LOSSES, "find", lambda _: weight_with_gradient
     ),
-    "the wrong sign": Plant("dense gradients", trainer.policy, "policy_loss", flipped_advantages),
+    "the wrong sign": Plant("dense gradients", LOSSES, "find", lambda _: flipped_advantages),
 }
 
 

@@ -12,7 +12,7 @@ from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.workflow import ProxyWorkflow
 from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.batch import without_signal
+from trainer.zero_variance import ZeroVarianceGroups
 
 
 class One(RankClients):
@@ -53,7 +53,7 @@ async def test_groups_without_variance_are_dropped_and_refilled(
             lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,
             owner="trainer",
-            reject=lambda episode: without_signal(episode, config.train),
+            reject=ZeroVarianceGroups(config.train).reject_reason,
         )
         await asyncio.to_thread(executor.start)
         try:

@@ -204,7 +204,7 @@ def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> N
     for interaction in changed.interactions:
         interaction.untrainable_reason = "undelivered"
     again = Lab(config, [], before=first)
-    with pytest.raises(TrainingError, match=r"step 2 cannot be made again.*p1-bad"):
+    with pytest.raises(TrainingError, match=r"step 2 cannot be repeated.*p1-bad"):
         again.trainer.train()
     assert again.executor.acks == []
     del first.executor.journal["p0-good"]
@@ -230,7 +230,7 @@ def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> Non
     assert again.service.published == [(5, 2), (6, 3), (7, 4), (8, 5)]
     manifests = again.trainer.dir.manifests
     assert said[0] == again.trainer.dir.waiting.read_text().strip()
-    assert said[0].startswith("trainer   steps 3 to 4 cannot be made again, as a rank has lost its")
+    assert said[0].startswith("trainer   steps 3 to 4 cannot be repeated, because a rank")
     assert "no session 'p2-bad'" in said[0] and "resuming at step 2;" in said[0]
     assert sorted(path.name for path in manifests.glob("lost-*")) == [
         f"lost-{step:08d}.json" for step in (3, 4)
@@ -294,7 +294,7 @@ def test_a_step_that_fails_every_time_is_told_with_what_to_do(
         with pytest.raises(torch.OutOfMemoryError):
             lab.trainer.train()
         manifest = lab.trainer.dir.manifests / "step-00000001.json"
-        assert f"step 1 failed, and is made again at each start, from {manifest}" in caplog.text
+        assert f"step 1 failed, and every start repeats it from {manifest}" in caplog.text
         assert "lower train.micro_batch_tokens" in caplog.text
     # The remedy: without the file it goes on.
     manifest.unlink()

@@ -8,14 +8,14 @@ import pytest
 
 from any_agent.config import load_config
 from any_agent.errors import ConfigError
-from trainer.rollouts import _dumped_by
+from trainer.from_config import _dump_tokenizer
 
 
 def test_dumped_episodes_are_decoded_by_the_tokenizer_of_the_settings(tiny_model_dir: Path) -> None:
     models = object()
 
     def decoder(*settings: str) -> object:
-        return _dumped_by(load_config(None, settings, {}), models)
+        return _dump_tokenizer(load_config(None, settings, {}), models)
 
     dumps, named = "rollout.dump_to_file=true", f"rollout.tokenizer_path={tiny_model_dir}"
     assert decoder() is decoder(dumps) is decoder(named) is models

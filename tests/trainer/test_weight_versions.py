@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-import trainer.weight_versions
+import trainer.publisher
 from any_agent.rundir.layout import read_json
-from trainer.weight_versions import WeightVersions
+from trainer.publisher import WeightVersions
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def test_a_version_is_on_disk_before_anybody_has_it(
     def full(*_: object) -> None:
         raise OSError("no space left")
 
-    monkeypatch.setattr(trainer.weight_versions, "write_json", full)
+    monkeypatch.setattr(trainer.publisher, "write_json", full)
     with pytest.raises(OSError, match="no space"):
         versions.reserve(step=5)
     assert read_json(path)["highest_version"] == 1
@@ -64,7 +64,7 @@ def test_unknown_versions_are_long_ago(path: Path) -> None:
 
 
 def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trainer.weight_versions, "_REMEMBERED", 3)
+    monkeypatch.setattr(trainer.publisher, "_MAX_REMEMBERED", 3)
     versions = WeightVersions(path)
     for step in range(1, 11):
         versions.reserve(step)

@@ -20,15 +20,15 @@ def alike(reward: float) -> Episode:
 
 def test_a_row_of_them() -> None:
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
-    assert [dull.without_signal(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
-    dull.dull("not_accepted")
-    assert dull.in_a_row == 4
+    assert [dull.reject_reason(alike(0.25)) for _ in range(3)] == ["zero_variance"] * 3
+    dull.count("not_accepted")
+    assert dull.consecutive == 4
     assert str(dull) == (
         "4 groups in a row had nothing to learn from (3 zero_variance, 1 not_accepted): all runs "
         "of an item score the same, in the last group 0.25"
     )
-    assert dull.without_signal(pair("varied")) is None
-    assert dull.in_a_row == 0
+    assert dull.reject_reason(pair("varied")) is None
+    assert dull.consecutive == 0
 
 
 def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
@@ -47,7 +47,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
         if minutes == 4:
             raise InterruptedError
         for _ in range(5):
-            lab.trainer._dull.without_signal(alike(0.0))
+            lab.trainer._zero_variance.reject_reason(alike(0.0))
         raise TimeoutError("0 of 64 sessions came")
 
     lab.executor.prepare_batch = nothing_comes  # type: ignore[method-assign]

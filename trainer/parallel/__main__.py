@@ -7,14 +7,18 @@ them that failed did, so that whoever started it can tell a wrong setting from a
 from __future__ import annotations
 
 import argparse
+import fcntl
+import ipaddress
 import os
 import signal
+import socket
+import struct
 import sys
 
 from any_agent.runtime.ports import free_port
-from trainer.parallel.network_interface import interface_of
 
 _STOPPED = 143
+_SIOCGIFADDR = 0x8915
 _MEET_TIMEOUT = 900
 """Seconds for the first of several machines to be there."""
 _END_TIMEOUT = 3600
@@ -65,6 +69,33 @@ def main() -> int:
     except ChildFailedError as error:
         return error.get_first_failure()[1].exitcode
     return 0
+
+
+def interface_of(host: str) -> str | None:
+    """The interface with this IPv4 address; None where none is found, and the libraries choose.
+
+    By themselves they take the address that the machine's own name stands for, which may be another
+    network's, or one that no other machine reaches.
+    """
+    try:
+        address = ipaddress.IPv4Address(host)
+    except ValueError:
+        return None
+    for _, name in socket.if_nameindex():
+        found = _address_of(name)
+        if found == address or (found is not None and found.is_loopback and address.is_loopback):
+            return name
+    return None
+
+
+def _address_of(interface: str) -> ipaddress.IPv4Address | None:
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            request = struct.pack("256s", interface.encode()[:15])
+            answer = fcntl.ioctl(probe.fileno(), _SIOCGIFADDR, request)
+        except OSError:
+            return None
+    return ipaddress.IPv4Address(answer[20:24])
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""What the leading process tells the others, and what they answer: JSON and tensors by gloo.
+"""Commands of the leading process and replies of the others: JSON and tensors by gloo.
 
 ::
 
-    leader                                   followers
-      tell(command) ── the same to all ──▶     receive()
-      give(rank, rows) ── each its own ──▶     take()
-      answers()     ◀── one of each ─────      answer()
+    leader                                            followers
+      broadcast_command(command) ── the same to all ──▶  receive_command()
+      send_rows(rank, rows) ──────── each its own ────▶  receive_rows()
+      replies()             ◀──── one from each ────────  reply()
 
-Nothing is pickled. Every wait ends: when a process is gone its connections break, and what is
-silent for `World.timeout` is lost, too: TrainingError. So while there is nothing to do, the leader
-says so now and then.
+Nothing is pickled. Every wait ends: when a process is gone its connections break, and a process
+that is silent for `World.timeout` is lost, too: TrainingError. So while there is nothing to do, the
+leader sends a heartbeat command.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from trainer.world import World
 
 log = logging.getLogger(__name__)
 
-_BEAT = 10.0
+_HEARTBEAT_INTERVAL = 10.0
+"""Seconds."""
 
 Rows = Sequence[Mapping[str, Tensor]]
 
 
 class CommandChannel:
-    """The messages of one process. A group of its own: nothing gets between gradients."""
+    """The messages of one process, in a process group of their own: none mixes with gradients."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._group = dist.new_group(backend="gloo", timeout=timedelta(seconds=world.timeout))
 
-    def tell(self, command: Mapping[str, Any]) -> None:
-        """The leader to all others."""
+    def broadcast_command(self, command: Mapping[str, Any]) -> None:
+        """Send a command from the leader to all others."""
         data = json.dumps(command).encode()
-        with _reached():
+        with _translated_errors():
             dist.broadcast(torch.tensor([len(data)]), 0, self._group)
             dist.broadcast(_bytes(data), 0, self._group)
 
-    def receive(self) -> dict[str, Any]:
-        with _reached():
+    def receive_command(self) -> dict[str, Any]:
+        with _translated_errors():
             size = torch.zeros(1, dtype=torch.int64)
             dist.broadcast(size, 0, self._group)
             data = torch.empty(int(size), dtype=torch.uint8)
@@ -60,36 +61,36 @@ class CommandChannel:
         command: dict[str, Any] = json.loads(data.numpy().tobytes())
         return command
 
-    def give(self, rank: int, rows: Rows) -> None:
-        """The leader to one other; any number of tensors in each row."""
+    def send_rows(self, rank: int, rows: Rows) -> None:
+        """Send rows, of any number of tensors each, from the leader to one other."""
         tensors = {
             f"{k}/{key}": t.contiguous() for k, row in enumerate(rows) for key, t in row.items()
         }
         self._send(rank, save(tensors, metadata={"rows": str(len(rows))}))
 
-    def take(self) -> list[dict[str, Tensor]]:
-        tensors = load(self._from(0))
+    def receive_rows(self) -> list[dict[str, Tensor]]:
+        tensors = load(self._receive(0))
         out: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             number, key = name.split("/", 1)
             out.setdefault(int(number), {})[key] = tensor
         return [out[k] for k in sorted(out)]
 
-    def answer(self, told: Mapping[str, Any]) -> None:
-        """A follower to the leader."""
-        self._send(0, json.dumps(told).encode())
+    def reply(self, reply: Mapping[str, Any]) -> None:
+        """Send a follower's reply to the leader."""
+        self._send(0, json.dumps(reply).encode())
 
-    def answers(self) -> list[dict[str, Any]]:
-        """Of all followers, by rank."""
-        return [json.loads(self._from(rank)) for rank in range(1, self.world.size)]
+    def replies(self) -> list[dict[str, Any]]:
+        """Receive the replies of all followers, by rank."""
+        return [json.loads(self._receive(rank)) for rank in range(1, self.world.size)]
 
     def _send(self, rank: int, data: bytes) -> None:
-        with _reached():
+        with _translated_errors():
             dist.send(torch.tensor([len(data)]), rank, self._group)
             dist.send(_bytes(data), rank, self._group)
 
-    def _from(self, rank: int) -> bytes:
-        with _reached():
+    def _receive(self, rank: int) -> bytes:
+        with _translated_errors():
             size = torch.zeros(1, dtype=torch.int64)
             dist.recv(size, rank, self._group)
             data = torch.empty(int(size), dtype=torch.uint8)
@@ -98,38 +99,38 @@ class CommandChannel:
 
 
 class Leader:
-    """The leader's end: one command at a time, and a sign of life in between."""
+    """The leader's end: one command at a time, and heartbeats in between."""
 
-    def __init__(self, channel: CommandChannel, *, every: float = _BEAT) -> None:
-        """``every``: seconds of silence after which the others are asked whether they are there."""
+    def __init__(self, channel: CommandChannel, *, heartbeat: float = _HEARTBEAT_INTERVAL) -> None:
+        """``heartbeat``: seconds without a command after which the others get an empty one."""
         self.channel = channel
-        self._every = every
+        self._interval = heartbeat
         self.lost: Callable[[BaseException], None] = lambda error: None
-        """Called, in another thread, when the others cannot be reached any more."""
-        self._astray = False
-        """Not all of a command's answers are there."""
+        """Called, in another thread, when another process can no longer be reached."""
+        self._unsettled = False
+        """Some replies to a command are missing."""
         self._lock = threading.Lock()
         self._over = threading.Event()
-        self._thread = threading.Thread(target=self._beat, name="followers", daemon=True)
+        self._thread = threading.Thread(target=self._send_heartbeats, name="followers", daemon=True)
         self._thread.start()
 
     @contextmanager
-    def doing(
+    def run(
         self, command: Mapping[str, Any], rows: Sequence[Rows] | None = None
     ) -> Iterator[list[str]]:
-        """All do this together, the body being the leader's own part; ``rows`` are by rank.
+        """Run a command on all processes, the body being the leader's part; ``rows`` are by rank.
 
-        The list has, after the body, what followers came upon that is not finite. TrainingError
-        where another process failed at it. After another exception than FloatingPointError nobody
-        is waited for: the process has to end, and the others end with it.
+        After the body the list has what followers found that is not finite. Raises TrainingError
+        if another process failed. After an exception other than FloatingPointError there is no
+        wait for replies: this process has to end, and the others end with it.
         """
         found: list[str] = []
         with self._lock:
-            self._astray = True
-            self.channel.tell(command)
+            self._unsettled = True
+            self.channel.broadcast_command(command)
             for rank, part in enumerate(rows or ()):
                 if rank:
-                    self.channel.give(rank, part)
+                    self.channel.send_rows(rank, part)
             try:
                 yield found
             except FloatingPointError:
@@ -138,31 +139,31 @@ class Leader:
             self._settle(found)
 
     def _settle(self, found: list[str]) -> None:
-        answers = self.channel.answers()
-        self._astray = False
-        for rank, told in enumerate(answers, start=1):
-            if told.get("error"):
-                raise TrainingError(f"training process {rank}: {told['error']}")
-            if told.get("not_finite"):
-                found.append(told["not_finite"])
+        replies = self.channel.replies()
+        self._unsettled = False
+        for rank, reply in enumerate(replies, start=1):
+            if reply.get("error"):
+                raise TrainingError(f"training process {rank}: {reply['error']}")
+            if reply.get("not_finite"):
+                found.append(reply["not_finite"])
 
     def stop(self) -> None:
-        """Let the others end, once. Where something failed in the middle of a command they do not
-        listen any more: they end with this process."""
+        """Stop the others, once. After a failure in the middle of a command they no longer listen:
+        they end with this process."""
         self._over.set()
         self._thread.join(self.channel.world.timeout)
         with self._lock:
-            if not self._astray:
-                self._astray = True
+            if not self._unsettled:
+                self._unsettled = True
                 try:
-                    self.channel.tell({"do": "stop"})
+                    self.channel.broadcast_command({"do": "stop"})
                 except TrainingError as error:
                     log.warning("%s", error.message)
 
-    def _beat(self) -> None:
-        while not self._over.wait(self._every):
+    def _send_heartbeats(self) -> None:
+        while not self._over.wait(self._interval):
             try:
-                with self.doing({"do": "nothing"}):
+                with self.run({"do": "nothing"}):
                     pass
             except Exception as error:
                 if not self._over.is_set():
@@ -172,12 +173,12 @@ class Leader:
 
 
 @contextmanager
-def _reached() -> Iterator[None]:
-    """What gloo says where a connection breaks or a wait is over, in words."""
+def _translated_errors() -> Iterator[None]:
+    """Raise gloo's errors, of a broken connection or a wait that is over, as TrainingError."""
     try:
         yield
     except RuntimeError as error:
-        raise TrainingError(f"a process that trains with this one is gone: {error}") from error
+        raise TrainingError(f"another training process is gone: {error}") from error
 
 
 def _bytes(data: bytes) -> Tensor:

@@ -1,4 +1,4 @@
-"""The processes that train together, as the leading one commands them."""
+"""The group of training processes, commanded by the leading one."""
 
 from __future__ import annotations
 
@@ -12,34 +12,33 @@ from torch import Tensor
 
 from trainer.checkpoint import load_checkpoint
 from trainer.loss import LossConfig
-from trainer.packing import Batch, Row, count_trained, micro_batches
-from trainer.parallel.balance import balanced, idle_batch
+from trainer.packing import Batch, Row, balanced, count_trained, idle_batch, micro_batches
 from trainer.parallel.command_channel import CommandChannel, Leader
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig, StepResult
 from trainer.world import World
 
 
 class TrainerGroup:
-    """For rank 0: each method makes all processes do something together, this one included."""
+    """The group as rank 0 commands it: each method runs on all processes, this one included."""
 
     def __init__(self, world: World) -> None:
         self.world = world
         self._leader = Leader(CommandChannel(world))
 
-    def when_lost(self, tell: Callable[[BaseException], None]) -> None:
-        """``tell`` is called, in another thread, when a process is gone while all are idle."""
-        self._leader.lost = tell
+    def when_lost(self, callback: Callable[[BaseException], None]) -> None:
+        """Call back, in another thread, when a process is gone while all are idle."""
+        self._leader.lost = callback
 
     def load(self, source: str | Path, settings: PolicyConfig) -> Policy:
-        """:meth:`Policy.load` on all processes; what the others have is a share of it, too."""
-        with self._leader.doing({"do": "load", "source": str(source), "checkpoint": False}):
+        """Run :meth:`Policy.load` on all processes; each gets its share."""
+        with self._leader.run({"do": "load", "source": str(source), "checkpoint": False}):
             policy = Policy.load(source, settings, self.world)
         policy.group = self
         return policy
 
     def load_checkpoint(self, path: Path, settings: PolicyConfig) -> tuple[Policy, dict[str, Any]]:
-        """:func:`trainer.checkpoint.load_checkpoint` on all processes."""
-        with self._leader.doing({"do": "load", "source": str(path), "checkpoint": True}):
+        """Run :func:`trainer.checkpoint.load_checkpoint` on all processes."""
+        with self._leader.run({"do": "load", "source": str(path), "checkpoint": True}):
             policy, state = load_checkpoint(path, settings, world=self.world)
         policy.group = self
         return policy, state
@@ -52,10 +51,10 @@ class TrainerGroup:
         loss: LossConfig,
         entropy: bool,
     ) -> StepResult:
-        """One step, each process on its part of the rows; see :meth:`Policy.step`."""
+        """Make one step, each process on its part of the rows; see :meth:`Policy.step`."""
         total = count_trained(rows)
         if not total:
-            # Before the others hear of it: their step would fail, and end them.
+            # Before the others get the command: their step would fail, and end them.
             raise ValueError("there is nothing to train on")
         parts = balanced(rows, self.world.size)
         count = max(len(micro_batches(part, token_budget)) for part in parts)
@@ -69,7 +68,7 @@ class TrainerGroup:
         }
         found: list[str] = []
         try:
-            with self._leader.doing(command, parts) as found:
+            with self._leader.run(command, parts) as found:
                 return policy.step(
                     batches_of(parts[0], token_budget, count),
                     total,
@@ -82,20 +81,20 @@ class TrainerGroup:
             raise
 
     def gather(self, policy: Policy, names: list[str]) -> list[Tensor]:
-        """These tensors of the model, whole, on this process."""
-        with self._leader.doing({"do": "gather", "names": names}):
+        """Return these tensors of the model, whole, on this process."""
+        with self._leader.run({"do": "gather", "names": names}):
             return policy.gathered(names)
 
     def saving(self, folder: Path) -> AbstractContextManager[object]:
-        """The others write their shares of the optimizer's state, while the body writes its."""
-        return self._leader.doing({"do": "save", "folder": str(folder)})
+        """Let the others save their shares of the optimizer's state; the body saves its own."""
+        return self._leader.run({"do": "save", "folder": str(folder)})
 
     def stop(self) -> None:
-        """Let the others end, if they are where they can be told."""
+        """Stop the others, if they can be reached."""
         self._leader.stop()
 
 
 def batches_of(rows: Sequence[Row], token_budget: int, count: int) -> list[Batch]:
-    """One process's micro-batches, and idle ones up to ``count``."""
+    """Return one process's micro-batches, and idle ones up to ``count``."""
     batches = micro_batches(rows, token_budget)
     return batches + [idle_batch() for _ in range(count - len(batches))]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -10,6 +10,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from any_agent.rollout import RankClients
+from trainer.sync.engine_client import EngineClient
 
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
@@ -65,3 +66,19 @@ class EngineCall(Protocol):
     """Runs a coroutine on the event loop of the ranks' clients and waits for it."""
 
     def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T: ...
+
+
+class Transport(Protocol):
+    """On the event loop of the ranks' clients."""
+
+    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
+        """Be ready to send to these; ``cuda``: the tensors are on a GPU."""
+
+    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
+        """One bucket to all of them at once; if one fails, all have failed.
+
+        ``name`` is what an engine calls its weights from then on.
+        """
+
+    def drop(self) -> None:
+        """Forget what was built: something failed."""

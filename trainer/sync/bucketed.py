@@ -8,8 +8,7 @@ from collections.abc import Iterable
 
 from any_agent.errors import EngineUnavailable, TrainingError
 from any_agent.rollout import RankClients
-from trainer.sync.base import UNREACHABLE_TIMEOUT, EngineCall, NewWeights
-from trainer.sync.transport import Transport
+from trainer.sync.base import UNREACHABLE_TIMEOUT, EngineCall, NewWeights, Transport
 from trainer.sync.update_attempt import AttemptSettings, UpdateAttempt
 from trainer.sync.verify import WeightVerifier
 

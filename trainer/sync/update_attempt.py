@@ -18,9 +18,15 @@ import httpx
 from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, ServiceUnavailable, TrainingError
 from any_agent.rollout import RankClients
-from trainer.sync.base import RELOAD_SLACK, UNREACHABLE_TIMEOUT, Bucket, EngineCall, NewWeights
+from trainer.sync.base import (
+    RELOAD_SLACK,
+    UNREACHABLE_TIMEOUT,
+    Bucket,
+    EngineCall,
+    NewWeights,
+    Transport,
+)
 from trainer.sync.engine_client import EngineClient
-from trainer.sync.transport import Transport
 from trainer.sync.verify import Sums, WeightVerifier, require_alike
 
 log = logging.getLogger(__name__)

@@ -156,10 +156,10 @@ class Lab:
         version: int = 0,
         *,
         before: Lab | None = None,
-        crew: TrainerGroup | None = None,
+        group: TrainerGroup | None = None,
     ) -> None:
         """``before``: the start whose ranks and journals these are."""
-        self.trainer = TrainingLoop(config, crew=crew)
+        self.trainer = TrainingLoop(config, group=group)
         self.trainer.dir.create()
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}

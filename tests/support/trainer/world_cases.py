@@ -25,10 +25,9 @@ from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.checkpoint import list_checkpoints, save_checkpoint
 from trainer.from_config import policy_config
 from trainer.loss import LossConfig
-from trainer.packing import Batch, count_trained, micro_batches
-from trainer.parallel.balance import balanced
+from trainer.packing import Batch, balanced, count_trained, micro_batches
 from trainer.parallel.command_channel import CommandChannel, Leader
-from trainer.parallel.follower import Follower
+from trainer.parallel.roles import Follower
 from trainer.parallel.trainer_group import TrainerGroup, batches_of
 from trainer.policy import Policy, PolicyConfig
 from trainer.sharding import whole_tensor
@@ -167,15 +166,15 @@ def killed(world: World) -> tuple[str, str]:
     is gone."""
     channel = CommandChannel(world)
     if not world.leads:
-        while channel.receive()["do"] != "die":
-            channel.answer({})
+        while channel.receive_command()["do"] != "die":
+            channel.reply({})
         os._exit(1)
     told: Queue[BaseException] = Queue()
-    leader = Leader(channel, every=0.05)
+    leader = Leader(channel, heartbeat=0.05)
     leader.lost = told.put
     said = "nothing"
     try:
-        with leader.doing({"do": "die"}):
+        with leader.run({"do": "die"}):
             pass
     except TrainingError as error:
         said = error.message
@@ -202,7 +201,7 @@ def run(
     episodes = [pair(f"p{k}", turns=1 + k % 3) for k in range(config.train.steps)]
     crew = Told(world)
     crew.stops = stops
-    lab = Lab(config, episodes[first:], crew=crew)
+    lab = Lab(config, episodes[first:], group=crew)
     lab.executor.journal |= {t.session_id: t for episode in episodes for t in episode}
     signal.signal(signal.SIGTERM, lambda *_: lab.trainer.stop())
     assert lab.trainer.train() == (stops is None)
@@ -295,7 +294,7 @@ def silent(world: World) -> str:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         if world.leads:
-            with Leader(CommandChannel(world)).doing({"do": "nothing"}):
+            with Leader(CommandChannel(world)).run({"do": "nothing"}):
                 pass
         else:
             Follower(world, CONFIG, TRAIN).follow()

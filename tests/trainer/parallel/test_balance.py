@@ -6,8 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.packing import Row
-from trainer.parallel.balance import balanced, idle_batch
+from trainer.packing import Row, balanced, idle_batch
 
 
 def _row(length: int, trained: bool = True) -> Row:

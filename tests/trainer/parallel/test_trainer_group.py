@@ -17,7 +17,7 @@ from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.starter import trainer_arguments
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
-from trainer.parallel.network_interface import interface_of
+from trainer.parallel.__main__ import interface_of
 from trainer.policy import Policy, PolicyConfig
 from trainer.world import follows, join, leave, require_processes, started_together
 
