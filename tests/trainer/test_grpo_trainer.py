@@ -292,7 +292,7 @@ def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: Non
         assert trainer.train(workflow=name)
         assert trainer.train(workflow=Nothing)
         assert runs == [(name, None), (name, None), (Nothing, None)]
-        with pytest.raises(ConfigError, match=r"the script trains workflow=other\.Agent, and its"):
+        with pytest.raises(ConfigError, match=r"the script trains workflow=other\.Agent, but its"):
             trainer.train(workflow="other.Agent")
 
 
