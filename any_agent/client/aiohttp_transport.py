@@ -1,140 +1,226 @@
-"""Many small requests at once to one service: aiohttp, for whoever knows httpx.
+"""The HTTP transport of all clients: aiohttp's connections, also under httpx's clients.
 
-httpx's pool looks at all of its connections for each request, and takes several times the CPU where
-it has one only; a thousand agents of one process are a thousand sessions to open, reward and end.
-httpx's exceptions are raised here, too: callers need not know which of them sent a request.
+httpx's pool looks at all of its connections for each request, and takes several times aiohttp's CPU
+where it has only one; a thousand agents of one process are a thousand sessions to open, reward and
+end. Errors are httpx's exceptions, whichever way a request is sent.
 """
 
 from __future__ import annotations
 
 import asyncio
 import ssl
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import AsyncIterator, Iterator, Mapping
+from contextlib import AsyncExitStack, contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING
+from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
 if TYPE_CHECKING:
     import aiohttp
+    from yarl import URL
 
 MAX_CONNECTIONS = 256
-_POLLS = MAX_CONNECTIONS // 2
-"""Connections that requests may have which wait at the service: the others go on beside them."""
-_CONNECTS_TIMEOUT = 10.0
-_MAX_IDLE = 30.0
+_MAX_POLLS = MAX_CONNECTIONS // 2
+"""Connections for requests that wait at the service: other requests go on beside them."""
+_CONNECT_TIMEOUT = 10.0
+_KEEPALIVE_TIMEOUT = 30.0
 """Seconds that a connection waits for its next request; a service keeps it for longer."""
 _MAX_BODY = 64 << 20
 
 
+@cache
+def tls_context() -> ssl.SSLContext:
+    """Return the process's TLS context: reading every authority's certificate takes 30 ms."""
+    return httpx.create_ssl_context()
+
+
 @dataclass(frozen=True, slots=True)
 class Response:
-    """What was answered; names as httpx has them. Names of headers are case-insensitive."""
+    """A response with httpx's attribute names. Names of headers are case-insensitive."""
 
     status_code: int
     headers: Mapping[str, str]
     content: bytes
 
 
-class AiohttpTransport:
+class AiohttpTransport(httpx.AsyncBaseTransport):
     """Connections to services, shared by any number of requests of one event loop.
 
-    A request with a longer ``timeout`` than the usual one waits at the service: so no more than
-    half of all connections are taken by such.
+    ``bounded``: at most 256 connections, and responses of at most 64 MiB within the whole timeout.
+    A request with a longer timeout than ``timeout`` waits at the service: such requests take no
+    more than half of the connections. Otherwise a request waits for no other, and its timeout
+    counts from the last byte. ``trust_env``: use the proxies that the environment names. ``tls``
+    replaces the process's context. ``session`` is the caller's own, who closes it.
     """
 
-    def __init__(self, *, timeout: float, tls: ssl.SSLContext | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        timeout: float = 60.0,
+        bounded: bool = False,
+        trust_env: bool = False,
+        tls: ssl.SSLContext | None = None,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
         self._timeout = timeout
+        self._bounded = bounded
+        self._trust_env = trust_env
         self._tls = tls
-        self._session: aiohttp.ClientSession | None = None
-        self._places = asyncio.Semaphore(MAX_CONNECTIONS)
-        self._polls = asyncio.Semaphore(_POLLS)
+        self._session = session
+        self._owns_session = session is None
+        self._proxies: dict[URL, str | None] = {}
+        """The proxy for each origin that a request went to."""
+        self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
+        self._polls = asyncio.Semaphore(_MAX_POLLS)
 
     async def request(
         self,
         method: str,
         url: str,
         *,
-        content: str | None = None,
+        content: str | bytes | None = None,
         headers: Mapping[str, str],
         timeout: float,  # noqa: ASYNC109  (as httpx has it)
     ) -> Response:
-        """Raises httpx.TransportError, and httpx.UnsupportedProtocol or InvalidURL for the URL."""
-        if timeout <= self._timeout:
-            return await self._placed(method, url, content, headers, timeout)
-        async with self._polls:
-            return await self._placed(method, url, content, headers, timeout)
+        """Send a request and read its response.
+
+        Raises httpx.TransportError, and httpx.UnsupportedProtocol or InvalidURL for the URL.
+        """
+        import aiohttp
+
+        target = _parse_url(url)
+        limit = aiohttp.ClientTimeout(
+            total=timeout if self._bounded else None,
+            sock_read=None if self._bounded else timeout,
+            sock_connect=_CONNECT_TIMEOUT,
+        )
+        async with AsyncExitStack() as stack:
+            if self._bounded:
+                if timeout > self._timeout:
+                    await stack.enter_async_context(self._polls)
+                await stack.enter_async_context(self._slots)
+            stack.enter_context(_httpx_errors(timeout))
+            sending = self._open_session().request(
+                method,
+                target,
+                data=content,
+                headers=headers,
+                timeout=limit,
+                allow_redirects=False,
+                skip_auto_headers=("Accept-Encoding",),
+                proxy=self._proxy(target),
+                ssl=self._context(target),
+            )
+            response = await stack.enter_async_context(sending)
+            body = await (self._read_bounded(response) if self._bounded else response.read())
+            return Response(response.status, response.headers, body)
+
+    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
+        """Send a request of an httpx client; its response's body is streamed."""
+        import aiohttp
+
+        timeouts = request.extensions.get("timeout", {})
+        limit = aiohttp.ClientTimeout(
+            total=None, sock_connect=timeouts.get("connect"), sock_read=timeouts.get("read")
+        )
+        target = _parse_url(str(request.url))
+        content = await request.aread()
+        items = request.headers.multi_items()
+        with _httpx_errors(timeouts.get("read")):
+            response = await self._open_session().request(
+                request.method,
+                target,
+                data=content or None,
+                headers=[(k, v) for k, v in items if k.lower() != "transfer-encoding"],
+                timeout=limit,
+                allow_redirects=False,
+                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                auto_decompress=False,
+                proxy=self._proxy(target),
+                ssl=self._context(target),
+            )
+        return httpx.Response(
+            response.status,
+            headers=list(response.raw_headers),
+            stream=_ResponseStream(response, timeouts.get("read")),
+        )
 
     async def aclose(self) -> None:
         session, self._session = self._session, None
-        if session is not None:
+        if session is not None and self._owns_session:
             await session.close()
 
-    async def _placed(
-        self,
-        method: str,
-        url: str,
-        content: str | None,
-        headers: Mapping[str, str],
-        within: float,
-    ) -> Response:
-        import aiohttp
-        from yarl import URL
-
-        try:
-            target = URL(url, encoded=True)
-            _ = target.port
-        except ValueError as error:
-            raise httpx.InvalidURL(str(error)) from None
-        limit = aiohttp.ClientTimeout(total=within, sock_connect=_CONNECTS_TIMEOUT)
-        async with self._places:
-            with _as_httpx(within):
-                sending = self._opened().request(
-                    method,
-                    target,
-                    data=content,
-                    headers=headers,
-                    timeout=limit,
-                    allow_redirects=False,
-                )
-                async with sending as response:
-                    return Response(response.status, response.headers, await _body(response))
-
-    def _opened(self) -> aiohttp.ClientSession:
+    def _open_session(self) -> aiohttp.ClientSession:
         if self._session is None:
             import aiohttp
 
             connector = aiohttp.TCPConnector(
-                limit=MAX_CONNECTIONS, keepalive_timeout=_MAX_IDLE, ssl=self._tls or True
+                limit=MAX_CONNECTIONS if self._bounded else 0,
+                keepalive_timeout=_KEEPALIVE_TIMEOUT,
             )
-            self._session = aiohttp.ClientSession(
-                connector=connector,
-                cookie_jar=aiohttp.DummyCookieJar(),
-                skip_auto_headers=("Accept-Encoding",),
-            )
+            jar = aiohttp.DummyCookieJar()
+            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
         return self._session
 
+    def _context(self, url: URL) -> ssl.SSLContext | bool:
+        return (self._tls or tls_context()) if url.scheme == "https" else True
 
-async def _body(response: aiohttp.ClientResponse) -> bytes:
-    """All of it; httpx.RemoteProtocolError if it has no end."""
-    body = bytearray()
-    if (response.content_length or 0) > _MAX_BODY:
-        raise _too_long(response)
-    async for part in response.content.iter_any():
-        body += part
-        if len(body) > _MAX_BODY:
-            raise _too_long(response)
-    return bytes(body)
+    def _proxy(self, url: URL) -> str | None:
+        if not self._trust_env:
+            return None
+        origin = url.origin()
+        if origin not in self._proxies:
+            named = getproxies()
+            proxy = named.get(url.scheme) or named.get("all")
+            self._proxies[origin] = None if proxy_bypass(url.authority) else proxy
+        return self._proxies[origin]
+
+    async def _read_bounded(self, response: aiohttp.ClientResponse) -> bytes:
+        body = bytearray()
+        if (response.content_length or 0) <= _MAX_BODY:
+            async for part in response.content.iter_any():
+                body += part
+                if len(body) > _MAX_BODY:
+                    break
+            else:
+                return bytes(body)
+        response.close()
+        raise httpx.RemoteProtocolError(f"the response is longer than {_MAX_BODY} bytes")
 
 
-def _too_long(response: aiohttp.ClientResponse) -> httpx.TransportError:
-    response.close()
-    return httpx.RemoteProtocolError("the answer's body is too long")
+class _ResponseStream(httpx.AsyncByteStream):
+    """The body of a response, which releases its connection when it is closed."""
+
+    def __init__(self, response: aiohttp.ClientResponse, read_timeout: float | None) -> None:
+        self._response = response
+        self._read_timeout = read_timeout
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        with _httpx_errors(self._read_timeout):
+            async for part in self._response.content.iter_any():
+                yield part
+
+    async def aclose(self) -> None:
+        self._response.release()
+
+
+def _parse_url(url: str) -> URL:
+    from yarl import URL
+
+    try:
+        target = URL(url, encoded=True)
+        _ = target.port
+    except ValueError as error:
+        raise httpx.InvalidURL(str(error)) from None
+    return target
 
 
 @contextmanager
-def _as_httpx(within: float) -> Iterator[None]:
+def _httpx_errors(timeout: float | None) -> Iterator[None]:
+    """Raise aiohttp's errors as httpx's; ``timeout`` is for their texts."""
     import aiohttp
 
     try:
@@ -144,15 +230,15 @@ def _as_httpx(within: float) -> Iterator[None]:
     except aiohttp.NonHttpUrlClientError as error:
         raise httpx.UnsupportedProtocol(f"{error} is neither http nor https") from None
     except aiohttp.ConnectionTimeoutError as error:
-        raise httpx.ConnectTimeout(f"no connection within {_CONNECTS_TIMEOUT:g} s") from error
+        raise httpx.ConnectTimeout("the connection could not be opened in time") from error
     except TimeoutError as error:
-        raise httpx.ReadTimeout(f"no answer within {within:g} s") from error
+        raise httpx.ReadTimeout(f"no response within {timeout or 0:g} s") from error
     except aiohttp.ClientConnectorError as error:
         raise httpx.ConnectError(str(error)) from error
     except aiohttp.ClientResponseError as error:
-        # Only its head's or its body's form: what is refused is an answer.
-        raise httpx.RemoteProtocolError(f"what was answered is no HTTP: {error.message}") from error
+        # The form of a head or a body is wrong: refusals are responses.
+        raise httpx.RemoteProtocolError(f"the response is not HTTP: {error.message}") from error
     except (aiohttp.ClientError, OSError) as error:
-        raise httpx.ReadError("the connection broke before the answer was there") from error
+        raise httpx.ReadError("the connection broke before the response was complete") from error
     except ValueError as error:
         raise httpx.LocalProtocolError(str(error)) from None

@@ -1,13 +1,71 @@
-"""Waits that spread: so that clients refused together do not all come back together."""
+"""Waits between attempts, with jitter: clients that are refused together do not return together."""
 
 from __future__ import annotations
 
+import asyncio
 import random
+import time
+from collections.abc import Awaitable, Callable
+from typing import TypeVar
+
+from any_agent.errors import TooManyRequests
+
+T = TypeVar("T")
 
 _random = random.Random()
-"""Its own: a process that trains keeps the global generator in its checkpoints."""
+"""A generator of its own: a process that trains stores the global one in its checkpoints."""
 
 
 def jittered(seconds: float, low: float = 0.5, high: float = 1.5) -> float:
-    """``seconds`` times a random factor."""
+    """Return ``seconds`` times a random factor."""
     return seconds * _random.uniform(low, high)
+
+
+class Backoff:
+    """The waits between the attempts of one request, for ``patience`` seconds.
+
+    They begin with ``first`` seconds and double up to ``longest``.
+    """
+
+    def __init__(self, patience: float, *, first: float, longest: float) -> None:
+        self._deadline = time.monotonic() + patience
+        self._longest = longest
+        self.delay = first
+        """Seconds of the next wait, unless the service asks for another one."""
+
+    def allows(self, seconds: float) -> bool:
+        """Return whether a wait of so many seconds from now ends in time."""
+        return time.monotonic() + seconds <= self._deadline
+
+    async def wait(self) -> None:
+        """Wait about ``delay`` seconds, and double it."""
+        await asyncio.sleep(jittered(self.delay))
+        self.delay = min(2 * self.delay, self._longest)
+
+    async def wait_as_told(self, seconds: float) -> None:
+        """Wait as long as the service asks for, or a little longer."""
+        await asyncio.sleep(jittered(seconds, 1.0, 1.2))
+
+
+async def wait_for_slot(
+    attempt: Callable[[], Awaitable[T]],
+    *,
+    patience: float,
+    refused: Callable[[TooManyRequests, float], Awaitable[object]] | None = None,
+) -> T:
+    """Repeat ``attempt`` while the service has no slot (429), for up to ``patience`` seconds.
+
+    Before each repetition ``refused`` gets the refusal and the seconds since the first attempt.
+    """
+    began = time.monotonic()
+    while True:
+        try:
+            return await attempt()
+        except TooManyRequests as error:
+            remaining = began + patience - time.monotonic()
+            if remaining <= 0:
+                raise
+            pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
+            await asyncio.sleep(min(pause, remaining))
+            if refused is not None:
+                await refused(error, time.monotonic() - began)

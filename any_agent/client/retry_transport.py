@@ -1,41 +1,39 @@
-"""An HTTP client for agents that waits where the service asks for it.
+"""An HTTP client for agents that waits when the service asks it to.
 
-Agents are told to make OpenAI's client with ``max_retries=0``, so whatever a weight update, a full
-engine or a restarted rank answers in between would end their episode.
+Agents create OpenAI's client with ``max_retries=0``, so that any refusal during a weight update, by
+a full engine or by a restarted rank would end their episode.
 """
 
 from __future__ import annotations
 
-import asyncio
 import re
-import time
 from types import TracebackType
 from typing import Any, Self
 
 import httpx
 
-from any_agent.client.backoff import jittered
-from any_agent.client.connection_pool import UnpooledTransport
+from any_agent.client.aiohttp_transport import AiohttpTransport
+from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
 from any_agent.errors import from_response
 from any_agent.keys import SESSION_KEY_PREFIX
 
 _COUNT = "x-stainless-retry-count"
-"""By which SDKs mark a call that is sent again: the service then samples nothing twice."""
+"""The header of a repeated call, as SDKs set it: the service then does not sample twice."""
 _TURNED_AWAY = (429, 503)
 _LOST = 502
 _KEY_IN_PATH = re.compile(
     rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
 )
-"""Behind a key `/v1/rl` is `/rl`, and `/v1/v1` `/v1`: an agent's base URL ends in `/v1`."""
+"""A key in a path. After it `/v1/rl` means `/rl`, and `/v1/v1` `/v1`: base URLs end in `/v1`."""
 _MAX_WAIT = 60.0
-"""Seconds, whatever the service asks for."""
+"""The longest wait in seconds, whatever the service asks for."""
 
 
 class RetryTransport(httpx.AsyncBaseTransport):
-    """Sends a session's requests again while the service is full or away, for ``patience`` seconds.
+    """Repeats a session's requests while the service is full or away, for ``patience`` seconds.
 
-    Requests that carry no session key, thus those to anybody else, pass as they are.
+    Requests without a session key, such as those to other services, pass unchanged.
     """
 
     def __init__(self, inner: httpx.AsyncBaseTransport, *, patience: float = 300.0) -> None:
@@ -43,31 +41,28 @@ class RetryTransport(httpx.AsyncBaseTransport):
         self._patience = patience
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if not _of_a_session(request):
+        if not _has_session_key(request):
             return await self._inner.handle_async_request(request)
         await request.aread()
-        deadline = time.monotonic() + self._patience
-        delay = 0.1
+        backoff = Backoff(self._patience, first=0.1, longest=5.0)
         while True:
-            response: httpx.Response | None = None
-            request = _followed(request)
+            request = _redirect_moved(request)
+            told: float | None = None
             try:
                 response = await self._inner.handle_async_request(request)
-                wait = await _wait_asked_for(response, delay)
-            except httpx.TransportError as error:
-                if isinstance(error, httpx.ReadTimeout | httpx.WriteTimeout | httpx.PoolTimeout):
-                    # The agent's own limit.
+            except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
+                # The agent's own limit.
+                raise
+            except httpx.TransportError:
+                if not backoff.allows(backoff.delay):
                     raise
-                wait = delay
-                if time.monotonic() + wait > deadline:
-                    raise
-            if response is not None:
-                if wait is None or time.monotonic() + wait > deadline:
+            else:
+                told = _retry_after(response)
+                wait = backoff.delay if told is None else told
+                if not _is_temporary(response) or not backoff.allows(wait):
                     return response
                 await response.aclose()
-            assert wait is not None
-            await asyncio.sleep(jittered(wait, 1.0, 1.2))
-            delay = min(2 * delay, 5.0)
+            await (backoff.wait() if told is None else backoff.wait_as_told(told))
             request.headers[_COUNT] = str(_count(request) + 1)
 
     async def aclose(self) -> None:
@@ -87,9 +82,9 @@ class RetryTransport(httpx.AsyncBaseTransport):
 
 
 class SharedClient(httpx.AsyncClient):
-    """A client that its users cannot close: some do what they learned, and close what they use.
+    """A client that its users cannot close: many programs close every client that they use.
 
-    A session's key in a URL goes into a header, as logs and errors show URLs.
+    A session's key in a URL is moved into a header, as logs and errors show URLs.
     """
 
     def build_request(self, *arguments: Any, **named: Any) -> httpx.Request:
@@ -118,29 +113,29 @@ class SharedClient(httpx.AsyncClient):
         pass
 
     async def end(self) -> None:
-        """What its owner closes it with."""
+        """Close the client; only its owner calls this."""
         await super().aclose()
 
 
 def retrying_client(*, patience: float = 300.0) -> SharedClient:
-    """A client for any number of agents' calls at once, of the event loop it is used in first."""
-    # OpenAI's own: a long answer takes its time; connecting does not.
+    """Return a client for any number of concurrent calls, of the event loop of its first use."""
+    # OpenAI's own: an answer may take long, a connection may not.
     timeout = httpx.Timeout(600.0, connect=10.0)
     return SharedClient(
-        transport=RetryTransport(UnpooledTransport(), patience=patience),
+        transport=RetryTransport(AiohttpTransport(), patience=patience),
         timeout=timeout,
         trust_env=False,
     )
 
 
-def _of_a_session(request: httpx.Request) -> bool:
+def _has_session_key(request: httpx.Request) -> bool:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     key = bearer or request.headers.get("x-api-key", "")
     return bool(key.startswith(SESSION_KEY_PREFIX))
 
 
-def _followed(request: httpx.Request) -> httpx.Request:
-    """The same, or one to where the service has moved."""
+def _redirect_moved(request: httpx.Request) -> httpx.Request:
+    """Return the request, or its copy for the address that the service has moved to."""
     to = moved(str(request.url))
     if to is None:
         return request
@@ -151,15 +146,20 @@ def _followed(request: httpx.Request) -> httpx.Request:
     )
 
 
-async def _wait_asked_for(response: httpx.Response, delay: float) -> float | None:
-    """Seconds until the same request may be sent again; None for what is the answer."""
-    status = response.status_code
-    if status == _LOST and response.headers.get("x-should-retry") == "true":
-        return delay
-    if status not in _TURNED_AWAY or response.headers.get("x-should-retry") == "false":
+def _is_temporary(response: httpx.Response) -> bool:
+    """Return whether the same request may succeed later."""
+    should_retry = response.headers.get("x-should-retry")
+    if response.status_code == _LOST:
+        return bool(should_retry == "true")
+    return response.status_code in _TURNED_AWAY and should_retry != "false"
+
+
+def _retry_after(response: httpx.Response) -> float | None:
+    """Return the seconds to wait that a refusal names."""
+    if response.status_code not in _TURNED_AWAY:
         return None
-    asked = from_response(status, b"", response.headers.get("retry-after")).retry_after
-    return min(delay if asked is None else asked, _MAX_WAIT)
+    asked = from_response(429, b"", response.headers.get("retry-after")).retry_after
+    return None if asked is None else min(asked, _MAX_WAIT)
 
 
 def _count(request: httpx.Request) -> int:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import ssl
-import time
 import uuid
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Mapping
 from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote, urlencode
@@ -17,8 +15,7 @@ from pydantic import BaseModel, ValidationError
 
 from any_agent import errors
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response
-from any_agent.client.backoff import jittered
-from any_agent.client.connection_pool import connections_to
+from any_agent.client.backoff import Backoff, wait_for_slot
 from any_agent.client.service_url import names_file, url_file
 from any_agent.protocol.rl import (
     AFTER_HEADER,
@@ -54,22 +51,22 @@ from any_agent.protocol.rl import (
 T = TypeVar("T", bound=BaseModel)
 
 _LOST_OR_UNREACHABLE = (502, 503, 504)
-"""Whether it happened is not known, or it did not."""
+"""Statuses of requests that may have taken effect, or that did not arrive."""
 
 
 class RLClient:
-    """One service, reached by URL; every call raises the AnyAgentError that the service answered.
+    """A client of one service; every method raises the AnyAgentError that the service answered.
 
-    ``url`` may be a function that says where the service is now, or None while nobody knows: it
-    is asked at each attempt, because a service that restarts may move. So is a file that holds it,
-    named as ``file:///shared/run/url``. A connection that could not be made is tried again for
-    ``retry_for`` seconds (a rank that restarts). So is a lost reply or a 503, but for polls: what
-    must not happen twice has an Idempotency-Key of its own, and the rest may. Without ``trust_env``
-    proxies named in the environment are not used. ``admin_key`` (or a trainer's, or a tenant's) may
-    be a function, too, for a key that changes. ``epoch`` is the number of the trainer's start: once
-    a later one was heard of, StaleOwner is raised. ``tls``: a context that is there already, as
-    reading all authorities' certificates takes 30 ms. ``http``:
-    what sends the requests instead of httpx, for those who send many.
+    ``url`` may be a function that returns the service's current address, or None while it is
+    unknown: it is called at each attempt, because a service that restarts may move. It may also be
+    a file that holds the address, named as ``file:///shared/run/url``. A connection that could not
+    be opened is tried again for ``retry_for`` seconds (a rank that restarts). So is a lost reply or
+    a 503, except for polls: a request that must not take effect twice has an Idempotency-Key of its
+    own, and the others may. Without ``trust_env`` proxies named in the environment are not used.
+    ``admin_key`` (or a trainer's, or a tenant's) may be a function, too, for a key that changes.
+    ``epoch`` is the number of the trainer's start: once the service has heard of a later one,
+    StaleOwner is raised. ``tls`` replaces the process's TLS context, ``http`` the client's own
+    transport.
     """
 
     def __init__(
@@ -84,30 +81,24 @@ class RLClient:
         tls: ssl.SSLContext | None = None,
         http: AiohttpTransport | None = None,
     ) -> None:
-        self._nowhere = "the service does not answer: nobody has said yet where it is"
-        self._look_again: Callable[[], object] = lambda: None
+        self._unknown_address = "the service does not answer: its address is not known yet"
+        self._refresh_url: Callable[[], object] = lambda: None
         if isinstance(url, str) and names_file(url):
             file = url_file(url, "url")
-            url, self._look_again = file.now, file.read
-            self._nowhere = f"no service has written its URL into {file.path}; is it running?"
+            url, self._refresh_url = file.now, file.read
+            self._unknown_address = (
+                f"no service has written its URL into {file.path}; is it running?"
+            )
         self._where = url
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
         self._timeout = timeout
-        self._http: AiohttpTransport | httpx.AsyncClient = http or httpx.AsyncClient(
-            timeout=timeout,
-            limits=httpx.Limits(max_connections=None),
-            trust_env=trust_env,
-            verify=True if tls is None else tls,
-            transport=connections_to(
-                url if isinstance(url, str) else None, trust_env=trust_env, tls=tls
-            ),
-        )
+        self._http = http or AiohttpTransport(timeout=timeout, trust_env=trust_env, tls=tls)
 
     @property
     def url(self) -> str | None:
-        """Where the service is now; None while nobody knows."""
+        """The service's current address; None while it is unknown."""
         url = self._where if isinstance(self._where, str) else self._where()
         return url.rstrip("/").removesuffix("/v1") if url is not None else None
 
@@ -132,29 +123,24 @@ class RLClient:
     ) -> SessionStarted:
         """Open a session (fields of :class:`StartSession`).
 
-        While the service has no slot (429), ask again for up to ``patience`` seconds. Such an
-        answer says that nothing was opened, so the next one may be asked at another rank.
+        While the service has no slot (429), repeat the request for up to ``patience`` seconds. Such
+        a refusal means that nothing was opened, so the next attempt may go to another rank.
 
-        Asked again under the same ``idempotency_key``, also by another process, the service
-        answers with the same session, for a day; without one each call opens its own.
-        WrongService if what answers is none of ours, or speaks another version.
+        For a day the service answers a request under the same ``idempotency_key`` with the same
+        session, also to another process; without a key each call opens its own session. Raises
+        WrongService if another service answers, or one that speaks another version.
         """
         body = StartSession(**fields)
-        deadline = time.monotonic() + patience
-        while True:
-            self._look_again()
-            try:
-                response = await self._send(
-                    "POST", "/start_session", body, slack=body.wait, once=idempotency_key or True
-                )
-                _require_our_api(response, self.url)
-                return _read(SessionStarted, response, self.url)
-            except errors.TooManyRequests as error:
-                remaining = deadline - time.monotonic()
-                if remaining <= 0:
-                    raise
-                pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
-                await asyncio.sleep(min(pause, remaining))
+
+        async def attempt() -> SessionStarted:
+            self._refresh_url()
+            response = await self.request(
+                "POST", "/start_session", body, slack=body.wait, once=idempotency_key or True
+            )
+            _require_our_api(response, self.url)
+            return _read(SessionStarted, response, self.url)
+
+        return await wait_for_slot(attempt, patience=patience)
 
     async def set_reward(
         self,
@@ -164,9 +150,9 @@ class RLClient:
         completion_id: str | None = None,
         session_id: str | None = None,
     ) -> RewardSet:
-        """A number, or several by name, for a completion (default: the last one).
+        """Reward a completion (default: the last one) with a number, or several by name.
 
-        ``session_id``: an earlier session of the same key.
+        ``session_id`` names an earlier session of the same key.
         """
         body = SetReward(reward=reward, completion_id=completion_id, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
@@ -178,7 +164,7 @@ class RLClient:
         *,
         session_id: str | None = None,
     ) -> RewardSet:
-        """Of the whole session; can be revised until a trainer has it."""
+        """Reward the whole session; the reward can be revised until a trainer leases it."""
         body = SetReward(final_reward=final_reward, session_id=session_id)
         return await self._call(RewardSet, "POST", "/set_reward", body, key=api_key, once=True)
 
@@ -192,12 +178,12 @@ class RLClient:
         session_id: str | None = None,
         idempotency_key: str | None = None,
     ) -> SessionInfo:
-        """End a session, or with ``await_reward`` its calls: rewards may come then for ``deadline``
-        seconds (default: as long as the service allows).
+        """End a session, or with ``await_reward`` only its calls: rewards may arrive then for
+        ``deadline`` seconds (default: as long as the service allows).
 
-        Of one that was finalized already it tells how it is now; Conflict (`already_finalized`) if
-        another final reward stands. With an ``idempotency_key`` of the caller's it may be asked
-        again, also by its next process.
+        For a session that was finalized already, return its current state; Conflict
+        (`already_finalized`) if it has another final reward. With an ``idempotency_key`` the
+        request may be repeated, also by the caller's next process.
         """
         body = Finalize(
             final_reward=final_reward,
@@ -220,14 +206,16 @@ class RLClient:
         *,
         keep_place: bool = False,
     ) -> SessionInfo:
-        """Throw an open session away; ``keep_place``: another one may take its place in its group,
-        which is one smaller otherwise."""
+        """Abort an open session. With ``keep_place`` another session may take its place in its
+        group, which is one smaller otherwise."""
         path = f"/sessions/{session.session_id}/abort"
         body = Abort(reason=reason, keep_place=keep_place)
         return await self._call(SessionInfo, "POST", path, body, key=session.api_key, once=True)
 
     async def session_info(self, session_id: str, api_key: str | None = None) -> SessionInfo:
-        """Any session's state; without its own ``api_key`` needs the admin's where there is one."""
+        """Return a session's state; without its own ``api_key`` an admin key is needed, if any is
+        set.
+        """
         return await self._call(
             SessionInfo, "GET", _path_of(session_id), key=api_key, repeatable=True
         )
@@ -237,15 +225,15 @@ class RLClient:
     async def sessions(
         self, *, missing: Callable[[str], object] = lambda _: None, **filters: Any
     ) -> AsyncIterator[SessionLine]:
-        """Sessions, newest first (filters of :class:`ListSessions`; ``limit`` is a page's).
+        """Yield sessions, newest first (filters of :class:`ListSessions`; ``limit`` is per page).
 
-        ``missing`` is told of ranks that did not answer.
+        ``missing`` is called with the ranks that did not answer.
         """
         after: str | None = filters.pop("after", "")
         while after is not None:
             wanted = ListSessions(**filters, after=after)
             query = urlencode(wanted.model_dump(exclude_defaults=True))
-            response = await self._send("GET", f"/sessions?{query}", repeatable=True)
+            response = await self.request("GET", f"/sessions?{query}", repeatable=True)
             if (away := response.headers.get(UNREACHABLE_HEADER)) is not None:
                 missing(away)
             for line in json.loads(response.content):
@@ -253,19 +241,22 @@ class RLClient:
             after = response.headers.get(AFTER_HEADER)
 
     async def session_details(self, session_id: str) -> SessionDetails:
-        """What is recorded of a session, with every reward that it was given."""
+        """Return the record of a session, with every reward that was set."""
         path = _path_of(session_id)
         return await self._call(SessionDetails, "GET", path, repeatable=True)
 
     async def session_content(self, session_id: str, api_key: str | None = None) -> SessionContent:
-        """What was said in a session (under its own key, or ours); Conflict if it is not kept."""
+        """Return the messages of a session (under its own key, or the client's).
+
+        Raises Conflict if they are not stored.
+        """
         path = f"{_path_of(session_id)}/content"
         return await self._call(SessionContent, "GET", path, key=api_key, repeatable=True)
 
     async def abort_session(
         self, session_id: str, reason: str, *, keep_place: bool = False
     ) -> SessionInfo:
-        """Throw an open session away, by its id."""
+        """Abort an open session by its id."""
         path = f"{_path_of(session_id)}/abort"
         body = Abort(reason=reason, keep_place=keep_place)
         return await self._call(SessionInfo, "POST", path, body, once=True)
@@ -276,7 +267,7 @@ class RLClient:
         return await self._call(SessionInfo, "POST", path, Veto(reason=reason), once=True)
 
     async def delete_session(self, session_id: str) -> SessionInfo:
-        """Erase what was recorded of a session."""
+        """Erase the record of a session."""
         return await self._call(SessionInfo, "DELETE", _path_of(session_id), repeatable=True)
 
     async def run_info(self) -> RunInfo:
@@ -297,25 +288,25 @@ class RLClient:
         number: int = 0,
         retry_for: float | None = None,
     ) -> Capacity:
-        """``retry_for``: less than the client's own, for what is soon out of date."""
+        """Set the rank's capacity. A short ``retry_for`` suits values that are soon out of date."""
         body = SetCapacity(limit=limit, ttl=ttl, owner=owner, held=held, number=number)
         return await self._call(
             Capacity, "PUT", "/capacity", body, repeatable=True, retry_for=retry_for
         )
 
     async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
-        """Packed trajectories of closed groups (`any_agent.record`), or None."""
+        """Lease closed groups: their packed trajectories (`any_agent.record`), or None."""
         body = Lease(owner=owner, wait=wait, max_groups=max_groups)
-        response = await self._send("POST", "/lease", body, slack=wait)
+        response = await self.request("POST", "/lease", body, slack=wait)
         return response.content if response.status_code == 200 else None
 
     async def replay(self, *, owner: str, session_ids: list[str]) -> bytes:
-        """Lease just these sessions, also those that were trained on; packed as by `lease`.
+        """Lease only these sessions, also trained ones; the result is packed as by `lease`.
 
-        Raises Conflict naming those that cannot be had.
+        Raises Conflict naming the sessions that are not available.
         """
         body = Lease(owner=owner, wait=0, session_ids=session_ids, replay=True)
-        return (await self._send("POST", "/lease", body, repeatable=True)).content
+        return (await self.request("POST", "/lease", body, repeatable=True)).content
 
     async def ack(
         self,
@@ -325,19 +316,19 @@ class RLClient:
         rejected: list[Rejection],
         step: int | None = None,
     ) -> int:
-        """End leases, all or none; Conflict if one of them was lost. ``step`` consumed them."""
+        """End all leases or none; Conflict if one of them was lost. ``step`` consumed them."""
         body = Ack(owner=owner, trained=trained, rejected=rejected, step=step)
         return (await self._call(Acked, "POST", "/ack", body, repeatable=True)).acked
 
     async def pause(self, *, ttl: float) -> None:
-        await self._send("POST", "/pause", Pause(ttl=ttl), repeatable=True)
+        await self.request("POST", "/pause", Pause(ttl=ttl), repeatable=True)
 
     async def publish_version(self, *, version: int, path: str, step: int) -> None:
         body = PublishedVersion(version=version, path=path, step=step)
-        await self._send("POST", "/version", body, repeatable=True)
+        await self.request("POST", "/version", body, repeatable=True)
 
     async def resume(self) -> None:
-        await self._send("POST", "/resume", repeatable=True)
+        await self.request("POST", "/resume", repeatable=True)
 
     async def set_run(
         self,
@@ -348,81 +339,87 @@ class RLClient:
         oldest_step: int | None = None,
     ) -> None:
         body = SetRun(state=state, step=step, checkpoint=checkpoint, oldest_step=oldest_step)
-        await self._send("PUT", "/run", body, repeatable=True)
+        await self.request("PUT", "/run", body, repeatable=True)
 
     # ------------------------------------------------------------------------------------------
 
     async def _call(
         self, answer: type[T], method: str, path: str, body: BaseModel | None = None, **how: Any
     ) -> T:
-        response = await self._send(method, path, body, **how)
+        response = await self.request(method, path, body, **how)
         return _read(answer, response, self.url)
 
-    async def _send(
+    async def request(
         self,
         method: str,
         path: str,
-        body: BaseModel | None = None,
+        body: BaseModel | Mapping[str, Any] | None = None,
         *,
         key: str | None = None,
         slack: float = 0.0,
         once: bool | str = False,
         repeatable: bool = False,
         retry_for: float | None = None,
-    ) -> httpx.Response | Response:
-        """``once``: it must not happen twice (a text is its Idempotency-Key); ``repeatable``: it
-        may."""
-        content = body.model_dump_json(exclude_none=True) if body is not None else None
+        base: str = "/rl/v1",
+    ) -> Response:
+        """Send a request to ``base`` + ``path`` and return its successful response.
+
+        ``once``: the request must not take effect twice (a text is its Idempotency-Key);
+        ``repeatable``: it may. Without either, a request that may have arrived is not repeated.
+        ``key`` replaces the client's own. The service may take ``slack`` seconds beyond the usual
+        timeout.
+        """
+        content = None
+        if isinstance(body, BaseModel):
+            content = body.model_dump_json(exclude_none=True)
+        elif body is not None:
+            content = json.dumps(body)
         headers = {} if key else dict(self._epoch)
         if content is not None:
             headers["Content-Type"] = "application/json"
         if once:
             headers["Idempotency-Key"] = once if isinstance(once, str) else uuid.uuid4().hex
-        deadline = time.monotonic() + (self._retry_for if retry_for is None else retry_for)
-        delay = 0.05
+        patience = self._retry_for if retry_for is None else retry_for
+        backoff = Backoff(patience, first=0.05, longest=2.0)
         while True:
-            late = time.monotonic() + delay > deadline
+            last = not backoff.allows(backoff.delay)
             url = self.url
             if bearer := key or self._key():
                 headers["Authorization"] = f"Bearer {bearer}"
             try:
                 if url is None:
-                    raise httpx.ConnectError(self._nowhere)
+                    raise httpx.ConnectError(self._unknown_address)
                 response = await self._http.request(
                     method,
-                    f"{url}/rl/v1{path}",
+                    f"{url}{base}{path}",
                     content=content,
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
-                if (wait := _quota_wait(response)) and time.monotonic() + wait < deadline:
-                    await asyncio.sleep(jittered(wait, 1.0, 1.2))
+                if (wait := _quota_wait(response)) and backoff.allows(wait):
+                    await backoff.wait_as_told(wait)
                     continue
-                if (
-                    response.status_code not in _LOST_OR_UNREACHABLE
-                    or not (once or repeatable)
-                    or late
-                ):
+                lost = response.status_code in _LOST_OR_UNREACHABLE
+                if not lost or not (once or repeatable) or last:
                     break
             except (httpx.UnsupportedProtocol, httpx.InvalidURL) as error:
                 raise errors.ConfigError(
-                    f"{url} is no URL of a service: it begins with http:// or https://, like "
-                    "http://127.0.0.1:8000"
+                    f"{url} is not the URL of a service: a URL begins with http:// or https://, "
+                    "like http://127.0.0.1:8000"
                 ) from error
             except httpx.TransportError as error:
                 never_sent = isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
-                if not (once or repeatable or never_sent) or late:
+                if not (once or repeatable or never_sent) or last:
                     raise errors.ServiceUnavailable(
-                        f"{url} does not answer ({type(error).__name__}); is it running?"
+                        f"{url} does not answer ({type(error).__name__}); is the service running?"
                         if url is not None
-                        else self._nowhere
+                        else self._unknown_address
                     ) from error
                 if never_sent:
-                    self._look_again()
-            await asyncio.sleep(jittered(delay))
-            delay = min(delay * 2, 2.0)
-        if response.status_code in (404, 405):
-            # Of a route of ours: whoever does not know it is somebody else.
+                    self._refresh_url()
+            await backoff.wait()
+        if response.status_code in (404, 405) and base == "/rl/v1":
+            # A service of ours knows this route: another one answers here.
             _require_our_api(response, url)
         if response.status_code >= 400:
             raise errors.from_response(
@@ -431,27 +428,27 @@ class RLClient:
         return response
 
 
-def _read(answer: type[T], response: httpx.Response | Response, url: str | None) -> T:
-    """WrongService if it is no such answer: something stands in the service's place."""
+def _read(answer: type[T], response: Response, url: str | None) -> T:
+    """Parse the response; WrongService if another server has answered."""
     try:
         return answer.model_validate_json(response.content)
     except ValidationError:
         raise errors.WrongService(
-            f"what answers at {url} (status {response.status_code}) is no service of any-agent, or "
+            f"the server at {url} (status {response.status_code}) is no service of any-agent, or "
             "one of another version: check the URL"
         ) from None
 
 
-def _require_our_api(response: httpx.Response | Response, url: str | None) -> None:
-    """WrongService unless it is answered by a service that speaks our version."""
+def _require_our_api(response: Response, url: str | None) -> None:
+    """Raise WrongService unless the response is from a service of our API version."""
     version = response.headers.get(API_HEADER)
     if version == API_VERSION:
         return
     if version is None:
         raise errors.WrongService(
-            f"what answers at {url} (status {response.status_code}) is no service of any-agent, or "
-            "one that is older than this client: check the URL; a service is started by "
-            "`any-agent serve` or `any-agent train`, of any-agent-rl at this client's version"
+            f"the server at {url} (status {response.status_code}) is no service of any-agent, or "
+            "one that is older than this client: check the URL; start a service with "
+            "`any-agent serve` or `any-agent train` of any-agent-rl at this client's version"
         )
     raise errors.WrongService(
         f"the service at {url} speaks version {version[:20]} of its API and this client version "
@@ -459,8 +456,8 @@ def _require_our_api(response: httpx.Response | Response, url: str | None) -> No
     )
 
 
-def _quota_wait(response: httpx.Response | Response) -> float | None:
-    """Seconds until the tenant's quota lets the same request in; None of any other answer."""
+def _quota_wait(response: Response) -> float | None:
+    """Return the seconds until the tenant's quota admits the request; None for other responses."""
     if response.status_code != 429:
         return None
     error = errors.from_response(429, response.content, response.headers.get("retry-after"))

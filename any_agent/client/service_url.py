@@ -1,7 +1,7 @@
-"""Where a service is: a URL, or a file that holds it because the service moves.
+"""The address of a service: a URL, or a file that holds the URL of a service that moves.
 
-A run that its scheduler stops and starts again comes back on other machines, and writes its new
-URL into the same file of a shared directory. Whoever is told ``file:///shared/run/url`` follows it.
+A run that its scheduler stops and restarts may return on other machines, and writes its new URL
+into the same file of a shared directory. A client of ``file:///shared/run/url`` follows it.
 """
 
 from __future__ import annotations
@@ -20,33 +20,34 @@ from any_agent.keys import SESSION_KEY_PREFIX
 
 _SCHEME = "file:"
 _FRESH = 0.5
-"""Seconds for which what was read is taken as it is: less than clients wait before they try again,
-so each attempt after the first goes to where the service is now."""
+"""Seconds for which a read is reused: less than clients wait between attempts, so each attempt
+after
+the first goes to the current address."""
 _LONGEST = 4096
-"""Bytes of such a file."""
+"""The largest size of such a file in bytes."""
 _EARLIER = 16
-"""Places that a service was at before, which are remembered."""
+"""Number of earlier addresses of a service that are remembered."""
 
 
 def names_file(url: str) -> bool:
-    """Whether it names a file that holds the URL."""
+    """Return whether ``url`` names a file that holds the URL."""
     return url[: len(_SCHEME)].lower() == _SCHEME
 
 
 def checked_url(url: str, named_by: str) -> str:
-    """Without `/v1`. ConfigError for what is no service's URL; it shows no password."""
+    """Return a service's URL without `/v1`; ConfigError, without any password, for another text."""
     try:
         parsed = httpx.URL(url)
     except (httpx.InvalidURL, ValueError):
         parsed = httpx.URL("")
     if parsed.userinfo:
         raise ConfigError(
-            f"{named_by} holds a user or a password before its host: keys go into "
+            f"{named_by} holds a user or a password before its host: put the key into "
             "ANY_AGENT_API_KEY, as URLs are written into logs"
         )
     if parsed.scheme not in ("http", "https") or not parsed.host:
         raise ConfigError(
-            f"{named_by} is {url[:200]!r}, which is no URL of a service: it begins with http:// "
+            f"{named_by} is {url[:200]!r}, which is no URL of a service: a URL begins with http:// "
             "or https://, like http://127.0.0.1:8000, or with file:/// for a file that holds it"
         )
     if SESSION_KEY_PREFIX in parsed.path:
@@ -60,10 +61,10 @@ def checked_url(url: str, named_by: str) -> str:
 
 
 class UrlFile:
-    """A file with the URL of a service, which may be another one later. Get it by :func:`url_file`.
+    """A file with the current URL of a service. Get it by :func:`url_file`.
 
-    While it is not there, empty or unreadable, what was read last stands: a service that moves is
-    away for a while, and so may be its file.
+    While the file is missing, empty or unreadable, the last URL stays valid: a service that moves
+    is away for a while, and so may be its file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,17 +75,17 @@ class UrlFile:
         self.moved_at = float("-inf")
 
     def now(self) -> str | None:
-        """Where the service is; None while nobody has said it. ConfigError for another content."""
+        """Return the service's URL, None while it is unknown; ConfigError for a bad file."""
         if time.monotonic() - self._read_at < _FRESH:
             return self._url
         return self.read()
 
     def read(self) -> str | None:
-        """The same, from the file at once."""
+        """Read the file at once and return the URL, as :meth:`now` does."""
         self._read_at = time.monotonic()
         try:
-            # Opened each time: what a network file system says of a file may be some time old, but
-            # not what it holds.
+            # Opened each time: a network file system may report old metadata of a file, but not old
+            # content.
             with open(self.path, "rb", opener=_at_once) as file:
                 self._require_trusted(os.fstat(file.fileno()), os.stat(self.path.parent))
                 text = file.read(_LONGEST).decode("utf-8", "replace").strip()
@@ -100,28 +101,30 @@ class UrlFile:
         return self._url
 
     def _require_trusted(self, file: os.stat_result, folder: os.stat_result) -> None:
-        """ConfigError where anybody could have keys sent to wherever they like."""
+        """Raise ConfigError where another user could redirect keys to another address."""
         wrong = ""
         if file.st_mode & stat.S_IWOTH:
-            wrong = f"everybody may write the file {self.path}: chmod o-w it"
+            wrong = f"every user may write the file {self.path}: chmod o-w it"
         elif folder.st_mode & stat.S_IWOTH and not folder.st_mode & stat.S_ISVTX:
-            wrong = f"everybody may replace the file {self.path}: chmod o-w its folder"
+            wrong = f"every user may replace the file {self.path}: chmod o-w its folder"
         elif file.st_uid not in (os.geteuid(), 0, folder.st_uid):
             wrong = (
                 f"the file {self.path} is neither yours, nor root's, nor that of its folder's "
                 "owner: name one in the run's folder"
             )
         if wrong:
-            raise ConfigError(f"keys would go to wherever somebody else likes, as {wrong}")
+            raise ConfigError(f"another user could redirect the keys, as {wrong}")
 
     def is_at(self, url: str) -> bool:
-        """Whether a request for this URL goes to where the service is now."""
+        """Return whether this URL is at the service's current address."""
         now = self._quietly()
         return now is not None and url.startswith(f"{now}/")
 
     def moved(self, url: str) -> str | None:
-        """Where a request goes now that was made for an earlier place of the service, or for the
-        file's own URL; None for every other one, and if it is where it was."""
+        """Return the current URL for one at an earlier address or at the file's own URL.
+
+        None for every other URL, and for one at the current address.
+        """
         now = self._quietly()
         if now is None:
             return None
@@ -134,8 +137,10 @@ class UrlFile:
         return None
 
     def _quietly(self) -> str | None:
-        """A file with another content is told of to those who ask for the service: a request may be
-        anybody's."""
+        """Return the URL, the last valid one for a bad file.
+
+        Only callers that ask for the service get the error: this request may be for another one.
+        """
         try:
             return self.now()
         except ConfigError:
@@ -143,16 +148,16 @@ class UrlFile:
 
 
 def _at_once(path: str, flags: int) -> int:
-    """A pipe would wait for who writes into it."""
+    """Open without blocking: opening a pipe would wait for its writer."""
     return os.open(path, flags | os.O_NONBLOCK)
 
 
 _files: dict[Path, UrlFile] = {}
-"""Those that this process was told of."""
+"""The files that this process follows."""
 
 
 def url_file(url: str, named_by: str) -> UrlFile:
-    """The process's one for a file's URL. ConfigError, which says what names it, for another."""
+    """Return the process's UrlFile for a `file:` URL; ConfigError names ``named_by`` otherwise."""
     try:
         parsed = urlsplit(url)
         path = Path(unquote(parsed.path))
@@ -166,27 +171,28 @@ def url_file(url: str, named_by: str) -> UrlFile:
         or parsed.fragment
     ):
         raise ConfigError(
-            f"{named_by} is {url[:200]!r}: a file that holds a service's URL is named by its whole "
-            "path, like file:///shared/run/url"
+            f"{named_by} is {url[:200]!r}: name a file that holds a service's URL by its full "
+            f"path, "
+            "like file:///shared/run/url"
         )
     return _files.setdefault(path, UrlFile(path))
 
 
 def _behind(path: str, file: str) -> str | None:
-    """The service's path in that of a request to a file's URL; None for another file's."""
+    """Return the service's path in a path behind a file's; None for another file."""
     path = f"/{path.lstrip('/')}"
     if not path.startswith(f"{file}/"):
         return None
-    # To httpx a URL without a host is a relative one: what joins it to a base joins it again.
+    # httpx takes a URL without a host as relative, and joins it to the base once more.
     while path.startswith(f"{file}/"):
         path = path[len(file) :]
-    # OpenAI's clients put their paths behind what ends with /v1 elsewhere.
+    # OpenAI's clients add their paths to a base URL, which usually ends with /v1.
     return path if path.startswith("/v1/") else f"/v1{path}"
 
 
 def moved(url: str) -> str | None:
-    """Where a request for this URL goes instead, as its service has moved since; None: nowhere."""
-    # Where several were at a place, whoever is there now is meant, else the last one to leave it.
+    """Return the URL to use instead because its service has moved; None if it has not."""
+    # Of several services at one address the current one is meant, else the last one that left it.
     files = sorted(_files.values(), key=lambda file: -file.moved_at)
     if any(file.is_at(url) for file in files):
         return None

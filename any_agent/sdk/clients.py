@@ -5,8 +5,8 @@ from __future__ import annotations
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
+from any_agent.client.aiohttp_transport import tls_context
 from any_agent.errors import ConfigError
-from any_agent.sdk.find_service import tls_context
 
 if TYPE_CHECKING:
     import anthropic

@@ -5,19 +5,14 @@ from __future__ import annotations
 import asyncio
 import os
 import re
-import ssl
 import threading
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
-from functools import cache
 from pathlib import Path
 from weakref import WeakKeyDictionary
 
-import httpx
-
 from any_agent.client.aiohttp_transport import AiohttpTransport
-from any_agent.client.connection_pool import proxied
 from any_agent.client.environment import PLACEHOLDER_KEY, is_placeholder
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import UrlFile, checked_url, names_file, url_file
@@ -162,15 +157,11 @@ def borrow_client(service: ServiceAddress, *, retry_for: float) -> RLClient:
         of_loop = _clients.setdefault(asyncio.get_running_loop(), {})
     shared = of_loop.get((service, retry_for))
     if shared is None:
-        tls = tls_context()
-        # Whether a proxy stands before a service that moves is asked at each request.
-        behind_proxy = proxied(None if service.file is not None else service.named)
         client = RLClient(
             service.named,
             admin_key=service.api_key,
             retry_for=retry_for,
-            tls=tls,
-            http=None if behind_proxy else AiohttpTransport(timeout=_TIMEOUT, tls=tls),
+            http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
             timeout=_TIMEOUT,
         )
         shared = of_loop[service, retry_for] = _Shared(client)
@@ -205,9 +196,3 @@ def _in_child() -> None:
 
 
 os.register_at_fork(after_in_child=_in_child)
-
-
-@cache
-def tls_context() -> ssl.SSLContext:
-    """One for all: reading every authority's certificate takes 30 ms."""
-    return httpx.create_ssl_context()

@@ -1,4 +1,4 @@
-"""Opening a session: waiting for a slot, and leaving none behind when nobody waits any more."""
+"""Opening a session: wait for a slot, and leave no session behind when the caller is cancelled."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import uuid
 from contextlib import suppress
 from typing import Any
 
-from any_agent.client.backoff import jittered
+from any_agent.client.backoff import wait_for_slot
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
 from any_agent.protocol.rl import RunInfo, SessionStarted
@@ -19,20 +19,21 @@ from any_agent.sdk.find_service import ServiceAddress
 log = logging.getLogger(__name__)
 
 _WAITS_THERE = 25.0
-"""Seconds that one request waits for a slot: less than what stands between cuts connections after.
-Always the same, as a request is known again by its body, too."""
+"""Seconds that one request waits at the service: proxies in between cut connections after longer
+ones. Always the same, as an idempotent request is also recognised by its body."""
 _UNDONE_TIMEOUT = 3.0
 _SAY_AFTER = 60.0
-"""Seconds. To wait for some is usual: training takes as many sessions as it wants."""
+"""Seconds without a log line. Short waits are usual: training opens as many sessions as it
+wants."""
 
 
 class _WaitNotice:
-    """Of all sessions that wait, one says why, a minute apart: it is the same for all."""
+    """Logs why sessions wait, once a minute for all of them: the reason is the same for all."""
 
     def __init__(self) -> None:
         self._next = -math.inf
 
-    def tell(self, waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
+    def log(self, waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
         now = time.monotonic()
         if waited >= _SAY_AFTER and now >= self._next:
             self._next = now + _SAY_AFTER
@@ -44,18 +45,18 @@ class _WaitNotice:
             )
 
 
-_said = _WaitNotice()
+_notice = _WaitNotice()
 
 
 async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
-    """What a service runs; Unauthenticated says where the key came from that it does not take."""
+    """Return the service's run; Unauthenticated names the source of a key that it refuses."""
     try:
         return await client.run_info()
     except Unauthenticated as error:
         raise key_refused(error, service) from None
 
 
-async def opened(
+async def open_session(
     client: RLClient,
     service: ServiceAddress,
     fields: dict[str, Any],
@@ -63,33 +64,30 @@ async def opened(
     wait: float,
     idempotency_key: str | None,
 ) -> SessionStarted:
-    """A session, once there is a slot; TooManyRequests after ``wait`` seconds."""
-    began = time.monotonic()
-    deadline = began + wait
+    """Open a session as soon as there is a slot; TooManyRequests after ``wait`` seconds."""
     fields = {**fields, "wait": min(wait, _WAITS_THERE)}
-    while True:
-        # Such a refusal says that nothing was opened: another key may ask at another rank.
+
+    async def attempt() -> SessionStarted:
+        # A refusal means that nothing was opened: with another key another rank may be asked.
         key = idempotency_key or uuid.uuid4().hex
         try:
             return await client.start_session(idempotency_key=key, **fields)
-        except TooManyRequests as error:
-            remaining = deadline - time.monotonic()
-            if remaining <= 0:
-                raise
-            _said.tell(time.monotonic() - began, service, error)
-            pause = jittered(error.retry_after or 1.0, 0.8, 1.2)
-            await asyncio.sleep(min(pause, remaining))
         except Unauthenticated as error:
             raise key_refused(error, service) from None
         except asyncio.CancelledError:
             await _undo(client, fields, key, keep_place=idempotency_key is not None)
             raise
 
+    async def log_wait(error: TooManyRequests, waited: float) -> None:
+        _notice.log(waited, service, error)
+
+    return await wait_for_slot(attempt, patience=wait, refused=log_wait)
+
 
 async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool) -> None:
-    """The service may have opened it: then the same request is answered at once.
+    """Abort the session that the service may have opened: the same request returns it at once.
 
-    Whoever chose the key comes again, and takes the place in the group then.
+    A caller that chose the key opens again, and takes the place in the group then.
     """
     with suppress(AnyAgentError, TimeoutError):
         async with asyncio.timeout(_UNDONE_TIMEOUT):
@@ -98,16 +96,17 @@ async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_plac
 
 
 def key_refused(error: Unauthenticated, service: ServiceAddress) -> Unauthenticated:
-    """The same, which says where the key came from."""
+    """Return the error with the source of the key in its message."""
     if service.api_key is None:
         message = (
-            f"{service.url} wants a key: set ANY_AGENT_API_KEY (or OPENAI_API_KEY) to a tenant's "
+            f"{service.url} requires a key: set ANY_AGENT_API_KEY (or OPENAI_API_KEY) to a "
+            f"tenant's "
             "(any-agent keys create --scope tenant), or pass it as api_key= (commands: "
             "--api-key-file)"
         )
     else:
         message = (
-            f"{service.url} does not take the key of {service.key_from}: {error.message}; it must "
+            f"{service.url} refuses the key of {service.key_from}: {error.message}; it must "
             "be a tenant's (any-agent keys create --scope tenant)"
         )
     return Unauthenticated(message, code=error.code)

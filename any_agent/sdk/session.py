@@ -34,7 +34,7 @@ from any_agent.sdk.find_service import (
 )
 from any_agent.sdk.heartbeats import heartbeats
 from any_agent.sdk.http_patches import patches
-from any_agent.sdk.open_session import opened
+from any_agent.sdk.open_session import open_session
 from any_agent.sdk.opened import SessionBase
 from any_agent.sdk.sdk_thread import sdk_thread, wait_for
 
@@ -382,7 +382,7 @@ class AgentSession:
         self._opening = True
         client = borrow_client(self.service, retry_for=self._retry_for)
         try:
-            started = await opened(
+            started = await open_session(
                 client,
                 self.service,
                 self._fields,

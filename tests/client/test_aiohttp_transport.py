@@ -83,7 +83,7 @@ async def saying() -> AsyncIterator[Saying]:
 
 @pytest.fixture
 async def http() -> AsyncIterator[AiohttpTransport]:
-    http = AiohttpTransport(timeout=5.0)
+    http = AiohttpTransport(timeout=5.0, bounded=True)
     yield http
     await http.aclose()
 
@@ -233,8 +233,8 @@ async def test_connections_are_few_however_many_ask(
 ) -> None:
     """And those that wait there leave some to the others."""
     monkeypatch.setattr(many_requests, "MAX_CONNECTIONS", 4)
-    monkeypatch.setattr(many_requests, "_POLLS", 2)
-    few = AiohttpTransport(timeout=5.0)
+    monkeypatch.setattr(many_requests, "_MAX_POLLS", 2)
+    few = AiohttpTransport(timeout=5.0, bounded=True)
     answered = asyncio.Event()
 
     async def handler(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -9,8 +9,7 @@ import httpx
 import pytest
 from aiohttp import web
 
-from any_agent.client import connection_pool as connections
-from any_agent.client.connection_pool import UnpooledTransport, connections_to
+from any_agent.client.aiohttp_transport import AiohttpTransport
 
 
 class Counting:
@@ -52,25 +51,22 @@ async def server() -> AsyncIterator[Counting]:
 
 async def test_requests_wait_for_nobody(server: Counting) -> None:
     server.together = 150
-    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
         urls = [f"{server.url}/{k}" for k in range(server.together)]
         answers = await asyncio.gather(*map(http.get, urls))
         assert [answer.text for answer in answers] == [f"/{k}" for k in range(server.together)]
         assert len(set(server.peers)) == server.together
-        transport = http._transport
-        assert isinstance(transport, UnpooledTransport)
-        assert transport._kept == connections._KEPT
 
 
 async def test_a_connection_is_used_again(server: Counting) -> None:
-    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
         for _ in range(3):
             assert (await http.get(f"{server.url}/a")).text == "/a"
     assert len(set(server.peers)) == 1
 
 
 async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
-    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
         async with http.stream("GET", f"{server.url}/long") as response:
             async for _ in response.aiter_raw():
                 break
@@ -79,7 +75,7 @@ async def test_a_body_that_is_left_holds_nothing(server: Counting) -> None:
 
 async def test_errors_are_httpxs(server: Counting) -> None:
     server.together = 2
-    async with httpx.AsyncClient(transport=UnpooledTransport(False)) as http:
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
         with pytest.raises(httpx.ReadTimeout):
             await http.get(f"{server.url}/a", timeout=0.2)
         task = asyncio.create_task(http.get(f"{server.url}/a"))
@@ -89,15 +85,41 @@ async def test_errors_are_httpxs(server: Counting) -> None:
             await http.get("http://127.0.0.1:1/")
 
 
-def test_proxies_of_the_environment_are_left_to_httpx(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_proxies_of_the_environment(
+    server: Counting, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name in ("http_proxy", "https_proxy", "all_proxy", "no_proxy"):
         monkeypatch.delenv(name, raising=False)
         monkeypatch.delenv(name.upper(), raising=False)
-    url = "http://service:8000/v1"
-    assert connections_to(url, trust_env=True, tls=None) is not None
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:1")
-    assert connections_to(url, trust_env=True, tls=None) is None
-    assert connections_to(url, trust_env=False, tls=None) is not None
-    monkeypatch.setenv("no_proxy", "service")
-    assert connections_to(url, trust_env=True, tls=None) is not None
-    assert connections_to(None, trust_env=True, tls=None) is None
+    url = "http://service.invalid:8000/a"
+    monkeypatch.setenv("http_proxy", server.url)
+    for trust_env, found in ((True, True), (False, False)):
+        transport = AiohttpTransport(trust_env=trust_env)
+        try:
+            response = await transport.request("GET", url, headers={}, timeout=5)
+            assert found and response.content == b"/a"
+        except httpx.ConnectError:
+            assert not found
+        await transport.aclose()
+    monkeypatch.setenv("no_proxy", "service.invalid")
+    transport = AiohttpTransport(trust_env=True)
+    with pytest.raises(httpx.ConnectError):
+        await transport.request("GET", url, headers={}, timeout=5)
+    await transport.aclose()
+
+
+async def test_a_compressed_body_is_decoded_by_the_client() -> None:
+    async def answer(request: web.BaseRequest) -> web.Response:
+        response = web.Response(text="x" * 1000, headers={"X-Twice": "1"})
+        response.headers.add("X-Twice", "2")
+        response.enable_compression(web.ContentCoding.gzip)
+        return response
+
+    runner = web.ServerRunner(web.Server(answer))
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    async with httpx.AsyncClient(transport=AiohttpTransport()) as http:
+        response = await http.post(f"http://127.0.0.1:{runner.addresses[0][1]}/", json={"a": 1})
+        assert response.text == "x" * 1000
+        assert response.headers.get_list("x-twice") == ["1", "2"]
+    await runner.cleanup()

@@ -118,7 +118,7 @@ async def test_patience_asks_again_while_there_is_no_slot(
     async def no_sleep(seconds: float) -> None:
         slept.append(seconds)
 
-    monkeypatch.setattr("any_agent.client.rl_client.asyncio.sleep", no_sleep)
+    monkeypatch.setattr("any_agent.client.backoff.asyncio.sleep", no_sleep)
     client, seen = client_with(full("3"), full("3"), started())
     await client.start_session(patience=60)
     assert len(seen) == 3
@@ -201,8 +201,8 @@ class Clock:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.now = 0.0
-        monkeypatch.setattr("any_agent.client.rl_client.time", self)
-        monkeypatch.setattr("any_agent.client.rl_client.asyncio.sleep", self.sleep)
+        monkeypatch.setattr("any_agent.client.backoff.time", self)
+        monkeypatch.setattr("any_agent.client.backoff.asyncio.sleep", self.sleep)
 
     def monotonic(self) -> float:
         return self.now

@@ -100,7 +100,7 @@ async def test_somebody_else_is_there() -> None:
 
 async def test_a_service_that_wants_a_key(served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OPENAI_API_KEY")
-    with pytest.raises(Unauthenticated, match="wants a key: set ANY_AGENT_API_KEY"):
+    with pytest.raises(Unauthenticated, match="requires a key: set ANY_AGENT_API_KEY"):
         async with AgentSession():
             pass
     monkeypatch.setenv("OPENAI_API_KEY", "sk-proj-secret")

@@ -8,6 +8,7 @@ from typing import Any, cast
 
 import pytest
 
+from any_agent.client import backoff
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import TooManyRequests
 from any_agent.sdk import open_session as opening
@@ -36,15 +37,16 @@ class Full:
 def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     full = Full()
     monkeypatch.setattr(opening, "time", full)
-    monkeypatch.setattr(opening, "_said", opening._WaitNotice())
-    monkeypatch.setattr(opening, "jittered", lambda *_: 0.0)
+    monkeypatch.setattr(opening, "_notice", opening._WaitNotice())
+    monkeypatch.setattr(backoff, "time", full)
+    monkeypatch.setattr(backoff, "jittered", lambda *_: 0.0)
     return full
 
 
 async def waits(full: Full, seconds: float) -> None:
     client = cast(RLClient, full)
     with pytest.raises(TooManyRequests):
-        await opening.opened(client, SERVICE, {}, wait=seconds, idempotency_key=None)
+        await opening.open_session(client, SERVICE, {}, wait=seconds, idempotency_key=None)
 
 
 async def test_a_short_wait_is_nothing_to_tell(

@@ -79,7 +79,7 @@ def test_what_a_file_says(place: Path) -> None:
     "url", ["file:url", "file://host/shared/url", "file:///x?y", "file:///x#y"]
 )
 def test_what_names_no_file(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"ANY_AGENT_URL is .*by its whole path"):
+    with pytest.raises(ConfigError, match=r"ANY_AGENT_URL is .*by its full path"):
         find_service(environ={"ANY_AGENT_URL": url})
 
 
@@ -97,7 +97,7 @@ async def test_a_file_with_something_else(place: Path, text: str) -> None:
 def test_a_file_that_everybody_may_write(place: Path) -> None:
     put(place, "http://10.0.0.1:8000")
     place.chmod(0o646)
-    with pytest.raises(ConfigError, match=f"everybody may write the file {place}"):
+    with pytest.raises(ConfigError, match=f"every user may write the file {place}"):
         find_service(place.as_uri())
     place.chmod(0o664)
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
@@ -106,7 +106,7 @@ def test_a_file_that_everybody_may_write(place: Path) -> None:
 def test_a_file_that_everybody_may_replace(place: Path) -> None:
     put(place, "http://10.0.0.1:8000")
     place.parent.chmod(0o777)
-    with pytest.raises(ConfigError, match=f"everybody may replace the file {place}"):
+    with pytest.raises(ConfigError, match=f"every user may replace the file {place}"):
         find_service(place.as_uri())
     place.parent.chmod(0o1777)  # as /tmp
     assert url_file(place.as_uri(), "url").read() == "http://10.0.0.1:8000"
@@ -218,7 +218,7 @@ async def test_the_client_that_waits(second: Server, place: Path) -> None:
     """It is sent again to where the service has moved meanwhile."""
     write(place, "http://127.0.0.1:9")
 
-    class Moves(httpx.AsyncHTTPTransport):
+    class Moves(AiohttpTransport):
         async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
             try:
                 return await super().handle_async_request(request)
@@ -226,7 +226,7 @@ async def test_the_client_that_waits(second: Server, place: Path) -> None:
                 write(place, second.url)
                 raise
 
-    transport = RetryTransport(Moves(trust_env=False), patience=10.0)
+    transport = RetryTransport(Moves(), patience=10.0)
     async with httpx.AsyncClient(transport=transport) as http:
         response = await http.post(
             "http://127.0.0.1:9/v1/x", json={"a": 1}, headers={"Authorization": f"Bearer {KEY}"}

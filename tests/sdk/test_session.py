@@ -245,7 +245,7 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
 
 
 async def test_keys_and_fields_that_are_refused(served: Served) -> None:
-    with pytest.raises(Unauthenticated, match="does not take the key of api_key"):
+    with pytest.raises(Unauthenticated, match="refuses the key of api_key"):
         async with AgentSession(api_key="sk-tenant.0.wrong"):
             pass
     with pytest.raises(InvalidRequest, match="task_id"):

@@ -92,7 +92,7 @@ async def test_what_an_export_tells(
     async def exported(*arguments: Any, **named: Any) -> Any:
         return answer
 
-    monkeypatch.setattr(client, "_post", exported)
+    monkeypatch.setattr(client, "_call", exported)
     one, two = (await client.export_interactions()).values()
     assert (one.messages, one.output_message_list) == (HELLO, [said])
     assert one.completion is not None
@@ -205,7 +205,7 @@ async def test_a_service_that_stays_away(http: aiohttp.ClientSession) -> None:
     client = OpenAIProxyClient(http, "http://127.0.0.1:9", "task", patience=0.3)
     with pytest.raises(errors.ServiceUnavailable, match="is the service running"):
         await client.grant_capacity()
-    with pytest.raises(errors.ConfigError, match="no URL"):
+    with pytest.raises(errors.ConfigError, match="is not the URL"):
         await OpenAIProxyClient(http, "my-service", "task").grant_capacity()
 
 
