@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 from any_agent.runtime.command_line import count, number, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.evaluating import EvalOptions, EvaluatedRun
+    from any_agent.sdk.evaluation import EvalOptions, EvaluatedRun
     from any_agent.sdk.find_service import ServiceAddress
 
 _DESCRIPTION = (
@@ -154,7 +154,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from any_agent.errors import ConfigError
-    from any_agent.sdk.evaluating import evaluate
+    from any_agent.sdk.evaluation import evaluate
 
     if arguments.model is None:
         if arguments.overrides or arguments.keep:
@@ -189,7 +189,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
 
 def _options(arguments: argparse.Namespace) -> EvalOptions:
     """Read the options; every error in them is found before a model is loaded."""
-    from any_agent.sdk.evaluating import EvalOptions
+    from any_agent.sdk.evaluation import EvalOptions
     from any_agent.sdk.run_plan import ItemSource
 
     agent = _agent(arguments)
@@ -272,7 +272,7 @@ def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], it
     from any_agent.runtime.atomic_files import write_atomic
 
     evaluation = done.evaluation
-    model = f"{done.model}, {evaluation.said_of_versions()}"
+    model = f"{done.model}, {evaluation.describe_versions()}"
     if arguments.model is not None:
         model = arguments.model
     figures = {
@@ -287,8 +287,8 @@ def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], it
     print(f"agent     {arguments.agent}")
     print(f"model     {model}")
     print(f"items     {items} of {arguments.data}, {evaluation.runs} runs each")
-    if said := evaluation.said_of_failed():
-        print(f"failed    {said}")
+    if failures := evaluation.describe_failures():
+        print(f"failed    {failures}")
     print()
     print("\n".join(evaluation.table(ks)), flush=True)
     if arguments.json is not None:

@@ -12,9 +12,8 @@ from typing import TYPE_CHECKING, Any, Self
 from any_agent.runtime.command_line import count, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.program.group import ProgramGroup
     from any_agent.sdk.program.reward import RewardSource
-    from any_agent.sdk.program.run import ProgramRun, RunOptions
+    from any_agent.sdk.program.run import ProgramGroup, ProgramRun, RunOptions
 
 _count = count(4096)
 _DESCRIPTION = (
@@ -108,8 +107,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     from any_agent.runtime.signals import run_until_signal
-    from any_agent.sdk.program.group import ProgramGroup
     from any_agent.sdk.program.report import as_json, exit_code
+    from any_agent.sdk.program.run import ProgramGroup
 
     with _Folder(arguments.logs) as folder:
         options = _options(arguments, folder.path)

@@ -1,8 +1,8 @@
-"""What a user gives as the agent, as one way to call it.
+"""`AgentCallable`: one way to call every kind of agent.
 
-A function of an item (and, if it wants it, of the session), or a class or an object with
-``run(data, **extra_kwargs)`` as in training; coroutine functions or ordinary ones, which run in
-threads.
+An agent is a function of an item (and, if it wants it, of the session), or a class or an object
+with ``run(data, **extra_kwargs)`` as in training; a coroutine function, or an ordinary one, which
+runs in a thread.
 """
 
 from __future__ import annotations
@@ -27,25 +27,25 @@ AgentLike: TypeAlias = Any
 the dotted name of any of them."""
 
 _CONNECTION = ("base_url", "api_key", "http_client")
-"""What an agent is given in training, too."""
+"""Arguments that an agent gets in training, too."""
 
 
 class AgentCallable:
-    """An agent that can be called. ConfigError for what is none, or takes arguments that nobody
-    gives it."""
+    """An agent that can be called; ConfigError for any other object, and for one with unknown
+    arguments."""
 
     def __init__(self, agent: AgentLike, kwargs: Mapping[str, Any] | None = None) -> None:
         found = import_string(agent, "agent") if isinstance(agent, str) else agent
         self._call: Callable[..., Any] = callable_of(found, dict(kwargs or {}))
         self.name = _name(found)
-        """For messages: what is called."""
+        """The name of the called function, for messages."""
         if hasattr(found, "run") and not inspect.isroutine(found):
             self.name += ".run"
         self.blocks = not _is_async(self._call)
-        """Whether it is run in a thread."""
+        """True if it runs in a thread."""
         self.hanging = 0
-        """Threads that go on though nobody waits for them any more."""
-        self._second, self._named = _arguments(self._call, self.name)
+        """Threads that go on after the wait for them has ended."""
+        self._takes_session, self._named = _arguments(self._call, self.name)
 
     @property
     def wants_http_client(self) -> bool:
@@ -54,20 +54,19 @@ class AgentCallable:
     async def __call__(
         self, item: Any, session: AsyncSession, http_client: SharedClient | None
     ) -> Any:
-        """What it returns for an item. It raises what the agent raises, but for SystemExit, which
-        is AgentFailed: a library that wants to end the process ends its own run."""
-        given: dict[str, Any] = {
+        """Call the agent with an item. Raises what the agent raises, but AgentFailed instead of
+        SystemExit: a library that wants to end the process ends its own run."""
+        arguments: dict[str, Any] = {
             "base_url": session.session_url,
             "api_key": session.api_key,
             "session": session.blocking if self.blocks else session,
         }
         if not self.blocks:
-            given["http_client"] = http_client
+            arguments["http_client"] = http_client
         require_some_key()
-        positional = (item, given["session"]) if self._second else (item,)
-        call = partial(
-            self._call, *positional, **{name: given[name] for name in self._named if name in given}
-        )
+        positional = (item, arguments["session"]) if self._takes_session else (item,)
+        named = {name: arguments[name] for name in self._named if name in arguments}
+        call = partial(self._call, *positional, **named)
         try:
             returned = await self._in_thread(call) if self.blocks else call()
             return await returned if inspect.isawaitable(returned) else returned
@@ -75,16 +74,16 @@ class AgentCallable:
             raise AgentFailed(f"{self.name} raised SystemExit: {error}") from error
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """Call it in a thread of its own, in a copy of this context.
+        """Call a function in a thread of its own, in a copy of this context.
 
-        A thread cannot be ended: one that nobody waits for any more goes on, and does not keep the
-        process alive.
+        A thread cannot be ended: it goes on after a cancelled wait, and does not keep the process
+        alive.
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[Any] = loop.create_future()
         context = copy_context()
 
-        def tell(value: Any, error: BaseException | None) -> None:
+        def set_result(value: Any, error: BaseException | None) -> None:
             if future.done():
                 self.hanging -= 1
             elif error is not None:
@@ -98,13 +97,13 @@ class AgentCallable:
             try:
                 value = context.run(function)
             except StopIteration as error:
-                # No future can hold one.
+                # A future cannot have one as its exception.
                 failed = RuntimeError(f"it raised StopIteration: {error.value}")
             except BaseException as error:
                 failed = error
-            # Whose loop has ended waits for nothing any more.
+            # After the end of its event loop no wait is left.
             with contextlib.suppress(RuntimeError):
-                loop.call_soon_threadsafe(tell, value, failed)
+                loop.call_soon_threadsafe(set_result, value, failed)
 
         threading.Thread(target=work, name=self.name, daemon=True).start()
         try:
@@ -114,8 +113,8 @@ class AgentCallable:
 
 
 def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
-    """What is called with an item: a function, or the method run of an object, made where a class
-    is given. ConfigError for anything else."""
+    """Return the function to call with an item: the agent itself, or its method ``run``; a class is
+    instantiated. ConfigError for any other object."""
     if inspect.isclass(found):
         if not callable(getattr(found, "run", None)):
             raise ConfigError(
@@ -126,16 +125,16 @@ def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
             inspect.signature(found).bind(**kwargs)
         except TypeError as error:
             raise ConfigError(
-                f"the agent {_name(found)} cannot be made with the arguments "
+                f"the agent {_name(found)} cannot be instantiated with the arguments "
                 f"{', '.join(kwargs) or '(none)'}: {error}"
             ) from None
         except ValueError:
-            pass  # A class of C without a signature says itself what it misses.
+            pass  # A class of C without a signature raises its own error for missing arguments.
         found = found(**kwargs)
     elif kwargs:
         raise ConfigError(
-            f"the agent {_name(found)} is no class: agent_kwargs ({', '.join(kwargs)}) have "
-            "nothing to be given to"
+            f"the agent {_name(found)} is not a class: there is no constructor for agent_kwargs "
+            f"({', '.join(kwargs)})"
         )
     run = getattr(found, "run", None)
     if callable(run):
@@ -149,7 +148,8 @@ def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
 
 
 def _arguments(call: Callable[..., Any], name: str) -> tuple[bool, tuple[str, ...]]:
-    """Whether it takes the session behind the item, and what it takes by name."""
+    """Return whether the agent takes the session as its second argument, and the arguments that it
+    takes by name."""
     try:
         parameters = list(inspect.signature(call).parameters.values())
     except ValueError:
@@ -160,7 +160,7 @@ def _arguments(call: Callable[..., Any], name: str) -> tuple[bool, tuple[str, ..
     anything = any(p.kind is kinds.VAR_KEYWORD for p in parameters)
     star = any(p.kind is kinds.VAR_POSITIONAL for p in parameters)
     if not positional and not star:
-        raise ConfigError(f"{name} takes no item: write it as a function of one")
+        raise ConfigError(f"{name} takes no item: write it as a function of an item")
     rest = positional[1:]
     second = (
         bool(rest)
@@ -176,8 +176,8 @@ def _arguments(call: Callable[..., Any], name: str) -> tuple[bool, tuple[str, ..
             parameter.name not in known or parameter.kind is kinds.POSITIONAL_ONLY
         ):
             raise ConfigError(
-                f"{name} needs an argument {parameter.name!r} that nobody gives it: it gets the "
-                f"item, the session, and by name {', '.join(known)}"
+                f"{name} needs an unknown argument {parameter.name!r}: it gets the item, the "
+                f"session, and by name {', '.join(known)}"
             )
     named = [p.name for p in by_name if p.name in known and p.kind is not kinds.POSITIONAL_ONLY]
     if anything:

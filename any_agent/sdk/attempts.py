@@ -1,34 +1,28 @@
-"""One attempt at one run of the agent: a session from its opening to its end."""
+"""`AttemptRunner`: one attempt at one run of an agent, from its session's opening to its end."""
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 from dataclasses import dataclass
-from typing import Any, Literal, TypeAlias
+from typing import Any, Literal, Protocol, TypeAlias
 
 from any_agent.client.retry_transport import SharedClient
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import AgentFailed, AnyAgentError, NotFound, SessionClosed, Unprocessable
+from any_agent.errors import AgentFailed, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
 from any_agent.runtime.event_loop import cancel_and_wait
-from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.find_service import ServiceAddress
-from any_agent.sdk.results import RunResult, RunState
-from any_agent.sdk.results_log import ResultsLog
+from any_agent.sdk.results import ResultsLog, RunResult, RunState
 from any_agent.sdk.run_plan import RunId, RunPlan
 from any_agent.sdk.session import AgentSession, AsyncSession
 
-log = logging.getLogger(__name__)
-
 MissingReward: TypeAlias = float | Literal["fail", "await"]
-"""What becomes of a run that gave no reward: it gets this one, fails, or awaits its reward, which
-somebody else gives then."""
+"""What happens to a run without a reward: it gets this number, fails, or awaits its reward from
+another caller."""
 
-_ABORTS_TIMEOUT = 5.0
-_OVER: dict[str, RunState] = {
+_RUN_STATES: dict[str, RunState] = {
     "finalized": "finalized",
     "leased": "finalized",
     "trained": "finalized",
@@ -37,14 +31,23 @@ _OVER: dict[str, RunState] = {
     "evaluated": "evaluated",
     "awaiting_reward": "awaiting_reward",
 }
-"""What states of a session mean for its run. The others: it is open, or it is lost."""
-_FINAL = {"invalid_reward", "no_model_call", "no_reward"}
+"""The run's state by its session's. In other states the session is open, or it is lost."""
+_FINAL_CODES = {"invalid_reward", "no_model_call", "no_reward"}
 """Failures that another attempt would only repeat."""
+
+
+class Agent(Protocol):
+    name: str
+    """The agent's name in messages."""
+
+    async def __call__(
+        self, item: Any, session: AsyncSession, http_client: SharedClient | None
+    ) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
 class AttemptLimits:
-    """How each attempt is made."""
+    """The settings that all attempts of a runner share."""
 
     service: ServiceAddress
     mode: Literal["train", "eval"]
@@ -57,170 +60,171 @@ class AttemptLimits:
 
 
 @dataclass(frozen=True, slots=True)
+class Attempt:
+    """One attempt that is to be made."""
+
+    run: RunId
+    item: Any
+    session: AgentSession
+    """The session that it opens."""
+    number: int = 0
+    end_key: str | None = None
+    """The idempotency key of the session's end."""
+    last: bool = True
+    """No other attempt takes its place in the group if it fails."""
+    interrupt_reason: str | None = None
+    """The reason that an interrupted attempt's session is aborted with. None: the runner that
+    resumes the run needs its place in the group, which is kept."""
+
+
+@dataclass(frozen=True, slots=True)
 class AttemptOutcome:
-    """``result`` is failed where the agent did; ``lost`` where the session ended by itself (it
-    expired, somebody aborted it): then nothing is known of the agent."""
+    """The result of an attempt; ``lost`` if its session ended by itself (it expired, or another
+    caller aborted it), so that nothing is known of the agent."""
 
     result: RunResult
-    again: bool = False
-    """Whether another attempt may do better; its place in the group is kept for it."""
+    retry: bool = False
+    """Another attempt may do better; its place in the group is kept for it."""
     lost: bool = False
 
 
+def planned_attempt(
+    limits: AttemptLimits,
+    plan: RunPlan,
+    run: RunId,
+    item: Any,
+    *,
+    number: int,
+    task: str | None,
+    group: tuple[str, int],
+    last: bool,
+) -> Attempt:
+    """Return an attempt at a run of a plan, whose names at the service follow from the plan."""
+    train = limits.mode == "train"
+    session = AgentSession(
+        task or plan.group(run),
+        group_id=group[0] if train else None,
+        group_size=group[1] if train else None,
+        mode=limits.mode,
+        metadata={
+            "run": plan.header.run,
+            "epoch": run.epoch,
+            "item": run.item,
+            "member": run.member,
+            "attempt": number,
+        },
+        version=limits.version,
+        ttl=limits.ttl,
+        url=limits.service.named,
+        api_key=limits.service.api_key,
+        wait=limits.wait,
+        retry_for=limits.retry_for,
+        idempotency_key=plan.key(run, number, "open"),
+    )
+    # The same address, which also knows the source of the key.
+    session.service = limits.service
+    return Attempt(run, item, session, number, plan.key(run, number, "end"), last)
+
+
 class AttemptRunner:
-    """Makes attempts. What the service refuses for all runs alike is raised."""
+    """Makes attempts; raises errors of the service that concern all runs alike."""
 
     def __init__(
         self,
-        agent: AgentCallable,
-        terms: AttemptLimits,
-        plan: RunPlan,
-        run_log: ResultsLog,
-        client: RLClient,
-        http: SharedClient | None,
+        agent: Agent,
+        *,
+        timeout: float | None = None,
+        missing_reward: MissingReward = "fail",
+        results_log: ResultsLog | None = None,
+        http: SharedClient | None = None,
     ) -> None:
         self._agent = agent
-        self._client = client
-        self._terms = terms
-        self._plan = plan
-        self._log = run_log
+        self._timeout = timeout
+        self._missing_reward = missing_reward
+        self._log = results_log or ResultsLog(None)
         self._http = http
 
-    async def make(
-        self,
-        place: RunId,
-        item: Any,
-        *,
-        attempt: int,
-        task: str | None,
-        group: tuple[str, int],
-        last: bool,
-    ) -> AttemptOutcome:
+    async def run_attempt(self, attempt: Attempt) -> AttemptOutcome:
         """Open a session, run the agent in it, and end it.
 
-        ``last``: if this fails, no other one takes its place in the group. Raises what
-        :class:`AgentSession` raises where no session can be opened (Conflict `group_closed`: its
-        group goes without it).
+        Raises what :class:`AgentSession` raises where no session can be opened (Conflict
+        `group_closed`: its group goes without it).
         """
-        opening = self._opening(place, attempt, task, group)
+        opening = attempt.session
         try:
             session = await opening.__aenter__()
         except asyncio.CancelledError:
             # If it was opened it was aborted.
-            await self._log.void(place, attempt)
+            await self._log.void(attempt.run, attempt.number)
             raise
-        began = time.monotonic()
-        cut_off: BaseException | None = None
+        started = time.monotonic()
+        interruption: BaseException | None = None
         try:
-            await self._log.opened(place, attempt, session.session_id)
+            await self._log.opened(attempt.run, attempt.number, session.session_id)
             try:
-                info = await self._run(session, place, item, attempt)
-                return AttemptOutcome(self._finished(place, info, attempt, began))
+                info = await self._run_agent(session, attempt)
+                return AttemptOutcome(_result(attempt.run, info, attempt.number, started))
             except SessionClosed:
-                return await self._closed(session, place, attempt, began)
-            except _Failed as failed:
-                return await self._failed(session, place, attempt, began, failed, last)
+                return await self._result_of_closed(session, attempt, started)
+            except _AttemptFailed as failure:
+                return await self._result_of_failure(session, attempt, started, failure)
         except BaseException as error:
-            cut_off = error
-            await _abort_for_now(session, error)
+            interruption = error
+            # The runner stops, or fails: the runner that resumes the run needs the place.
+            await session.abort_quietly(
+                attempt.interrupt_reason or f"its runner ended: {type(error).__name__}",
+                keep_place=attempt.interrupt_reason is None,
+            )
             raise
         finally:
             session.detach()
-            await opening.__aexit__(type(cut_off) if cut_off else None, cut_off, None)
+            kind = type(interruption) if interruption is not None else None
+            await opening.__aexit__(kind, interruption, None)
 
-    async def look(self, place: RunId, session_id: str, attempt: int) -> RunResult | None:
-        """What has become of an attempt that a runner before this one began.
-
-        None: it is to be made again. If it was open it is aborted, and its place in the group kept.
-        """
-        try:
-            info = await self._client.session_info(session_id)
-            if info.state == "open":
-                try:
-                    reason = "its runner ended"
-                    await self._client.abort_session(session_id, reason, keep_place=True)
-                except SessionClosed:
-                    info = await self._client.session_info(session_id)
-        except NotFound:
-            return None
-        return self._finished(place, info, attempt, None) if info.state in _OVER else None
-
-    # ------------------------------------------------------------------------------------------
-
-    def _opening(
-        self, place: RunId, attempt: int, task: str | None, group: tuple[str, int]
-    ) -> AgentSession:
-        terms, train = self._terms, self._terms.mode == "train"
-        name, size = group
-        session = AgentSession(
-            task or self._plan.group(place),
-            group_id=name if train else None,
-            group_size=size if train else None,
-            mode=terms.mode,
-            metadata={
-                "run": self._plan.header.run,
-                "epoch": place.epoch,
-                "item": place.item,
-                "member": place.member,
-                "attempt": attempt,
-            },
-            version=terms.version,
-            ttl=terms.ttl,
-            url=terms.service.named,
-            api_key=terms.service.api_key,
-            wait=terms.wait,
-            retry_for=terms.retry_for,
-            idempotency_key=self._plan.key(place, attempt, "open"),
-        )
-        # The same, and it knows where the key came from.
-        session.service = terms.service
-        return session
-
-    async def _run(
-        self, session: AsyncSession, place: RunId, item: Any, attempt: int
-    ) -> SessionInfo:
-        """The agent, its reward, its end. _Failed for what is the agent's own failure."""
-        returned = await self._called(session, item)
+    async def _run_agent(self, session: AsyncSession, attempt: Attempt) -> SessionInfo:
+        """Run the agent, set its reward and end the session; _AttemptFailed for its failure."""
+        returned = await self._call_agent(session, attempt.item)
         if session.ended:
             # By the agent itself.
             return await session.info()
-        if session.asked_to_end and (info := await session.over()) is not None:
+        if session.asked_to_end and (info := await session.end_state()) is not None:
             return info
         try:
             await session.set_returned(returned, self._agent.name)
-            return await self._end(session, self._plan.key(place, attempt, "end"), returned)
+            return await self._finalize(session, attempt.end_key, returned)
         except (AgentFailed, Unprocessable) as error:
             code = "no_model_call" if error.code == "no_interactions" else error.code
-            raise _Failed(error.message, code) from error
+            raise _AttemptFailed(error.message, code) from error
 
-    async def _called(self, session: AsyncSession, item: Any) -> Any:
-        """What the agent returns. _Failed for whatever it raises, and if it takes too long."""
+    async def _call_agent(self, session: AsyncSession, item: Any) -> Any:
+        """Return what the agent returns; _AttemptFailed if it raises, or takes too long."""
         run = asyncio.ensure_future(self._agent(item, session, self._http))
+        name, code = self._agent.name, "agent_failed"
         try:
-            await asyncio.wait([run], timeout=self._terms.timeout)
+            await asyncio.wait([run], timeout=self._timeout)
             if not run.done():
-                raise _Failed(
-                    f"{self._agent.name} took more than {self._terms.timeout:g} s (timeout=)",
-                    "agent_timeout",
-                )
+                message = f"{name} took more than {self._timeout:g} s (timeout=)"
+                raise _AttemptFailed(message, "agent_timeout")
             if run.cancelled():
-                raise _Failed(f"{self._agent.name} was cancelled", "agent_failed")
+                raise _AttemptFailed(f"{name} was cancelled", code)
             error = run.exception()
             if isinstance(error, SessionClosed):
                 raise error
+            if isinstance(error, AgentFailed):
+                raise _AttemptFailed(error.message, code) from error
             if error is not None:
-                raise _Failed(_told(error), "agent_failed") from error
+                raise _AttemptFailed(_format_error(error), code) from error
             return run.result()
         finally:
-            await cancel_and_wait(run, self._agent.name)
+            await cancel_and_wait(run, name)
 
-    async def _end(self, session: AsyncSession, key: str, returned: Any) -> SessionInfo:
-        missing = self._terms.missing_reward
+    async def _finalize(self, session: AsyncSession, key: str | None, returned: Any) -> SessionInfo:
+        missing = self._missing_reward
         try:
             info = await session.finalize(idempotency_key=key)
         except Unprocessable as error:
-            if (over := await session.over()) is not None:
-                return over
+            if (ended := await session.end_state()) is not None:
+                return ended
             if error.code != "no_reward":
                 raise
             if missing == "fail":
@@ -232,73 +236,84 @@ class AttemptRunner:
             raise no_reward(returned, self._agent.name)
         return info
 
-    # -- ends ----------------------------------------------------------------------------------
+    async def _result_of_closed(
+        self, session: AsyncSession, attempt: Attempt, started: float
+    ) -> AttemptOutcome:
+        """The outcome of a session that was over already: by itself, or by an earlier runner."""
+        result = _result(attempt.run, await session.info(), attempt.number, started)
+        return AttemptOutcome(result, retry=not result.ok, lost=not result.ok)
 
-    def _finished(
-        self, place: RunId, info: SessionInfo, attempt: int, began: float | None
-    ) -> RunResult:
-        state = _OVER.get(info.state)
-        return RunResult(
-            item=place.item,
-            epoch=place.epoch,
-            member=place.member,
-            state=state or "failed",
-            reward=reward_of(info),
-            session_id=info.session_id,
-            task_id=info.task_id,
-            group_id=info.group_id,
-            attempts=attempt + 1,
-            seconds=0.0 if began is None else round(time.monotonic() - began, 3),
-            error=None if state else f"the session is {info.state}: {info.reason}",
-            code=None if state else f"session_{info.state}",
-            version=info.last_version,
+    async def _result_of_failure(
+        self, session: AsyncSession, attempt: Attempt, started: float, failure: _AttemptFailed
+    ) -> AttemptOutcome:
+        last = attempt.last or failure.code in _FINAL_CODES
+        message, reason = (
+            # Names of files, and models' output, may have lone surrogates, which JSON cannot.
+            text.replace(session.api_key, "<the session's key>")[:500]
+            .encode(errors="replace")
+            .decode()
+            for text in (failure.message, f"{failure.code}: {failure.message}")
         )
-
-    async def _closed(
-        self, session: AsyncSession, place: RunId, attempt: int, began: float
-    ) -> AttemptOutcome:
-        """It was over when something was asked of it: of its own, or since a runner before."""
-        info = await session.info()
-        result = self._finished(place, info, attempt, began)
-        return AttemptOutcome(result, again=not result.ok, lost=not result.ok)
-
-    async def _failed(
-        self,
-        session: AsyncSession,
-        place: RunId,
-        attempt: int,
-        began: float,
-        failed: _Failed,
-        last: bool,
-    ) -> AttemptOutcome:
-        last = last or failed.code in _FINAL
-        message = failed.message.replace(session.api_key, "<the session's key>")[:500]
-        # Names of files, and what models write, may hold half characters, which no JSON takes.
-        message = message.encode(errors="replace").decode()
         try:
-            await session.abort(f"{failed.code}: {message}", keep_place=not last)
+            await session.abort(reason, keep_place=not last)
         except SessionClosed:
-            outcome = await self._closed(session, place, attempt, began)
-            if outcome.lost or failed.code != "no_reward":
+            outcome = await self._result_of_closed(session, attempt, started)
+            if outcome.lost or failure.code != "no_reward":
                 return outcome
         result = RunResult(
-            item=place.item,
-            epoch=place.epoch,
-            member=place.member,
+            item=attempt.run.item,
+            epoch=attempt.run.epoch,
+            member=attempt.run.member,
             state="failed",
             session_id=session.session_id,
             task_id=session.task_id,
             group_id=session.group_id,
-            attempts=attempt + 1,
-            seconds=round(time.monotonic() - began, 3),
+            attempts=attempt.number + 1,
+            seconds=round(time.monotonic() - started, 3),
             error=message,
-            code=failed.code,
+            code=failure.code,
         )
-        return AttemptOutcome(result, again=not last)
+        return AttemptOutcome(result, retry=not last)
 
 
-class _Failed(Exception):
-    """The agent has failed."""
+async def recover_result(
+    client: RLClient, run: RunId, session_id: str, number: int
+) -> RunResult | None:
+    """Return the result of an attempt that an earlier runner began, or None if another attempt is
+    needed: an open session is aborted then, and its place in the group kept."""
+    try:
+        info = await client.session_info(session_id)
+        if info.state == "open":
+            try:
+                await client.abort_session(session_id, "its runner ended", keep_place=True)
+            except SessionClosed:
+                info = await client.session_info(session_id)
+    except NotFound:
+        return None
+    return _result(run, info, number, None) if info.state in _RUN_STATES else None
+
+
+def _result(run: RunId, info: SessionInfo, number: int, started: float | None) -> RunResult:
+    state = _RUN_STATES.get(info.state)
+    return RunResult(
+        item=run.item,
+        epoch=run.epoch,
+        member=run.member,
+        state=state or "failed",
+        reward=_reward_of(info),
+        session_id=info.session_id,
+        task_id=info.task_id,
+        group_id=info.group_id,
+        attempts=number + 1,
+        seconds=0.0 if started is None else round(time.monotonic() - started, 3),
+        error=None if state else f"the session is {info.state}: {info.reason}",
+        code=None if state else f"session_{info.state}",
+        version=info.last_version,
+    )
+
+
+class _AttemptFailed(Exception):
+    """The agent has failed, or what it returned was refused."""
 
     def __init__(self, message: str, code: str) -> None:
         super().__init__(message)
@@ -306,22 +321,13 @@ class _Failed(Exception):
         self.code = code
 
 
-async def _abort_for_now(session: AsyncSession, error: BaseException) -> None:
-    """The runner stops, or dies of something: whoever goes on with the run needs the place."""
-    try:
-        async with asyncio.timeout(_ABORTS_TIMEOUT):
-            await session.abort(f"its runner ended: {type(error).__name__}", keep_place=True)
-    except (AnyAgentError, TimeoutError) as problem:
-        log.info("session %s is left as it is: %s", session.session_id, problem)
-
-
-def _told(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     text = str(error)
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
-def reward_of(info: SessionInfo) -> float | None:
-    """The session's final reward plus that of its last rewarded completion."""
+def _reward_of(info: SessionInfo) -> float | None:
+    """Return the session's final reward plus that of its last rewarded completion."""
     last = next(reversed(info.rewards.values()), None)
     if last is None and info.final_reward is None:
         return None

@@ -1,35 +1,43 @@
-"""What runs of an agent on a dataset say of a model: mean reward and pass@k, in words, too."""
+"""`evaluate` runs an agent on a dataset; `Evaluation` has its mean reward and pass@k."""
 
 from __future__ import annotations
 
+import asyncio
+import sys
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, Self
+from typing import Any, Literal, Self
 
 from any_agent.rewards.score_statistics import Estimate, estimate, pass_at_k
-from any_agent.sdk.results import RunResult, RunResults
+from any_agent.sdk.find_service import ServiceAddress, shared_client
+from any_agent.sdk.open_session import run_info
+from any_agent.sdk.results import RunResults
+from any_agent.sdk.runner import AgentRunner
+
+_CHECK_INTERVAL = 0.1
+_ANSWER_TIMEOUT = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Scores of the items, and what follows from them.
+    """Scores of the items, and the figures that follow from them.
 
-    Runs that failed have no score: they are counted by their reason and left out of all means,
-    unless ``failed_score`` says what they count as.
+    Failed runs have no score: they are counted by their reason and left out of all means, unless
+    they have the score ``failed_score``.
     """
 
     scores: dict[int, list[float]]
-    """By item, in the order of the dataset: its runs' rewards. An item all of whose runs failed has
-    none."""
+    """Rewards of each item's runs, in the order of the dataset; empty if all its runs failed."""
     tasks: dict[int, str]
-    """The items' own names for their tasks, of those that have one."""
+    """Task ids of the items that have one."""
     runs: int
-    """Of each item, if none fails."""
+    """Runs of each item."""
     failed: Counter[str] = field(default_factory=Counter)
-    """Runs by the kind of their error."""
+    """Failed runs by the code of their error."""
     versions: tuple[int, ...] = ()
-    """Of the weights that were sampled from; one, where the service was pinned to it."""
+    """Weight versions that were sampled from; one, where the service was pinned to it."""
     failed_score: float | None = None
     threshold: float = 1.0
     """The least reward that passes."""
@@ -43,15 +51,14 @@ class Evaluation:
         threshold: float = 1.0,
         failed_score: float | None = None,
     ) -> Self:
-        """From a runner's results. A run whose reward was left to others counts as failed:
-        `no_reward`."""
+        """Evaluate a runner's results; runs that await a reward count as failed: `no_reward`."""
         scores: dict[int, list[float]] = defaultdict(list)
         tasks, failed, versions = {}, Counter[str](), set()
         for result in results:
             of_item = scores[result.item]
             score = result.reward if result.ok else None
             if score is None:
-                failed[_why(result)] += 1
+                failed["no_reward" if result.ok else result.code or "failed"] += 1
                 score = failed_score
             if score is not None:
                 of_item.append(score)
@@ -65,11 +72,11 @@ class Evaluation:
 
     @property
     def reward(self) -> Estimate | None:
-        """Over items, of the mean over an item's runs."""
+        """The mean over the items of the mean over an item's runs."""
         return estimate([sum(scores) / len(scores) for scores in self.scores.values() if scores])
 
     def pass_at(self, k: int) -> Estimate | None:
-        """Over those items that have at least k scores; None without any."""
+        """Estimate pass@k over the items that have at least k scores; None without any."""
         found = estimate(
             [
                 pass_at_k(len(scores), sum(score >= self.threshold for score in scores), k)
@@ -80,7 +87,7 @@ class Evaluation:
         if found is None or found.interval is None:
             return found
         low, high = found.interval
-        # No chance lies beyond these.
+        # A probability lies between 0 and 1.
         return found._replace(interval=(max(low, 0.0), min(high, 1.0)))
 
     def default_ks(self) -> list[int]:
@@ -91,7 +98,7 @@ class Evaluation:
         return ks if ks[-1] == self.runs else [*ks, self.runs]
 
     def figures(self, ks: Sequence[int]) -> dict[str, Any]:
-        """As JSON."""
+        """Return the figures as JSON."""
         return {
             "items": len(self.scores),
             "runs": self.runs,
@@ -99,8 +106,8 @@ class Evaluation:
             "failed_score": self.failed_score,
             "versions": list(self.versions),
             "threshold": self.threshold,
-            "reward": _plain(self.reward),
-            "pass_at": {str(k): _plain(self.pass_at(k)) for k in ks},
+            "reward": _as_json(self.reward),
+            "pass_at": {str(k): _as_json(self.pass_at(k)) for k in ks},
             "by_item": [
                 {"item": item, "task_id": self.tasks.get(item), "rewards": scores}
                 for item, scores in self.scores.items()
@@ -108,33 +115,29 @@ class Evaluation:
         }
 
     def table(self, ks: Sequence[int]) -> list[str]:
-        """The same for people, a line each."""
+        """Return the figures as lines of a table."""
         rows = [("reward", self.reward), *((f"pass@{k}", self.pass_at(k)) for k in ks)]
         width = max(len(name) for name, _ in rows)
         lines = [f"{'':{width}}     mean      95 % interval  items"]
         return lines + [f"{name:{width}}  {_row(found)}" for name, found in rows]
 
-    def said_of_versions(self) -> str:
-        """Which weights answered."""
+    def describe_versions(self) -> str:
+        """Describe which weights answered."""
         if not self.versions:
             return "version unknown, as nothing was sampled"
         first, last = self.versions[0], self.versions[-1]
         return f"version {first}" if first == last else f"versions {first} to {last}"
 
-    def said_of_failed(self) -> str:
-        """How many runs failed, and why; empty if none did."""
+    def describe_failures(self) -> str:
+        """Describe how many runs failed, and why; empty if none did."""
         if not self.failed:
             return ""
-        why = ", ".join(f"{count} {code}" for code, count in self.failed.most_common())
-        as_what = "left out" if self.failed_score is None else f"count as {self.failed_score:g}"
-        return f"{self.failed.total()} runs failed ({why}): {as_what}"
+        reasons = ", ".join(f"{count} {code}" for code, count in self.failed.most_common())
+        treatment = "left out" if self.failed_score is None else f"count as {self.failed_score:g}"
+        return f"{self.failed.total()} runs failed ({reasons}): {treatment}"
 
 
-def _why(result: RunResult) -> str:
-    return "no_reward" if result.ok else result.code or "failed"
-
-
-def _plain(found: Estimate | None) -> dict[str, Any] | None:
+def _as_json(found: Estimate | None) -> dict[str, Any] | None:
     if found is None:
         return None
     return {"mean": found.mean, "ci95": found.interval, "items": found.items}
@@ -148,3 +151,94 @@ def _row(found: Estimate | None) -> str:
         low, high = found.interval
         interval = f"{f'{low:.3f} .. {high:.3f}':>17}"
     return f"{found.mean:7.3f}  {interval}  {found.items:5}"
+
+
+@dataclass(frozen=True, slots=True)
+class EvalOptions:
+    """The agent, the items and the settings of an evaluation."""
+
+    agent: Callable[..., Any]
+    agent_name: str
+    """Its name and arguments: results of another agent are not resumed."""
+    items: Sequence[Any]
+    runs: int
+    concurrency: int
+    timeout: float
+    retries: int
+    threshold: float
+    failed_score: float | None
+    out: str | None
+    version: int | Literal["current", "any"]
+    """The weight version that all tokens must be of: a number, the one that is served at the
+    beginning, or any."""
+
+
+@dataclass(frozen=True, slots=True)
+class EvaluatedRun:
+    """An evaluation, and the model that it is of."""
+
+    model: str
+    """`experiment/trial`, as the service reports it."""
+    evaluation: Evaluation
+
+
+async def evaluate(
+    options: EvalOptions, service: ServiceAddress, check: Callable[[], object] | None = None
+) -> EvaluatedRun:
+    """Make all runs of all items, and return their figures. ``check`` is called ten times a second
+    meanwhile; an error of it ends the evaluation.
+
+    Raises as :meth:`AgentRunner.arun`, and VersionGone where the service has gone on to other
+    weights than those that it is pinned to.
+    """
+    work = asyncio.ensure_future(_evaluate(options, service))
+    if check is None:
+        return await work
+    checking = asyncio.ensure_future(_repeat(check))
+    try:
+        await asyncio.wait([work, checking], return_when=asyncio.FIRST_COMPLETED)
+        if checking.done():
+            checking.result()
+        return await work
+    finally:
+        for task in (work, checking):
+            task.cancel()
+        for task in (work, checking):
+            with suppress(asyncio.CancelledError, Exception):
+                await task
+
+
+async def _repeat(check: Callable[[], object]) -> None:
+    while True:
+        await asyncio.sleep(_CHECK_INTERVAL)
+        check()
+
+
+async def _evaluate(options: EvalOptions, service: ServiceAddress) -> EvaluatedRun:
+    retry_for = service.patience if service.file is not None else _ANSWER_TIMEOUT
+    async with shared_client(service, retry_for=retry_for) as client:
+        run = await run_info(client, service)
+    version = {"current": run.version, "any": None}.get(str(options.version), options.version)
+    assert version is None or isinstance(version, int)
+    runner = AgentRunner(
+        url=service.named,
+        api_key=service.api_key,
+        mode="eval",
+        version=version,
+        concurrency=options.concurrency,
+        group_size=options.runs,
+        results=options.out,
+        agent_name=options.agent_name,
+        retries=options.retries,
+        timeout=options.timeout,
+        # Where failures have a score, an agent that always fails is judged like any other.
+        max_failures=32 if options.failed_score is None else sys.maxsize,
+    )
+    results = await runner.arun(options.agent, options.items)
+    evaluation = Evaluation.of(
+        results,
+        runs=options.runs,
+        threshold=options.threshold,
+        failed_score=options.failed_score,
+    )
+    return EvaluatedRun(f"{run.experiment}/{run.trial}", evaluation)

@@ -1,4 +1,4 @@
-"""Which service the SDK talks to, with which key, and its connections there."""
+"""`find_service`: the service and the key that the SDK uses; `shared_client`: its connections."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import asyncio
 import os
 import re
 import threading
-from collections.abc import AsyncIterator, Mapping
-from contextlib import asynccontextmanager
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from weakref import WeakKeyDictionary
@@ -21,9 +20,9 @@ from any_agent.keys import SESSION_KEY_PREFIX
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
-"""Seconds for an answer, beyond what a request asks to wait."""
+"""Seconds for an answer, beyond those that a request asks to wait."""
 _PATIENCE = 60.0
-_MOVING_TIMEOUT = 900.0
+_MOVING_PATIENCE = 900.0
 """Seconds: a scheduler that stops a run starts it again after some minutes."""
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -34,28 +33,28 @@ class ServiceAddress:
     """Where a service is, and the key that opens sessions there (None: it needs none)."""
 
     named: str
-    """Its URL without `/v1`; or that of a file that holds it, ``file:///shared/run/url``."""
+    """Its URL without `/v1`; or that of a file with the URL, ``file:///shared/run/url``."""
     api_key: str | None = field(default=None, repr=False)
     url_from: str = field(default="url", compare=False)
-    """What named it: the argument, or a variable of the environment."""
+    """The argument or environment variable that named it."""
     key_from: str | None = field(default=None, compare=False)
-    """What gave the key."""
+    """The argument, environment variable or option that gave the key."""
 
     @property
     def url(self) -> str:
-        """Where it is now, without `/v1`; while nobody has said where, the file's URL."""
+        """Its present URL, without `/v1`; the file's URL while no address is known yet."""
         if self.file is None:
             return self.named
         return self.file.now() or self.named
 
     @property
     def patience(self) -> float:
-        """Seconds to try again while it is away, where nobody says so."""
-        return _PATIENCE if self.file is None else _MOVING_TIMEOUT
+        """Default seconds for retries while the service is away."""
+        return _PATIENCE if self.file is None else _MOVING_PATIENCE
 
     @property
     def file(self) -> UrlFile | None:
-        """What says where it is, if a file does."""
+        """The file that names its URL, if one does."""
         return url_file(self.named, self.url_from) if names_file(self.named) else None
 
 
@@ -64,11 +63,12 @@ def find_service(
     api_key: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> ServiceAddress:
-    """The arguments, else `ANY_AGENT_URL` and `ANY_AGENT_API_KEY`, else `OPENAI_BASE_URL` and
-    `OPENAI_API_KEY`, each by itself; with or without `/v1`. ``file:///shared/run/url`` names a file
-    that holds the URL, as long as the service is there: it may move, and come later.
+    """Return the address in the arguments, else in `ANY_AGENT_URL` and `ANY_AGENT_API_KEY`, else in
+    `OPENAI_BASE_URL` and `OPENAI_API_KEY`, each by itself; with or without `/v1`.
+    ``file:///shared/run/url`` names a file with the URL, which exists while the service runs: the
+    service may move, and start later.
 
-    ConfigError if nothing names a service, for what is no URL, and for a key that is a session's.
+    ConfigError if nothing names a service, for an invalid URL, and for a session's key.
     """
     environ = os.environ if environ is None else environ
     found, url_from = _first("url", url, _URLS, environ)
@@ -78,7 +78,7 @@ def find_service(
             "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
         )
     key, key_from = _first("api_key", api_key, _KEYS, environ)
-    # As it is read from files, with the end of its line.
+    # A key from a file may have the end of its line.
     key = (key or "").strip() or None
     if key == PLACEHOLDER_KEY:
         key = None
@@ -90,7 +90,7 @@ def find_service(
         )
     if key is not None and not _KEY.fullmatch(key):
         raise ConfigError(
-            f"{key_from} is no key: it holds white space, or other characters that no key has"
+            f"{key_from} is not a key: it has white space, or other characters that no key has"
         )
     found = found.strip()
     if names_file(found):
@@ -101,9 +101,10 @@ def find_service(
 
 
 def service_of_options(url: str | None, key_file: str | None) -> ServiceAddress:
-    """What ``--url`` and ``--api-key-file`` name, else the environment; ConfigError names them.
+    """Return the address that ``--url`` and ``--api-key-file`` give, else the environment; errors
+    name these options.
 
-    A key is no option itself: everybody on a machine can read those."""
+    The key itself cannot be an option: all users of a machine can read command lines."""
     if _first("url", url, _URLS, os.environ)[0] is None:
         raise ConfigError(
             "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
@@ -123,7 +124,7 @@ def service_of_options(url: str | None, key_file: str | None) -> ServiceAddress:
 def _first(
     argument: str, given: str | None, names: tuple[str, ...], environ: Mapping[str, str]
 ) -> tuple[str | None, str]:
-    """What is given first, and by what."""
+    """Return the first value that is set, and its source."""
     if given:
         return given, argument
     for name in names:
@@ -137,62 +138,56 @@ def _first(
 
 
 @dataclass(slots=True)
-class _Shared:
+class _SharedClient:
     client: RLClient
     users: int = 0
 
 
 _clients: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict[tuple[ServiceAddress, float], _Shared]
+    asyncio.AbstractEventLoop, dict[tuple[ServiceAddress, float], _SharedClient]
 ] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
-def borrow_client(service: ServiceAddress, *, retry_for: float) -> RLClient:
-    """The running event loop's client of a service: all its sessions share the connections.
+class shared_client:
+    """``async with shared_client(service, retry_for=60) as client`` gives the running event loop's
+    client of a service: all its users share the connections, and the last one closes it."""
 
-    Give it back with :func:`return_client`; the last one closes it.
-    """
-    with _lock:
-        of_loop = _clients.setdefault(asyncio.get_running_loop(), {})
-    shared = of_loop.get((service, retry_for))
-    if shared is None:
-        client = RLClient(
-            service.named,
-            admin_key=service.api_key,
-            retry_for=retry_for,
-            http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
-            timeout=_TIMEOUT,
-        )
-        shared = of_loop[service, retry_for] = _Shared(client)
-    shared.users += 1
-    return shared.client
+    def __init__(self, service: ServiceAddress, *, retry_for: float) -> None:
+        self._key = service, retry_for
 
+    async def __aenter__(self) -> RLClient:
+        with _lock:
+            clients = _clients.setdefault(asyncio.get_running_loop(), {})
+        shared = clients.get(self._key)
+        if shared is None:
+            shared = clients[self._key] = _SharedClient(_new_client(*self._key))
+        shared.users += 1
+        return shared.client
 
-async def return_client(service: ServiceAddress, *, retry_for: float) -> None:
-    """What was borrowed on this event loop with the same arguments."""
-    of_loop = _clients[asyncio.get_running_loop()]
-    shared = of_loop[service, retry_for]
-    shared.users -= 1
-    if not shared.users:
-        del of_loop[service, retry_for]
-        await shared.client.close()
+    async def __aexit__(self, *error: object) -> None:
+        clients = _clients[asyncio.get_running_loop()]
+        shared = clients[self._key]
+        shared.users -= 1
+        if not shared.users:
+            del clients[self._key]
+            await shared.client.close()
 
 
-@asynccontextmanager
-async def borrowed(service: ServiceAddress, *, retry_for: float) -> AsyncIterator[RLClient]:
-    """The same, for as long as the block takes."""
-    client = borrow_client(service, retry_for=retry_for)
-    try:
-        yield client
-    finally:
-        await return_client(service, retry_for=retry_for)
+def _new_client(service: ServiceAddress, retry_for: float) -> RLClient:
+    return RLClient(
+        service.named,
+        admin_key=service.api_key,
+        retry_for=retry_for,
+        http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
+        timeout=_TIMEOUT,
+    )
 
 
-def _in_child() -> None:
-    """A forked process has no thread that would let the lock go."""
+def _replace_lock() -> None:
+    """Replace the lock: a forked process lacks the thread that may have acquired it."""
     global _lock
     _lock = threading.Lock()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_replace_lock)

@@ -1,4 +1,4 @@
-"""Keeps open sessions from expiring while their agents are busy elsewhere."""
+"""`Heartbeats` keep open sessions from expiring while their agents are busy elsewhere."""
 
 from __future__ import annotations
 
@@ -11,20 +11,19 @@ from dataclasses import dataclass
 
 from any_agent.errors import AnyAgentError, NotFound, SessionClosed, Unauthenticated
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk.find_service import ServiceAddress, borrow_client, return_client
+from any_agent.sdk.find_service import ServiceAddress, shared_client
 from any_agent.sdk.sdk_thread import sdk_thread
 
 log = logging.getLogger(__name__)
 
-_UNKNOWN = 180.0
-"""Seconds that a session may be idle, of a service that does not say."""
-_SHARE = 3.0
-_SHORTEST = 0.2
-_AT_ONCE = 32
-"""Beats under way together."""
+_DEFAULT_IDLE_TIMEOUT = 180.0
+"""Seconds that a session may be idle, if its service does not report them."""
+_BEATS_PER_TIMEOUT = 3.0
+_MIN_INTERVAL = 0.2
+_MAX_CONCURRENT = 32
 _RETRY_FOR = 10.0
-_ANSWERED_TIMEOUT = 20.0
-"""Seconds: a service that hangs does not keep the beats of others waiting."""
+_BEAT_TIMEOUT = 20.0
+"""Seconds: a service that hangs does not delay the heartbeats of others for longer."""
 
 
 @dataclass(slots=True)
@@ -36,22 +35,22 @@ class _Beating:
 
 
 class Heartbeats:
-    """All sessions' of the process, by one task on the SDK's thread.
+    """Heartbeats of all sessions of the process, sent by one task on the SDK's thread.
 
-    A session that ends before its first beat is due costs no request, and wakes nobody.
+    A session that ends before its first beat is due costs no request, and does not wake it.
     """
 
     def __init__(self) -> None:
         self._beating: dict[int, _Beating] = {}
-        """By the identity of what opening it answered: services may give the same ids, and one
+        """By the identity of the answer that opened it: services may give the same ids, and one
         session may be opened twice under its idempotency key."""
         self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._wakes_at = float("inf")
 
     def add(self, service: ServiceAddress, session: SessionStarted) -> None:
-        """Beat from now on, a third of the way before it would expire."""
-        every = max(_SHORTEST, (session.idle_in or _UNKNOWN) / _SHARE)
+        """Send heartbeats from now on, three in the time after which the session would expire."""
+        every = max(_MIN_INTERVAL, (session.idle_in or _DEFAULT_IDLE_TIMEOUT) / _BEATS_PER_TIMEOUT)
         due = time.monotonic() + every
         with self._lock:
             self._beating[id(session)] = _Beating(service, session, every, due)
@@ -84,40 +83,40 @@ class Heartbeats:
                 due = [one for one in self._beating.values() if one.due <= now]
             for one in due:
                 one.due = now + one.every
-            # Not cancelled when a session wakes this task that is to beat earlier.
+            # Not cancelled when a session whose beat is due earlier restarts this task.
             await asyncio.shield(self._beat_all(due))
 
     async def _beat_all(self, due: list[_Beating]) -> None:
-        for first in range(0, len(due), _AT_ONCE):
-            await asyncio.gather(*map(self._beat, due[first : first + _AT_ONCE]))
+        for first in range(0, len(due), _MAX_CONCURRENT):
+            await asyncio.gather(*map(self._beat, due[first : first + _MAX_CONCURRENT]))
 
     async def _beat(self, one: _Beating) -> None:
-        client = borrow_client(one.service, retry_for=_RETRY_FOR)
         try:
-            async with asyncio.timeout(_ANSWERED_TIMEOUT):
+            async with (
+                shared_client(one.service, retry_for=_RETRY_FOR) as client,
+                asyncio.timeout(_BEAT_TIMEOUT),
+            ):
                 await client.heartbeat(one.session)
         except (SessionClosed, NotFound, Unauthenticated) as error:
-            # What this means for its agent its next request says.
+            # Its agent learns of this by its next request.
             log.debug("session %s: %s", one.session.session_id, error.message)
             self.remove(one.session)
         except (AnyAgentError, TimeoutError) as error:
             log.debug("heartbeat of %s: %s", one.session.session_id, error)
-        finally:
-            await return_client(one.service, retry_for=_RETRY_FOR)
 
 
 _of_process = Heartbeats()
 
 
 def heartbeats() -> Heartbeats:
-    """The process's."""
+    """Return the heartbeats of this process."""
     return _of_process
 
 
-def _in_child() -> None:
-    """Sessions that were open when a process forked are its parent's to keep alive."""
+def _reset() -> None:
+    """Start anew in a forked process: its parent keeps the sessions alive that were open."""
     global _of_process
     _of_process = Heartbeats()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_reset)

@@ -1,9 +1,9 @@
-"""Requests of unmodified HTTP clients join the session of their context, while one is open.
+"""Patches of HTTP clients, by which their requests join the session of their context.
 
 Each client is patched where it sends one request, below its redirects and its own authentication.
-So every hop is judged by its own URL, no header is left on what a client goes on with, and the key
-can reach no other origin. Requests of a session go to where its service is now, if that has moved
-since their client was made.
+So every hop is judged by its own URL, no header stays on the client's own request, and the key can
+reach no other origin. Requests of a session go to the present address of its service, if it has
+moved since their client was made.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from any_agent.sdk.session_context import followed, key_for
 log = logging.getLogger(__name__)
 
 _REPLACED = ("x-api-key", "api-key")
-"""Other places for a key: the service refuses a request that bears two."""
+"""Other headers for a key: the service refuses a request with two keys."""
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -35,10 +35,10 @@ Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 def _httpx_sync(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     def send_single_request(client: Any, request: Any) -> Any:
-        joined = _joined_httpx(request)
+        joined = _join_httpx(request)
         if joined is request:
             return send(client, request)
-        with _not_shown(joined, request):
+        with _report_original(joined, request):
             response = send(client, joined)
         response.request = request
         return response
@@ -49,10 +49,10 @@ def _httpx_sync(send: Callable[..., Any]) -> Callable[..., Any]:
 def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def send_single_request(client: Any, request: Any) -> Any:
-        joined = _joined_httpx(request)
+        joined = _join_httpx(request)
         if joined is request:
             return await send(client, request)
-        with _not_shown(joined, request):
+        with _report_original(joined, request):
             response = await send(client, joined)
         response.request = request
         return response
@@ -60,9 +60,9 @@ def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
     return send_single_request
 
 
-def _joined_httpx(request: Any) -> Any:
-    """The request itself, or a copy with the session's key, and to where its service has moved: its
-    owner may send it elsewhere."""
+def _join_httpx(request: Any) -> Any:
+    """Return the request itself, or a copy with the session's key and its service's present URL:
+    its owner may send it elsewhere later."""
     url = request.url
     if (to := followed(str(url), request.headers)) is not None:
         url = type(url)(to)
@@ -76,7 +76,7 @@ def _joined_httpx(request: Any) -> Any:
         copy.url = url
         copy.headers["Host"] = url.netloc.decode("ascii")
     if key is not None:
-        _put(copy.headers, key)
+        _set_key(copy.headers, key)
     return copy
 
 
@@ -91,8 +91,8 @@ def _requests(send: Callable[..., Any]) -> Callable[..., Any]:
         if to is not None:
             joined.url = to
         if key is not None:
-            _put(joined.headers, key)
-        with _not_shown(joined, request):
+            _set_key(joined.headers, key)
+        with _report_original(joined, request):
             response = send(adapter, joined, *arguments, **named)
         response.request = request
         return response
@@ -105,14 +105,14 @@ def _key_for_requests(text: str, headers: Any) -> str | None:
         url = urlsplit(text)
         port = url.port
     except ValueError:
-        # What is no URL is the adapter's to refuse.
+        # The adapter refuses an invalid URL.
         return None
     return key_for(url.scheme, url.hostname, port, url.path, headers)
 
 
 @contextmanager
-def _not_shown(joined: Any, request: Any) -> Iterator[None]:
-    """An error tells of the request that its owner made: reports of errors show headers."""
+def _report_original(joined: Any, request: Any) -> Iterator[None]:
+    """Let errors show the request as its owner made it, since reports of errors show headers."""
     try:
         yield
     except Exception as error:
@@ -134,7 +134,7 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
         if key is None:
             return await send(request, *arguments, **named)
         before = headers.copy()
-        _put(headers, key)
+        _set_key(headers, key)
         try:
             return await send(request, *arguments, **named)
         finally:
@@ -149,7 +149,7 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
 def _aiohttp_made(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def make(request: Any, method: str, url: Any, *arguments: Any, **named: Any) -> None:
-        # Where it goes is asked of it before it is sent: connections are made by it.
+        # Its URL is needed before it is sent: aiohttp connects to it.
         to = followed(str(url), _names_as_sent(named.get("headers")))
         init(request, method, url if to is None else type(url)(to), *arguments, **named)
 
@@ -161,7 +161,7 @@ def _names_as_sent(headers: Any) -> dict[str, Any]:
     return {str(name).lower(): value for name, value in pairs}
 
 
-def _put(headers: Any, key: str) -> None:
+def _set_key(headers: Any, key: str) -> None:
     for name in _REPLACED:
         headers.pop(name, None)
     headers["Authorization"] = f"Bearer {key}"
@@ -169,14 +169,14 @@ def _put(headers: Any, key: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _PatchTarget:
-    """Where a client sends one request."""
+    """The method with which a client sends one request."""
 
     owner: str
     method: str
     wrap: Wrap
 
 
-_PLACES: dict[str, Sequence[_PatchTarget]] = {
+_TARGETS: dict[str, Sequence[_PatchTarget]] = {
     **{
         f"{package}._client": (
             _PatchTarget("Client", "_send_single_request", _httpx_sync),
@@ -190,25 +190,25 @@ _PLACES: dict[str, Sequence[_PatchTarget]] = {
     ),
     "requests.adapters": (_PatchTarget("HTTPAdapter", "send", _requests),),
 }
-"""By the module that has them."""
+"""The patched methods by their module."""
 
 
 class _Patches:
-    """On as long as somebody needs them."""
+    """The patches, which are in effect while at least one session needs them."""
 
     def __init__(self) -> None:
         self._users = 0
         self._lock = threading.RLock()
-        self._on: list[tuple[type, str, Any, Any]] = []
-        """Class, method, the original, ours."""
-        self._watch = _Watch(self._imported)
+        self._applied: list[tuple[type, str, Any, Any]] = []
+        """Class, name of the method, the original, and the patch."""
+        self._watch = _ImportWatcher(self._imported)
 
     def acquire(self) -> None:
         with self._lock:
             self._users += 1
             if self._users == 1:
                 sys.meta_path.insert(0, self._watch)
-                for name in _PLACES:
+                for name in _TARGETS:
                     if (module := sys.modules.get(name)) is not None:
                         self._patch(module)
 
@@ -218,11 +218,11 @@ class _Patches:
             if not self._users:
                 with suppress(ValueError):
                     sys.meta_path.remove(self._watch)
-                while self._on:
-                    _unpatch(*self._on.pop())
+                while self._applied:
+                    _unpatch(*self._applied.pop())
 
     def forked(self) -> None:
-        """No other thread of its parent's is there to let the lock go."""
+        """Replace the lock in a forked process, which lacks the thread that may hold it."""
         self._lock = threading.RLock()
 
     def _imported(self, module: ModuleType) -> None:
@@ -231,29 +231,30 @@ class _Patches:
                 self._patch(module)
 
     def _patch(self, module: ModuleType) -> None:
-        for place in _PLACES[module.__name__]:
-            owner = getattr(module, place.owner, None)
-            original = vars(owner).get(place.method) if owner is not None else None
+        for target in _TARGETS[module.__name__]:
+            owner = getattr(module, target.owner, None)
+            original = vars(owner).get(target.method) if owner is not None else None
             if owner is None or original is None:
                 log.warning(
-                    "this version of %s is not known: its requests do not join sessions by "
+                    "this version of %s is unknown: its requests do not join sessions by "
                     "themselves; give it the session's api_key",
                     module.__name__.split(".")[0],
                 )
                 continue
-            ours = place.wrap(original)
-            setattr(owner, place.method, ours)
-            self._on.append((owner, place.method, original, ours))
+            patch = target.wrap(original)
+            setattr(owner, target.method, patch)
+            self._applied.append((owner, target.method, original, patch))
 
 
-def _unpatch(owner: type, method: str, original: Any, ours: Any) -> None:
-    """Unless somebody else has patched it since: then ours stays below theirs, without effect."""
-    if vars(owner).get(method) is ours:
+def _unpatch(owner: type, method: str, original: Any, patch: Any) -> None:
+    """Undo a patch, unless another library has patched the method since: then it stays below that
+    one, without effect."""
+    if vars(owner).get(method) is patch:
         setattr(owner, method, original)
 
 
-class _Watch(MetaPathFinder):
-    """Tells of clients that are imported while it is asked for modules."""
+class _ImportWatcher(MetaPathFinder):
+    """Reports the clients that are imported while it is on ``sys.meta_path``."""
 
     def __init__(self, imported: Callable[[ModuleType], None]) -> None:
         self._imported = imported
@@ -261,26 +262,26 @@ class _Watch(MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        if fullname not in _PLACES:
+        if fullname not in _TARGETS:
             return None
         for finder in sys.meta_path:
             spec = None if finder is self else finder.find_spec(fullname, path, target)
             if spec is not None and hasattr(spec.loader, "exec_module"):
-                self._tell_of(fullname, spec)
+                self._report_import(fullname, spec)
                 return spec
         return None
 
-    def _tell_of(self, name: str, spec: ModuleSpec) -> None:
+    def _report_import(self, name: str, spec: ModuleSpec) -> None:
         loader: Any = spec.loader
         execute = loader.exec_module
 
-        def execute_and_tell(module: ModuleType) -> None:
+        def execute_and_report(module: ModuleType) -> None:
             execute(module)
-            # Some loaders are of many modules: that of a zip file is.
+            # Some loaders load many modules: that of a zip file does.
             if module.__name__ == name:
                 self._imported(module)
 
-        loader.exec_module = execute_and_tell
+        loader.exec_module = execute_and_report
 
 
 patches = _Patches()

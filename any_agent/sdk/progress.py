@@ -1,4 +1,4 @@
-"""How far a run is: told to whoever wants to know, and shown on a terminal."""
+"""The progress of a runner: its counts, and a bar on a terminal."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from dataclasses import dataclass
 from typing import TextIO
 
 _INTERVAL = 0.2
-"""Seconds between two pictures."""
+"""Seconds between two drawings of the bar."""
 _WIDTH = 24
 
 
 @dataclass(slots=True)
 class RunProgress:
-    """Counts of runs: one is an item, in an epoch, by a member of its group."""
+    """Counts of runs; each is one member of an item's group in one epoch."""
 
     total: int
     done: int = 0
     failed: int = 0
-    """Of those that are done."""
+    """Failed runs among those that are done."""
     running: int = 0
     rewarded: int = 0
     rewards: float = 0.0
@@ -33,7 +33,7 @@ class RunProgress:
 
 
 class ProgressBar:
-    """One line of a terminal, drawn over itself."""
+    """A progress bar on one line of a terminal, which each drawing replaces."""
 
     def __init__(self, stream: TextIO | None = None) -> None:
         self._stream = stream or sys.stderr
@@ -48,7 +48,7 @@ class ProgressBar:
             self._draw(self._line(progress, now))
 
     def end(self) -> None:
-        """Leave the line as it is, and go to the next one."""
+        """Keep the line, and begin the next one."""
         if self._drawn:
             self._stream.write("\n")
             self._stream.flush()
@@ -76,16 +76,13 @@ class ProgressBar:
         self._drawn = len(line)
 
 
-def shown(
+def progress_callback(
     progress: bool | Callable[[RunProgress], object] | None,
 ) -> Callable[[RunProgress], object]:
-    """What is called with each change: the caller's own; a bar for True, and, where there is a
-    terminal, for None; nothing for False."""
+    """Return the callback for changes: the caller's own; a bar for True, and, where there is a
+    terminal, for None; one without effect for False."""
     if callable(progress):
         return progress
     if progress or (progress is None and sys.stderr.isatty()):
         return ProgressBar()
-    return _nobody
-
-
-def _nobody(_: RunProgress) -> None: ...
+    return lambda _: None

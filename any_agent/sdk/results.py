@@ -1,15 +1,35 @@
-"""What became of each run of an agent, and of all of them together."""
+"""Results of an agent's runs, and the file from which a runner that was killed resumes.
+
+The file is JSON, a line for each event; the first one is the run's header. A line is on the disk
+before the runner acts on it: that a session is open, before its agent begins; that it has ended,
+before it counts as a result. Lines that come together share a write.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import json
 import math
+import os
+import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
 from typing import Any, Literal, Self, TypeAlias
+
+from any_agent.errors import ConfigError
+from any_agent.runtime.atomic_files import fsync
+from any_agent.sdk.run_plan import PlanHeader, RunId
 
 RunState: TypeAlias = Literal["finalized", "awaiting_reward", "evaluated", "failed"]
 _STATES = ("finalized", "awaiting_reward", "evaluated", "failed")
+_WRITE_TIMEOUT = 10.0
+"""Seconds; a file that is still being written to stays open until the process ends."""
+_OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
+_HEADER = b'{"any_agent_run":'
+"""The first bytes of a file of results."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,8 +43,8 @@ class RunResult:
     member: int
     """Which of the item's runs, from 0 to the group's size."""
     state: RunState
-    """How its session ended: `finalized` (train), `evaluated` (eval), `awaiting_reward` where the
-    agent left its reward to others, or `failed`: then ``error`` and ``code`` say why."""
+    """How its session ended: `finalized` (train), `evaluated` (eval), `awaiting_reward` where
+    another caller gives the reward, or `failed`: then ``error`` and ``code`` say why."""
     reward: float | None = None
     """The session's final reward plus that of its last rewarded completion; None without any."""
     session_id: str | None = None
@@ -33,7 +53,7 @@ class RunResult:
     attempts: int = 1
     """Sessions that were opened for it."""
     seconds: float = 0.0
-    """The last attempt took, from its opened session to its end."""
+    """Seconds from the last attempt's opened session to its end."""
     error: str | None = None
     code: str | None = None
     """The error's kind: `agent_failed`, `agent_timeout`, `invalid_reward`, `no_model_call`, ..."""
@@ -46,16 +66,16 @@ class RunResult:
 
     @property
     def place(self) -> tuple[int, int, int]:
-        """Epoch, item and member: what there is one result of."""
+        """Epoch, item and member, which identify a result."""
         return self.epoch, self.item, self.member
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain JSON; what is None is left out."""
+        """Return plain JSON, without the fields that are None."""
         return {name: value for name, value in asdict(self).items() if value is not None}
 
     @classmethod
     def of(cls, data: dict[str, Any]) -> Self:
-        """The inverse of :meth:`as_dict`; ValueError for anything else."""
+        """Return the result of :meth:`as_dict`; ValueError for any other dictionary."""
         known = {field.name for field in fields(cls)}
         try:
             found = cls(**{name: value for name, value in data.items() if name in known})
@@ -71,15 +91,15 @@ class Summary:
     """Counts and means of a run's results."""
 
     runs: int
-    """Of them, each one (epoch, item, member)."""
+    """Results, one for each epoch, item and member."""
     ok: int
     failed: int
     mean: float | None
-    """Of the rewards that there are."""
+    """The mean of the existing rewards; None without any."""
     reasons: dict[str, int]
-    """How many failed with which code."""
+    """Failed runs by error code."""
     stopped: str | None
-    """Why the runner ended before all runs were made."""
+    """Why the runner ended early; None if all runs were made."""
 
     def __str__(self) -> str:
         text = f"{self.runs} runs: {self.ok} ok"
@@ -94,8 +114,8 @@ class Summary:
 class RunResults(list[RunResult]):
     """The results of a run in the order of epochs, items and members.
 
-    ``stopped`` says why the runner ended early (training has finished, say); None: it is complete.
-    ``run`` is the run's name, which its groups' ids begin with.
+    ``stopped`` says why the runner ended early (training has finished, say); None: all runs were
+    made. ``run`` is the run's name, with which its groups' ids begin.
     """
 
     def __init__(
@@ -111,7 +131,7 @@ class RunResults(list[RunResult]):
 
     @property
     def rewards(self) -> list[float]:
-        """Those of the runs that have one, in their order."""
+        """The rewards of the runs that have one, in their order."""
         return [result.reward for result in self if result.reward is not None]
 
     @property
@@ -121,7 +141,7 @@ class RunResults(list[RunResult]):
         return math.fsum(rewards) / len(rewards) if rewards else None
 
     def of_item(self, item: int, epoch: int = 0) -> list[RunResult]:
-        """An item's runs."""
+        """Return an item's runs."""
         return [result for result in self if (result.item, result.epoch) == (item, epoch)]
 
     def summary(self) -> Summary:
@@ -135,3 +155,212 @@ class RunResults(list[RunResult]):
             reasons=dict(reasons.most_common()),
             stopped=self.stopped,
         )
+
+
+@dataclass(slots=True)
+class StartedRun:
+    """The last attempt at a run without a result."""
+
+    attempt: int
+    session_id: str | None
+    """None if no session was opened, or if that is unknown."""
+
+
+@dataclass(slots=True)
+class LoggedRuns:
+    """The content of a file of results."""
+
+    results: dict[RunId, RunResult] = field(default_factory=dict)
+    started: dict[RunId, StartedRun] = field(default_factory=dict)
+    regrouped: dict[RunId, tuple[int, int]] = field(default_factory=dict)
+    """Generation and size of the group of each run that is in a later one than its item's first."""
+
+
+class ResultsLog:
+    """One run's file, locked by one runner at a time; without a path nothing is written, and
+    nothing can be resumed."""
+
+    def __init__(self, path: Path | None) -> None:
+        self.path = path
+        self.header: PlanHeader | None = None
+        self.known = LoggedRuns()
+        self._file: int | None = None
+        self._pending: list[str] = []
+        self._written: asyncio.Future[None] | None = None
+        self._writer: asyncio.Task[None] | None = None
+
+    # -- start ---------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Lock and read the file; ConfigError if it is in use, or has other content."""
+        if self.path is None:
+            return
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+        except OSError as error:
+            raise ConfigError(f"cannot write results to {self.path}: {error.strerror}") from None
+        if not _lock(self._file):
+            self._release()
+            raise ConfigError(
+                f"another runner writes to {self.path} now: wait for it, or give this one a file "
+                "of its own (results=)"
+            ) from None
+        try:
+            self._read(self.path)
+        except BaseException:
+            self._release()
+            raise
+        _open_logs.add(self)
+
+    def _read(self, path: Path) -> None:
+        assert self._file is not None
+        content = path.read_bytes()
+        complete = content.rfind(b"\n") + 1
+        lines = content[:complete].splitlines()
+        for number, line in enumerate(lines, start=1):
+            try:
+                self._parse_line(json.loads(line), first=number == 1)
+            except (ValueError, TypeError, KeyError, AttributeError) as error:
+                raise ConfigError(
+                    f"{path} line {number} is not a line of a runner's results ({error}): give "
+                    "another file (results=), or correct that line"
+                ) from None
+        if complete < len(content):
+            # A prefix of a header: its runner was killed before any run began.
+            if self.header is None and not content.startswith(_HEADER[: len(content)]):
+                raise ConfigError(f"{path} holds no results of a runner: give another (results=)")
+            # Its runner was killed while it wrote the last line, which does not count yet.
+            os.ftruncate(self._file, complete)
+
+    def _parse_line(self, line: dict[str, Any], *, first: bool) -> None:
+        if first:
+            if line.pop("any_agent_run", None) != 1:
+                raise ValueError("it does not begin with the header of a run")
+            self.header = PlanHeader(**line)
+        elif _OPENED in line:
+            self.known.started[_run_id(line[_OPENED])] = StartedRun(
+                line["attempt"], line["session_id"]
+            )
+        elif _VOID in line:
+            self.known.started[_run_id(line[_VOID])] = StartedRun(line["attempt"], None)
+        elif _REGROUPED in line:
+            for run in (members := line[_REGROUPED]):
+                self.known.regrouped[_run_id(run)] = line["generation"], len(members)
+        else:
+            result = RunResult.of(line)
+            self.known.results[RunId(*result.place)] = result
+
+    # -- writing -------------------------------------------------------------------------------
+
+    async def begin(self, header: PlanHeader) -> None:
+        """Write the first line of a new file."""
+        self.header = header
+        await self._append(header.as_dict())
+        if self.path is not None:
+            # After a power cut the file must still have its name.
+            await asyncio.to_thread(fsync, self.path.absolute().parent)
+
+    async def opened(self, run: RunId, attempt: int, session_id: str) -> None:
+        await self._append({_OPENED: _as_list(run), "attempt": attempt, "session_id": session_id})
+
+    async def void(self, run: RunId, attempt: int) -> None:
+        """Record that the attempt is over, so that its session is not looked up again."""
+        await self._append({_VOID: _as_list(run), "attempt": attempt})
+
+    async def regrouped(self, runs: list[RunId], generation: int) -> None:
+        await self._append({_REGROUPED: [*map(_as_list, runs)], "generation": generation})
+
+    async def ended(self, result: RunResult) -> None:
+        await self._append(result.as_dict())
+
+    async def close(self) -> None:
+        """Write the pending lines, and release the file to others."""
+        if self._writer is not None:
+            await asyncio.wait([self._writer], timeout=_WRITE_TIMEOUT)
+        if self._writer is None:
+            self._release()
+
+    def _release(self) -> None:
+        if self._file is not None:
+            os.close(self._file)
+            self._file = None
+
+    async def _append(self, line: dict[str, Any]) -> None:
+        """Return when the line is on the disk; ConfigError if it cannot be written."""
+        if self._file is None:
+            return
+        self._pending.append(json.dumps(line, ensure_ascii=False, separators=(",", ":")))
+        if self._written is None:
+            self._written = asyncio.get_running_loop().create_future()
+        written = self._written
+        if self._writer is None:
+            self._writer = asyncio.create_task(self._write_pending())
+        # Shielded: all lines of one write share the future.
+        await asyncio.shield(written)
+
+    async def _write_pending(self) -> None:
+        while self._pending:
+            lines, self._pending = self._pending, []
+            written, self._written = self._written, None
+            assert written is not None
+            content = "".join(f"{line}\n" for line in lines).encode(errors="replace")
+            try:
+                await asyncio.to_thread(self._write, content)
+            except Exception as error:
+                why = getattr(error, "strerror", None) or error
+                written.set_exception(ConfigError(f"cannot write results to {self.path}: {why}"))
+                # Retrieved, so that asyncio does not log it if no caller waits any more.
+                with contextlib.suppress(ConfigError):
+                    written.result()
+            else:
+                written.set_result(None)
+        self._writer = None
+
+    def _write(self, content: bytes) -> None:
+        assert self._file is not None
+        before = os.fstat(self._file).st_size
+        left = memoryview(content)
+        try:
+            while left:
+                left = left[os.write(self._file, left) :]
+            os.fsync(self._file)
+        except OSError:
+            # The next line must not continue a part of this one.
+            os.ftruncate(self._file, before)
+            raise
+
+
+def _lock(file: int) -> bool:
+    """Lock a file; return False if another process has. Systems without such locks return True."""
+    try:
+        import fcntl
+    except ImportError:
+        return True
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        return False
+    return True
+
+
+def _as_list(run: RunId) -> list[int]:
+    return [run.epoch, run.item, run.member]
+
+
+def _run_id(numbers: Any) -> RunId:
+    epoch, item, member = map(int, numbers)
+    return RunId(epoch, item, member)
+
+
+_open_logs: weakref.WeakSet[ResultsLog] = weakref.WeakSet()
+
+
+def _release_in_child() -> None:
+    """Release the files: a forked process may outlive the runner, and must not keep its lock."""
+    for log in list(_open_logs):
+        log._release()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_release_in_child)

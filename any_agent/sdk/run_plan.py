@@ -1,7 +1,7 @@
-"""What a run consists of, and under which names the service knows its parts.
+"""`RunPlan`: the runs of an agent on a dataset, and their names at the service.
 
-Names follow from the run's own and a place in it, so that a runner that is started again after a
-crash asks the service for the same things, and gets the same answers.
+Names follow from the plan's own name and the run, so that a runner that is started again after a
+crash sends the service the same requests, and gets the same answers.
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from any_agent.data.rows import as_dataset
 from any_agent.errors import DatasetError
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
-_LONGEST = 64
+_MAX_NAME = 64
 
 
 @dataclass(frozen=True, slots=True, order=True)
 class RunId:
-    """One run of the agent: what there is to be one trained session of."""
+    """One run of the agent, which becomes one trained session."""
 
     epoch: int
     item: int
@@ -35,7 +35,7 @@ class RunId:
 
 @dataclass(frozen=True, slots=True)
 class PlanHeader:
-    """What makes a run another one: its file's first line."""
+    """The identity of a plan, and the first line of its file of results."""
 
     run: str
     data: str
@@ -44,21 +44,21 @@ class PlanHeader:
     group_size: int
     mode: str
     service: str
-    """experiment/trial: another service knows nothing of these sessions."""
+    """experiment/trial: another service does not know these sessions."""
     agent: str = ""
-    """If that was said."""
+    """The agent's name, if one was given."""
 
     def as_dict(self) -> dict[str, Any]:
         return {"any_agent_run": 1, **asdict(self)}
 
 
 class ItemSource:
-    """The items of a dataset, however it was given, and their fingerprint."""
+    """The items of a dataset of any supported form, and their fingerprint."""
 
     def __init__(self, dataset: Any) -> None:
-        """DatasetError, naming the file and the line, for what is no dataset."""
+        """DatasetError, naming the file and the line, for an unsupported dataset."""
         if isinstance(dataset, str | Path):
-            self._items: Sequence[Any] = read_file(_there(Path(dataset)))
+            self._items: Sequence[Any] = read_file(_existing(Path(dataset)))
             if not len(self._items):
                 raise DatasetError(f"{dataset} has no items")
         elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
@@ -82,7 +82,7 @@ class ItemSource:
         return self._items[index]
 
     def fingerprint(self) -> str:
-        """The same for the same items in the same order, as far as they are JSON."""
+        """Return a digest, equal for the same items in the same order as far as they are JSON."""
         digest = hashlib.blake2b(digest_size=8)
         for index in range(len(self)):
             digest.update(_text(self[index]).encode(errors="replace"))
@@ -90,17 +90,17 @@ class ItemSource:
         return digest.hexdigest()
 
     def task(self, index: int) -> str | None:
-        """The item's own name for its task, as a name that the service takes."""
+        """Return the item's own task id, as a name that the service accepts; None without one."""
         item = self[index]
         own = item.get("task_id") if isinstance(item, dict) else None
         if not isinstance(own, int | str) or own == "":
             return None
-        name = _NOT_IN_NAMES.sub("-", str(own)).lstrip("._-")[:_LONGEST]
+        name = _NOT_IN_NAMES.sub("-", str(own)).lstrip("._-")[:_MAX_NAME]
         return name if re.fullmatch(NAME_PATTERN, name) else None
 
 
 class RunPlan:
-    """All places of a run in their order, and the names of what happens there."""
+    """All runs in their order, and their names at the service."""
 
     def __init__(self, header: PlanHeader, epochs: int) -> None:
         self.header = header
@@ -115,32 +115,33 @@ class RunPlan:
                 for member in range(self.header.group_size):
                     yield RunId(epoch, item, member)
 
-    def group(self, place: RunId, generation: int = 0) -> str:
-        """Later generations are of those whose group closed without them."""
-        name = f"{self.header.run}-{place.epoch}-{place.item}"
+    def group(self, run: RunId, generation: int = 0) -> str:
+        """Return the name of a run's group; later generations are of runs whose group closed
+        without them."""
+        name = f"{self.header.run}-{run.epoch}-{run.item}"
         return f"{name}.{generation}" if generation else name
 
-    def key(self, place: RunId, attempt: int, what: str) -> str:
-        """The Idempotency-Key of what happens once in an attempt."""
-        spot = f"{place.epoch}-{place.item}-{place.member}"
-        return f"{self.header.run}-{spot}-{attempt}-{what}"
+    def key(self, run: RunId, attempt: int, event: str) -> str:
+        """Return the Idempotency-Key of an event that happens once in an attempt."""
+        return f"{self.header.run}-{run.epoch}-{run.item}-{run.member}-{attempt}-{event}"
 
 
 def new_run() -> str:
-    """A name that no other run has."""
+    """Return a unique name for a plan."""
     return f"run-{secrets.token_hex(6)}"
 
 
 def _text(item: Any) -> str:
-    """As JSON. What is none goes by its kind: its own text may differ at every start."""
+    """Return the item as JSON; parts that JSON cannot hold count by their type, as their text may
+    differ at every start."""
     try:
         return json.dumps(item, sort_keys=True, default=lambda value: type(value).__name__)
     except (TypeError, ValueError, RecursionError):
-        # Keys of several kinds, or that are no text; an item that holds itself.
+        # Keys of several types, or that are no text; an item that contains itself.
         return type(item).__name__
 
 
-def _there(path: Path) -> Path:
+def _existing(path: Path) -> Path:
     if not path.exists():
-        raise DatasetError(f"there is no file {path} (looked from {Path.cwd()})")
+        raise DatasetError(f"there is no file {path} (current folder: {Path.cwd()})")
     return path

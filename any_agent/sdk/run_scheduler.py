@@ -1,4 +1,5 @@
-"""All runs of a plan: which is next, what becomes of failed ones, and when it is over."""
+"""`RunScheduler`: the order of a plan's runs, retries of failed ones, and groups that closed
+early."""
 
 from __future__ import annotations
 
@@ -10,26 +11,32 @@ from dataclasses import dataclass
 from typing import Literal
 
 from any_agent.client.backoff import jittered
+from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
 from any_agent.sdk.agent_callable import AgentCallable
-from any_agent.sdk.attempts import AttemptOutcome, AttemptRunner
+from any_agent.sdk.attempts import (
+    AttemptLimits,
+    AttemptOutcome,
+    AttemptRunner,
+    planned_attempt,
+    recover_result,
+)
 from any_agent.sdk.progress import RunProgress
-from any_agent.sdk.results import RunResult
-from any_agent.sdk.results_log import ResultsLog
+from any_agent.sdk.results import ResultsLog, RunResult
 from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
 
 log = logging.getLogger(__name__)
 
 _MAX_LOST = 3
-"""Sessions of one run that may end by themselves, one after the other."""
+"""Sessions in a row of one run that may end by themselves."""
 _MAX_GROUPS = 5
-"""Groups that an item may need, each for those whom the one before left behind."""
+"""Groups that an item may need, each for the runs without which the one before closed."""
 _MAX_PAUSE = 30.0
-_NOT_OURS_ANY_MORE = {"idempotency_mismatch", "key_retired"}
-"""A runner before this one opened the same with other settings, or under a secret that is gone: it
-never came to know of that session, which expires."""
-_ENDS_TIMEOUT = 20.0
-"""Seconds for what runs when the runner stops: open sessions are aborted in it."""
+_UNREACHABLE_SESSION = {"idempotency_mismatch", "key_retired"}
+"""Errors of an open that an earlier runner made with other settings, or under a secret that is
+gone: that session cannot be used, and expires."""
+_STOP_TIMEOUT = 20.0
+"""Seconds that the running attempts have for aborting their sessions when the runner stops."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +48,7 @@ class RetryPolicy:
 
 
 class RunScheduler:
-    """Runs a plan from wherever its log stands."""
+    """Makes the runs of a plan that have no result in its log yet."""
 
     def __init__(
         self,
@@ -49,7 +56,9 @@ class RunScheduler:
         items: ItemSource,
         agent: AgentCallable,
         attempts: AttemptRunner,
-        run_log: ResultsLog,
+        limits: AttemptLimits,
+        client: RLClient,
+        results_log: ResultsLog,
         policy: RetryPolicy,
         show: Callable[[RunProgress], object],
     ) -> None:
@@ -57,36 +66,38 @@ class RunScheduler:
         self._items = items
         self._agent = agent
         self._attempts = attempts
-        self._log = run_log
+        self._limits = limits
+        self._client = client
+        self._log = results_log
         self._policy = policy
         self._show = show
         self.results = {
-            place: result
-            for place, result in run_log.known.results.items()
-            if place.epoch < plan.epochs
+            run: result
+            for run, result in results_log.known.results.items()
+            if run.epoch < plan.epochs
         }
         self.stopped: RunFinished | None = None
-        """Why nothing more is begun."""
+        """The reason why no further run begins."""
         self._progress = RunProgress(len(plan))
         for result in self.results.values():
             self._count(result)
         self._next = iter(plan)
-        self._again: deque[RunId] = deque()
+        self._requeued: deque[RunId] = deque()
         self._busy = 0
         self._changed = asyncio.Condition()
-        self._groups = dict(run_log.known.regrouped)
-        self._left_behind: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
+        self._groups = dict(results_log.known.regrouped)
+        self._left_out: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
         self._undecided: Counter[tuple[int, int]] = Counter()
-        """Runs of an item that are neither done nor left behind."""
+        """Runs of an item that are neither done nor left out of their group."""
         self._tried: Counter[RunId] = Counter()
-        """Attempts that were opened at a place: each has a number of its own."""
-        self._in_a_row = 0
+        """Numbers of the next attempts: each attempt at a run has its own."""
+        self._failures_in_a_row = 0
 
     async def run(self) -> None:
-        """Until everything is done, or nothing more can be.
+        """Make all runs; return when they are done, or when training takes no more.
 
-        Cancelled, or when something is raised: what runs is ended, and open sessions are aborted.
-        Raises AgentFailed as the policy says, and what the service refuses to all alike.
+        When this is cancelled, or raises, running attempts are cancelled and open sessions aborted.
+        Raises AgentFailed as the policy says, and errors of the service that concern all runs.
         """
         left = self._progress.total - self._progress.done
         workers = [
@@ -96,54 +107,53 @@ class RunScheduler:
         if not workers:
             return
         try:
-            # No `gather`: it would cancel them, too, and a second time is too much for those that
-            # are aborting their sessions.
+            # Not `gather`, which would cancel them a second time, while they abort their sessions.
             ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
         finally:
             for worker in workers:
                 worker.cancel()
-            await asyncio.wait(workers, timeout=_ENDS_TIMEOUT)
+            await asyncio.wait(workers, timeout=_STOP_TIMEOUT)
         for worker in ended:
             worker.result()
 
-    # -- what is next --------------------------------------------------------------------------
+    # -- the next run --------------------------------------------------------------------------
 
     async def _work(self) -> None:
-        while (place := await self._take()) is not None:
+        while (run := await self._next_run()) is not None:
             self._progress.running += 1
             try:
-                await self._one(place)
+                await self._make_run(run)
             finally:
                 self._progress.running -= 1
                 self._busy -= 1
-                if not self._busy or self._again:
+                if not self._busy or self._requeued:
                     async with self._changed:
                         self._changed.notify_all()
 
-    async def _take(self) -> RunId | None:
-        """The next place; None when there will be none any more."""
+    async def _next_run(self) -> RunId | None:
+        """Wait for the next run; None when there will be none any more."""
         while self.stopped is None:
-            place = self._again.popleft() if self._again else self._fresh()
-            if place is not None:
+            run = self._requeued.popleft() if self._requeued else self._next_planned()
+            if run is not None:
                 self._busy += 1
-                return place
+                return run
             if not self._busy:
                 return None
-            # Those that run may leave some behind, for a group of their own.
+            # Running ones may be left out of their group, and queued again.
             async with self._changed:
-                if self._busy and not self._again:
+                if self._busy and not self._requeued:
                     await self._changed.wait()
         return None
 
-    def _fresh(self) -> RunId | None:
-        for place in self._next:
-            if place.member == 0:
-                # Before the first of them runs: which of its runs there is something to do for.
-                members = (RunId(place.epoch, place.item, m) for m in range(self._size))
+    def _next_planned(self) -> RunId | None:
+        for run in self._next:
+            if run.member == 0:
+                # Before the first of them begins: how many of the item's runs have no result.
+                members = (RunId(run.epoch, run.item, m) for m in range(self._size))
                 todo = sum(member not in self.results for member in members)
-                self._undecided[place.epoch, place.item] = todo
-            if place not in self.results:
-                return place
+                self._undecided[run.epoch, run.item] = todo
+            if run not in self.results:
+                return run
         return None
 
     @property
@@ -152,40 +162,43 @@ class RunScheduler:
 
     # -- one run -------------------------------------------------------------------------------
 
-    async def _one(self, place: RunId) -> None:
+    async def _make_run(self, run: RunId) -> None:
         try:
-            result = await self._result(place)
+            result = await self._result(run)
         except RunFinished as error:
-            self._stop(error)
+            if self.stopped is None:
+                log.info("no further run begins: %s", error.message)
+            self.stopped = error
             return
         except Conflict as error:
             if error.code != "group_closed":
                 raise
-            await self._leave_behind(place, error.message)
+            await self._leave_out(run, error.message)
             return
-        if result is not None:
-            await self._done(result)
-        await self._decided(place)
+        await self._record(result)
+        await self._decide(run)
 
-    async def _result(self, place: RunId) -> RunResult | None:
-        """Attempts until one is good, or the last one has failed; None: the run stops before."""
-        begun = self._log.known.begun.pop(place, None)
-        if begun is not None:
-            self._tried[place] = begun.attempt + 1
-            if begun.session_id is not None:
-                result = await self._attempts.look(place, begun.session_id, begun.attempt)
+    async def _result(self, run: RunId) -> RunResult:
+        """Make attempts until one succeeds, or the last one has failed."""
+        started = self._log.known.started.pop(run, None)
+        if started is not None:
+            self._tried[run] = started.attempt + 1
+            if started.session_id is not None:
+                result = await recover_result(
+                    self._client, run, started.session_id, started.attempt
+                )
                 if result is not None:
                     return result
         failures = lost = 0
         while True:
             try:
-                outcome = await self._attempt(place, last=failures >= self._policy.retries)
+                outcome = await self._attempt(run, last=failures >= self._policy.retries)
             except AnyAgentError as error:
-                if error.code not in _NOT_OURS_ANY_MORE:
+                if error.code not in _UNREACHABLE_SESSION:
                     raise
-                self._tried[place] += 1
+                self._tried[run] += 1
                 continue
-            if not outcome.again:
+            if not outcome.retry:
                 return outcome.result
             if outcome.lost:
                 lost += 1
@@ -193,40 +206,43 @@ class RunScheduler:
                     return outcome.result
                 continue
             failures += 1
-            log.info("run %s failed, and is tried again: %s", place, outcome.result.error)
+            log.info("run %s failed, and is tried again: %s", run, outcome.result.error)
             await asyncio.sleep(jittered(min(2.0 ** (failures - 1), _MAX_PAUSE)))
 
-    async def _attempt(self, place: RunId, *, last: bool) -> AttemptOutcome:
-        generation, size = self._groups.get(place, (0, self._size))
-        outcome = await self._attempts.make(
-            place,
-            self._items[place.item],
-            attempt=self._tried[place],
-            task=self._items.task(place.item),
-            group=(self._plan.group(place, generation), size),
+    async def _attempt(self, run: RunId, *, last: bool) -> AttemptOutcome:
+        generation, size = self._groups.get(run, (0, self._size))
+        attempt = planned_attempt(
+            self._limits,
+            self._plan,
+            run,
+            self._items[run.item],
+            number=self._tried[run],
+            task=self._items.task(run.item),
+            group=(self._plan.group(run, generation), size),
             last=last,
         )
-        self._tried[place] += 1
+        outcome = await self._attempts.run_attempt(attempt)
+        self._tried[run] += 1
         return outcome
 
-    async def _done(self, result: RunResult) -> None:
-        # Whatever comes in between: it is done, and the service knows that, too.
+    async def _record(self, result: RunResult) -> None:
+        # First, whatever comes in between: the run is done, and the service knows that, too.
         self.results[RunId(*result.place)] = result
         await self._log.ended(result)
         self._count(result)
         self._show(self._progress)
         if result.ok:
-            self._in_a_row = 0
+            self._failures_in_a_row = 0
             return
-        self._in_a_row += 1
-        what = f"item {result.item} (epoch {result.epoch}, run {result.member})"
-        log.warning("%s failed: %s", what, result.error)
+        self._failures_in_a_row += 1
+        name = f"item {result.item} (epoch {result.epoch}, run {result.member})"
+        log.warning("%s failed: %s", name, result.error)
         if self._policy.on_failure == "stop":
-            raise AgentFailed(f"{what} failed: {result.error}", code=result.code)
-        if self._in_a_row >= self._policy.max_failures:
+            raise AgentFailed(f"{name} failed: {result.error}", code=result.code)
+        if self._failures_in_a_row >= self._policy.max_failures:
             raise AgentFailed(
-                f"{self._in_a_row} runs failed one after the other (max_failures), the last one "
-                f"was {what}: {result.error}",
+                f"{self._failures_in_a_row} runs failed one after the other (max_failures), the "
+                f"last one was {name}: {result.error}",
                 code=result.code,
             )
         if self._agent.hanging > self._policy.concurrency:
@@ -242,45 +258,41 @@ class RunScheduler:
             self._progress.rewarded += 1
             self._progress.rewards += result.reward
 
-    def _stop(self, why: RunFinished) -> None:
-        if self.stopped is None:
-            log.info("nothing more is begun: %s", why.message)
-        self.stopped = why
+    # -- runs without which their group closed -------------------------------------------------
 
-    # -- groups that went on without somebody --------------------------------------------------
-
-    async def _leave_behind(self, place: RunId, why: str) -> None:
-        """Its group has closed without it: with the others of its item that are left behind so, it
-        makes another one, once it is known who they are."""
-        generation, _ = self._groups.get(place, (0, 0))
+    async def _leave_out(self, run: RunId, reason: str) -> None:
+        """Put a run whose group has closed without it into another group, with the other such runs
+        of its item, once all of them are known."""
+        generation, _ = self._groups.get(run, (0, 0))
         if generation + 1 >= _MAX_GROUPS:
             result = RunResult(
-                item=place.item,
-                epoch=place.epoch,
-                member=place.member,
+                item=run.item,
+                epoch=run.epoch,
+                member=run.member,
                 state="failed",
-                group_id=self._plan.group(place, generation),
-                error=why,
+                group_id=self._plan.group(run, generation),
+                error=reason,
                 code="group_closed",
             )
-            await self._done(result)
+            await self._record(result)
         else:
-            self._left_behind[place.epoch, place.item].append(place)
-        await self._decided(place)
+            self._left_out[run.epoch, run.item].append(run)
+        await self._decide(run)
 
-    async def _decided(self, place: RunId) -> None:
-        item = place.epoch, place.item
+    async def _decide(self, run: RunId) -> None:
+        """Count a run as done or left out; after the item's last one, regroup those left out."""
+        item = run.epoch, run.item
         self._undecided[item] -= 1
         if self._undecided[item] > 0:
             return
         del self._undecided[item]
-        left = self._left_behind.pop(item, None)
-        if not left:
+        runs = self._left_out.pop(item, None)
+        if not runs:
             return
-        generation = 1 + max(self._groups.get(one, (0, 0))[0] for one in left)
-        log.info("%d runs of item %d make a group of their own", len(left), place.item)
-        await self._log.regrouped(left, generation)
-        for one in left:
-            self._groups[one] = generation, len(left)
-        self._undecided[item] = len(left)
-        self._again.extend(left)
+        generation = 1 + max(self._groups.get(one, (0, 0))[0] for one in runs)
+        log.info("%d runs of item %d make a group of their own", len(runs), run.item)
+        await self._log.regrouped(runs, generation)
+        for one in runs:
+            self._groups[one] = generation, len(runs)
+        self._undecided[item] = len(runs)
+        self._requeued.extend(runs)

@@ -1,4 +1,4 @@
-"""The SDK's own thread: it runs blocking sessions, and beats for all sessions.
+"""The SDK's own thread, which runs blocking sessions and sends all heartbeats.
 
 So a tool that blocks its caller's event loop for an hour does not let a session expire.
 """
@@ -16,15 +16,15 @@ from any_agent.runtime.event_loop import LoopThread
 
 T = TypeVar("T")
 
-_CLEANS_UP_TIMEOUT = 6.0
-"""Seconds for a coroutine that was cancelled."""
+_CANCEL_TIMEOUT = 6.0
+"""Seconds that a cancelled coroutine has for cleaning up."""
 
 _lock = threading.Lock()
 _thread: LoopThread | None = None
 
 
 def sdk_thread() -> LoopThread:
-    """One for the process, started when it is first needed."""
+    """Return the process's thread, which starts when it is first needed."""
     global _thread
     with _lock:
         if _thread is None:
@@ -48,7 +48,7 @@ def wait_for(
     seconds.
     """
     if sys.is_finalizing():
-        # No other thread runs any more: it would be waited for in vain.
+        # No other thread runs any more: the wait would never end.
         coroutine.close()
         raise RuntimeError(f"{what} comes too late: the interpreter is shutting down")
     try:
@@ -74,14 +74,14 @@ def wait_for(
         return future.result(within)
     except BaseException:
         if future.cancel():
-            ended.wait(_CLEANS_UP_TIMEOUT)
+            ended.wait(_CANCEL_TIMEOUT)
         raise
 
 
-def _in_child() -> None:
-    """A forked process has none of its parent's threads."""
+def _reset() -> None:
+    """Forget the thread: a forked process has none of its parent's."""
     global _thread, _lock
     _thread, _lock = None, threading.Lock()
 
 
-os.register_at_fork(after_in_child=_in_child)
+os.register_at_fork(after_in_child=_reset)

@@ -1,4 +1,4 @@
-"""A session around an agent's code: opened when it begins, ended when it ends."""
+"""`AgentSession`: a session that is open while an agent's code runs."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import logging
 import os
 import sys
 from collections.abc import Coroutine
-from contextlib import AbstractAsyncContextManager
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
 
 from pydantic import ValidationError
 
-from any_agent.client.rl_client import RLClient
+from any_agent.client.environment import environment
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -25,17 +24,10 @@ from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted, StartS
 from any_agent.rewards.returned import give_rewards, rewards_of
 from any_agent.sdk import clients
 from any_agent.sdk import session_context as ambient
-from any_agent.sdk.find_service import (
-    ServiceAddress,
-    borrow_client,
-    borrowed,
-    find_service,
-    return_client,
-)
+from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
 from any_agent.sdk.heartbeats import heartbeats
 from any_agent.sdk.http_patches import patches
 from any_agent.sdk.open_session import open_session
-from any_agent.sdk.opened import SessionBase
 from any_agent.sdk.sdk_thread import sdk_thread, wait_for
 
 if TYPE_CHECKING:
@@ -49,8 +41,70 @@ Reward: TypeAlias = float | dict[str, float]
 """A number, or several by name."""
 OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
 
-_ABORTS_TIMEOUT = 5.0
-"""Seconds. A session that could not be aborted expires."""
+_ABORT_TIMEOUT = 5.0
+"""Seconds; a session that could not be aborted expires."""
+
+
+class SessionBase:
+    """An opened session's identity and addresses."""
+
+    def __init__(self, service: ServiceAddress, started: SessionStarted) -> None:
+        self._service = service
+        self._started = started
+
+    @property
+    def session_id(self) -> str:
+        return self._started.session_id
+
+    @property
+    def api_key(self) -> str:
+        """The session's own key, which an OpenAI client takes as its API key."""
+        return self._started.api_key
+
+    @property
+    def url(self) -> str:
+        """The service's URL without `/v1`, which Anthropic's clients take as their base URL."""
+        return self._service.url
+
+    @property
+    def base_url(self) -> str:
+        """The service's URL with `/v1`, which OpenAI's clients take as their base URL."""
+        return f"{self._service.url}/v1"
+
+    @property
+    def session_url(self) -> str:
+        """A base URL for OpenAI's clients that names the session, so that any key will do."""
+        return f"{self._service.url}/{self.api_key}/v1"
+
+    @property
+    def version(self) -> int:
+        """The weight version that was served when the session was opened."""
+        return self._started.version
+
+    @property
+    def mode(self) -> Literal["train", "eval"]:
+        return self._started.mode
+
+    @property
+    def task_id(self) -> str | None:
+        return self._started.task_id
+
+    @property
+    def group_id(self) -> str | None:
+        return self._started.group_id
+
+    @property
+    def expires_in(self) -> float:
+        """Seconds from its opening until it expires, whatever happens."""
+        return self._started.expires_in
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self.session_id} at {self.url}>"
+
+    def env(self) -> dict[str, str]:
+        """Return the environment that puts another process's OpenAI and Anthropic clients into the
+        session."""
+        return environment(self.url, self.api_key)
 
 
 class AsyncSession(SessionBase):
@@ -64,47 +118,51 @@ class AsyncSession(SessionBase):
         self._loop = asyncio.get_running_loop()
         self._process = os.getpid()
         self.ended = False
-        """Whether its end was asked for: leaving it changes nothing any more."""
+        """True once its end was requested: leaving the block changes nothing then."""
         self._membership: ambient.Membership | None = None
 
     @property
     def blocking(self) -> Session:
-        """The same session for code in other threads: its methods block them."""
+        """The same session for code in other threads, with blocking methods."""
         return Session(self)
 
     def openai(self, **options: Any) -> openai.AsyncOpenAI:
-        """A client whose calls are the session's, wherever it is used; ``options`` as OpenAI's.
+        """Return a client whose calls are always the session's, with OpenAI's ``options``.
 
         ConfigError if the package openai is not installed.
         """
-        return clients.openai_async(self.url, self.api_key, options)
+        client: openai.AsyncOpenAI = clients.openai_client("Async", self.url, self.api_key, options)
+        return client
 
     def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
-        """A client whose calls are the session's, wherever it is used; ``options`` as Anthropic's.
+        """Return a client whose calls are always the session's, with Anthropic's ``options``.
 
         ConfigError if the package anthropic is not installed.
         """
-        return clients.anthropic_async(self.url, self.api_key, options)
+        client: anthropic.AsyncAnthropic = clients.anthropic_client(
+            "Async", self.url, self.api_key, options
+        )
+        return client
 
     async def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
-        """Of one completion or response, by its id; by default of the last one. The same again
-        replaces it."""
+        """Reward one completion or response, by its id; by default the last one. Another call for
+        the same one replaces its reward."""
         async with self._client() as client:
             return await client.set_reward(
                 self.api_key, reward, completion_id=completion_id, session_id=self.session_id
             )
 
     async def set_final_reward(self, reward: Reward) -> RewardSet:
-        """Of the whole session; can be revised until a trainer has it."""
+        """Reward the whole session; can be revised until a trainer has it."""
         async with self._client() as client:
             return await client.set_final_reward(self.api_key, reward, session_id=self.session_id)
 
     async def set_returned(self, returned: Any, name: str = "the agent") -> None:
-        """Set what an agent's function of this name returned: a number (of the last completion), a
-        dict (by completion id), or None (nothing).
+        """Set the rewards that the agent function ``name`` returned: a number (of the last
+        completion), a dict (by completion id), or None (nothing).
 
-        AgentFailed for anything else, for an id that is not the session's, and for a reward where
-        no call was made.
+        AgentFailed for any other value, for an id that is not the session's, and for a reward
+        where no call was made.
         """
         await give_rewards(
             rewards_of(returned, name),
@@ -121,10 +179,11 @@ class AsyncSession(SessionBase):
         deadline: float | None = None,
         idempotency_key: str | None = None,
     ) -> SessionInfo:
-        """End it: it is trained on as it is. Unprocessable without a reward, or without a call.
+        """End the session: it is trained on as it is. Unprocessable without a reward or a call.
 
         ``await_reward``: end its calls only, and wait ``deadline`` seconds for its reward (default:
-        as long as the service allows). ``idempotency_key``: under which it may be asked again.
+        as long as the service allows). ``idempotency_key``: the key under which the same request
+        may be repeated.
         """
         try:
             async with self._client() as client:
@@ -148,7 +207,7 @@ class AsyncSession(SessionBase):
     async def abort(
         self, reason: str = "aborted by its agent", *, keep_place: bool = False
     ) -> SessionInfo:
-        """Throw it away: nothing of it is trained on.
+        """Abort the session: nothing of it is trained on.
 
         ``keep_place``: another session may take its place in its group, which is one smaller
         otherwise.
@@ -158,19 +217,28 @@ class AsyncSession(SessionBase):
         self.ended = True
         return info
 
+    async def abort_quietly(self, reason: str, *, keep_place: bool = False) -> None:
+        """Abort the session within a few seconds, or log why not: a session that is not ended
+        expires."""
+        try:
+            async with asyncio.timeout(_ABORT_TIMEOUT):
+                await self.abort(reason, keep_place=keep_place)
+        except (AnyAgentError, TimeoutError) as error:
+            log.info("session %s could not be aborted: %s", self.session_id, error)
+
     async def info(self) -> SessionInfo:
-        """What has become of it."""
+        """Return the session's present state."""
         async with self._client() as client:
             return await client.session_info(self.session_id, self.api_key)
 
     @property
     def asked_to_end(self) -> bool:
-        """True if a method, or a client that has joined it, asked it to end."""
+        """True if a method, or a client that has joined it, has requested its end."""
         return self.ended or (self._membership is not None and self._membership.asked_to_end)
 
-    async def over(self) -> SessionInfo | None:
-        """What has become of it, if somebody has ended it; None while it is open, and if its time
-        ran out."""
+    async def end_state(self) -> SessionInfo | None:
+        """Return the state of a session that any caller has ended; None while it is open, and if
+        it has expired."""
         info = await self.info()
         if info.state in ("open", "expired"):
             return None
@@ -178,14 +246,14 @@ class AsyncSession(SessionBase):
         return info
 
     def detach(self) -> None:
-        """Leave it open for somebody else to end: leaving it changes nothing then."""
+        """Leave the session open for another caller to end, also when the block is left."""
         self.ended = True
 
     # ------------------------------------------------------------------------------------------
 
-    def _client(self) -> AbstractAsyncContextManager[RLClient]:
-        """That of the event loop that asks, also of another one than the session's."""
-        return borrowed(self._service, retry_for=self._retry_for)
+    def _client(self) -> shared_client:
+        """The calling event loop's client, also of another one than the session's."""
+        return shared_client(self._service, retry_for=self._retry_for)
 
     def _no_calls(self) -> str:
         return (
@@ -195,7 +263,7 @@ class AsyncSession(SessionBase):
 
 
 class Session(SessionBase):
-    """An open session, for code that blocks. Methods are those of :class:`AsyncSession`."""
+    """An open session with blocking methods, which are those of :class:`AsyncSession`."""
 
     def __init__(self, session: AsyncSession) -> None:
         super().__init__(session._service, session._started)
@@ -206,10 +274,12 @@ class Session(SessionBase):
         return self._session.ended
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        return clients.openai_sync(self.url, self.api_key, options)
+        client: openai.OpenAI = clients.openai_client("", self.url, self.api_key, options)
+        return client
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
-        return clients.anthropic_sync(self.url, self.api_key, options)
+        client: anthropic.Anthropic = clients.anthropic_client("", self.url, self.api_key, options)
+        return client
 
     def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
         return self._wait(self._session.set_reward(reward, completion_id), "set_reward")
@@ -257,7 +327,7 @@ class AgentSession:
     """``async with AgentSession("task-1") as session`` gives an :class:`AsyncSession`, ``with`` a
     :class:`Session` that blocks.
 
-    Left normally it is finalized, unless somebody has ended it; left by an exception it is aborted,
+    Leaving the block finalizes the session, unless it was ended before; an exception aborts it,
     unless it was finalized. Inside, unmodified aiohttp, httpx, httpx2 and requests clients that
     call the service make their calls in it, in this task or thread and in those that copy its
     context.
@@ -266,10 +336,9 @@ class AgentSession:
     :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
     ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
     ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
-    stands in a file, as it may be moving). ``idempotency_key``: whoever has opened a session with
-    it before gets that one again. ``on_missing_reward``: what leaving it
-    normally without any reward does: raise (and abort), abort, or await the reward, which somebody
-    else gives then.
+    stands in a file, as it may be moving). ``idempotency_key``: a repeated open with the same key
+    gets the same session again. ``on_missing_reward``: the effect of leaving the block normally
+    without any reward: raise (and abort), abort, or await the reward from another caller.
     """
 
     def __init__(
@@ -289,8 +358,8 @@ class AgentSession:
         idempotency_key: str | None = None,
         on_missing_reward: OnMissingReward = "raise",
     ) -> None:
-        """ConfigError if no service is named, or its key is no key that opens sessions;
-        InvalidRequest for a field that no service takes."""
+        """ConfigError if no service is named, or its key cannot open sessions; InvalidRequest for
+        an invalid field."""
         self.service = find_service(url, api_key)
         self._fields: dict[str, Any] = {
             "task_id": task_id,
@@ -301,12 +370,13 @@ class AgentSession:
             "version": version,
             "ttl": ttl,
         }
-        _check(self._fields)
+        _validate(self._fields)
         self._wait = wait
         self._retry_for = self.service.patience if retry_for is None else retry_for
         self._idempotency_key = idempotency_key
         self._on_missing_reward = on_missing_reward
         self._opening = False
+        self._shared = shared_client(self.service, retry_for=self._retry_for)
         self._session: AsyncSession | None = None
         self._membership: ambient.Membership | None = None
 
@@ -336,7 +406,7 @@ class AgentSession:
             )
             self._join(session)
         except BaseException as error:
-            # Ctrl-C, just as it was open.
+            # Ctrl-C, just after it was opened.
             if before is None and self._session is not None:
                 wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
             raise
@@ -349,7 +419,7 @@ class AgentSession:
         trace: TracebackType | None,
     ) -> None:
         if sys.is_finalizing():
-            # Of a generator that nobody ended: there is no thread any more that could end it.
+            # Of a generator that was not closed: no thread is left that could end the session.
             return
         self._leave()
         if self._is_ours:
@@ -357,8 +427,8 @@ class AgentSession:
 
     @property
     def _is_ours(self) -> bool:
-        """Whether it is this process that ends it: one that was forked off in the session leaves it
-        to its parent."""
+        """True in the process that opened it: a process forked inside the session leaves its end to
+        its parent."""
         assert self._session is not None
         return self._session._process == os.getpid()
 
@@ -380,7 +450,7 @@ class AgentSession:
         if self._session is not None or self._opening:
             raise RuntimeError("this AgentSession was used already: make another one")
         self._opening = True
-        client = borrow_client(self.service, retry_for=self._retry_for)
+        client = await self._shared.__aenter__()
         try:
             started = await open_session(
                 client,
@@ -390,7 +460,7 @@ class AgentSession:
                 idempotency_key=self._idempotency_key,
             )
         except BaseException:
-            await return_client(self.service, retry_for=self._retry_for)
+            await self._shared.__aexit__()
             raise
         finally:
             self._opening = False
@@ -405,46 +475,37 @@ class AgentSession:
             if session.ended:
                 return
             if error is not None:
-                await self._put_away(session, f"its agent raised {type(error).__name__}")
+                await session.abort_quietly(f"its agent raised {type(error).__name__}")
                 return
             try:
                 await self._end(session)
             except BaseException as refused:
-                await self._put_away(session, f"not finalized: {_kind(refused)}")
+                code = (
+                    refused.code if isinstance(refused, AnyAgentError) else type(refused).__name__
+                )
+                await session.abort_quietly(f"not finalized: {code}")
                 raise
         finally:
             heartbeats().remove(session._started)
-            await return_client(self.service, retry_for=self._retry_for)
+            await self._shared.__aexit__()
 
     async def _end(self, session: AsyncSession) -> None:
         by_agent = session.asked_to_end
-        if by_agent and await session.over() is not None:
+        if by_agent and await session.end_state() is not None:
             return
         try:
             await session.finalize(await_reward=self._on_missing_reward == "await")
         except (SessionClosed, Conflict, Unprocessable) as error:
-            over = await session.over()
-            # Somebody else's abort must not pass for an end of the agent's.
-            if over is not None and (by_agent or over.state != "aborted"):
+            ended = await session.end_state()
+            # Another caller's abort must not pass for an end by the agent.
+            if ended is not None and (by_agent or ended.state != "aborted"):
                 return
             if error.code != "no_reward" or self._on_missing_reward != "abort":
                 raise
             await session.abort("it was given no reward")
 
-    async def _put_away(self, session: AsyncSession, reason: str) -> None:
-        """Nobody may wait long for it: a session that nobody ends expires."""
-        try:
-            async with asyncio.timeout(_ABORTS_TIMEOUT):
-                await session.abort(reason)
-        except (AnyAgentError, TimeoutError) as error:
-            log.info("session %s is left as it is: %s", session.session_id, error)
 
-
-def _kind(error: BaseException) -> str:
-    return error.code if isinstance(error, AnyAgentError) else type(error).__name__
-
-
-def _check(fields: dict[str, Any]) -> None:
+def _validate(fields: dict[str, Any]) -> None:
     try:
         StartSession(**fields)
     except ValidationError as error:

@@ -1,8 +1,8 @@
-"""Which session a piece of code is in, and which of its requests are that session's.
+"""The session that a piece of code is in, and the requests that belong to it.
 
-A context variable says it: tasks have their creator's, `asyncio.to_thread` copies it, and so may
-any thread (`contextvars.copy_context`). While sessions are open, `patches` asks :func:`key_for` of
-each request, wherever it goes.
+A context variable has it: tasks have their creator's, `asyncio.to_thread` copies it, and so may
+any thread (`contextvars.copy_context`). While sessions are open, `patches` calls :func:`key_for`
+for each request to any address.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ class _ContextFrame:
     host: str
     port: int
     path: str
-    """What the service's own paths come after."""
+    """The prefix of the service's paths."""
 
 
 @dataclass(slots=True, eq=False)
 class Membership:
-    """Being in a session: its key, and where it may go."""
+    """A context's membership in a session: its key, and the address that may get it."""
 
     service: str
-    """Its URL, or that of the file that holds it."""
+    """The service's URL, or that of the file that names it."""
     api_key: str = field(repr=False)
     outer: Membership | None = field(default=None, repr=False)
     over: bool = False
-    """Whoever joined has left: nobody comes back here from an inner one."""
+    """True once the session was left: leaving an inner one does not return here."""
     asked_to_end: bool = False
-    """One of its requests was to end the session: that may have happened."""
+    """True if a request was to end the session, which may have happened."""
 
     @property
     def place(self) -> _ContextFrame | None:
-        """Where the service is now; None while nobody knows."""
+        """The service's present address; None while it is unknown."""
         url: str | None = self.service
         if names_file(self.service):
             url = url_file(self.service, "url").now()
@@ -73,24 +73,24 @@ _current: ContextVar[Membership | None] = ContextVar("any_agent_session", defaul
 
 
 def join(service: str, api_key: str) -> Membership:
-    """From here on this context is in the session with this key, of the service at a URL, or at the
-    one that a file holds."""
-    membership = Membership(service, api_key, outer=_not_over(_current.get()))
+    """Put this context into the session with this key, of the service at a URL, or at the one that
+    a file names."""
+    membership = Membership(service, api_key, outer=_nearest_open(_current.get()))
     _current.set(membership)
     return membership
 
 
 def leave(membership: Membership) -> None:
-    """Back in the session around it. A context that has not joined, or is further in, stays: from
-    there nobody comes back to it."""
+    """Return to the session around it. A context that has not joined, or is in an inner session,
+    stays as it is, and does not return here later."""
     membership.over = True
     if _current.get() is membership:
-        _current.set(_not_over(membership.outer))
+        _current.set(_nearest_open(membership.outer))
 
 
-def _not_over(membership: Membership | None) -> Membership | None:
-    """It, or the nearest around it that nobody has left: not all are left in the order of joining,
-    and some in another context."""
+def _nearest_open(membership: Membership | None) -> Membership | None:
+    """Return the membership, or the nearest one around it that was not left: not all are left in
+    the order of joining, and some in another context."""
     while membership is not None and membership.over:
         membership = membership.outer
     return membership
@@ -99,10 +99,10 @@ def _not_over(membership: Membership | None) -> Membership | None:
 def key_for(
     scheme: str, host: str | None, port: int | None, path: str, headers: Mapping[str, Any]
 ) -> str | None:
-    """The key of the session that this request belongs to.
+    """Return the key of the session that this request belongs to.
 
-    None outside of every session, for another origin than the service's, for what is no agent's
-    route, and where the request names a session itself.
+    None outside of every session, for another origin than the service's, for a route that agents do
+    not call, and for a request that names a session itself.
     """
     here = _current.get()
     place = here.place if here is not None else None
@@ -118,9 +118,9 @@ def key_for(
 
 
 def followed(url: str, headers: Mapping[str, Any]) -> str | None:
-    """Where a session's request goes instead, as its service has moved since its client was made.
+    """Return the new URL of a session's request whose service has moved since its client was made.
 
-    None for every other one: a request that is in no session, and one to where the service is.
+    None for all others: requests outside of sessions, and to the service's present address.
     """
     to = moved(url)
     if to is None:
@@ -138,7 +138,7 @@ def followed(url: str, headers: Mapping[str, Any]) -> str | None:
 def _is_agents(path: str) -> bool:
     parts = unquote(path).split("/")[1:]
     if ".." in parts:
-        # Behind the service's proxy it may be another one's.
+        # Behind the service's proxy it may be another service's path.
         return False
     if parts[0] == "v1":
         parts = parts[1:]

@@ -177,11 +177,11 @@ async def test_what_is_refused_before_anything_runs(
         ((), {"agent": "no_such_agent.Agent"}, "there is no module 'no_such_agent'"),
         ((), {"agent": "counting_eval_agent.Countin"}, "did you mean"),
         ((), {"agent": "counting_eval_agent.Workflow"}, "samples from a trainer's engines"),
-        ((), {"agent": "counting_eval_agent.two"}, "an argument 'more' that nobody gives"),
+        ((), {"agent": "counting_eval_agent.two"}, "an unknown argument 'more'"),
         ((), {"data": "broken.jsonl"}, "broken.jsonl line 2 is no JSON"),
         ((), {"data": "none.jsonl"}, "there is no file none.jsonl"),
         (("--agent-arg", "every"), {}, "write NAME=VALUE"),
-        (("--agent-arg", "often=3"), {}, "cannot be made with the arguments often"),
+        (("--agent-arg", "often=3"), {}, "cannot be instantiated with the arguments often"),
         (("--k", "1,8", "-n", "4"), {}, "--k 8 needs at least 8 runs of each item: -n is 4"),
         (("train.lr=1",), {}, "settings are for the service that is started for --model"),
         (("--model", "a/b", "--version", "3"), {}, "--model my-exp/trial-1@20"),
@@ -198,7 +198,7 @@ async def test_what_is_refused_before_anything_runs(
 async def test_a_service_that_is_not_there_or_takes_no_such_key(
     served: Served, evaluate: Eval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("any_agent.sdk.evaluating._ANSWERS_TIMEOUT", 0.1)
+    monkeypatch.setattr("any_agent.sdk.evaluation._ANSWER_TIMEOUT", 0.1)
     code, _, err = await evaluate("--url", "http://127.0.0.1:9")
     assert code == 3 and "http://127.0.0.1:9" in err
     monkeypatch.setenv("OPENAI_API_KEY", "sk-tenant.none.such")

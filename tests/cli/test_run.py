@@ -154,7 +154,7 @@ async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
         (["--timeout", "-1", "--", "true"], "is not a number of seconds above 0"),
         (["--timeout", "nan", "--", "true"], "is not a number of seconds above 0"),
         (["--reward-cmd", "x", "--grader", "y.z", "--", "true"], "not allowed with argument"),
-        (["--grader", "judge", "--", "true"], "name it as module.function"),
+        (["--grader", "judge", "--", "true"], "write it as module.function"),
         (["--n", "2", "--reward-file", "r", "--", "true"], "put {run} into its name"),
         (["--reward-on-failure", "bad", "--", "true"], "--reward-on-failure bad: that is no"),
         (["--reward-on-failure", "inf", "--", "true"], "finite"),

@@ -211,7 +211,7 @@ HEAVY |= {"prometheus_client"}
         ("import any_agent.launcher", {"pydantic"}),
         ("from any_agent import RLClient, AnyAgentError, load_config", {"pydantic"}),
         ("from any_agent import AgentRunner, AgentSession", {"pydantic"}),
-        ("import any_agent.cli.eval, any_agent.sdk.evaluating", {"pydantic"}),
+        ("import any_agent.cli.eval, any_agent.sdk.evaluation", {"pydantic"}),
         ("import any_agent.engine, any_agent.workflow", HEAVY - {"torch", "litellm", "fastapi"}),
         ("import proxy_ext.app", HEAVY - {"torch", "litellm", "openai"}),
     ],

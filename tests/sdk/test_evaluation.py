@@ -32,7 +32,7 @@ def test_failed_runs_are_left_out() -> None:
     found = Evaluation.of(RESULTS, runs=4)
     assert found.scores == {0: [1, 0, 0, 1], 1: [0, 0, 0, 0], 2: [1, 0.5], 3: []}
     assert found.failed == {"agent_failed": 5, "agent_timeout": 1}
-    assert found.said_of_failed() == "6 runs failed (5 agent_failed, 1 agent_timeout): left out"
+    assert found.describe_failures() == "6 runs failed (5 agent_failed, 1 agent_timeout): left out"
     assert found.tasks == {0: "first"}
     reward = found.reward
     assert reward is not None
@@ -58,7 +58,7 @@ def test_failed_runs_with_a_score() -> None:
     found = Evaluation.of(RESULTS, runs=4, failed_score=0.0)
     assert found.scores[2] == [1, 0.5, 0, 0] and found.scores[3] == [0, 0, 0, 0]
     assert found.reward is not None and found.reward.mean == pytest.approx((0.5 + 0.375) / 4)
-    assert found.said_of_failed().endswith("): count as 0")
+    assert found.describe_failures().endswith("): count as 0")
 
 
 def test_a_run_whose_reward_others_give_later_has_none() -> None:
@@ -93,10 +93,10 @@ def test_nothing_came_of_it() -> None:
     assert found.reward is None and found.pass_at(1) is None
     assert found.figures([1])["reward"] is None
     assert found.table([1])[1].split() == ["reward", "-", "-", "0"]
-    assert found.said_of_versions() == "version unknown, as nothing was sampled"
+    assert found.describe_versions() == "version unknown, as nothing was sampled"
 
 
 def test_versions_in_words() -> None:
     several = RunResults(result(0, k, 1.0, version=version) for k, version in enumerate([7, 4, 5]))
-    assert Evaluation.of(several, runs=3).said_of_versions() == "versions 4 to 7"
-    assert Evaluation.of(RESULTS, runs=4).said_of_versions() == "version 3"
+    assert Evaluation.of(several, runs=3).describe_versions() == "versions 4 to 7"
+    assert Evaluation.of(RESULTS, runs=4).describe_versions() == "version 3"

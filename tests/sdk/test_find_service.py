@@ -12,7 +12,7 @@ from any_agent import AgentSession
 from any_agent.errors import ConfigError, ServiceUnavailable, Unauthenticated, WrongService
 from any_agent.protocol.rl import API_HEADER
 from any_agent.sdk import find_service
-from any_agent.sdk.find_service import borrow_client, return_client
+from any_agent.sdk.find_service import shared_client
 from tests.support.sdk.hops import serving
 from tests.support.sdk_fixtures import Serve, Served
 
@@ -77,7 +77,7 @@ def test_keys_as_files_have_them() -> None:
     assert find_service(URL, "sk-tenant.secret\n").api_key == "sk-tenant.secret"
     assert find_service(URL, " \n").api_key is None
     for key in ("sk-tenant secret", "sk-tenant\nsecret", "sk-tenant.secret\u2026"):
-        with pytest.raises(ConfigError, match="api_key is no key") as refused:
+        with pytest.raises(ConfigError, match="api_key is not a key") as refused:
             find_service(URL, key)
         assert "secret" not in str(refused.value)
 
@@ -129,16 +129,18 @@ async def test_every_answer_names_its_version(served: Served) -> None:
 async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
     served = await serve()
     service = find_service(served.url, served.tenant_key)
-    first = borrow_client(service, retry_for=1.0)
-    assert borrow_client(service, retry_for=1.0) is first
-    assert borrow_client(find_service(served.url, "other"), retry_for=1.0) is not first
-    await return_client(service, retry_for=1.0)
+    users = [shared_client(service, retry_for=1.0) for _ in range(2)]
+    other = shared_client(find_service(served.url, "other"), retry_for=1.0)
+    first = await users[0].__aenter__()
+    assert await users[1].__aenter__() is first
+    assert await other.__aenter__() is not first
+    await users[0].__aexit__()
     assert (await first.run_info()).version == 0
     connections: Any = first._http
     session = connections._session
     assert not session.closed
-    await return_client(service, retry_for=1.0)
+    await users[1].__aexit__()
     assert session.closed
-    assert borrow_client(service, retry_for=1.0) is not first
-    await return_client(service, retry_for=1.0)
-    await return_client(find_service(served.url, "other"), retry_for=1.0)
+    async with shared_client(service, retry_for=1.0) as client:
+        assert client is not first
+    await other.__aexit__()

@@ -4,7 +4,7 @@ import io
 
 import pytest
 
-from any_agent.sdk.progress import ProgressBar, RunProgress, shown
+from any_agent.sdk.progress import ProgressBar, RunProgress, progress_callback
 
 
 def test_a_bar_is_one_line_that_is_drawn_over() -> None:
@@ -39,10 +39,10 @@ def test_it_is_drawn_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[RunProgress] = []
     state = RunProgress(total=1)
-    shown(told.append)(state)
+    progress_callback(told.append)(state)
     assert told == [state]
-    assert isinstance(shown(True), ProgressBar)
-    shown(False)(state)
+    assert isinstance(progress_callback(True), ProgressBar)
+    progress_callback(False)(state)
     for terminal in (True, False):
         monkeypatch.setattr("sys.stderr.isatty", lambda terminal=terminal: terminal)
-        assert isinstance(shown(None), ProgressBar) is terminal
+        assert isinstance(progress_callback(None), ProgressBar) is terminal

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.sdk.results import RunResult
-from any_agent.sdk.results_log import ResultsLog, StartedRun
+from any_agent.sdk.results import ResultsLog, RunResult, StartedRun
 from any_agent.sdk.run_plan import PlanHeader, RunId
 
 HEADER = PlanHeader("run-1", "00", items=2, group_size=2, mode="train", service="e/t")
@@ -34,7 +33,7 @@ async def written(file: Path) -> None:
         log.regrouped([RunId(0, 1, 0), RunId(0, 1, 1)], 1),
         log.ended(DONE),
     )
-    await log.end()
+    await log.close()
 
 
 async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
@@ -43,13 +42,13 @@ async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
     log = opened(file)
     assert log.header == HEADER
     assert log.known.results == {RunId(0, 0, 1): DONE}
-    assert log.known.begun == {
+    assert log.known.started == {
         RunId(0, 0, 0): StartedRun(0, "s-1"),
         RunId(0, 0, 1): StartedRun(2, "s-2"),
         RunId(0, 1, 0): StartedRun(1, None),
     }
     assert log.known.regrouped == {RunId(0, 1, 0): (1, 2), RunId(0, 1, 1): (1, 2)}
-    await log.end()
+    await log.close()
 
 
 async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> None:
@@ -63,7 +62,7 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
         log = opened(file)
         assert not log.known.results
         await log.ended(DONE)
-        await log.end()
+        await log.close()
         assert file.read_bytes() == content
 
 
@@ -98,7 +97,7 @@ async def test_killed_while_it_wrote_its_first_line(tmp_path: Path) -> None:
         log = opened(file)
         assert log.header is None
         await log.begin(HEADER)
-        await log.end()
+        await log.close()
         assert file.read_bytes() == whole[: whole.index(b"\n") + 1]
 
 
@@ -109,10 +108,10 @@ async def test_half_a_character(tmp_path: Path) -> None:
     log = opened(file)
     async with asyncio.timeout(60):
         await log.ended(replace(DONE, item=1, state="failed", error="no file \udcff"))
-    await log.end()
+    await log.close()
     log = opened(file)
     assert log.known.results[RunId(0, 1, 1)].error == "no file ?"
-    await log.end()
+    await log.close()
 
 
 async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> None:
@@ -128,8 +127,8 @@ async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> N
     try:
         assert os.read(ready, 1)
         # As if its process were killed: no lock is given back, the file is only closed.
-        await log.end()
-        await opened(file).end()
+        await log.close()
+        await opened(file).close()
     finally:
         os.kill(child, signal.SIGKILL)
         await asyncio.to_thread(os.waitpid, child, 0)
@@ -142,8 +141,8 @@ async def test_one_runner_at_a_time(tmp_path: Path) -> None:
     log = opened(file)
     with pytest.raises(ConfigError, match="another runner writes"):
         opened(file)
-    await log.end()
-    await opened(file).end()
+    await log.close()
+    await opened(file).close()
 
 
 def test_a_file_that_cannot_be(tmp_path: Path) -> None:
@@ -173,7 +172,7 @@ async def test_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert "No space left" in str(results[0])
     assert file.read_bytes() == before
     await log.ended(DONE)
-    await log.end()
+    await log.close()
     assert file.read_bytes().startswith(before)
 
 
@@ -182,4 +181,4 @@ async def test_without_a_file() -> None:
     log.open()
     await log.begin(HEADER)
     await log.ended(DONE)
-    await log.end()
+    await log.close()

@@ -146,7 +146,7 @@ async def test_its_clients_follow_nobody_elsewhere() -> None:
     async with serving() as service, serving() as elsewhere:
         path = "/v1/chat/completions"
         service.redirects[path] = f"{elsewhere.url}{path}"
-        async with clients.openai_async(service.url, "sk-v1.0.secret", {}) as client:
+        async with clients.openai_client("Async", service.url, "sk-v1.0.secret", {}) as client:
             with pytest.raises(APIStatusError):
                 await client.chat.completions.create(model="m", messages=[])
         assert [path for path, _ in service.seen] == [path]

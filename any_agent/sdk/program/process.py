@@ -1,8 +1,9 @@
-"""One program that `any-agent run` starts: its output in files, and nothing of it left at its end.
+"""`run_program`: one program that `any-agent run` starts, with its output in files.
 
-It is in a session of its own, so that it and what it starts are one process group. What leaves the
-group (a tool that makes itself a daemon, a detached child of Node's) is found by the mark in its
-environment, where the system shows that (Linux), and is ended, too.
+Nothing of it is left at its end. It has a session of its own, so that it and its children are one
+process group. A process that leaves the group (a tool that makes itself a daemon, a detached child
+of Node's) is found by the mark in its environment, where the system shows that (Linux), and is
+ended, too.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import contextlib
 import os
 import signal
 import subprocess
+import threading
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -21,18 +23,19 @@ from any_agent.errors import AgentFailed
 from any_agent.runtime.parent_death import die_with_parent
 
 _POLL_INTERVAL = 0.05
-"""Seconds between two looks at whether it has ended."""
-_GRACE = 3.0
-"""Seconds that SIGTERM leaves it before SIGKILL."""
-_REAPED_TIMEOUT = 5.0
-_SWEEPS = 10
+_TERM_TIMEOUT = 3.0
+"""Seconds from SIGTERM to SIGKILL."""
+_REAP_TIMEOUT = 5.0
+_MAX_SWEEPS = 10
+_ECHO_BYTES = 65_536
 MAX_OUTPUT = 2**30
-"""Bytes that it may print before it is ended: a program that only prints would fill the disk."""
+"""Bytes of output after which a program is ended: one that only prints would fill the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """What to run. ``mark`` is a ``NAME=value`` of its environment that no other run has."""
+    """A command and its files. ``mark`` is a ``NAME=value`` of its environment that no other run
+    has."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -44,14 +47,15 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramExit:
-    """How it ended: by itself with ``code`` (negative: by that signal), or by us, for a reason."""
+    """The end of a program: by itself with ``code`` (negative: by that signal), or by us, for the
+    reason ``cut_off``."""
 
     code: int | None
     seconds: float
     cut_off: str | None = None
 
     @property
-    def well(self) -> bool:
+    def success(self) -> bool:
         return self.code == 0 and self.cut_off is None
 
     def __str__(self) -> str:
@@ -64,26 +68,26 @@ class ProgramExit:
 
 
 async def run_program(program: Program, *, limit: float) -> ProgramExit:
-    """Run it to its end, or for ``limit`` seconds. AgentFailed where it cannot be started.
+    """Run a program to its end, or for ``limit`` seconds; AgentFailed if it cannot be started.
 
-    However this is left, also by being cancelled, nothing of it is running any more.
+    On return, and also after a cancellation, nothing of it is running any more.
     """
     began = time.monotonic()
     child = _start(program)
     cut_off = None
     try:
-        cut_off = await _watched(child, program, began + limit, limit)
+        cut_off = await _wait_for_end(child, program, began + limit, limit)
         if cut_off is not None:
-            await _asked_to_end(child)
+            await _terminate(child)
     except asyncio.CancelledError:
-        await _asked_to_end(child)
+        await _terminate(child)
         raise
     finally:
-        # Before it is reaped: after that, the group's number may be another one's.
+        # Before it is reaped: after that, another group may get its number.
         _signal_group(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(_REAPED_TIMEOUT)
-        _end_strays(program.mark)
+            child.wait(_REAP_TIMEOUT)
+        _kill_strays(program.mark)
     code = child.returncode if cut_off is None else None
     return ProgramExit(code, time.monotonic() - began, cut_off)
 
@@ -109,32 +113,32 @@ def _start(program: Program) -> subprocess.Popen[bytes]:
             raise AgentFailed(f"cannot start {program.argv[0]}: {why}") from None
 
 
-async def _watched(
+async def _wait_for_end(
     child: subprocess.Popen[bytes], program: Program, deadline: float, limit: float
 ) -> str | None:
-    """Until it has ended by itself, or why it is to be ended."""
+    """Wait until the program has ended by itself; return why it must be ended, if it must."""
     pause = 0.005
     while not _has_ended(child):
         if time.monotonic() >= deadline:
             return f"took more than {limit:g} s"
-        if _printed(program) > MAX_OUTPUT:
+        if _output_size(program) > MAX_OUTPUT:
             return f"printed more than {MAX_OUTPUT >> 20} MiB"
         await asyncio.sleep(pause)
         pause = min(pause * 2, _POLL_INTERVAL)
     return None
 
 
-async def _asked_to_end(child: subprocess.Popen[bytes]) -> None:
-    """SIGTERM, and some time for it."""
+async def _terminate(child: subprocess.Popen[bytes]) -> None:
+    """Send SIGTERM, and wait a bounded time for the end."""
     _signal_group(child.pid, signal.SIGTERM)
-    left = _GRACE
+    left = _TERM_TIMEOUT
     while not _has_ended(child) and left > 0:
         await asyncio.sleep(_POLL_INTERVAL)
         left -= _POLL_INTERVAL
 
 
 def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Whether it is dead; where there is `waitid`, it is not reaped by that."""
+    """Return True if the process is dead; it is not reaped where there is `waitid`."""
     if not hasattr(os, "waitid"):
         return child.poll() is not None
     try:
@@ -144,7 +148,7 @@ def _has_ended(child: subprocess.Popen[bytes]) -> bool:
         return True
 
 
-def _printed(program: Program) -> int:
+def _output_size(program: Program) -> int:
     return sum(os.stat(path).st_size for path in (program.stdout, program.stderr))
 
 
@@ -153,13 +157,13 @@ def _signal_group(pid: int, number: int) -> None:
         os.killpg(pid, number)
 
 
-def _end_strays(mark: str) -> None:
-    """SIGKILL whatever has this mark in its environment.
+def _kill_strays(mark: str) -> None:
+    """Send SIGKILL to all processes with this mark in their environment.
 
-    Again until nothing is found, since one may have started another meanwhile.
+    Repeated until none is found, since one may have started another meanwhile.
     """
-    for _ in range(_SWEEPS):
-        if not [name for name in _processes() if _end_marked(int(name), mark.encode())]:
+    for _ in range(_MAX_SWEEPS):
+        if not [name for name in _processes() if _kill_if_marked(int(name), mark.encode())]:
             return
 
 
@@ -172,8 +176,8 @@ def _processes() -> list[str]:
         return []
 
 
-def _end_marked(pid: int, mark: bytes) -> bool:
-    # Held by a descriptor, so that its number cannot become another one's in between.
+def _kill_if_marked(pid: int, mark: bytes) -> bool:
+    # Through a descriptor, so that the number cannot become another process's in between.
     try:
         process = os.pidfd_open(pid)
     except OSError:
@@ -195,3 +199,46 @@ def _signal_name(number: int) -> str:
         return signal.Signals(number).name
     except ValueError:
         return f"signal {number}"
+
+
+class OutputEcho:
+    """Copies a growing file to a descriptor, in a thread of its own: its reader may be slow."""
+
+    def __init__(self, path: Path, descriptor: int) -> None:
+        self._path = path
+        self._to = descriptor
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._copy, name="echo", daemon=True)
+        self._thread.start()
+
+    def end(self) -> None:
+        """Report that the file grows no more; returns at once."""
+        self._ended.set()
+
+    def finish(self) -> None:
+        """Wait until the whole file is copied."""
+        self._ended.set()
+        self._thread.join()
+
+    def _copy(self) -> None:
+        position = 0
+        while True:
+            last = self._ended.wait(_POLL_INTERVAL)
+            try:
+                position = self._copy_from(position)
+            except OSError:
+                # The descriptor's reader has gone; the output is still in the file.
+                return
+            if last:
+                return
+
+    def _copy_from(self, position: int) -> int:
+        if not self._path.exists():
+            return position
+        with open(self._path, "rb") as file:
+            file.seek(position)
+            while part := file.read(_ECHO_BYTES):
+                position += len(part)
+                while part:
+                    part = part[os.write(self._to, part) :]
+        return position

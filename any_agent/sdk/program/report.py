@@ -1,4 +1,4 @@
-"""What became of the runs of `any-agent run`: for people, for programs, and as an exit code."""
+"""The results of `any-agent run` as a table, as JSON and as an exit code."""
 
 from __future__ import annotations
 
@@ -8,17 +8,16 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
-from any_agent.sdk.program.group import UNUSABLE, ProgramGroup
-from any_agent.sdk.program.run import ProgramRun
+from any_agent.sdk.program.run import UNUSABLE, ProgramGroup, ProgramRun
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE, INTERRUPTED = 0, 1, 2, 3, 130
 
 _COLUMNS = ("RUN", "SESSION", "STATE", "REWARD", "CALLS", "EXIT", "SECONDS", "NOTE")
-_NOTE = 100
+_MAX_NOTE = 100
 
 
 def exit_code(runs: ProgramGroup) -> int:
-    """Of runs that nobody interrupted; see docs/how-to/run.md."""
+    """Return the exit code of runs that were not interrupted; see docs/how-to/run.md."""
     if runs.stopped is not None:
         return NO_SERVICE if isinstance(runs.stopped, UNUSABLE) else WRONG_INPUT
     finalized = all(run.state == "finalized" for run in runs.results)
@@ -26,7 +25,7 @@ def exit_code(runs: ProgramGroup) -> int:
 
 
 def table(results: Sequence[ProgramRun]) -> str:
-    """A line for each run, and one for all."""
+    """Return a line for each run, and one for all."""
     rows = [_COLUMNS, *map(_row, results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
@@ -34,7 +33,7 @@ def table(results: Sequence[ProgramRun]) -> str:
 
 
 def summary(results: Sequence[ProgramRun]) -> str:
-    """How many are finalized, with which mean reward."""
+    """Return how many runs are finalized, and their mean reward."""
     finalized = [run for run in results if run.state == "finalized"]
     mean = mean_reward(results)
     text = f"{len(finalized)} of {len(results)} finalized"
@@ -42,13 +41,13 @@ def summary(results: Sequence[ProgramRun]) -> str:
 
 
 def mean_reward(results: Sequence[ProgramRun]) -> float | None:
-    """Of the finalized runs that have a final reward; None without any."""
+    """Return the mean over the finalized runs with a final reward; None without any."""
     rewards = [run.reward for run in results if run.reward is not None]
     return math.fsum(rewards) / len(rewards) if rewards else None
 
 
 def as_json(runs: ProgramGroup, code: int) -> str:
-    """All of it, for programs."""
+    """Return all results as JSON."""
     results, options = runs.results, runs.options
     report: dict[str, Any] = {
         "exit_code": code,
@@ -73,7 +72,7 @@ def _row(run: ProgramRun) -> tuple[str, ...]:
         "-" if run.calls is None else str(run.calls),
         "-" if run.exit_code is None else str(run.exit_code),
         "-" if run.seconds is None else f"{run.seconds:.1f}",
-        plain(run.error or "")[:_NOTE],
+        plain(run.error or "")[:_MAX_NOTE],
     )
 
 
@@ -82,5 +81,5 @@ def _number(value: float | None) -> str:
 
 
 def plain(text: str) -> str:
-    """Without what would move a terminal's cursor: programs write some of these."""
+    """Return the text without characters that would move a terminal's cursor."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,6 +1,6 @@
-"""Where `any-agent run` takes a run's reward from: a command, a file, or a grader.
+"""`RewardSource`: the command, file or grader that gives a run's reward in `any-agent run`.
 
-Whatever goes wrong there is one AgentFailed that names the source and what it did.
+Every failure of it is an AgentFailed that names the source and its fault.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from any_agent.sdk.program.process import Program, run_program
 
 Reward: TypeAlias = float | dict[str, float]
 
-_READS = 65_536
-"""Bytes at the end of a file that a reward, or what a program complains of, is looked for in."""
-_SHOWN = 120
+_TAIL_BYTES = 65_536
+"""Bytes at the end of a file in which its last line, a reward or an error message, is sought."""
+_MAX_QUOTED = 120
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RewardSource:
     """At most one of ``command`` (for a shell), ``file`` and ``grader`` (`module.function`).
 
     ``limit``: seconds that the command or the grader may take. ``env`` is theirs: their author's
-    own, not that of the session, because a judge that they ask is not the agent.
+    own, not that of the session, because a judge model that they call is not the agent.
     """
 
     command: str | None = None
@@ -47,19 +47,19 @@ class RewardSource:
         return "the reward file"
 
     def file_of(self, index: int) -> Path | None:
-        """The file that a run is to write its reward into, if that was said."""
+        """Return the file for a run's reward, if one is named."""
         return Path(self.file.replace("{run}", str(index))) if self.file is not None else None
 
 
 class RewardFile:
-    """A file that a run may write: what lay there before the run is not its reward."""
+    """A file that a run may write its reward into; its earlier content does not count."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._before = self._state()
 
     def read(self) -> Reward | None:
-        """None if the run has not written it; AgentFailed for what is no reward."""
+        """Return the reward, or None if the run has not written it; AgentFailed if it is none."""
         if self._state() == self._before:
             return None
         return reward_in(self.path, f"the reward file {self.path}")
@@ -74,34 +74,34 @@ class RewardFile:
 
 @dataclass(frozen=True, slots=True)
 class ProgramReward:
-    """A run that has ended well. ``stem``: what the names of its files of output begin with."""
+    """A successful run that is to be rewarded; its output files' names begin with ``stem``."""
 
     mark: str
     variables: Mapping[str, str]
     stem: Path
     stdout: Path
     content: SessionContent | None = None
-    """What was said; for a grader."""
+    """The session's content, for a grader."""
 
 
 async def check_source(source: RewardSource, folder: Path) -> None:
-    """ConfigError for a grader that is not there, before anything was started."""
+    """Raise ConfigError for a missing grader, before anything was started."""
     if source.grader is None:
         return
     if "." not in source.grader:
-        raise ConfigError(f"--grader {source.grader}: name it as module.function")
+        raise ConfigError(f"--grader {source.grader}: write it as module.function")
     program = _grader(source, folder / "grader-check", "--check", source.grader)
     try:
         ended = await run_program(program, limit=source.limit)
     except AgentFailed as error:
         raise ConfigError(f"--grader {source.grader}: {error.message}") from None
-    if not ended.well:
+    if not ended.success:
         why = last_line(program.stderr) or str(ended)
         raise ConfigError(f"--grader {source.grader} cannot be used: {why}")
 
 
 async def reward_from(source: RewardSource, run: ProgramReward) -> Reward:
-    """Of its command, or of its grader."""
+    """Return the reward of the command or the grader."""
     stem = run.stem.with_name(f"{run.stem.name}.reward")
     if source.command is not None:
         argv = ["/bin/sh", "-c", source.command]
@@ -112,14 +112,15 @@ async def reward_from(source: RewardSource, run: ProgramReward) -> Reward:
         given.write_text(json.dumps(run.content.graded()), encoding="utf-8")
         program = _grader(source, stem, source.grader, stdin=given, run=run)
     ended = await run_program(program, limit=source.limit)
-    if not ended.well:
+    if not ended.success:
         why = last_line(program.stderr)
         raise _failed(f"{source} {ended}{f': {why}' if why else ''}")
     return reward_in(program.stdout, str(source))
 
 
 def reward_in(path: Path, what: str) -> Reward:
-    """The number, or the JSON object of numbers by name, in a file's last line; AgentFailed."""
+    """Return the reward in a file's last line: a number, or a JSON object of numbers by name;
+    AgentFailed for any other line."""
     line = last_line(path)
     if not line:
         raise _failed(f"{what} says nothing: its last line must be a number")
@@ -130,12 +131,12 @@ def reward_in(path: Path, what: str) -> Reward:
 
 
 def last_line(path: Path) -> str:
-    """The last line of a file that is not blank; empty if there is none, or no such file."""
+    """Return the last non-blank line of a file; empty if there is none, or no such file."""
     try:
-        if not path.is_file():  # to open a pipe would wait for its writer
+        if not path.is_file():  # opening a pipe would wait for its writer
             return ""
         with open(path, "rb") as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _READS))
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL_BYTES))
             text = file.read().decode(errors="replace")
     except OSError:
         return ""
@@ -144,7 +145,7 @@ def last_line(path: Path) -> str:
 
 
 def reward_of(text: str) -> Reward:
-    """What a text means as a reward: a number, or a JSON object of them by name; ValueError."""
+    """Parse a reward: a number, or a JSON object of numbers by name; ValueError."""
     try:
         value = float(text)
     except ValueError:
@@ -185,5 +186,5 @@ def _failed(message: str) -> AgentFailed:
     return AgentFailed(message, code="invalid_reward")
 
 
-def _short(text: str, most: int = _SHOWN) -> str:
+def _short(text: str, most: int = _MAX_QUOTED) -> str:
     return text if len(text) <= most else f"{text[: most - 3]}..."

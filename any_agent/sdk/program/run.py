@@ -1,34 +1,58 @@
-"""One run of `any-agent run`: a program that is a session, and knows nothing of that."""
+"""`ProgramGroup`: the runs of `any-agent run`, each a program that is one session."""
 
 from __future__ import annotations
 
 import asyncio
 import os
+import shutil
+import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
+from any_agent.client.retry_transport import SharedClient
 from any_agent.config import ENV_PREFIX
-from any_agent.errors import AgentFailed, AnyAgentError, SessionClosed, Unprocessable
+from any_agent.errors import (
+    AgentFailed,
+    AnyAgentError,
+    ConfigError,
+    Conflict,
+    Forbidden,
+    InvalidRequest,
+    RunFinished,
+    ServiceUnavailable,
+    SessionClosed,
+    Unauthenticated,
+    Unprocessable,
+    WrongService,
+)
 from any_agent.protocol.rl import SessionContent, SessionInfo
-from any_agent.sdk.find_service import ServiceAddress, borrow_client, return_client
-from any_agent.sdk.program.process import Program, ProgramExit, run_program
+from any_agent.sdk.attempts import Attempt, AttemptRunner
+from any_agent.sdk.find_service import ServiceAddress, shared_client
+from any_agent.sdk.open_session import run_info
+from any_agent.sdk.program.process import OutputEcho, Program, ProgramExit, run_program
 from any_agent.sdk.program.reward import (
     ProgramReward,
     Reward,
     RewardFile,
     RewardSource,
+    check_source,
     last_line,
     reward_from,
 )
-from any_agent.sdk.session import AsyncSession
+from any_agent.sdk.run_plan import RunId
+from any_agent.sdk.session import AgentSession, AsyncSession
 
-RunState: TypeAlias = Literal["finalized", "failed", "interrupted", "not started"]
-
+UNUSABLE = (Unauthenticated, Forbidden, ServiceUnavailable, WrongService, RunFinished)
+"""Errors that keep every run from opening a session: the service, its key, or the end of its
+training."""
+_REFUSED = (*UNUSABLE, InvalidRequest, Unprocessable, Conflict, ConfigError)
+"""Errors of an open that every other open would get, too."""
+_ANSWER_TIMEOUT = 5.0
+_TTL_MARGIN = 300.0
+"""Seconds that a session may live longer than its program and its reward may take."""
 _RETRY_FOR = 60.0
-_ABORTS_TIMEOUT = 5.0
 _NO_CALL = (
     "made no model call: its client must go to OPENAI_BASE_URL with OPENAI_API_KEY (or "
     "ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY) of its environment"
@@ -38,12 +62,14 @@ _NO_REWARD = (
     "write it into $ANY_AGENT_REWARD_FILE, or post it to $ANTHROPIC_BASE_URL/rl/v1/set_reward"
 )
 
+RunState: TypeAlias = Literal["finalized", "failed", "interrupted", "not started"]
+
 
 @dataclass(frozen=True, slots=True)
 class RunOptions:
     """``command`` is run ``n`` times, ``concurrency`` at once, each for at most ``limit`` seconds;
-    what it prints goes to ``folder``. ``failure_reward``: of a run that crashes or takes too long,
-    which is thrown away without one. ``wait``: seconds for a slot. ``echo``: show what it prints.
+    its output goes to ``folder``. ``failure_reward`` is for a run that crashes or takes too long,
+    which is aborted without one. ``wait``: seconds for a slot. ``echo``: also show the output.
     """
 
     command: Sequence[str]
@@ -64,147 +90,231 @@ class RunOptions:
 
 @dataclass(slots=True)
 class ProgramRun:
-    """What became of one run."""
+    """One run and its result."""
 
     run: int
-    """Which one, from 0."""
+    """The run's number, from 0."""
     state: RunState = "not started"
     session_id: str | None = None
     reward: float | None = None
-    """The session's final one; None where only single calls were rewarded."""
+    """The session's final reward; None where only single calls were rewarded."""
     calls: int | None = None
-    """Those of the policy."""
+    """Model calls of the policy."""
     exit_code: int | None = None
-    """Negative: the signal that ended it; None: it was ended by us, or did not start."""
+    """Negative: the signal that ended it; None: we ended it, or it did not start."""
     seconds: float | None = None
-    """That the program took."""
+    """Seconds that the program ran."""
     error: str | None = None
-    """Why it failed; or, with a reward, what the reward on failure is for."""
+    """Why it failed; or, with a reward, the reason of the reward on failure."""
     stdout: str | None = None
     stderr: str | None = None
 
 
+class ProgramGroup:
+    """All runs of one command; call :meth:`run` once. ``results`` fills as runs end, and ``ended``
+    is called with each."""
+
+    def __init__(
+        self, options: RunOptions, *, ended: Callable[[ProgramRun], object] = lambda _: None
+    ) -> None:
+        self.options = options
+        self.results = [ProgramRun(index) for index in range(options.n)]
+        self.stopped: AnyAgentError | None = None
+        """The reason why the remaining runs were not started."""
+        self.group_id = f"run-{uuid.uuid4().hex[:16]}" if options.n > 1 else None
+        self._ended = ended
+        self._slots = asyncio.Semaphore(options.concurrency)
+        self._agent = ProgramAgent(options)
+        self._attempts = AttemptRunner(self._agent)
+
+    async def run(self) -> None:
+        """Make all runs.
+
+        ConfigError for a missing command or grader, and for names that a service does not accept.
+        """
+        try:
+            self._session()
+        except InvalidRequest as error:
+            raise ConfigError(f"--{error.message}".replace("--task_id", "--task", 1)) from None
+        _require_program(self.options.command[0], self.options.environ)
+        await check_source(self.options.source, self.options.folder)
+        try:
+            await self._check_service()
+        except UNUSABLE as error:
+            self.stopped = error
+            return
+        async with asyncio.TaskGroup() as group:
+            for result in self.results:
+                group.create_task(self._run(result))
+
+    def show_rest(self) -> None:
+        """Show the rest of the program's output; waits for its reader."""
+        for echo in self._agent.echoes:
+            echo.finish()
+
+    async def _check_service(self) -> None:
+        """Find out once, and soon, that the service is away or its training has ended."""
+        service = self.options.service
+        retry_for = service.patience if service.file is not None else _ANSWER_TIMEOUT
+        async with shared_client(service, retry_for=retry_for) as client:
+            info = await run_info(client, service)
+        if info.state == "finished" and self.options.mode == "train":
+            raise RunFinished(
+                f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: it "
+                "takes no more train sessions; --mode eval goes on"
+            )
+
+    async def _run(self, run: ProgramRun) -> None:
+        async with self._slots:
+            if self.stopped is not None:
+                return
+            attempt = Attempt(
+                RunId(0, 0, run.run),
+                run,
+                self._session(),
+                interrupt_reason="any-agent run was interrupted",
+            )
+            try:
+                await self._attempts.run_attempt(attempt)
+            except asyncio.CancelledError:
+                if run.session_id is not None and run.state != "finalized":
+                    run.state = "interrupted"
+                raise
+            except AnyAgentError as error:
+                if run.session_id is None and isinstance(error, _REFUSED):
+                    self.stopped = self.stopped or error
+                    return
+                if run.state != "finalized":
+                    run.state, run.error = "failed", run.error or str(error)
+            self._ended(run)
+
+    def _session(self) -> AgentSession:
+        options = self.options
+        return AgentSession(
+            options.task_id,
+            group_id=self.group_id,
+            group_size=options.n if self.group_id is not None else None,
+            mode=options.mode,
+            metadata=options.metadata,
+            ttl=options.limit + options.source.limit + _TTL_MARGIN,
+            url=options.service.named,
+            api_key=options.service.api_key,
+            wait=options.wait,
+        )
+
+
+class ProgramAgent:
+    """The agent of `any-agent run`: it starts the program in its session, rewards the session and
+    finalizes it. The item is the :class:`ProgramRun`, which gets the result."""
+
+    def __init__(self, options: RunOptions) -> None:
+        self.name = options.command[0]
+        self.echoes: list[OutputEcho] = []
+        self._options = options
+
+    async def __call__(
+        self, item: ProgramRun, session: AsyncSession, http_client: SharedClient | None = None
+    ) -> None:
+        """Raises AgentFailed where the program or its reward failed, or the service refused."""
+        item.session_id = session.session_id
+        try:
+            await self._run(item, session)
+        except (AnyAgentError, OSError) as error:
+            item.state, item.error = "failed", str(error)
+            raise AgentFailed(item.error) from error
+
+    async def _run(self, run: ProgramRun, session: AsyncSession) -> None:
+        options = self._options
+        stem = options.folder / session.session_id
+        file = RewardFile(options.source.file_of(run.run) or beside(stem, "reward"))
+        variables = {
+            "ANY_AGENT_SESSION_ID": session.session_id,
+            "ANY_AGENT_RUN_INDEX": str(run.run),
+            "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
+        }
+        # A Python program's output is to be seen while it runs.
+        env = {"PYTHONUNBUFFERED": "1"} | without_ours(options.environ) | session.env() | variables
+        mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
+        program = Program(options.command, env, mark, beside(stem, "out"), beside(stem, "err"))
+        run.stdout, run.stderr = str(program.stdout), str(program.stderr)
+        if options.echo:
+            self.echoes = [OutputEcho(program.stdout, 1), OutputEcho(program.stderr, 2)]
+        try:
+            end = await run_program(program, limit=options.limit)
+        finally:
+            for echo in self.echoes:
+                echo.end()
+        run.exit_code, run.seconds = end.code, round(end.seconds, 3)
+        if end.success:
+            run.calls = (await session.info()).interactions
+            if not run.calls:
+                raise AgentFailed(_NO_CALL, code="no_model_call")
+            ended = ProgramReward(mark, variables, stem, program.stdout)
+            reward = await self._reward(session, ended, file)
+        else:
+            run.error = _describe_exit(end, program).replace(session.api_key, "(its key)")
+            if options.failure_reward is None:
+                raise AgentFailed(run.error)
+            reward = options.failure_reward
+        info = await _finalize(session, reward)
+        run.state, run.reward, run.calls = "finalized", info.final_reward, info.interactions
+
+    async def _reward(
+        self, session: AsyncSession, ended: ProgramReward, file: RewardFile
+    ) -> Reward | None:
+        source = self._options.source
+        if source.grader is not None:
+            ended = replace(ended, content=await self._content(session))
+        if source.command is not None or source.grader is not None:
+            return await reward_from(source, ended)
+        reward = file.read()
+        if reward is None and source.file is not None:
+            raise AgentFailed(f"did not write the reward file {file.path}", code="no_reward")
+        return reward
+
+    async def _content(self, session: AsyncSession) -> SessionContent:
+        async with shared_client(self._options.service, retry_for=_RETRY_FOR) as client:
+            return await client.session_content(session.session_id, session.api_key)
+
+
 def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """What programs, and what rewards them, inherit: no setting of ours, and no operator's or
-    tenant's key."""
+    """Return the environment that programs and reward commands inherit: without our settings, and
+    so without an operator's or tenant's key."""
     return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
 
 
-async def run_in(
-    session: AsyncSession,
-    options: RunOptions,
-    result: ProgramRun,
-    *,
-    started: Callable[[Program], object],
-    ended: Callable[[], object],
-) -> None:
-    """Run the program in the session, reward it and end it; ``result`` says how that went.
-
-    AgentFailed, with the session aborted, where the program or its reward failed; the
-    AnyAgentError that the service answered.
-    """
-    try:
-        await _run(session, options, result, started, ended)
-    except (AgentFailed, Unprocessable) as error:
-        await _abort(session, error.message)
-        raise
-    except asyncio.CancelledError:
-        await _abort(session, "any-agent run was interrupted")
-        raise
+def beside(stem: Path, ending: str) -> Path:
+    """Return a path with this ending; a session's id may have dots, so it is no suffix to
+    replace."""
+    return stem.with_name(f"{stem.name}.{ending}")
 
 
-async def _run(
-    session: AsyncSession,
-    options: RunOptions,
-    result: ProgramRun,
-    started: Callable[[Program], object],
-    ended: Callable[[], object],
-) -> None:
-    stem = options.folder / session.session_id
-    file = RewardFile(options.source.file_of(result.run) or beside(stem, "reward"))
-    variables = {
-        "ANY_AGENT_SESSION_ID": session.session_id,
-        "ANY_AGENT_RUN_INDEX": str(result.run),
-        "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
-    }
-    # What a Python program prints is to be seen while it runs.
-    env = {"PYTHONUNBUFFERED": "1"} | without_ours(options.environ) | session.env() | variables
-    mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
-    program = Program(options.command, env, mark, beside(stem, "out"), beside(stem, "err"))
-    result.stdout, result.stderr = str(program.stdout), str(program.stderr)
-    started(program)
-    try:
-        end = await run_program(program, limit=options.limit)
-    finally:
-        ended()
-    result.exit_code, result.seconds = end.code, round(end.seconds, 3)
-    if end.well:
-        result.calls = (await session.info()).interactions
-        if not result.calls:
-            raise AgentFailed(_NO_CALL, code="no_model_call")
-        graded = ProgramReward(mark, variables, stem, program.stdout)
-        reward = await _reward(session, options, graded, file)
-    else:
-        result.error = _complaint(end, program).replace(session.api_key, "(its key)")
-        if options.failure_reward is None:
-            raise AgentFailed(result.error)
-        reward = options.failure_reward
-    info = await _finalized(session, reward)
-    result.state, result.reward, result.calls = "finalized", info.final_reward, info.interactions
-
-
-async def _reward(
-    session: AsyncSession, options: RunOptions, graded: ProgramReward, file: RewardFile
-) -> Reward | None:
-    source = options.source
-    if source.grader is not None:
-        graded = replace(graded, content=await _content(session, options.service))
-    if source.command is not None or source.grader is not None:
-        return await reward_from(source, graded)
-    reward = file.read()
-    if reward is None and source.file is not None:
-        raise AgentFailed(f"did not write the reward file {file.path}", code="no_reward")
-    return reward
-
-
-async def _content(session: AsyncSession, service: ServiceAddress) -> SessionContent:
-    client = borrow_client(service, retry_for=_RETRY_FOR)
-    try:
-        return await client.session_content(session.session_id, session.api_key)
-    finally:
-        await return_client(service, retry_for=_RETRY_FOR)
-
-
-async def _finalized(session: AsyncSession, reward: Reward | None) -> SessionInfo:
+async def _finalize(session: AsyncSession, reward: Reward | None) -> SessionInfo:
     try:
         return await session.finalize(reward)
     except SessionClosed:
         # The program may have finalized it itself, with its own reward.
-        over = await session.over()
-        if reward is not None or over is None or over.state == "aborted":
+        ended = await session.end_state()
+        if reward is not None or ended is None or ended.state == "aborted":
             raise
-        return over
+        return ended
     except Unprocessable as error:
-        told = {"no_reward": _NO_REWARD, "no_interactions": _NO_CALL}.get(error.code)
-        if told is None:
+        message = {"no_reward": _NO_REWARD, "no_interactions": _NO_CALL}.get(error.code)
+        if message is None:
             raise
-        raise AgentFailed(told, code=error.code) from None
+        raise AgentFailed(message, code=error.code) from None
 
 
-async def _abort(session: AsyncSession, reason: str) -> None:
-    """Nobody waits long for it: a session that nobody ends expires."""
-    session.detach()
-    with suppress(AnyAgentError, TimeoutError):
-        async with asyncio.timeout(_ABORTS_TIMEOUT):
-            await session.abort(reason)
+def _describe_exit(end: ProgramExit, program: Program) -> str:
+    """Describe how the program ended, with the last line of its standard error."""
+    line = last_line(program.stderr) if end.cut_off is None else ""
+    return f"{end}: {line[:200]}" if line else str(end)
 
 
-def _complaint(end: ProgramExit, program: Program) -> str:
-    """How it ended, and the last thing that it complained of."""
-    said = last_line(program.stderr) if end.cut_off is None else ""
-    return f"{end}: {said[:200]}" if said else str(end)
-
-
-def beside(stem: Path, ending: str) -> Path:
-    """A session's id may hold dots, so this is no suffix to be replaced."""
-    return stem.with_name(f"{stem.name}.{ending}")
+def _require_program(name: str, environ: Mapping[str, str]) -> None:
+    """Raise ConfigError unless there is such a program, which can be run."""
+    if shutil.which(name, path=environ.get("PATH", os.defpath)) is None:
+        raise ConfigError(
+            f"there is no program {name}"
+            + (", or it is not executable" if os.sep in name else " on the PATH")
+        )

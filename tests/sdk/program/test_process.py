@@ -62,14 +62,14 @@ def pid_of(folder: Path) -> int:
 
 async def test_output_is_kept_apart(run: Run, tmp_path: Path) -> None:
     ended = await run(*shell("echo said; echo told >&2"))
-    assert ended.well
+    assert ended.success
     assert str(ended) == "ended with exit code 0"
     assert ((tmp_path / "out").read_text(), (tmp_path / "err").read_text()) == ("said\n", "told\n")
 
 
 async def test_it_reads_nothing(run: Run, tmp_path: Path) -> None:
     """An agent that reads what it is piped must not wait for somebody at a terminal."""
-    assert (await run(*shell("wc -c"))).well
+    assert (await run(*shell("wc -c"))).success
     assert (tmp_path / "out").read_text().strip() == "0"
 
 
@@ -83,12 +83,12 @@ async def test_it_reads_nothing(run: Run, tmp_path: Path) -> None:
 )
 async def test_a_bad_end(run: Run, script: str, code: int, said: str) -> None:
     ended = await run(*shell(script))
-    assert (ended.code, ended.well, str(ended)) == (code, False, said)
+    assert (ended.code, ended.success, str(ended)) == (code, False, said)
 
 
 async def test_one_that_takes_too_long_is_asked_to_end(run: Run, tmp_path: Path) -> None:
     ended = await run(*shell("trap 'echo bye; exit 0' TERM; sleep 60 & wait"), limit=3)
-    assert (ended.code, ended.well) == (None, False)
+    assert (ended.code, ended.success) == (None, False)
     assert str(ended) == "took more than 3 s"
     assert (tmp_path / "out").read_text() == "bye\n"
 
@@ -96,7 +96,7 @@ async def test_one_that_takes_too_long_is_asked_to_end(run: Run, tmp_path: Path)
 async def test_one_that_does_not_listen_is_killed(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(command_child, "_GRACE", 0.1)
+    monkeypatch.setattr(command_child, "_TERM_TIMEOUT", 0.1)
     script = "trap '' TERM; echo $$ > $PID_FILE; while :; do sleep 0.01; done"
     ended = await run(*shell(script), limit=3)
     assert ended.cut_off is not None
@@ -105,7 +105,7 @@ async def test_one_that_does_not_listen_is_killed(
 
 async def test_what_it_leaves_running_ends_with_it(run: Run, tmp_path: Path) -> None:
     ended = await run(*shell("sleep 600 & echo $! > $PID_FILE"))
-    assert ended.well
+    assert ended.success
     until(lambda: not is_alive(pid_of(tmp_path)))
     assert ended.seconds < 300
 
@@ -130,7 +130,7 @@ async def test_other_runs_are_left_alone(run: Run, tmp_path: Path) -> None:
     env = {"THE_MARK": f"{tmp_path}-other"}
     other = subprocess.Popen(["sleep", "600"], env=env)  # noqa: ASYNC220 - it is not waited for
     try:
-        assert (await run(*shell("true"))).well
+        assert (await run(*shell("true"))).success
         assert other.poll() is None
     finally:
         other.kill()
@@ -152,7 +152,7 @@ async def test_being_cancelled_again_waits_for_nothing(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # A wait for its end would outlast any test.
-    monkeypatch.setattr(command_child, "_GRACE", 9000)
+    monkeypatch.setattr(command_child, "_TERM_TIMEOUT", 9000)
     script = "trap '' TERM; echo $$ > $PID_FILE; while :; do sleep 0.01; done"
     task = asyncio.create_task(run(*shell(script)))  # type: ignore[arg-type]
     await asyncio.to_thread(pid_of, tmp_path)

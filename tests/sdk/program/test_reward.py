@@ -193,7 +193,7 @@ async def test_a_grader_that_gives_none(
 @pytest.mark.parametrize(
     ("name", "said"),
     [
-        ("grader", "name it as module.function"),
+        ("grader", "write it as module.function"),
         ("my_graders.missing", "AttributeError: module 'my_graders' has no attribute 'missing'"),
         ("no_such_module.grade", "No module named 'no_such_module'"),
         ("my_graders.text", "my_graders.text cannot be called"),
