@@ -58,7 +58,8 @@ def require_algorithm(c: TrainConfig) -> None:
 
 
 def loss_config(c: TrainConfig) -> LossConfig:
-    """Return the run's loss and its constants."""
+    """Return the run's loss and its constants; raises as :func:`require_algorithm`."""
+    require_algorithm(c)
     chosen = LossConfig(c.loss or c.preset, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
     log.debug("loss: %s", asdict(chosen))
     return chosen

@@ -14,7 +14,7 @@ from typing import Any, Self
 from transformers.utils import logging as transformers_logging
 
 from any_agent.auth.access import run_dir_of, signer_of
-from any_agent.config import Config
+from any_agent.config import Config, import_plugins
 from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.reachability import listening
@@ -28,7 +28,13 @@ from any_agent.workflow.resolve import require_workflow
 from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.dataset_batches import DatasetBatches, TrainingDataset
 from trainer.evaluation import TrialEvaluation
-from trainer.from_config import agent_service, chosen_workflow, policy_config, workflow_executor
+from trainer.from_config import (
+    agent_service,
+    chosen_workflow,
+    policy_config,
+    require_algorithm,
+    workflow_executor,
+)
 from trainer.loop import TrainingLoop
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.roles import follow, join_processes, lead
@@ -107,6 +113,8 @@ class GRPOTrainer:
 
     def __enter__(self) -> Self:
         require_same_trial(self.config)
+        import_plugins(self.config)
+        require_algorithm(self.config.train)
         policy_config(self.config.train)
         # The lines of a run are its steps.
         transformers_logging.disable_progress_bar()

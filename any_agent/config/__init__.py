@@ -5,6 +5,7 @@ from any_agent.config.cluster import ClusterConfig
 from any_agent.config.load import (
     ENV_PREFIX,
     SECRET_VARIABLES,
+    import_plugins,
     known_keys,
     load_config,
     load_resolved,
@@ -46,6 +47,7 @@ __all__ = [
     "ServerConfig",
     "SessionConfig",
     "TrainConfig",
+    "import_plugins",
     "known_keys",
     "load_config",
     "load_resolved",

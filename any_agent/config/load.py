@@ -24,6 +24,7 @@ from any_agent.config import foreign_settings as elsewhere
 from any_agent.config import interpolation as references
 from any_agent.config.schema import Config
 from any_agent.errors import ConfigError
+from any_agent.runtime.import_string import import_by_setting
 
 ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
@@ -123,10 +124,22 @@ def load_config(
 
 
 def load_resolved(path: str | Path, environ: Mapping[str, str] | None = None) -> Config:
-    """Settings that another process has resolved: the file alone, and secrets, which it lacks."""
+    """Read the settings that another process has resolved, and import their plugins.
+
+    Only the file counts, and the environment for secrets, which the file lacks.
+    """
     environ = os.environ if environ is None else environ
     secrets = {name: environ[name] for name in SECRET_VARIABLES if environ.get(name)}
-    return load_config(path, environ=secrets)
+    config = load_config(path, environ=secrets)
+    import_plugins(config)
+    return config
+
+
+def import_plugins(config: Config) -> None:
+    """Import the modules of `plugins`, once in a process; ConfigError, with the reason, if one
+    cannot be imported."""
+    for name in config.plugins:
+        import_by_setting(name, f"plugins={name}")
 
 
 def _variable(key: str) -> str:

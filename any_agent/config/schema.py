@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
-from any_agent.config.base import Name, Section
+from any_agent.config.base import Name, Section, listed
 from any_agent.config.cluster import ClusterConfig
 from any_agent.config.model_list import names as frozen_names
 from any_agent.config.model_list import secrets_of
@@ -45,6 +45,9 @@ class Config(Section):
     """Of the files in the run's `logs` folder."""
     log_format: Literal["text", "json"] = "text"
     """Of the same files: lines for people, or one JSON object each."""
+    plugins: tuple[str, ...] = ()
+    """Modules, by dotted names, that each process of the service and the trainer imports when it
+    starts. They register what is yours: APIs, engines, advantage estimators and losses."""
     model: ModelConfig = ModelConfig()
     server: ServerConfig = ServerConfig()  # type: ignore[call-arg]
     sampling: SamplingConfig = SamplingConfig()  # type: ignore[call-arg]
@@ -57,6 +60,11 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
     frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
     cluster: ClusterConfig = ClusterConfig()  # type: ignore[call-arg]
+
+    @field_validator("plugins", mode="before")
+    @classmethod
+    def _listed(cls, names: object) -> object:
+        return listed(names)
 
     @model_validator(mode="after")
     def _an_engine_per_rank(self) -> Self:

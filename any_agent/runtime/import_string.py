@@ -26,23 +26,7 @@ def import_string(name: str, what: str = "workflow") -> Any:
         raise ConfigError(
             f"{what} {name!r} names no module: write module.Class, as in my_agent.MyAgent"
         )
-    try:
-        module = import_module(module_name)
-    except ModuleNotFoundError as error:
-        missing = error.name or module_name
-        if missing == module_name or module_name.startswith(f"{missing}."):
-            raise ConfigError(
-                f"{what} {name!r}: there is no module {missing!r}. Run the script from the "
-                "folder that the file is in, or put that folder into PYTHONPATH"
-            ) from None
-        raise ConfigError(
-            f"{what} {name!r}: {module_name} imports {missing!r}, which is not installed"
-        ) from error
-    except Exception as error:
-        raise ConfigError(
-            f"{what} {name!r}: {module_name} fails when it is imported: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+    module = import_by_setting(module_name, f"{what} {name!r}")
     found = getattr(module, attribute, None)
     # A package has those of its modules only that were imported.
     unloaded = found is None and hasattr(module, "__path__") and find_spec(name) is not None
@@ -57,6 +41,29 @@ def import_string(name: str, what: str = "workflow") -> Any:
             f"classes are {', '.join(classes) or 'none'}"
         )
     return found
+
+
+def import_by_setting(name: str, setting: str) -> ModuleType:
+    """Import the module that ``setting`` names.
+
+    Raises ConfigError: there is no such module, or it fails while it is imported.
+    """
+    try:
+        return import_module(name)
+    except ModuleNotFoundError as error:
+        missing = error.name or name
+        if missing == name or name.startswith(f"{missing}."):
+            raise ConfigError(
+                f"{setting}: there is no module {missing!r}. Run the script from the folder that "
+                "the file is in, or put that folder into PYTHONPATH"
+            ) from None
+        raise ConfigError(
+            f"{setting}: {name} imports {missing!r}, which is not installed"
+        ) from error
+    except Exception as error:
+        raise ConfigError(
+            f"{setting}: {name} fails when it is imported: {type(error).__name__}: {error}"
+        ) from error
 
 
 def _no_class(name: str, what: str) -> ConfigError:

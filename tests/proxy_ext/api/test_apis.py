@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import orjson
@@ -20,22 +18,18 @@ from any_agent.errors import ConfigError, InvalidRequest, NotFound
 from any_agent.sdk import session_context
 from proxy_ext.web import permissions
 from router.stats import known_routes
+from tests.support.extend_page import run_code_of
 from tests.support.implicit import KEY, settings
 from tests.support.proxy import Proxy, our_app
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "how-to" / "extend.md"
 
 
 @pytest.fixture
 def echo() -> Iterator[Api]:
     """The document's API, registered for one test."""
     before = dict(apis._APIS), dict(permissions.RULES), set(permissions._FIXED)
-    section = DOCUMENT.read_text("utf-8").partition("\n## Add an API\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(code, str(DOCUMENT), "exec", dont_inherit=True), names)
+    run_code_of("Add an API")
     yield apis._APIS["echo"]
     for table, content in zip((apis._APIS, permissions.RULES), before, strict=False):
         table.clear()  # type: ignore[attr-defined]

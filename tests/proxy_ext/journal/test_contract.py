@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import re
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -12,18 +10,9 @@ from any_agent.errors import ConfigError
 from any_agent.rundir import RunDir
 from any_agent.types import SessionState
 from proxy_ext.journal import SQLiteJournal, open_journal
+from tests.support.extend_page import run_code_of
 from tests.support.journal_contract import check_journal
 from tests.support.proxy_fixtures import Start
-
-DOCUMENT = Path(__file__).parents[3] / "docs" / "how-to" / "extend.md"
-
-
-def register_memory_journal() -> None:
-    """Run the code of the document's section."""
-    section = DOCUMENT.read_text("utf-8").partition("\n## Add a journal\n")[2].partition("\n## ")[0]
-    (code,) = re.findall(r"```python\n(.*?)```", section, re.DOTALL)
-    names: dict[str, Any] = {"__name__": __name__}
-    exec(compile(code, str(DOCUMENT), "exec", dont_inherit=True), names)
 
 
 async def test_the_sqlite_journal(tmp_path: Path) -> None:
@@ -35,12 +24,12 @@ async def test_the_sqlite_journal(tmp_path: Path) -> None:
 
 
 async def test_the_journal_of_the_document() -> None:
-    register_memory_journal()
+    run_code_of("Add a journal")
     await check_journal(lambda: open_journal("memory://contract"))
 
 
 async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
-    register_memory_journal()
+    run_code_of("Add a journal")
     url = "memory://rank-0"
     proxy = await start(journal_url=url)
     await proxy.admit(9)

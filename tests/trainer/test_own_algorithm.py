@@ -1,0 +1,101 @@
+"""An estimator and a loss of a user: those of docs/how-to/extend.md, by hand and in a step."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM
+
+from any_agent.config import TrainConfig
+from any_agent.errors import ConfigError
+from tests.support.extend_page import run_code_of
+from tests.support.trainer.episodes import session
+from tests.support.trainer.loop import Lab, config_of
+from trainer.advantage import ESTIMATORS, SessionRewards, estimate_advantages
+from trainer.loss import LOSSES, LossConfig
+
+SETTINGS = ("train.advantage_estimator=leave_one_out", "train.loss=cispo")
+
+
+@pytest.fixture
+def page() -> Iterator[dict[str, Any]]:
+    """The names of the document's module, registered for one test."""
+    registries: tuple[Any, Any] = (ESTIMATORS, LOSSES)
+    before = [dict(registry._known) for registry in registries]
+    yield run_code_of("Add an advantage estimator or a loss")
+    for registry, known in zip(registries, before, strict=True):
+        registry._known = known
+
+
+def test_the_estimators_numbers(page: dict[str, Any]) -> None:
+    config = TrainConfig(advantage_estimator="leave_one_out")  # type: ignore[call-arg]
+    groups = [
+        [SessionRewards([1.0], [True]), SessionRewards([0.5, 0.0], [True, True])],
+        [
+            SessionRewards([1.0], [True]),
+            SessionRewards([0.0], [True]),
+            SessionRewards([0.2, 9.0], [True, False]),
+            SessionRewards([9.0], [False]),
+        ],
+        [SessionRewards([1.0], [True]), SessionRewards([1.0], [True])],
+        [SessionRewards([1.0], [True])],
+    ]
+    two, four, equal, one = estimate_advantages(groups, config)
+    # The baseline of each session is the mean score of the others: 0.25 and 1.
+    assert two.advantages == ((0.75,), (-0.5, -1.0))
+    assert two.scores == (1.0, 0.25) and two.baseline == 0.625 and not two.zero_variance
+    expected = [(1 - 0.1,), (0 - 0.6,), (0.2 - 0.5, 0.0), (0.0,)]
+    for got, wanted in zip(four.advantages, expected, strict=True):
+        assert got == pytest.approx(wanted)
+    assert four.scores == (1.0, 0.0, 0.2, None)
+    assert equal.zero_variance and equal.advantages == ((0.0,), (0.0,))
+    assert one.zero_variance and one.advantages == ((0.0,),)
+
+
+def test_the_losss_numbers(page: dict[str, Any]) -> None:
+    logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    behaviour = torch.tensor([-1.1, -2.0, 0.0], dtype=torch.float64)
+    advantages = torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)
+    loss, stats = LOSSES.find("cispo")(
+        logprobs, behaviour, advantages, total_tokens=6, config=LossConfig("cispo")
+    )
+    weights = [math.exp(0.1), 1.28, 0.8]
+    assert float(loss.detach()) == pytest.approx((2 * weights[0] + weights[1] - weights[2]) / 6)
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert logprobs.grad is not None
+    slopes = [-2 * weights[0] / 6, -weights[1] / 6, weights[2] / 6]
+    assert logprobs.grad.tolist() == pytest.approx(slopes)
+    assert stats.tokens == 3 and stats.weight == pytest.approx(sum(weights))
+
+
+def test_a_step_with_both(page: dict[str, Any], tiny_model_dir: Path, tmp_path: Path) -> None:
+    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+    group = [session("good", 1.0, logprob=-3.0), session("bad", 0.0, logprob=-8.0)]
+    lab = Lab(config_of(settings, *SETTINGS, "train.steps=1"), [group])
+    lab.trainer.train()
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype=torch.float32)
+    with torch.no_grad():
+        logits = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:4].log_softmax(-1)
+    sampled = [float(logits[0, 8]), float(logits[1, 9])]
+    low, high = 0.8, 1.28
+    expected = 0.0
+    for advantage, behaviour in ((1.0, -3.0), (-1.0, -8.0)):
+        for logprob in sampled:
+            weight = min(max(math.exp(logprob - behaviour), low), high)
+            expected -= weight * advantage * logprob / 4
+    (line,) = lab.metrics
+    assert line["loss"] == pytest.approx(expected, rel=1e-4)
+    start = model.state_dict().values()
+    assert not all(torch.equal(a, b) for a, b in zip(lab.weights(), start, strict=False))
+
+
+@pytest.mark.parametrize("setting", ["advantage_estimator", "loss"])
+def test_an_unknown_name_ends_the_trainer_at_its_start(setting: str, tmp_path: Path) -> None:
+    config = config_of([f"root={tmp_path}"], f"train.{setting}=gppo")
+    with pytest.raises(ConfigError, match=rf"train\.{setting}=gppo.*known are"):
+        Lab(config, [])
