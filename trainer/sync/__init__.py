@@ -1,7 +1,7 @@
-"""New weights to every rank's engine, without a call lost: pause, load, publish, resume.
+"""New weights for every rank's engine, without a lost call: pause, load, publish, resume.
 
-By a folder (:mod:`.disk`), by a process group (:mod:`.distributed`), or as tensors
-(:mod:`.tensor`); the last two send buckets (:mod:`.bucketed`).
+They go by a folder (:mod:`.disk`), by a process group (:mod:`.group_transport`) or as tensors in
+HTTP bodies (:mod:`.tensor_transport`); the last two send buckets (:mod:`.bucketed`).
 """
 
 from trainer.sync.base import EngineCall, NewWeights, WeightSync

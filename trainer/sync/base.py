@@ -1,24 +1,31 @@
-"""What every way of bringing new weights to the engines has in common."""
+"""The base class of weight syncs, with the retry policy that they share."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Coroutine, Iterator, Sequence
+import logging
+import time
+from collections.abc import Callable, Collection, Coroutine, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from torch import Tensor
 
+from any_agent.errors import EngineUnavailable, ServiceUnavailable
 from any_agent.rollout import RankClients
-from trainer.sync.engine_client import EngineClient
 
+log = logging.getLogger(__name__)
 T = TypeVar("T")
 Bucket = list[tuple[str, Tensor]]
 
 UNREACHABLE_TIMEOUT = 60.0
-"""Seconds, on top of those that loading may take, that a rank which restarts is waited for."""
-RELOAD_SLACK = 60.0
-"""Seconds after which an engine goes on whose update nobody ends, on top of twice its time."""
+"""Seconds that an update waits for a rank that restarts, on top of the loading time."""
+RETRY_DELAY = 1.0
+"""Seconds between two tries."""
+_RELOAD_SLACK = 60.0
+"""Seconds, on top of twice the loading time, after which a paused engine resumes by itself."""
+_CALL_SLACK = 20 * UNREACHABLE_TIMEOUT
+"""Seconds, on top of twice the loading time, that one call may take: it waits for proxies, too."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,38 +35,16 @@ class NewWeights:
     version: int
     step: int
     folder: Path
-    """`weights/v...` of the run."""
+    """The run's folder `weights/v...`."""
     write: Callable[[], object]
-    """Writes the folder, unless it is there. Like `buckets` it belongs to the trainer's thread."""
+    """Writes the folder unless it exists. Call it, like `buckets`, in the trainer's thread."""
     buckets: Callable[[], Iterator[Bucket]]
-    """All of them, whole tensors under a checkpoint's names, in the engines' precision."""
+    """Yields all weights as whole tensors under a checkpoint's names, in the engines' precision."""
 
     @property
     def loading(self) -> str:
-        """What an engine calls itself until it is known to have all of them: no version."""
+        """The name of an engine's weights until it verifiably has all of them; not a version."""
         return f"loading-{self.version}"
-
-
-class WeightSync(Protocol):
-    """Makes ranks sample with new weights. Called in the trainer's thread; every call ends.
-
-    Where a rank is away, proxy or engine, it is tried again until it is back. Raises
-    EngineUnavailable if one did not take them in time, TrainingError if one refused them, both once
-    the others have them. Such a rank goes on with what it has, if that is whole: its engine stamps
-    that on every token, so nothing is recorded under a wrong version.
-    """
-
-    def prepare(self, new: NewWeights) -> None:
-        """What can be done before anybody is paused."""
-
-    def update(self, ranks: RankClients, new: NewWeights) -> None:
-        """Every rank."""
-
-    def repair(self, ranks: RankClients, new: NewWeights) -> None:
-        """The ranks that sample with something else: an engine was restarted."""
-
-    def close(self) -> None:
-        """Leave what the engines share with this process."""
 
 
 class EngineCall(Protocol):
@@ -68,17 +53,80 @@ class EngineCall(Protocol):
     def __call__(self, coroutine: Coroutine[Any, Any, T], timeout: float) -> T: ...
 
 
-class Transport(Protocol):
-    """On the event loop of the ranks' clients."""
+class UpdateDeadline:
+    """The time in which ranks must take a version."""
 
-    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
-        """Be ready to send to these; ``cuda``: the tensors are on a GPU."""
+    def __init__(self, load_timeout: float) -> None:
+        self._seconds = load_timeout + UNREACHABLE_TIMEOUT
+        self._end = time.monotonic() + self._seconds
 
-    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
-        """One bucket to all of them at once; if one fails, all have failed.
+    def require_time(self, who: str, version: int, why: str) -> None:
+        """Raise EngineUnavailable, with the last failure, once the time is over."""
+        if time.monotonic() > self._end:
+            raise EngineUnavailable(
+                f"{who} did not take version {version} within {self._seconds:g} s ({why}); is the "
+                "engine running, and is engine.load_timeout long enough?"
+            )
 
-        ``name`` is what an engine calls its weights from then on.
-        """
 
-    def drop(self) -> None:
-        """Forget what was built: something failed."""
+class WeightSync:
+    """Gives ranks new weights. Call it in the trainer's thread; every call ends.
+
+    A rank whose proxy or engine is away is retried until it is back. Raises EngineUnavailable if a
+    rank did not take the weights in time, TrainingError if one refused them, both after the other
+    ranks have them. Such a rank continues with its old weights if they are complete: its engine
+    stamps their version on every token, so nothing is recorded under a wrong version.
+    """
+
+    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool) -> None:
+        """``in_place``: calls keep their cache over an update."""
+        self.load_timeout = load_timeout
+        self.in_place = in_place
+        self._call = call
+
+    def prepare(self, new: NewWeights) -> None:
+        """Do the work that needs no paused engine."""
+
+    def update(self, ranks: RankClients, new: NewWeights) -> None:
+        """Give every rank the weights."""
+        self._bring(ranks, range(len(ranks)), new)
+
+    def repair(self, ranks: RankClients, new: NewWeights) -> None:
+        """Give the weights to the ranks that sample with others, after an engine's restart."""
+
+        async def served() -> list[int]:
+            infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
+            return [info.version for info in infos]
+
+        stale = {rank: v for rank, v in enumerate(self.wait(served())) if v != new.version}
+        for rank, version in stale.items():
+            log.warning("rank %d samples with version %d, not %d", rank, version, new.version)
+        self._bring(ranks, stale.keys(), new)
+
+    def close(self) -> None:
+        """Release the resources that the engines share with this process."""
+
+    def _bring(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
+        """Give the wanted ranks the weights."""
+        raise NotImplementedError
+
+    def wait(self, work: Coroutine[Any, Any, T]) -> T:
+        """Run a coroutine on the event loop of the ranks' clients and return its result."""
+        return self._call(work, timeout=2 * self.load_timeout + _CALL_SLACK)
+
+    async def pause(self, ranks: RankClients, rank: int) -> None:
+        """Pause a rank; the pause ends by itself if this process dies."""
+        await ranks.clients[rank].pause(ttl=2 * self.load_timeout + _RELOAD_SLACK)
+
+    async def publish(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
+        """Tell a rank's proxy which version its engine has now."""
+        path = str(new.folder)
+        await ranks.clients[rank].publish_version(version=new.version, path=path, step=new.step)
+
+
+def engine_url(ranks: RankClients, rank: int) -> str:
+    """Return the URL of a rank's engine; ServiceUnavailable if the rank has not reported it."""
+    entry = ranks.entry(rank)
+    if entry is None or entry.engine_url is None:
+        raise ServiceUnavailable("its registry entry has no engine URL yet")
+    return entry.engine_url

@@ -4,63 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
-from collections.abc import Coroutine
+from collections.abc import Collection
 from typing import Any
 
 import httpx
 
-from any_agent.errors import AnyAgentError, EngineUnavailable, ServiceUnavailable, TrainingError
+from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.rollout import RankClients
-from trainer.sync.base import RELOAD_SLACK, UNREACHABLE_TIMEOUT, EngineCall, NewWeights
+from trainer.sync import base
+from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
 
-_RETRY_DELAY = 1.0
 _NOT_FLUSHED = "cache was not flushed"
-"""What SGLang says that has the new weights, but is still at the last step of calls that a pause
-has ended: it calls them the old version still."""
-_LONGEST = 20 * UNREACHABLE_TIMEOUT
-"""Seconds; the proxies are waited for, too."""
+"""Part of SGLang's message when it has the new weights, but is still at the last step of calls
+that a pause has ended: it keeps the old version's name then."""
 
 
-class DiskSync:
-    """A :class:`trainer.sync.base.WeightSync` whose engines read the folder themselves.
+class DiskSync(WeightSync):
+    """A weight sync whose engines read the folder themselves.
 
-    Each rank is paused for its own update only: it neither waits for the others nor keeps them.
-    To load a version twice harms nothing.
+    Each rank is paused for its own update only: it neither waits for the others nor delays them.
+    Loading a version twice is harmless.
     """
 
     def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool = False) -> None:
-        self._call = call
-        self._load_timeout = load_timeout
-        self._in_place = in_place
+        super().__init__(call, load_timeout=load_timeout, in_place=in_place)
 
     def prepare(self, new: NewWeights) -> None:
         new.write()
 
-    def update(self, ranks: RankClients, new: NewWeights) -> None:
-        self._wait(ranks.all(lambda rank: self._insist(ranks, rank, new)))
+    def _bring(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
+        async def bring(rank: int) -> None:
+            if rank in wanted:
+                await self._retry(ranks, rank, new)
 
-    def repair(self, ranks: RankClients, new: NewWeights) -> None:
-        async def check(rank: int) -> None:
-            served = (await ranks.clients[rank].run_info()).version
-            if served != new.version:
-                log.warning("rank %d samples with version %d, not %d", rank, served, new.version)
-                await self._insist(ranks, rank, new)
+        self.wait(ranks.all(bring))
 
-        self._wait(ranks.all(check))
-
-    def close(self) -> None:
-        """Nothing is shared."""
-
-    def _wait(self, work: Coroutine[Any, Any, object]) -> None:
-        self._call(work, timeout=2 * self._load_timeout + _LONGEST)
-
-    async def _insist(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
-        within = self._load_timeout + UNREACHABLE_TIMEOUT
-        deadline = time.monotonic() + within
+    async def _retry(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
+        deadline = UpdateDeadline(self.load_timeout)
         while True:
             try:
                 await self._update(ranks, rank, new)
@@ -68,37 +51,26 @@ class DiskSync:
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
-                if time.monotonic() > deadline:
-                    raise EngineUnavailable(
-                        f"rank {rank} did not take version {new.version} within {within:g} s "
-                        f"({error.message}); is its engine running, and is engine.load_timeout "
-                        "long enough?"
-                    ) from error
+                deadline.require_time(f"rank {rank}", new.version, error.message)
                 log.warning(
                     "rank %d has not taken version %d: %s", rank, new.version, error.message
                 )
-            await asyncio.sleep(_RETRY_DELAY)
+            await asyncio.sleep(base.RETRY_DELAY)
 
     async def _update(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
-        client = ranks.clients[rank]
-        # Ends by itself if this process dies.
-        await client.pause(ttl=2 * self._load_timeout + RELOAD_SLACK)
+        await self.pause(ranks, rank)
         try:
-            entry = ranks.entry(rank)
-            if entry is None or entry.engine_url is None:
-                raise ServiceUnavailable("it has not said where its engine is")
-            await self._load(rank, entry.engine_url, new)
-            path = str(new.folder)
-            await client.publish_version(version=new.version, path=path, step=new.step)
+            await self._load(rank, engine_url(ranks, rank), new)
+            await self.publish(ranks, rank, new)
         finally:
-            await client.resume()
+            await ranks.clients[rank].resume()
 
     async def _load(self, rank: int, url: str, new: NewWeights) -> None:
         body = {"model_path": str(new.folder), "weight_version": str(new.version)}
         # SGLang does not flush while calls are kept, whose cache is in use.
-        flush = {"flush_cache": not self._in_place}
+        flush = {"flush_cache": not self.in_place}
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
-            engine = EngineClient(rank, url, http, timeout=self._load_timeout)
+            engine = EngineClient(rank, url, http, timeout=self.load_timeout)
             try:
                 await _load_and_flush(engine, body | flush, new.loading)
             except TrainingError as error:

@@ -1,4 +1,4 @@
-"""One rank's engine, as whoever gives it weights talks to it."""
+"""The client of one rank's engine for weight updates."""
 
 from __future__ import annotations
 
@@ -11,70 +11,71 @@ import orjson
 
 from any_agent.errors import EngineUnavailable, NotFound, TrainingError
 
-_ANSWERS_TIMEOUT = 10.0
-"""Seconds for what an engine says of itself."""
+_INFO_TIMEOUT = 10.0
 _IDLE_TIMEOUT = 20.0
+"""Seconds that an engine waits for its last calls before it flushes."""
 
 
 @dataclass(frozen=True, slots=True)
 class EngineInfo:
-    """What an engine says of itself."""
+    """The properties that an engine reports."""
 
     embedded: bool
-    """Ours: it puts new weights in all at once, and its checksums are of a checkpoint's tensors."""
+    """The embedded engine: it replaces all weights at once, and its checksums are those of a
+    checkpoint's tensors."""
     cuda: bool
     dtype: str
-    """`float32`, `bfloat16`, ...; `auto` where SGLang was left to choose."""
+    """`float32`, `bfloat16`, ...; `auto` if SGLang was to choose."""
     processes: int
-    """That share the model's layers; each is a member of a process group."""
+    """The processes that share the model's layers; each is a member of a process group."""
     started: str = ""
-    """When: another process at the same URL tells something else."""
+    """The time of its start, which distinguishes two processes at one URL."""
 
 
 class EngineClient:
-    """Its control routes. Errors name it; `EngineUnavailable` is worth another try."""
+    """One engine's control routes. Errors name the engine; EngineUnavailable may be retried."""
 
     def __init__(self, rank: int, url: str, http: httpx.AsyncClient, *, timeout: float) -> None:
         self.rank, self.url = rank, url
         self._http, self._timeout = http, timeout
-        self.about = EngineInfo(False, False, "auto", 1)
+        self.info = EngineInfo(False, False, "auto", 1)
 
     @property
     def identity(self) -> tuple[str, str]:
-        """Of its process, once it was looked at."""
-        return self.url, self.about.started
+        """The engine's process, by its URL and start; valid after :meth:`fetch_info`."""
+        return self.url, self.info.started
 
-    async def look(self) -> None:
-        """Learn what it is."""
+    async def fetch_info(self) -> None:
+        """Read the engine's properties."""
         try:
-            told = await self._ask("GET", "/server_info", None, _ANSWERS_TIMEOUT)
+            reply = await self._request("GET", "/server_info", None, _INFO_TIMEOUT)
         except NotFound:
             # An older SGLang.
-            told = await self._ask("GET", "/get_server_info", None, _ANSWERS_TIMEOUT)
+            reply = await self._request("GET", "/get_server_info", None, _INFO_TIMEOUT)
         try:
-            self.about = EngineInfo(
-                embedded=told.get("engine") == "any-agent embedded",
-                cuda=str(told.get("device", "")).startswith("cuda"),
-                dtype=str(told.get("dtype", "auto")),
-                processes=int(told.get("tp_size") or 1),
-                started=str(told.get("startup_time", "")),
+            self.info = EngineInfo(
+                embedded=reply.get("engine") == "any-agent embedded",
+                cuda=str(reply.get("device", "")).startswith("cuda"),
+                dtype=str(reply.get("dtype", "auto")),
+                processes=int(reply.get("tp_size") or 1),
+                started=str(reply.get("startup_time", "")),
             )
         except (TypeError, ValueError) as error:
             raise self._unreadable("/server_info") from error
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
-        """The answer. EngineUnavailable if it is away or failed; TrainingError if it refused."""
-        return await self._ask("POST", path, body, self._timeout)
+        """Return the reply; EngineUnavailable without a good one, TrainingError for a refusal."""
+        return await self._request("POST", path, body, self._timeout)
 
     async def rename(self, version: str) -> None:
-        """What it calls its weights. A name that is no number is no version: nobody samples."""
+        """Name the engine's weights. A name other than a number is no version: no call samples."""
         body = {"new_version": version, "abort_all_requests": False}
         await self.post("/update_weight_version", body)
 
     async def flush(self) -> None:
-        """Forget what is cached. EngineUnavailable while it has calls.
+        """Empty the engine's cache; EngineUnavailable while it has calls.
 
-        SGLang may be at the last step of calls that a pause has ended already: it waits for that.
+        SGLang may still be at the last step of calls that a pause has ended; it waits for that.
         """
         try:
             await self.post(f"/flush_cache?timeout={_IDLE_TIMEOUT:g}", {})
@@ -82,25 +83,25 @@ class EngineClient:
             raise EngineUnavailable(error.message) from error
 
     async def checksums(self) -> list[dict[str, str]]:
-        """Of its weights, by their names there: one mapping per process; [] where it has none."""
+        """Return each process's checksums by the engine's weight names; [] without such a route."""
         try:
-            answer = await self.post("/weights_checker", {"action": "checksum"})
+            reply = await self.post("/weights_checker", {"action": "checksum"})
         except NotFound:
             return []
         try:
-            return [dict(told["checksums"]) for told in answer.get("ranks") or []]
+            return [dict(each["checksums"]) for each in reply.get("ranks") or []]
         except (LookupError, TypeError, ValueError) as error:
             raise self._unreadable("/weights_checker") from error
 
     def _unreadable(self, path: str) -> EngineUnavailable:
-        return EngineUnavailable(f"the engine at {self.url} answered {path} with what is none")
+        return EngineUnavailable(f"the engine at {self.url} answered {path} in an unknown form")
 
-    async def _ask(
-        self, method: str, path: str, body: dict[str, Any] | None, within: float
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None, limit: float
     ) -> dict[str, Any]:
         content = orjson.dumps(body) if body is not None else None
         try:
-            async with asyncio.timeout(within):
+            async with asyncio.timeout(limit):
                 response = await self._http.request(
                     method,
                     self.url + path,
@@ -112,15 +113,15 @@ class EngineClient:
                 f"the engine at {self.url} does not answer ({type(error).__name__})"
             ) from error
         try:
-            answer = orjson.loads(response.content)
+            reply = orjson.loads(response.content)
         except orjson.JSONDecodeError:
-            answer = {}
-        answer = answer if isinstance(answer, dict) else {}
-        said = str(answer.get("message") or response.text)[:300]
+            reply = {}
+        reply = reply if isinstance(reply, dict) else {}
+        message = str(reply.get("message") or response.text)[:300]
         if response.status_code == 404:
-            raise NotFound(f"the engine at {self.url} has no {path}")
+            raise NotFound(f"the engine at {self.url} has no route {path}")
         if response.status_code >= 500:
-            raise EngineUnavailable(f"the engine at {self.url} failed at {path}: {said}")
-        if response.status_code != 200 or answer.get("success") is False:
-            raise TrainingError(f"the engine at {self.url} refused {path}: {said}")
-        return answer
+            raise EngineUnavailable(f"the engine at {self.url} failed at {path}: {message}")
+        if response.status_code != 200 or reply.get("success") is False:
+            raise TrainingError(f"the engine at {self.url} refused {path}: {message}")
+        return reply

@@ -1,4 +1,4 @@
-"""Weights by a process group of the trainer's first process and all engines."""
+"""Weights sent over a process group of the trainer's first process and all engines."""
 
 from __future__ import annotations
 
@@ -22,20 +22,20 @@ from trainer.sync.engine_client import EngineClient
 log = logging.getLogger(__name__)
 
 _GROUP = "any-agent"
-"""Always the same: so a trainer can end the one of an earlier trainer."""
+"""A fixed name, so that a trainer can end an earlier trainer's group."""
 
 
 class GroupTransport:
-    """One group for as long as the same engines live; a member that fails is the end of it.
+    """One process group, for as long as the same engines live and none fails.
 
-    NCCL between GPUs, gloo else, and where NCCL fails before it has worked once.
+    It uses NCCL between GPUs, gloo otherwise and where NCCL fails before it has worked once.
     """
 
     def __init__(self, *, timeout: float) -> None:
         self._timeout = timeout
         self._members: tuple[tuple[str, str], ...] = ()
         self._nccl: bool | None = None
-        """Whether it works; None: not known."""
+        """True once NCCL has worked, False once it has failed before; None: unknown."""
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
 
@@ -44,7 +44,7 @@ class GroupTransport:
         if self._group is not None and self._members == members:
             return
         self.drop()
-        # None must keep one whose other members are gone, an earlier trainer's say.
+        # No engine may stay in a group whose other members are gone, such as an earlier trainer's.
         await asyncio.gather(*map(_leave, engines))
         direct = cuda and _all_cuda(engines) and self._nccl is not False
         try:
@@ -55,24 +55,24 @@ class GroupTransport:
         self._members = members
 
     def _judge_nccl(self, error: AnyAgentError) -> None:
-        """Where it has never worked it will not: take gloo from the next try on."""
+        """Use gloo from the next try on if NCCL failed and has never worked."""
         if self._nccl is None and "nccl" in error.message.lower():
             self._nccl = False
             log.warning(
-                "NCCL does not work between the trainer (torch %s) and the engines, so weights go "
-                "by gloo, which is slower; install the same torch in both environments (%s)",
+                "NCCL does not work between the trainer (torch %s) and the engines, so weights use "
+                "gloo, which is slower; install the same torch in both environments (%s)",
                 torch.__version__,
                 error.message,
             )
 
     async def _build(self, engines: Sequence[EngineClient], backend: Backend) -> None:
         host = await asyncio.to_thread(address_towards, [engine.url for engine in engines])
-        size = 1 + sum(engine.about.processes for engine in engines)
+        size = 1 + sum(engine.info.processes for engine in engines)
         try:
             meeting = Rendezvous(host)
         except (OSError, RuntimeError) as error:
             raise EngineUnavailable(
-                f"engines cannot meet the trainer at {host}: {error}"
+                f"the trainer cannot listen for the engines on {host}: {error}"
             ) from error
         joining = []
         offset = 1
@@ -81,7 +81,7 @@ class GroupTransport:
             body |= {"rank_offset": offset, "world_size": size}
             body |= {"group_name": _GROUP, "backend": backend}
             joining.append(engine.post("/init_weights_update_group", body))
-            offset += engine.about.processes
+            offset += engine.info.processes
         entering = asyncio.to_thread(
             WeightGroup,
             meeting.store,
@@ -91,10 +91,10 @@ class GroupTransport:
             backend=backend,
             timeout=self._timeout,
         )
-        # An engine that refuses is known at once; whoever waits for it gives up by itself.
-        *_, group = await _all_or_none(*joining, _within_errors(entering, "enter the group"))
+        # A refusal is known at once; the members that wait give up by themselves.
+        *_, group = await _all_or_none(*joining, _translate_errors(entering, "enter the group"))
         self._group, self._rendezvous = group, meeting
-        log.info("weights go to %d engines by %s, from %s", len(engines), backend, host)
+        log.info("weights go to %d engines over %s, from %s", len(engines), backend, host)
 
     async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
         group = self._group
@@ -106,9 +106,9 @@ class GroupTransport:
         body |= {"shapes": [list(t.shape) for t in tensors], "weight_version": name}
         posts = [engine.post("/update_weights_from_distributed", body) for engine in engines]
         try:
-            await _all_or_none(*posts, _within_errors(self._broadcast(group, tensors), "send"))
+            await _all_or_none(*posts, _translate_errors(self._broadcast(group, tensors), "send"))
         except BaseException as error:
-            # It ends the broadcast, which would wait for an engine that has refused.
+            # This ends the broadcast, which would wait for an engine that has refused.
             self.drop()
             if group.backend == "nccl" and isinstance(error, AnyAgentError):
                 self._judge_nccl(error)
@@ -127,7 +127,7 @@ class GroupTransport:
 
 
 def address_towards(urls: Sequence[str]) -> str:
-    """The private address of this machine by which all of these engines reach it.
+    """Return the private address at which all of these engines reach this machine.
 
     Raises TrainingError if there is none. No packet is sent.
     """
@@ -142,7 +142,7 @@ def address_towards(urls: Sequence[str]) -> str:
                 probe.connect(there)
                 mine = str(probe.getsockname()[0])
         except OSError as error:
-            raise EngineUnavailable(f"there is no way to the engine at {url}: {error}") from error
+            raise EngineUnavailable(f"no route to the engine at {url}: {error}") from error
         if not is_private(mine):
             raise TrainingError(
                 f"weights would go to {url} from the public address {mine}: put trainer and "
@@ -154,7 +154,7 @@ def address_towards(urls: Sequence[str]) -> str:
 
 
 def _all_cuda(engines: Sequence[EngineClient]) -> bool:
-    return all(engine.about.cuda for engine in engines)
+    return all(engine.info.cuda for engine in engines)
 
 
 async def _leave(engine: EngineClient) -> None:
@@ -164,8 +164,8 @@ async def _leave(engine: EngineClient) -> None:
         log.debug("%s did not leave a group: %s", engine.url, error.message)
 
 
-async def _within_errors(work: Any, what: str) -> Any:
-    """torch's errors as ours."""
+async def _translate_errors(work: Any, what: str) -> Any:
+    """Await this; raise torch's errors as EngineUnavailable."""
     try:
         return await work
     except (RuntimeError, ValueError) as error:
@@ -173,7 +173,7 @@ async def _within_errors(work: Any, what: str) -> Any:
 
 
 async def _all_or_none(*work: Any) -> list[Any]:
-    """All results; or the first failure as soon as it is there, the others left alone."""
+    """Return all results, or raise the first failure at once and cancel the rest."""
     tasks = [asyncio.ensure_future(each) for each in work]
     try:
         return await asyncio.gather(*tasks)

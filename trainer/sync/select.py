@@ -1,4 +1,4 @@
-"""Which way new weights go, by the settings and by where trainer and engines are."""
+"""The choice of a weight sync by the settings and the places of trainer and engines."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from urllib.parse import urlsplit
 
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError
+from any_agent.launcher.gpu_assignment import SHARED_GPUS
 from trainer.sync.base import EngineCall, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
@@ -17,19 +18,18 @@ from trainer.sync.tensor_transport import TensorTransport
 
 Way: TypeAlias = Literal["disk", "distributed", "tensor"]
 
-SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
-"""Set by whoever starts engines beside the trainer: which of them use its GPU, `none`, `some`,
-`all`."""
-
-
-_NOT_WHERE = {"some": ("tensor", "distributed"), "all": ("distributed",)}
-"""One process of NCCL's each GPU; a GPU's memory for processes that see it."""
+_IMPOSSIBLE = {"some": ("tensor", "distributed"), "all": ("distributed",)}
+"""Ways that fail by the share of engines on the trainer's GPU: NCCL takes one process per GPU, and
+only processes that see a GPU read its memory."""
 
 
 def make_sync(
     config: Config, call: EngineCall, *, cuda: bool, engines: Sequence[str]
 ) -> WeightSync:
-    """``cuda``: the policy is on a GPU. ``engines`` are their URLs, as far as they are known."""
+    """Make the weight sync of a run.
+
+    ``cuda``: the policy is on a GPU. ``engines``: the engines' URLs as far as they are known.
+    """
     engine = config.engine
     in_place = engine.update_mode == "in_place"
     way = way_of(config, cuda=cuda, engines=engines)
@@ -49,19 +49,19 @@ def make_sync(
 
 
 def way_of(config: Config, *, cuda: bool, engines: Sequence[str]) -> Way:
-    """Raises ConfigError for a way that cannot be gone with GPUs as they are shared."""
+    """Return the way that weights take; ConfigError if the places of the GPUs rule it out."""
     wanted = config.engine.weight_sync
     local = all(urlsplit(url).hostname in LOOPBACK for url in engines)
     sharing = os.environ.get(SHARED_GPUS, "none")
     if wanted == "tensor" and cuda and not local:
         raise ConfigError(
-            "engine.weight_sync=tensor, but engines are on other machines than the trainer, whose "
-            "GPUs' memory they cannot read; use distributed"
+            "engine.weight_sync=tensor, but some engines run on other machines and cannot read "
+            "the memory of the trainer's GPU; use distributed"
         )
-    if cuda and wanted in _NOT_WHERE.get(sharing, ()):
+    if cuda and wanted in _IMPOSSIBLE.get(sharing, ()):
         raise ConfigError(
             f"engine.weight_sync={wanted}, but {sharing} of the engines use the trainer's GPU: "
-            "tensors need that all do, a process group that none does; auto finds the way"
+            "tensor needs all of them on it, distributed none; use auto"
         )
     if wanted != "auto":
         return wanted

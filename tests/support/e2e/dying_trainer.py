@@ -17,7 +17,7 @@ from typing import Any
 
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
-from trainer.sync.update_attempt import UpdateAttempt
+from trainer.sync.bucketed import UpdateAttempt
 
 
 def _made(loop: TrainingLoop) -> int:

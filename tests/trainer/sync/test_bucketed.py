@@ -19,13 +19,13 @@ from tests.support.engine.sync_contract import off
 from tests.support.engine.updates_contract import load
 from tests.support.other_weights import publish_other
 from tests.support.real_parts import process
-from trainer.sync import bucketed
+from trainer.sync import base
 from trainer.sync.base import Bucket
 
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bucketed, "_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(base, "RETRY_DELAY", 0.01)
 
 
 @pytest.fixture(scope="module")
@@ -126,7 +126,7 @@ async def test_one_that_never_comes_back(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(bucketed, "UNREACHABLE_TIMEOUT", -29.0)
+    monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -29.0)
     fleet = Fleet(processes[0].url, "http://127.0.0.1:1")
     weights = Weights(tiny_model_dir, tmp_path, "float32")
     with (

@@ -21,7 +21,7 @@ from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingErro
 from any_agent.rollout import RankClients
 from any_agent.rundir.registry import RegistryEntry
 from any_agent.runtime.ports import free_port
-from trainer.sync import NewWeights, disk
+from trainer.sync import NewWeights, base
 from trainer.sync.disk import DiskSync
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class Fleet(RankClients):
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(disk, "_RETRY_DELAY", 0.01)
+    monkeypatch.setattr(base, "RETRY_DELAY", 0.01)
 
 
 @pytest.fixture
@@ -193,7 +193,7 @@ async def test_an_engine_that_fails_for_a_moment(engines: tuple[Engine, Engine])
 async def test_one_that_never_takes_them(
     engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch, answer: int
 ) -> None:
-    monkeypatch.setattr(disk, "UNREACHABLE_TIMEOUT", -0.5)
+    monkeypatch.setattr(base, "UNREACHABLE_TIMEOUT", -0.5)
     engines[0].answers = [answer]
     fleet = Fleet(*engines)
     async with engines[0].serve(), engines[1].serve():

@@ -14,9 +14,9 @@ from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFoun
 from any_agent.rollout import RankClients
 from trainer.sync import group_transport as distributed
 from trainer.sync.base import NewWeights
+from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.engine_client import EngineClient, EngineInfo
 from trainer.sync.group_transport import GroupTransport
-from trainer.sync.update_attempt import AttemptSettings, UpdateAttempt
 from trainer.sync.verify import WeightVerifier
 
 BUCKET = [("a", torch.zeros(2))]
@@ -27,7 +27,7 @@ class Told(EngineClient):
 
     def __init__(self, started: str = "1", *, embedded: bool = False) -> None:
         super().__init__(0, "http://10.0.0.1:1", cast(Any, None), timeout=5)
-        self.about = EngineInfo(embedded, True, "bfloat16", 1, started)
+        self.info = EngineInfo(embedded, True, "bfloat16", 1, started)
         self.posts: list[tuple[str, dict[str, Any]]] = []
 
     async def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
@@ -103,7 +103,7 @@ async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> 
 async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None:
     way, engine = GroupTransport(timeout=5), Told()
     for started in ("1", "1", "2"):
-        engine.about = EngineInfo(False, True, "bfloat16", 1, started)
+        engine.info = EngineInfo(False, True, "bfloat16", 1, started)
         await way.open([engine], cuda=False)
     # The same process keeps its group; another one at the same URL is not in it.
     wanted = ["/destroy_weights_update_group", "/init_weights_update_group"] * 2
@@ -127,7 +127,7 @@ async def test_garbage_of_an_engine_is_worth_another_try(told: dict[str, Any]) -
 
     async with httpx.AsyncClient(transport=httpx.MockTransport(answer)) as http:
         with pytest.raises(EngineUnavailable, match="answered /server_info"):
-            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).look()
+            await EngineClient(0, "http://10.0.0.1:1", http, timeout=5).fetch_info()
 
 
 @pytest.mark.parametrize("ranks", [[{}], [1], 7, [{"checksums": 3}]], ids=str)
@@ -144,16 +144,11 @@ async def test_checksums_that_are_none(ranks: Any) -> None:
 
 
 def attempt(*, alone: bool = False, load_timeout: float = 5) -> UpdateAttempt:
-    settings = AttemptSettings(
-        GroupTransport(timeout=5),
-        WeightVerifier(),
-        load_timeout,
-        "bfloat16",
-        in_place=False,
-        cuda=False,
+    sync = BucketSync(
+        cast(Any, None), GroupTransport(timeout=5), load_timeout=load_timeout, dtype="bfloat16"
     )
     new = NewWeights(7, 1, cast(Any, None), cast(Any, None), cast(Any, None))
-    return UpdateAttempt(cast(Any, None), settings, cast(RankClients, None), new, alone=alone)
+    return UpdateAttempt(sync, cast(RankClients, None), new, alone=alone)
 
 
 async def test_a_trainer_that_was_replaced_ends_and_leaves_its_successor_alone() -> None:
