@@ -1,4 +1,4 @@
-"""One exception tree. Each class names the HTTP status and the code that a caller sees.
+"""The exception tree, with the HTTP status and the code of each class.
 
 AnyAgentError                      500 internal_error
 ├── InvalidRequest                 400 invalid_request
@@ -48,18 +48,27 @@ import json
 import math
 from typing import Any, ClassVar
 
-_TURNED_AWAY = (429, 503, 507)
-_RETRYABLE = 2.0
-"""Seconds, where nothing better is known."""
+_BUSY_STATUSES = (429, 503, 507)
+"""Statuses of refusals for want of capacity: all of them name a time for the next attempt."""
+_DEFAULT_RETRY_AFTER = 2.0
 
 
 class AnyAgentError(Exception):
-    """The root. ``message`` says what is wrong and what to do about it."""
+    """The root of the tree. ``message`` states what failed and what to do about it."""
 
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
-    """Whether the same request may succeed later; otherwise SDKs are told not to retry."""
+    """True if the same request may succeed later; otherwise SDKs are told not to retry."""
+
+    def __init_subclass__(
+        cls, *, status: int | None = None, code: str | None = None, retryable: bool | None = None
+    ) -> None:
+        """Set the class variables that are given; the others are inherited."""
+        super().__init_subclass__()
+        cls.status = cls.status if status is None else status
+        cls.default_code = code or cls.default_code
+        cls.retryable = cls.retryable if retryable is None else retryable
 
     def __init__(
         self,
@@ -78,7 +87,7 @@ class AnyAgentError(Exception):
         self.details = details or {}
 
     def body(self) -> dict[str, Any]:
-        """The error in OpenAI's shape, so that its SDKs show the message."""
+        """Return the error in OpenAI's shape, so that its SDKs show the message."""
         error: dict[str, Any] = {
             "message": self.message,
             "type": _openai_type(self.status),
@@ -88,99 +97,77 @@ class AnyAgentError(Exception):
         return {"error": error | self.details}
 
     def headers(self) -> dict[str, str]:
-        """``Retry-After`` where a later try may succeed, ``x-should-retry: false`` elsewhere.
+        """Return ``Retry-After`` where a later attempt may succeed, else ``x-should-retry: false``.
 
-        Whoever is turned away for want of anything (429, 503, 507) is told when to come again.
+        Every refusal for want of capacity (429, 503, 507) has a ``Retry-After``.
         """
         wait = self.retry_after
-        if wait is None and self.status in _TURNED_AWAY:
-            wait = _RETRYABLE
+        if wait is None and self.status in _BUSY_STATUSES:
+            wait = _DEFAULT_RETRY_AFTER
         if wait is not None:
             return {"Retry-After": str(max(1, math.ceil(wait)))}
         return {} if self.retryable else {"x-should-retry": "false"}
 
 
 def _openai_type(status: int) -> str:
-    if status == 401:
-        return "authentication_error"
-    if status == 403:
-        return "permission_error"
-    if status == 429:
-        return "rate_limit_error"
-    return "invalid_request_error" if status < 500 else "server_error"
+    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
+    return types.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
-class InvalidRequest(AnyAgentError):
-    status = 400
-    default_code = "invalid_request"
+class InvalidRequest(AnyAgentError, status=400, code="invalid_request"):
+    """The request is malformed."""
 
 
-class UnsupportedParameter(InvalidRequest):
-    default_code = "unsupported_parameter"
+class UnsupportedParameter(InvalidRequest, code="unsupported_parameter"):
+    """The request has a parameter that the service does not support."""
 
 
-class ContextLengthExceeded(InvalidRequest):
-    default_code = "context_length_exceeded"
+class ContextLengthExceeded(InvalidRequest, code="context_length_exceeded"):
+    """The prompt is longer than the model's context."""
 
 
-class TemplateError(InvalidRequest):
+class TemplateError(InvalidRequest, code="template_error"):
     """The chat template cannot render these messages."""
 
-    default_code = "template_error"
 
-
-class SessionMismatch(InvalidRequest):
+class SessionMismatch(InvalidRequest, code="session_mismatch"):
     """Two places of one request name different sessions."""
 
-    default_code = "session_mismatch"
+
+class Unauthenticated(AnyAgentError, status=401, code="invalid_api_key"):
+    """The request has no key where one is required, or an invalid key."""
 
 
-class Unauthenticated(AnyAgentError):
-    status = 401
-    default_code = "invalid_api_key"
+class SpendCapExceeded(AnyAgentError, status=402, code="spend_cap_exceeded"):
+    """No money is left for calls of frozen models. SDKs do not retry a 402, as they do a 429."""
 
 
-class SpendCapExceeded(AnyAgentError):
-    """Nothing is left for calls of frozen models. SDKs try a 402 once, and a 429 again."""
-
-    status = 402
-    default_code = "spend_cap_exceeded"
+class Forbidden(AnyAgentError, status=403, code="forbidden"):
+    """The key is valid, but its scope does not allow the request."""
 
 
-class Forbidden(AnyAgentError):
-    status = 403
-    default_code = "forbidden"
+class NotFound(AnyAgentError, status=404, code="not_found"):
+    """The named object does not exist."""
 
 
-class NotFound(AnyAgentError):
-    status = 404
-    default_code = "not_found"
+class Conflict(AnyAgentError, status=409, code="conflict"):
+    """The request does not fit the object's present state."""
 
 
-class Conflict(AnyAgentError):
-    status = 409
-    default_code = "conflict"
+class RunFinished(Conflict, code="run_finished"):
+    """The training has finished and takes no more sessions."""
 
 
-class RunFinished(Conflict):
-    default_code = "run_finished"
+class StaleOwner(AnyAgentError, status=409, code="stale_owner"):
+    """A later start of the trainer has replaced the one that sent the request."""
 
 
-class StaleOwner(AnyAgentError):
-    """A later start of the trainer has taken over from the one that asks."""
-
-    status = 409
-    default_code = "stale_owner"
-
-
-class VersionGone(Conflict):
+class VersionGone(Conflict, code="version_gone"):
     """The engine does not serve the weight version that a session is pinned to."""
-
-    default_code = "version_gone"
 
     @classmethod
     def of(cls, pinned: object, serving: int) -> VersionGone:
-        """What a call of a pinned session is told."""
+        """Return the error for a call of a pinned session."""
         return cls(
             f"the session is pinned to weight version {pinned}, and the engine serves {serving}; "
             'open another one with version "current"',
@@ -189,194 +176,138 @@ class VersionGone(Conflict):
 
     @classmethod
     def at_open(cls, wanted: object, serving: int) -> VersionGone:
-        """What an open is told that wants to pin its session to another version."""
+        """Return the error for opening a session that is to be pinned to another version."""
         return cls(
-            f"weight version {wanted} cannot be had: the engine serves {serving}; open with "
+            f"weight version {wanted} is not available: the engine serves {serving}; open with "
             f'version {serving}, or "current"',
             details={"pinned": wanted, "serving": serving},
         )
 
 
-class SessionClosed(AnyAgentError):
-    status = 410
-    default_code = "session_closed"
+class SessionClosed(AnyAgentError, status=410, code="session_closed"):
+    """The session has ended."""
 
 
-class SessionDamaged(SessionClosed):
-    """What is stored of the session cannot be read whole."""
-
-    default_code = "session_damaged"
+class SessionDamaged(SessionClosed, code="session_damaged"):
+    """The session's stored record cannot be read completely."""
 
 
-class PayloadTooLarge(AnyAgentError):
-    status = 413
-    default_code = "payload_too_large"
+class PayloadTooLarge(AnyAgentError, status=413, code="payload_too_large"):
+    """The body is larger than the service accepts."""
 
 
-class Unprocessable(AnyAgentError):
-    status = 422
-    default_code = "unprocessable"
+class Unprocessable(AnyAgentError, status=422, code="unprocessable"):
+    """The request is well-formed, but cannot be carried out."""
 
 
-class InvalidTrajectory(Unprocessable, ValueError):
-    """A workflow returned what cannot be trained on; names the field and what it must be."""
-
-    default_code = "invalid_trajectory"
+class InvalidTrajectory(Unprocessable, ValueError, code="invalid_trajectory"):
+    """A workflow's result cannot be trained on; the message names the field and its requirement."""
 
 
-class TooManyRequests(AnyAgentError):
-    status = 429
-    default_code = "no_capacity"
-    retryable = True
+class TooManyRequests(AnyAgentError, status=429, code="no_capacity", retryable=True):
+    """No slot is free, or a limit is reached."""
 
 
-class ReplyLost(AnyAgentError):
-    """A rank died after it got the request: whether it did what was asked is not known."""
+class ReplyLost(AnyAgentError, status=502, code="reply_lost"):
+    """A rank died after it had received the request: the effect of the request is unknown."""
 
-    status = 502
-    default_code = "reply_lost"
     repeatable = False
-    """Whether the request may be sent again as it was: what it asks for happens once."""
+    """True if the request may be sent again unchanged, because it takes effect only once."""
 
     def headers(self) -> dict[str, str]:
         return {"x-should-retry": "true"} if self.repeatable else super().headers()
 
 
-class ProviderError(AnyAgentError):
-    """The provider of a frozen model answered what is no answer, or refuses the operator."""
-
-    status = 502
-    default_code = "provider_error"
+class ProviderError(AnyAgentError, status=502, code="provider_error"):
+    """The provider of a frozen model sent an invalid response, or refuses the operator's key."""
 
 
-class ProviderRefused(ProviderError):
-    """It does not take this request."""
-
-    status = 400
-    default_code = "provider_refused"
+class ProviderRefused(ProviderError, status=400, code="provider_refused"):
+    """The provider refuses this request."""
 
 
-class ProviderBusy(ProviderError):
-    status = 429
-    default_code = "provider_busy"
-    retryable = True
+class ProviderBusy(ProviderError, status=429, code="provider_busy", retryable=True):
+    """The provider's rate limit is reached."""
 
 
-class ProviderUnavailable(ProviderError):
-    """It cannot be reached, or fails."""
-
-    status = 503
-    default_code = "provider_unavailable"
-    retryable = True
+class ProviderUnavailable(ProviderError, status=503, code="provider_unavailable", retryable=True):
+    """The provider cannot be reached, or fails."""
 
 
-class ProviderTimeout(ProviderError):
-    """It took too long. It may charge for that, and would for another try."""
-
-    status = 504
-    default_code = "provider_timeout"
+class ProviderTimeout(ProviderError, status=504, code="provider_timeout"):
+    """The provider took too long. It may charge for that request, and for another attempt too."""
 
 
-class EngineUnavailable(AnyAgentError):
-    status = 503
-    default_code = "engine_unavailable"
-    retryable = True
+class EngineUnavailable(AnyAgentError, status=503, code="engine_unavailable", retryable=True):
+    """The inference engine cannot be reached, or is busy."""
 
 
-class EngineMismatch(AnyAgentError):
-    """The engine answered something else than it was asked for: nothing of it may be recorded."""
-
-    default_code = "engine_mismatch"
+class EngineMismatch(AnyAgentError, code="engine_mismatch"):
+    """The engine's answer does not fit the request: nothing of it may be recorded."""
 
 
-class StoreUnavailable(AnyAgentError):
-    status = 503
-    default_code = "store_unavailable"
-    retryable = True
+class StoreUnavailable(AnyAgentError, status=503, code="store_unavailable", retryable=True):
+    """The store cannot write at present."""
 
 
-class StoreBusy(StoreUnavailable):
-    """The store took nothing: what was asked for was not even begun."""
-
-    default_code = "store_busy"
+class StoreBusy(StoreUnavailable, code="store_busy"):
+    """The store did not accept the write: the request was not even begun."""
 
 
-class StoreFull(StoreUnavailable):
-    """The store's disk has no room; what is stored can be read."""
-
-    status = 507
-    default_code = "store_full"
+class StoreFull(StoreUnavailable, status=507, code="store_full"):
+    """The store's disk is full; stored records can be read."""
 
 
-class ServiceUnavailable(AnyAgentError):
+class ServiceUnavailable(AnyAgentError, status=503, code="service_unavailable", retryable=True):
     """A client could not reach the service."""
 
-    status = 503
-    default_code = "service_unavailable"
-    retryable = True
+
+class Draining(ServiceUnavailable, code="draining"):
+    """A process that is stopping accepts no new request: this one was not even begun."""
 
 
-class Draining(ServiceUnavailable):
-    """A part that stops ends what is under way and begins nothing: it was not even begun."""
-
-    default_code = "draining"
+class WrongService(AnyAgentError, status=502, code="wrong_service"):
+    """The server at the URL is no service of any-agent, or one of another API version."""
 
 
-class WrongService(AnyAgentError):
-    """What answers at the URL is no service of any-agent, or one that speaks another version."""
-
-    status = 502
-    default_code = "wrong_service"
-
-
-class ConfigError(AnyAgentError):
+class ConfigError(AnyAgentError, code="bad_config"):
     """The configuration is wrong; nothing was started."""
 
-    default_code = "bad_config"
     exit_code = 2
 
 
-class DatasetError(ConfigError):
+class DatasetError(ConfigError, code="bad_dataset"):
     """A dataset, or an item of it, cannot be read."""
 
-    default_code = "bad_dataset"
 
+class StartupError(AnyAgentError, code="startup_failed"):
+    """A process could not start; the ones that had started were stopped."""
 
-class StartupError(AnyAgentError):
-    """A part could not start; what had started was stopped."""
-
-    default_code = "startup_failed"
     exit_code = 1
 
 
-class TrainingError(AnyAgentError):
-    """Training cannot go on; what it has so far is kept."""
-
-    default_code = "training_failed"
+class TrainingError(AnyAgentError, code="training_failed"):
+    """Training cannot go on; its results so far are kept."""
 
 
-class RolloutError(AnyAgentError):
-    """The episodes of a batch came to nothing: none of them may be trained on."""
-
-    default_code = "rollout_failed"
+class RolloutError(AnyAgentError, code="rollout_failed"):
+    """No episode of a batch may be trained on."""
 
 
-class AgentFailed(AnyAgentError):
-    """One run of an agent gave nothing to train on: what it did wrong is the code.
+class AgentFailed(AnyAgentError, code="agent_failed"):
+    """One run of an agent produced nothing to train on; its code is the reason.
 
     ``agent_failed`` (it raised), ``agent_timeout``, ``agent_crashed`` (its process died),
-    ``invalid_reward`` (what it returned is no reward), ``no_model_call`` (no call reached the
+    ``invalid_reward`` (it returned no valid reward), ``no_model_call`` (no call reached the
     service).
     """
-
-    default_code = "agent_failed"
 
 
 _BY_CODE: dict[str, type[AnyAgentError]] = {}
 
 
 def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAgentError:
-    """The error that a service answered, as the class that it raised there."""
+    """Return the error of a service's response, as the class that was raised there."""
     if not _BY_CODE:
         waiting = [AnyAgentError]
         while waiting:
@@ -395,7 +326,7 @@ def from_response(status: int, content: bytes, retry_after: str | None) -> AnyAg
 
 def _by_status(status: int) -> type[AnyAgentError]:
     if status in (502, 504):
-        # Something in front of the service could not reach it.
+        # A proxy in front of the service could not reach it.
         return ServiceUnavailable
     kinds = [kind for kind in AnyAgentError.__subclasses__() if kind.status == status]
     return kinds[0] if kinds and status != AnyAgentError.status else AnyAgentError

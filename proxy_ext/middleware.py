@@ -12,10 +12,9 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from any_agent.auth.access import CLIENT_HEADER, authorize
+from any_agent.auth.access import CLIENT_HEADER, authorize, require_loopback_client
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
-from any_agent.auth.loopback import require_loopback_client
 from any_agent.errors import (
     AnyAgentError,
     Forbidden,

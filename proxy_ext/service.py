@@ -267,7 +267,7 @@ async def _sweep(service: RankService) -> None:
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
-            service.auth.access.look()
+            service.auth.access.refresh()
             # Clients that `/readyz` sends elsewhere write nothing that would find the room.
             await service.journal.retry_full()
             await service.expiry.sweep()

@@ -16,9 +16,8 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import CIMultiDictProxy, istr
 
-from any_agent.auth.access import Access, Scope
+from any_agent.auth.access import Access, Scope, require_loopback_client
 from any_agent.auth.audit_log import AuditLog
-from any_agent.auth.loopback import require_loopback_client
 from any_agent.completions.apis import encode_error
 from any_agent.config import Config
 from any_agent.errors import (
@@ -331,7 +330,7 @@ async def running_router(
         last = entry.model_copy(update={"state": "stopping"})
 
         def now() -> RegistryEntry:
-            access.look()
+            access.refresh()
             return last if router.draining else entry
 
         presence = Heartbeat(run_dir.registry, now)

@@ -1,1 +1,1 @@
-"""Who may do what: stored keys, scopes, the audit log."""
+"""Authorization: stored keys, scopes, the audit log."""

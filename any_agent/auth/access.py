@@ -1,10 +1,13 @@
-"""Who may do what: the keys of one run, where they come from, and what each is good for."""
+"""The keys of one run, the scope of each, and the guard of a service without an admin key."""
 
 from __future__ import annotations
 
-from collections.abc import Set
+import ipaddress
+from collections.abc import Iterable, Set
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import lru_cache
+from urllib.parse import urlsplit
 
 from any_agent.auth.key_store import StoredKeys, TenantLimits, parse_keys, read_keys
 from any_agent.config import LOOPBACK, Config
@@ -21,7 +24,7 @@ from any_agent.runtime.file_watcher import WatchedFile
 
 
 class Scope(StrEnum):
-    """What a key is good for; ``none`` is a request without one."""
+    """The routes that a key opens; ``none`` is the scope of a request without a key."""
 
     ADMIN = "admin"
     TRAINER = "trainer"
@@ -32,37 +35,39 @@ class Scope(StrEnum):
 
 @dataclass(frozen=True, slots=True)
 class Caller:
-    """Who sent a request."""
+    """The sender of a request."""
 
     scope: Scope
     name: str
-    """What is recorded as who: "admin", "tenant alice (key 3f9a12cd)", "session", "anyone"."""
+    """The sender's name in records: "admin", "tenant alice (key 3f9a12cd)", "session", "anyone"."""
     tenant: str | None = None
     identity: str = ""
-    """The same for every request of one key, and for no other's: "admin", a key's id, a lane's."""
+    """An identity that is unique to one key: "admin", or the id of a key or a lane."""
 
 
 ANYONE = Caller(Scope.ADMIN, "anyone", identity="anyone")
-"""Everybody, where there is no admin key."""
+"""Every caller of a service without an admin key."""
 ADMIN = Caller(Scope.ADMIN, "admin", identity="admin")
 RUN = Caller(Scope.TRAINER, "the run", identity="run")
 """The run's own trainer and router."""
 NOBODY = Caller(Scope.NONE, "nobody")
+"""A caller without a key."""
 
-_NOT_VALID = "this session key is not valid here"
+_INVALID_KEY = "this key is not valid here"
+_INVALID_SESSION_KEY = "this session key is not valid here"
 _PLACEHOLDER = (
-    "this URL names no session: make the client with base_url of run's arguments, or set "
-    "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL"
+    "this URL names no session: create the client with the base_url that run is called with, or "
+    "set rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL"
 )
 
 CLIENT_HEADER = "X-Any-Agent-Client"
-"""From which address a request came to the router; whatever a client put there is replaced."""
+"""The header in which the router passes a client's address on; a client's own value is replaced."""
 METRICS_SCOPES = frozenset({Scope.ADMIN, Scope.TRAINER})
-"""Who may read metrics, at every part of a run."""
+"""The scopes that may read metrics, at every part of a run."""
 
 
 def authorize(scopes: Set[Scope], caller: Caller) -> None:
-    """Unauthenticated without a key, Forbidden with one that is good for other routes."""
+    """Raise Unauthenticated for a caller without a key, Forbidden for a key of other scopes."""
     if caller.scope in scopes:
         return
     needed = " or ".join(sorted(scopes - {Scope.NONE}))
@@ -79,35 +84,35 @@ def run_dir_of(config: Config) -> RunDir:
 
 
 def signer_of(run_dir: RunDir) -> KeySigner:
-    """What signs and verifies a run's session keys; it learns of rotated secrets while it runs."""
+    """Return the signer of a run's session keys, which follows rotations of the run's secrets."""
     now = tuple(run_dir.signing_secrets())
     watched = WatchedFile(run_dir.secret, lambda content: tuple(parse_secrets(content)), now)
     return KeySigner(lambda within: watched.get(within=within))
 
 
 def require_key(config: Config, host: str) -> None:
-    """ConfigError for an address that others reach while there is no admin key anywhere.
+    """Raise ConfigError for a host that other machines reach while there is no admin key.
 
-    StartupError for keys that cannot be read, before anything slow begins.
+    Raise StartupError for keys that cannot be read, before anything slow begins.
     """
-    kept = read_keys(run_dir_of(config).keys)
-    if host not in LOOPBACK and config.server.admin_key is None and not kept.has_admin:
+    stored = read_keys(run_dir_of(config).keys)
+    if host not in LOOPBACK and config.server.admin_key is None and not stored.has_admin:
         raise ConfigError(
             f"{host} is reachable from outside, so server.admin_key must be set "
-            "(ANY_AGENT_SERVER__ADMIN_KEY), or a key of scope admin made (any-agent keys create "
+            "(ANY_AGENT_SERVER__ADMIN_KEY), or a key of scope admin created (any-agent keys create "
             "--scope admin); without one only 127.0.0.1 may be bound"
         )
 
 
 def is_open(config: Config) -> bool:
-    """Whether a service that starts now is open to everybody on its machine."""
+    """Return True if a service that starts now is open to every user of its machine."""
     server = config.server
     closed = server.admin_key is not None or server.host not in LOOPBACK
     return not closed and not read_keys(run_dir_of(config).keys).wants_admin
 
 
 class Access:
-    """The keys of one run: the configured one, the kept ones, and those that are derived."""
+    """The keys of one run: the configured admin key, the stored keys, and the derived ones."""
 
     def __init__(self, config: Config, *, signer: KeySigner | None = None) -> None:
         run_dir = run_dir_of(config)
@@ -115,54 +120,85 @@ class Access:
         admin = config.server.admin_key
         self._admin = SecretHash(admin.get_secret_value()) if admin is not None else None
         try:
-            self._kept = WatchedFile(run_dir.keys, parse_keys, StoredKeys())
+            self._stored = WatchedFile(run_dir.keys, parse_keys, StoredKeys())
         except (OSError, ValueError) as error:
             raise StartupError(f"{run_dir.keys} cannot be used: {error}") from None
         self._closed = self._admin is not None or config.server.host not in LOOPBACK
 
     @property
     def open_mode(self) -> bool:
-        """Whether whoever reaches us is the operator: no admin key is anywhere, on loopback.
+        """True while every caller counts as the operator: on loopback, without any admin key.
 
-        The first admin key ends it, and while this process lives it does not come back. One that
-        has expired keeps it ended.
+        The first admin key ends this for as long as the process lives, also after the key expires.
         """
-        if not self._closed and self._kept.get().wants_admin:
+        if not self._closed and self._stored.get().wants_admin:
             self._closed = True
         return not self._closed
 
-    def look(self) -> None:
-        """Look for changes of `keys.json`: what is wrong with it is told, also if nobody asks."""
-        self._kept.get()
+    def refresh(self) -> None:
+        """Check `keys.json` for changes, so that a damaged file is logged without any request."""
+        self._stored.get()
 
     def caller(self, bearer: str) -> Caller:
-        """Who holds this key, "" for none; Unauthenticated for one that is not valid here."""
+        """Return the holder of a key ("" for no key); Unauthenticated for an invalid one."""
         if bearer.startswith(SESSION_KEY_PREFIX):
             lane = self.signer.verify(bearer)
             if lane is None:
-                raise Unauthenticated(_PLACEHOLDER if bearer == PLACEHOLDER_SESSION else _NOT_VALID)
+                placeholder = bearer == PLACEHOLDER_SESSION
+                raise Unauthenticated(_PLACEHOLDER if placeholder else _INVALID_SESSION_KEY)
             return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
         if bearer.startswith(KEPT_PREFIXES):
-            return self._kept_caller(bearer)
+            return self._stored_caller(bearer)
         if self.open_mode:
             return ANYONE
         if not bearer:
             return NOBODY
         if self._admin is None or not self._admin.matches(bearer):
-            raise Unauthenticated("this key is not valid here")
+            raise Unauthenticated(_INVALID_KEY)
         return ADMIN
 
     def limits(self, tenant: str) -> TenantLimits | None:
-        """What a tenant's keys allow it; None where they say nothing."""
-        return self._kept.get().limits.get(tenant)
+        """Return the limits that a tenant's keys set; None without any."""
+        return self._stored.get().limits.get(tenant)
 
-    def _kept_caller(self, key: str) -> Caller:
+    def _stored_caller(self, key: str) -> Caller:
         if self.signer.is_run_key(key):
             return RUN
-        # A new key is good at once.
-        found = self._kept.get().find(key) or self._kept.get(within=0.0).find(key)
+        # A new key is valid at once.
+        found = self._stored.get().find(key) or self._stored.get(within=0.0).find(key)
         if found is None:
-            raise Unauthenticated("this key is not valid here")
+            raise Unauthenticated(_INVALID_KEY)
         who = f"tenant {found.tenant}" if found.tenant is not None else found.scope
         name = f"{who} (key {found.id})"
         return Caller(Scope(found.scope), name, tenant=found.tenant, identity=f"key {found.id}")
+
+
+# -- a service without an admin key ----------------------------------------------------------------
+
+
+def require_loopback_client(
+    *, hosts: Iterable[str], origins: Iterable[str], fetch_sites: Iterable[str]
+) -> None:
+    """Raise Forbidden unless these values of `Host`, `Origin` and `Sec-Fetch-Site` are those of a
+    local program: without a key, a web page in the operator's browser must not be able to call us.
+    """
+    for site in fetch_sites:
+        if site not in ("none", "same-origin"):
+            raise Forbidden("without an admin key no web page is served; set server.admin_key")
+    for name, values in (("host", hosts), ("origin", origins)):
+        for value in values:
+            if value and not _is_loopback(value):
+                raise Forbidden(
+                    f"without an admin key only loopback is served, not {name} {value[:80]!r}; "
+                    "set server.admin_key"
+                )
+
+
+@lru_cache(maxsize=1024)
+def _is_loopback(value: str) -> bool:
+    """Return True if a Host or an Origin names this machine; 127.0.0.1.example.org does not."""
+    try:
+        host = urlsplit(value if "//" in value else f"//{value}").hostname or ""
+        return host in LOOPBACK or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False

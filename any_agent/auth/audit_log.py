@@ -1,10 +1,10 @@
-"""Who did what, and who was refused: one JSON object a line, a file for each part of a run.
+"""`AuditLog`: each use and each refusal of a key, one JSON object a line, a file per process.
 
-``at`` (UTC), ``event`` (``refused`` or ``used``), ``who`` and ``key`` (never a key itself; of a
-refused one ``claimed``, the id in it), ``route``, ``sessions``, ``status``, ``client`` (and
-``for``: whom the router named), and ``suppressed``: refusals and failures that were counted and not
-written since the line before, so that a flood of them neither fills the disk nor pushes out the
-rest.
+Fields: ``at`` (UTC), ``event`` (``refused`` or ``used``), ``who``, ``key`` (the id of a key, never
+the key; ``claimed`` is the id in a refused key), ``route``, ``sessions``, ``status``, ``client``
+(and ``for``: the client that the router named), and ``suppressed``: the refusals and failures since
+the line before that were only counted, so that a flood of them neither fills the disk nor pushes
+out other lines.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _MAX_SESSIONS = 100
 
 
 class AuditLog:
-    """Lines are written by a thread of its own: nobody who is audited waits for the disk."""
+    """Writes lines in a thread of its own, so that no audited request waits for the disk."""
 
     def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES, files: int = _FILES) -> None:
         self._path = path
@@ -47,32 +47,32 @@ class AuditLog:
         self.refused: Counter[str] = Counter()
         """Refused requests, by the error's code."""
         self.dropped = 0
-        """Lines that were lost: the disk was too slow, or failed."""
+        """Lines that were lost because the disk was too slow, or failed."""
         self._thread = threading.Thread(target=self._write_all, name="audit", daemon=True)
         self._thread.start()
 
     def refusal(self, code: str, **fields: Any) -> None:
-        """A request that was refused for its key; a flood of them is counted, not written."""
+        """Record a request that was refused for its key; a flood of them is only counted."""
         self.refused[code] += 1
-        self._add_in_vain({"event": "refused", "code": code, **fields})
+        self._add_limited({"event": "refused", "code": code, **fields})
 
     def use(self, *, sessions: Iterable[str] = (), status: int = 200, **fields: Any) -> None:
-        """Something that was asked for with a key that is good for it, and how it ended.
+        """Record a request with a valid key, and its status.
 
-        What was not done is written as refusals are: else an agent could have its own mistakes, as
-        many as it likes, push out what others did.
+        Failures are limited like refusals: otherwise one agent's mistakes could push out the lines
+        of others.
         """
         named = list(sessions)
         if len(named) > _MAX_SESSIONS:
             fields["more_sessions"] = len(named) - _MAX_SESSIONS
         line = {"event": "used", "sessions": named[:_MAX_SESSIONS], "status": status, **fields}
-        (self._add if status < 400 else self._add_in_vain)(line)
+        (self._add if status < 400 else self._add_limited)(line)
 
-    def _add_in_vain(self, line: dict[str, Any]) -> None:
-        """A line of what changed nothing, unless there are too many of them."""
+    def _add_limited(self, line: dict[str, Any]) -> None:
+        """Add a line about a request without effect, unless there are too many of them."""
         now = time.monotonic()
-        rested = (now - self._filled) * _REFUSALS_PER_SECOND
-        self._tokens, self._filled = min(_BURST, self._tokens + rested), now
+        refilled = (now - self._filled) * _REFUSALS_PER_SECOND
+        self._tokens, self._filled = min(_BURST, self._tokens + refilled), now
         if self._tokens < 1:
             self._suppressed += 1
             return
@@ -84,13 +84,13 @@ class AuditLog:
     def _add(self, fields: dict[str, Any]) -> None:
         at = datetime.now(UTC).isoformat(timespec="milliseconds").replace("+00:00", "Z")
         try:
-            said = {key: value for key, value in fields.items() if value is not None}
-            self._lines.put_nowait(orjson.dumps({"at": at, **said}))
+            known = {key: value for key, value in fields.items() if value is not None}
+            self._lines.put_nowait(orjson.dumps({"at": at, **known}))
         except queue.Full:
             self.dropped += 1
 
     def close(self, timeout: float = 2.0) -> None:
-        """Write what is left."""
+        """Write the remaining lines."""
         try:
             self._lines.put(None, timeout=timeout)
         except queue.Full:
@@ -106,7 +106,7 @@ class AuditLog:
             except OSError as error:
                 self.dropped += 1
                 if not self._failed:
-                    log.error("the audit log cannot be written: %s", error)
+                    log.error("cannot write the audit log, and lines are lost: %s", error)
                 self._failed = True
             else:
                 self._failed = False
@@ -118,7 +118,7 @@ class AuditLog:
         append_line(self._path, line.decode())
 
     def _rotate(self) -> None:
-        """``rank-0.jsonl`` becomes ``.1``, that ``.2``, and the oldest one goes."""
+        """Rename ``rank-0.jsonl`` to ``.1``, that to ``.2``, and remove the oldest file."""
         for number in range(self._files - 2, 0, -1):
             older = self._numbered(number)
             if older.exists():

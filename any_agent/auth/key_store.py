@@ -1,7 +1,7 @@
-"""The keys that operators make for themselves, for trainers and for tenants: ``<trial>/keys.json``.
+"""``<trial>/keys.json``: the keys that operators create for themselves, trainers and tenants.
 
-Keys are kept as hashes; a key's text is shown once, when it is made. Writers take a lock, so that
-two of them lose nothing; readers see the file whole, before a change or after it.
+Keys are stored as hashes; a key's text is shown once, when it is created. Writers take a lock, so
+that none of two concurrent changes is lost; readers see the file before a change or after it.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class _Model(BaseModel):
 
 
 class TenantLimits(_Model):
-    """What one tenant may use of the whole service; None: as the service's settings say."""
+    """The limits of one tenant over the whole service; None: the service's settings."""
 
     open_sessions: Annotated[int, Field(ge=1)] | None = None
     requests_per_second: Rate | None = None
@@ -42,7 +42,7 @@ class TenantLimits(_Model):
 
 
 class StoredKey(_Model):
-    """One key. Times are seconds since 1970."""
+    """One stored key. Times are seconds since 1970."""
 
     id: str
     scope: KeptScope
@@ -52,14 +52,14 @@ class StoredKey(_Model):
     limits: TenantLimits = TenantLimits()
     created_at: float
     created_by: str = ""
-    """The account that made it."""
+    """The account that created it."""
     expires_at: float | None = None
     revoked_at: float | None = None
 
     @model_validator(mode="after")
-    def _tenant_if_a_tenants(self) -> StoredKey:
+    def _check_tenant(self) -> StoredKey:
         if (self.scope == "tenant") != (self.tenant is not None):
-            raise ValueError("a tenant's key names its tenant, and no other key does")
+            raise ValueError("a key of scope tenant, and no other, must name its tenant")
         return self
 
     def state(self, now: float) -> Literal["live", "revoked", "expired"]:
@@ -78,7 +78,7 @@ class _File(_Model):
 
 @dataclass(frozen=True)
 class StoredKeys:
-    """All keys as they are at one moment."""
+    """All keys at one moment."""
 
     keys: tuple[StoredKey, ...] = ()
     by_id: dict[str, StoredKey] = field(init=False)
@@ -87,20 +87,20 @@ class StoredKeys:
         object.__setattr__(self, "by_id", {key.id: key for key in self.keys})
 
     def find(self, text: str) -> StoredKey | None:
-        """The live key with this text."""
+        """Return the live key with this text; None without one."""
         key = self.by_id.get(key_id(text) or "")
         found = key is not None and key.matches(text) and key.state(time.time()) == "live"
         return key if found else None
 
     @property
     def has_admin(self) -> bool:
-        """Whether there is a live admin key."""
+        """True if there is a live admin key."""
         now = time.time()
         return any(key.state(now) == "live" for key in self._admins)
 
     @cached_property
     def wants_admin(self) -> bool:
-        """Whether there is an admin key that nobody revoked: to run out opens nothing."""
+        """True if there is an admin key that is not revoked: its expiry opens nothing."""
         return bool(self._admins)
 
     @cached_property
@@ -109,9 +109,9 @@ class StoredKeys:
 
     @cached_property
     def limits(self) -> dict[str, TenantLimits]:
-        """By tenant: each limit as its newest key says that has one.
+        """The limits by tenant: each limit is that of the tenant's newest key which has one.
 
-        Revoked keys count only where a tenant has no other: its sessions go on.
+        Revoked keys count only for a tenant without any other key: its sessions go on.
         """
         out: dict[str, TenantLimits] = {}
         used = {key.tenant for key in self.keys if key.revoked_at is None}
@@ -125,18 +125,18 @@ class StoredKeys:
 
 
 def parse_keys(content: bytes) -> StoredKeys:
-    """Keys as the file holds them; ValueError for anything else."""
+    """Parse the content of the file; ValueError for anything else."""
     try:
         return StoredKeys(_File.model_validate_json(content).keys)
     except ValidationError as error:
-        # Without the input: it is a file of secrets, if only of their hashes.
+        # The message leaves out the input, which holds hashes of secrets.
         first = error.errors(include_input=False, include_url=False)[0]
         where = ".".join(map(str, first["loc"]))
         raise ValueError(f"{where}: {first['msg']}" if where else first["msg"]) from None
 
 
 def read_keys(path: Path) -> StoredKeys:
-    """The keys now, none where there is no file; StartupError for a broken one."""
+    """Read the keys, none where there is no file; StartupError for a damaged one."""
     try:
         content = path.read_bytes()
     except FileNotFoundError:
@@ -147,8 +147,8 @@ def read_keys(path: Path) -> StoredKeys:
         return parse_keys(content)
     except ValueError as error:
         raise StartupError(
-            f"{path} holds no keys ({error}); put back an earlier copy, or delete it: every key "
-            "in it is void then"
+            f"{path} is no file of keys ({error}): restore an earlier copy, or delete it, which "
+            "makes every key in it invalid"
         ) from None
 
 
@@ -162,19 +162,19 @@ def create_key(
     created_by: str = "",
     record: Callable[[StoredKey], None] = lambda _: None,
 ) -> tuple[str, StoredKey]:
-    """Make a key and keep its hash; its text, which nothing keeps, and what is kept.
+    """Create a key and store its hash; return its text, which is stored nowhere, and its record.
 
-    ``told`` is given the key before it is good: a record that must exist for it.
+    ``record`` is called with the record before the key becomes valid, such as to audit it.
     """
     if scope == "tenant" and tenant is None:
         raise ConfigError("a tenant's key needs the tenant's name: --tenant NAME")
     if tenant is not None and re.fullmatch(NAME_PATTERN, tenant) is None:
         raise ConfigError(
-            f"--tenant {tenant[:80]!r} is no tenant's name: that is up to 64 letters, digits, "
-            "dots, underscores and hyphens, the first a letter or a digit"
+            f"--tenant {tenant[:80]!r} is no valid name: give up to 64 letters, digits, dots, "
+            "underscores and hyphens, beginning with a letter or a digit"
         )
     if scope != "tenant" and (tenant is not None or limits not in (None, TenantLimits())):
-        raise ConfigError("only a key of scope tenant has a tenant and limits")
+        raise ConfigError("only a key of scope tenant can have a tenant and limits")
     now = time.time()
     with _changed(path) as change:
         text, id = new_key(scope)
@@ -198,13 +198,14 @@ def create_key(
 def revoke_key(
     path: Path, id: str, *, record: Callable[[StoredKey], None] = lambda _: None
 ) -> tuple[StoredKey, bool]:
-    """Make a key void for good; the key, and whether this did it. NotFound for none of that id."""
+    """Revoke a key for good; return it, and True unless it was revoked before. NotFound for an
+    unknown id."""
     with _changed(path) as change:
         key = change.keys.by_id.get(id)
         if key is None:
-            # No more of it than an id has: it may be a key.
+            # At most the length of an id: the text may be a key.
             raise NotFound(
-                f"there is no key {id[:8]!r}; `any-agent keys list` shows those there are"
+                f"there is no key {id[:8]!r}; `any-agent keys list` shows the existing ones"
             )
         if key.revoked_at is not None:
             return key, False
@@ -221,7 +222,7 @@ class _Change:
 
 @contextmanager
 def _changed(path: Path) -> Iterator[_Change]:
-    """The keys to change; they are written on leaving, if they are others then."""
+    """Yield the keys for a change; they are written at the end if they have changed."""
     with locked(path):
         change = _Change(before := read_keys(path))
         yield change
@@ -232,7 +233,7 @@ def _changed(path: Path) -> Iterator[_Change]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Be the only writer of a file and of what lies beside it."""
+    """Lock a file, and the files beside it, against other writers."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with open(path.with_name(f"{path.name}.lock"), "w") as file:
         os.chmod(file.fileno(), 0o600)
@@ -241,7 +242,7 @@ def locked(path: Path) -> Iterator[None]:
 
 
 def write_private(path: Path, text: str) -> None:
-    """Replace a file that only its owner may read: durable, and never seen half-written."""
+    """Replace a file that only its owner may read, durably and atomically."""
     temporary = path.with_name(f".partial-{path.name}")
     temporary.unlink(missing_ok=True)
     descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)

@@ -1,9 +1,5 @@
 """Clients of the service's HTTP API, and their transports."""
 
-from any_agent.client.rl_client import (
-    RLClient,
-)
+from any_agent.client.rl_client import RLClient
 
-__all__ = [
-    "RLClient",
-]
+__all__ = ["RLClient"]

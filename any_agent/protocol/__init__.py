@@ -1,103 +1,50 @@
 """Bodies and errors of the HTTP API."""
 
-from any_agent.protocol.rl import (
-    AFTER_HEADER,
-    API_HEADER,
-    API_VERSION,
-    EPOCH_HEADER,
-    GRANT_ONLY_HEADER,
-    MAX_COUNT,
-    MAX_METADATA_BYTES,
-    MAX_METADATA_DEPTH,
-    MAX_NAMED,
-    MAX_REWARD,
-    UNREACHABLE_HEADER,
-    Abort,
-    Ack,
-    Acked,
-    Capacity,
-    ExportTrajectories,
-    Finalize,
-    Heartbeat,
-    InteractionContent,
-    Lease,
-    ListSessions,
-    Metadata,
-    Name,
-    Pause,
-    PublishedVersion,
-    Rejection,
-    RewardEntry,
-    RewardSet,
-    RewardValue,
-    RunInfo,
-    SessionContent,
-    SessionDetails,
-    SessionFinalized,
-    SessionInfo,
-    SessionLine,
-    SessionStarted,
-    SetCapacity,
-    SetReward,
-    SetRun,
-    StartByQuery,
-    StartSession,
-    State,
-    Unfilled,
-    VersionInfo,
-    Veto,
-    as_reward,
-    read_places,
-    write_places,
-)
-
-__all__ = [
-    "AFTER_HEADER",
-    "API_HEADER",
-    "API_VERSION",
-    "EPOCH_HEADER",
-    "GRANT_ONLY_HEADER",
-    "MAX_COUNT",
-    "MAX_METADATA_BYTES",
-    "MAX_METADATA_DEPTH",
-    "MAX_NAMED",
-    "MAX_REWARD",
-    "UNREACHABLE_HEADER",
-    "Abort",
-    "Ack",
-    "Acked",
-    "Capacity",
-    "ExportTrajectories",
-    "Finalize",
-    "Heartbeat",
-    "InteractionContent",
-    "Lease",
-    "ListSessions",
-    "Metadata",
-    "Name",
-    "Pause",
-    "PublishedVersion",
-    "Rejection",
-    "RewardEntry",
-    "RewardSet",
-    "RewardValue",
-    "RunInfo",
-    "SessionContent",
-    "SessionDetails",
-    "SessionFinalized",
-    "SessionInfo",
-    "SessionLine",
-    "SessionStarted",
-    "SetCapacity",
-    "SetReward",
-    "SetRun",
-    "StartByQuery",
-    "StartSession",
-    "State",
-    "Unfilled",
-    "VersionInfo",
-    "Veto",
-    "as_reward",
-    "read_places",
-    "write_places",
-]
+from any_agent.protocol.rl import AFTER_HEADER as AFTER_HEADER
+from any_agent.protocol.rl import API_HEADER as API_HEADER
+from any_agent.protocol.rl import API_VERSION as API_VERSION
+from any_agent.protocol.rl import EPOCH_HEADER as EPOCH_HEADER
+from any_agent.protocol.rl import GRANT_ONLY_HEADER as GRANT_ONLY_HEADER
+from any_agent.protocol.rl import MAX_COUNT as MAX_COUNT
+from any_agent.protocol.rl import MAX_METADATA_BYTES as MAX_METADATA_BYTES
+from any_agent.protocol.rl import MAX_METADATA_DEPTH as MAX_METADATA_DEPTH
+from any_agent.protocol.rl import MAX_NAMED as MAX_NAMED
+from any_agent.protocol.rl import MAX_REWARD as MAX_REWARD
+from any_agent.protocol.rl import UNREACHABLE_HEADER as UNREACHABLE_HEADER
+from any_agent.protocol.rl import Abort as Abort
+from any_agent.protocol.rl import Ack as Ack
+from any_agent.protocol.rl import Acked as Acked
+from any_agent.protocol.rl import Capacity as Capacity
+from any_agent.protocol.rl import ExportTrajectories as ExportTrajectories
+from any_agent.protocol.rl import Finalize as Finalize
+from any_agent.protocol.rl import Heartbeat as Heartbeat
+from any_agent.protocol.rl import InteractionContent as InteractionContent
+from any_agent.protocol.rl import Lease as Lease
+from any_agent.protocol.rl import ListSessions as ListSessions
+from any_agent.protocol.rl import Metadata as Metadata
+from any_agent.protocol.rl import Name as Name
+from any_agent.protocol.rl import Pause as Pause
+from any_agent.protocol.rl import PublishedVersion as PublishedVersion
+from any_agent.protocol.rl import Rejection as Rejection
+from any_agent.protocol.rl import RewardEntry as RewardEntry
+from any_agent.protocol.rl import RewardSet as RewardSet
+from any_agent.protocol.rl import RewardValue as RewardValue
+from any_agent.protocol.rl import RunInfo as RunInfo
+from any_agent.protocol.rl import SessionContent as SessionContent
+from any_agent.protocol.rl import SessionDetails as SessionDetails
+from any_agent.protocol.rl import SessionFinalized as SessionFinalized
+from any_agent.protocol.rl import SessionInfo as SessionInfo
+from any_agent.protocol.rl import SessionLine as SessionLine
+from any_agent.protocol.rl import SessionStarted as SessionStarted
+from any_agent.protocol.rl import SetCapacity as SetCapacity
+from any_agent.protocol.rl import SetReward as SetReward
+from any_agent.protocol.rl import SetRun as SetRun
+from any_agent.protocol.rl import StartByQuery as StartByQuery
+from any_agent.protocol.rl import StartSession as StartSession
+from any_agent.protocol.rl import State as State
+from any_agent.protocol.rl import Unfilled as Unfilled
+from any_agent.protocol.rl import VersionInfo as VersionInfo
+from any_agent.protocol.rl import Veto as Veto
+from any_agent.protocol.rl import as_reward as as_reward
+from any_agent.protocol.rl import read_places as read_places
+from any_agent.protocol.rl import write_places as write_places

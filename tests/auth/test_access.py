@@ -194,7 +194,7 @@ def test_damaged_keys_are_told_though_nobody_uses_one(
     access = Access(config)
     trial_dir(config).keys.write_text("{broken")
     for _ in range(3):
-        access.look()
+        access.refresh()
     assert len([r for r in caplog.records if "goes on as it was" in r.getMessage()]) == 1
 
 

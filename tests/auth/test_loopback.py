@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent.auth.loopback import require_loopback_client
+from any_agent.auth.access import require_loopback_client
 from any_agent.errors import Forbidden
 
 LOCAL = ["127.0.0.1", "127.0.0.1:8000", "localhost:1", "[::1]:80", "127.8.9.1", ""]

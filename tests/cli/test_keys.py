@@ -120,7 +120,7 @@ def test_no_such_trial(run: Run, trial: RunDir, command: tuple[str, ...]) -> Non
         (("create", "--scope", "trainer", "--open-sessions", "3"), "scope tenant"),
         (("create", "--scope", "tenant", "--open-sessions", "0"), "whole number"),
         (("create", "--scope", "tenant", "--tokens-per-second", "nan"), "above 0"),
-        (("create", "--scope", "tenant", "--tenant", "a b"), "--tenant 'a b' is no tenant's name"),
+        (("create", "--scope", "tenant", "--tenant", "a b"), "--tenant 'a b' is no valid name"),
         (("create", "--scope", "admin", "--expires-in", "soon"), "like 90s"),
         (("create", "--scope", "admin", "--expires-in", "5"), "like 90s"),
         (("create", "--scope", "admin", "server.prot=1"), "server.port"),
