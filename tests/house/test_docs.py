@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import importlib.util
 import re
 import sys
+from functools import cache
 from pathlib import Path
 from types import ModuleType
 
@@ -19,6 +21,43 @@ from tests.support.proxy import our_app
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
 DOCUMENTS += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
+
+PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
+FOLDERS = (*PACKAGES, "tests", "docs", "tools", "benchmarks", "examples", "deploy")
+STANDARD_LIBRARY = {"venv", "http.server", "pip", "build", "pytest"}
+
+
+@cache
+def defined_in(file: Path) -> set[str]:
+    """Return the names that a Python file or a package defines, imports or exports."""
+    file = file / "__init__.py" if file.is_dir() else file
+    names: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())) if file.exists() else ():
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+            names.add(node.name)
+        elif isinstance(node, ast.alias):
+            names.add(node.asname or node.name)
+        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
+            names.add(node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            # A package that imports lazily lists its names as texts.
+            names.add(node.value)
+    return names
+
+
+def is_defined(dotted: str) -> bool:
+    """Return True for a module of this repository, or a name that one defines."""
+    path = ROOT
+    parts = dotted.split(".")
+    for k, part in enumerate(parts):
+        if (path / part).is_dir():
+            path /= part
+        elif (path / f"{part}.py").is_file():
+            path /= f"{part}.py"
+            return k + 1 == len(parts) or parts[k + 1] in defined_in(path)
+        else:
+            return part in defined_in(path)
+    return True
 
 
 @pytest.fixture(scope="module")
@@ -106,10 +145,42 @@ def test_links_lead_somewhere(name: str) -> None:
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_named_files_exist(name: str) -> None:
+    """Files and folders of this repository, with a function's name behind a colon or without."""
     text = (ROOT / name).read_text()
-    prefix = r"(?:any_agent|proxy_ext|trainer|tests|docs|tools|benchmarks)/"
-    named = set(re.findall(rf"`({prefix}[\w/.-]*)`", text))
-    assert not [path for path in sorted(named) if not (ROOT / path).exists()]
+    missing = []
+    for path, _, function in re.findall(rf"`((?:{'|'.join(FOLDERS)})/[\w/.-]*)(:(\w+))?`", text):
+        file = ROOT / path
+        if not file.exists() or (function and function not in defined_in(file)):
+            missing.append(f"{path}:{function}")
+    assert not missing
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_named_modules_exist(name: str) -> None:
+    """Dotted names in prose, in code and in commands."""
+    text = (ROOT / name).read_text()
+    named = set(
+        re.findall(r"(?<![\w./-])((?:any_agent|proxy_ext|router)(?:\.\w+)+)(?![\w/-])", text)
+    )
+    named |= set(re.findall(r"python -m ([\w.]+)", text)) - STANDARD_LIBRARY
+    for module, names in re.findall(r"^from (\S+) import (?!\()(.+)$", text, re.M):
+        if module.split(".")[0] in PACKAGES:
+            named |= {f"{module}.{each.split()[0]}" for each in names.split(",")}
+    assert not [each for each in sorted(named) if not is_defined(each)]
+
+
+def test_each_promise_names_its_tests() -> None:
+    text = (ROOT / "docs" / "reference" / "reliability.md").read_text()
+    rows = re.findall(r"^\| (.+) \| (.+) \|$", text.partition("## What is promised")[2], re.M)
+    promises = [(promise, proof) for promise, proof in rows if promise not in ("promise", "---")]
+    assert len(promises) > 25
+    bad = []
+    for promise, proof in promises:
+        files = re.findall(r"`(tests/[\w/]+/test_\w+\.py)`", proof)
+        found = [any(n.startswith("test_") for n in defined_in(ROOT / f)) for f in files]
+        if not files or not all(found):
+            bad.append(promise)
+    assert not bad
 
 
 def test_the_reference_names_every_route() -> None:
