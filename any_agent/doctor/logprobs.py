@@ -4,42 +4,45 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 from any_agent.doctor.verdict import Check, Verdict
-from any_agent.doctor.weights import Forward, find_weights
 from any_agent.engine.sglang.probe import EngineProbe, reported_version
-from any_agent.rundir.layout import RunDir
+from any_agent.rundir.layout import RunDir, weights_folder
 
 log = logging.getLogger(__name__)
 
-LAW = Check("logprobs")
+LAW = Check("logprobs", "read the engine's log, and check that engine.urls names the right engine")
 UNSCALED = (
-    "start the engine so that it tells log-probabilities of the temperature-scaled distribution "
+    "start the engine so that it returns log-probabilities of the temperature-scaled distribution "
     "(SGLang: without SGLANG_RETURN_ORIGINAL_LOGPROB); until then train with sampling.temperature=1"
 )
 OTHER_WEIGHTS = (
     "load the weights of this version into the engine (/update_weights_from_disk), or restart it "
     "with them"
 )
-DO = "see what engine.urls leads to, and what its log says"
 _COLD = 0.7
 _TOKENS = 24
 _LONG = 512
 _CLOSE = {"float32": 2e-3}
 _ROUGH = 0.1
-"""Nats, on average: what bfloat16 may be off. Other weights, or another scale, are off by more."""
+"""The mean error in nats that bfloat16 explains; other weights or another scale exceed it."""
+_MAX_BYTES = 4 << 30
+"""The largest weights to compute with: a forward pass of more takes a CPU minutes."""
 
 
 async def logprobs(
-    asker: EngineProbe, model_path: str, run: RunDir | None, prompt: list[int]
+    engine: EngineProbe, model_path: str, run: RunDir | None, prompt: list[int]
 ) -> AsyncIterator[Verdict]:
-    """Against a fresh forward pass where the weights are here, and between two temperatures."""
-    yield await _between_temperatures(asker, prompt)
-    info = await asker.model_info()
+    """Compare two temperatures, and the engine with a forward pass if its weights are here."""
+    yield await _between_temperatures(engine, prompt)
+    info = await engine.model_info()
     version = reported_version(info)
     if version is None:
-        yield LAW.unchecked("forward pass", "the engine does not say which weights it has")
+        yield LAW.unchecked("forward pass", "the engine does not report its version")
         return
     found = find_weights(model_path, run, version, info.get("model_path"))
     if found.folder is None:
@@ -49,8 +52,8 @@ async def logprobs(
         forward = await asyncio.to_thread(Forward, found.folder)
     except Exception as error:
         log.debug("cannot load %s", found.folder, exc_info=True)
-        said = f"the weights in {found.folder} cannot be loaded: {type(error).__name__}"
-        yield LAW.unchecked("forward pass", said)
+        seen = f"the weights in {found.folder} cannot be loaded: {type(error).__name__}"
+        yield LAW.unchecked("forward pass", seen)
         return
     long = (prompt * (_LONG // len(prompt) + 1))[:_LONG]
     for case, ids, temperature in (
@@ -58,65 +61,129 @@ async def logprobs(
         (f"forward pass, T={_COLD:g}", prompt, _COLD),
         ("forward pass, long prompt", long, 1.0),
     ):
-        yield await against_forward_pass(asker, forward, case, ids, temperature)
+        yield await against_forward_pass(engine, forward, case, ids, temperature)
 
 
 async def against_forward_pass(
-    asker: EngineProbe, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
+    engine: EngineProbe, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
 ) -> Verdict:
-    """Whether what the engine says of tokens after ``ids`` is what these weights say."""
-    close = _CLOSE.get(str((await asker.server_info()).get("dtype")), _ROUGH)
-    answer = await asker.ask(ids, max_new_tokens=_TOKENS, temperature=temperature, ignore_eos=True)
-    # An update may come in between; then there is nothing to compare.
-    version = reported_version(await asker.model_info())
-    if set(answer.versions) != {version}:
-        return LAW.unchecked(case, "the weights have changed in between")
-    true = await forward.logprobs(ids, answer.ids, temperature)
-    off = _mean_difference(answer.logprobs, true)
+    """Compare the engine's log-probabilities of tokens after ``ids`` with these weights'."""
+    close = _CLOSE.get(str((await engine.server_info()).get("dtype")), _ROUGH)
+    reply = await engine.ask(ids, max_new_tokens=_TOKENS, temperature=temperature, ignore_eos=True)
+    # After an update in between there is nothing to compare.
+    version = reported_version(await engine.model_info())
+    if set(reply.versions) != {version}:
+        return LAW.unchecked(case, "the weights changed in between")
+    true = await forward.logprobs(ids, reply.ids, temperature)
+    off = _mean_difference(reply.logprobs, true)
     if off <= close:
         return LAW.passed(case, f"{len(true)} tokens, {off:.1e} off on average")
     if temperature != 1 and _mean_difference(
-        answer.logprobs, await forward.logprobs(ids, answer.ids, 1.0)
+        reply.logprobs, await forward.logprobs(ids, reply.ids, 1.0)
     ) <= min(close, off):
-        said = f"at T={temperature:g} the log-probabilities are those of T=1: they are not scaled"
-        return LAW.failed(case, said, UNSCALED)
-    said = (
+        seen = f"at T={temperature:g} the log-probabilities are those of T=1, not scaled"
+        return LAW.failed(case, seen, UNSCALED)
+    seen = (
         f"{off:.2g} off on average from version {version} in {forward.folder}: other weights, or "
-        "not the prompt that was sent"
+        "another prompt than was sent"
     )
-    return LAW.failed(case, said, OTHER_WEIGHTS)
+    return LAW.failed(case, seen, OTHER_WEIGHTS)
 
 
 def _mean_difference(one: list[float], other: list[float]) -> float:
     return sum(abs(a - b) for a, b in zip(one, other, strict=True)) / max(1, len(one))
 
 
-async def _between_temperatures(asker: EngineProbe, prompt: list[int]) -> Verdict:
-    """The same token at two temperatures has two log-probabilities.
+async def _between_temperatures(engine: EngineProbe, prompt: list[int]) -> Verdict:
+    """Check that a token has another log-probability at another temperature.
 
-    Of the two likeliest tokens, as two samples would seldom be the same one of a whole vocabulary.
+    Only the two likeliest tokens are sampled: two samples seldom agree over a whole vocabulary.
     """
-    case, most = "two temperatures", 0.0
+    case = "two temperatures"
     for length in (len(prompt), len(prompt) - 1, len(prompt) - 2, len(prompt) - 3):
-        seen: dict[float, dict[int, float]] = {1.0: {}, 2.0: {}}
+        sampled: dict[float, dict[int, float]] = {1.0: {}, 2.0: {}}
         for _ in range(8):
-            for temperature, known in seen.items():
-                answer = await asker.ask(
+            for temperature, known in sampled.items():
+                reply = await engine.ask(
                     prompt[:length], max_new_tokens=1, temperature=temperature, top_k=2
                 )
-                known |= dict(zip(answer.ids, answer.logprobs, strict=True))
-            both = seen[1.0].keys() & seen[2.0].keys()
+                known |= dict(zip(reply.ids, reply.logprobs, strict=True))
+            both = sampled[1.0].keys() & sampled[2.0].keys()
             if both:
                 break
         for token in both:
-            one, two = seen[1.0][token], seen[2.0][token]
-            most = max(most, abs(one - two))
-            if most > 0.01:
-                said = f"token {token} has {one:.3f} at T=1, {two:.3f} at T=2"
-                return LAW.passed(case, said)
-    if not seen[1.0].keys() & seen[2.0].keys():
+            one, two = sampled[1.0][token], sampled[2.0][token]
+            if abs(one - two) > 0.01:
+                seen = f"token {token} has {one:.3f} at T=1, {two:.3f} at T=2"
+                return LAW.passed(case, seen)
+    if not sampled[1.0].keys() & sampled[2.0].keys():
         return LAW.unchecked(case, "no token was sampled at both")
-    if all(value > -1e-3 for known in seen.values() for value in known.values()):
-        return LAW.unchecked(case, "the model is certain of what comes next: nothing to see")
-    said = f"the same at T=1 and at T=2 (token {token}: {one:.3f}): they are not scaled"
-    return LAW.failed(case, said, UNSCALED)
+    if all(value > -1e-3 for known in sampled.values() for value in known.values()):
+        return LAW.unchecked(case, "the model is certain of the next token")
+    seen = f"token {token} has {one:.3f} at T=1 and at T=2: log-probabilities are not scaled"
+    return LAW.failed(case, seen, UNSCALED)
+
+
+@dataclass(frozen=True, slots=True)
+class WeightsLocation:
+    """The folder of a version's weights, or the reason why there is none."""
+
+    folder: Path | None
+    why: str = ""
+
+
+def find_weights(
+    path: str, run: RunDir | None, version: int, engine_path: object
+) -> WeightsLocation:
+    """Find the run's published weights, else the model's own (version 0), else the engine's."""
+    published = weights_folder(run.weights, version) if run is not None else None
+    if published is not None and published.is_dir():
+        return _usable(published)
+    if version == 0 and path:
+        if not Path(path).is_dir():
+            return WeightsLocation(None, f"no weights: {path} is a name on the hub, give a folder")
+        return _usable(Path(path))
+    if isinstance(engine_path, str) and Path(engine_path).is_dir():
+        return _usable(Path(engine_path))
+    return WeightsLocation(None, f"no weights: version {version} is not on this machine")
+
+
+def _usable(folder: Path) -> WeightsLocation:
+    sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
+    if not sizes:
+        return WeightsLocation(None, f"no weights: {folder} holds no safetensors")
+    if sum(sizes) > _MAX_BYTES:
+        return WeightsLocation(
+            None, f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}"
+        )
+    return WeightsLocation(folder)
+
+
+class Forward:
+    """A model on the CPU in float32; loading it may raise any error."""
+
+    def __init__(self, folder: Path) -> None:
+        from transformers import AutoModelForCausalLM
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()
+        self.folder = folder
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype="float32", use_safetensors=True
+        ).eval()
+
+    async def logprobs(
+        self, prompt: Sequence[int], output: Sequence[int], temperature: float
+    ) -> list[float]:
+        """Return log-softmax(logits / T) of each output token, over its whole context."""
+        return await asyncio.to_thread(self._compute, [*prompt], [*output], temperature)
+
+    def _compute(self, prompt: list[int], output: list[int], temperature: float) -> list[float]:
+        import torch
+
+        with torch.inference_mode():
+            logits = self._model(input_ids=torch.tensor([prompt + output]), use_cache=False).logits
+            scaled = logits[0, len(prompt) - 1 : -1].float() / temperature
+            chosen = torch.log_softmax(scaled, -1).gather(1, torch.tensor(output)[:, None])
+        values: list[float] = chosen[:, 0].tolist()
+        return values

@@ -1,4 +1,4 @@
-"""What the template writes for an answer is read back as that answer, whole and streamed."""
+"""The law that an answer as the template writes it parses to that answer, whole and streamed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from any_agent.doctor.verdict import Check, Verdict
 from any_agent.errors import AnyAgentError
 from any_agent.types import Message
 
-LAW = Check("parsing")
-_DO = (
-    "set model.renderer to this model's family; with this one agents would not get what the "
-    "model said"
+LAW = Check(
+    "parsing",
+    "set model.renderer to this model's family; with this one agents would not get the model's "
+    "answers",
 )
 _CASES = (
     ("text", probes.TEXT),
@@ -33,18 +33,17 @@ _CASES = (
 )
 _CUTS = (("truncated call", probes.CALLED), ("unclosed reasoning", probes.REASONED))
 _STEPS = (1, 3, None)
-"""Tokens a chunk; None: all at once."""
+"""Tokens per chunk; None for a single chunk."""
 
 
 async def parsing(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:
-    """Of each kind of answer, and of those whose end is missing."""
-    for name, answer in _CASES:
-        yield await _checked(name, answer, chat, template, cut=False)
-    for name, answer in _CUTS:
-        yield await _checked(name, answer, chat, template, cut=True)
+    """Check each kind of answer, and answers whose end is missing."""
+    for cases, cut in ((_CASES, False), (_CUTS, True)):
+        for name, answer in cases:
+            yield await _check(name, answer, chat, template, cut=cut)
 
 
-async def _checked(
+async def _check(
     name: str, answer: Message, chat: ChatFormat, template: ReferenceTemplate, *, cut: bool
 ) -> Verdict:
     tools = probes.TOOLS if answer.get("tool_calls") else None
@@ -60,63 +59,61 @@ async def _checked(
         for field in ("reasoning_content", "content"):
             if answer.get(field, "") not in turn.output:
                 raise TemplateRefused(f"the template leaves {field} out of such an answer")
-        if cut:
-            return await _cut(name, turn, chat)
-        return await _whole(name, turn, chat)
+        return await (_check_cut if cut else _check_whole)(name, turn, chat)
     except TemplateRefused as error:
         return LAW.unchecked(name, str(error))
     except AnyAgentError as error:
-        return LAW.failed(name, error.message, _DO)
+        return LAW.failed(name, error.message)
 
 
-async def _whole(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
-    heard = await _heard(turn, turn.output_ids, chat)
-    if isinstance(heard, str):
-        return LAW.failed(name, heard, _DO)
-    if _plain(heard) == _plain(turn.answer):
+async def _check_whole(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
+    message = await _parse(turn, turn.output_ids, chat)
+    if isinstance(message, str):
+        return LAW.failed(name, message)
+    plain, answer = _plain(message), _plain(turn.answer)
+    if plain == answer:
         return LAW.passed(name, "read back as it was written, whole and streamed")
-    if turn.tools and not heard.get("tool_calls") and "add" in str(heard["content"]):
+    if turn.tools and not message.get("tool_calls") and "add" in str(message["content"]):
         return LAW.declined(name, "how this template writes calls is not known: they stay text")
-    plain, answer = _plain(heard), _plain(turn.answer)
     if plain["calls"] == answer["calls"] and plain["reasoning"] == answer["content"] != "":
         return LAW.declined(name, "the template writes text beside a call as reasoning")
-    seen = f"{turn.output[:60]!r} is read as {json.dumps(_plain(heard))[:120]}"
-    return LAW.failed(name, seen, _DO)
+    return LAW.failed(name, f"{turn.output[:60]!r} is read as {json.dumps(plain)[:120]}")
 
 
-async def _cut(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
-    """Nothing may be lost, and nothing made up, wherever the tokens ran out."""
+async def _check_cut(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
+    """Check that nothing is lost and nothing is made up, wherever the tokens run out."""
     ids = turn.output_ids
-    for length in range(1, len(ids), max(1, len(ids) // 12)):
-        heard = await _heard(turn, ids[:length], chat)
-        if isinstance(heard, str):
-            return LAW.failed(name, f"cut after {length} tokens, {heard}", _DO)
-        for call in heard.get("tool_calls") or []:
+    lengths = range(1, len(ids), max(1, len(ids) // 12))
+    for length in lengths:
+        message = await _parse(turn, ids[:length], chat)
+        if isinstance(message, str):
+            return LAW.failed(name, f"cut after {length} tokens, {message}")
+        for call in message.get("tool_calls") or []:
             if call["function"]["name"] != "add":
                 seen = f"cut after {length} tokens, a call of {call['function']['name']!r} is read"
-                return LAW.failed(name, seen, _DO)
-    return LAW.passed(name, f"read at {len(range(1, len(ids), max(1, len(ids) // 12)))} cuts")
+                return LAW.failed(name, seen)
+    return LAW.passed(name, f"read at {len(lengths)} cuts")
 
 
-async def _heard(turn: TemplateTurn, ids: list[int], chat: ChatFormat) -> Message | str:
-    """The message that whole and streamed answers give; what is wrong if they differ."""
+async def _parse(turn: TemplateTurn, ids: list[int], chat: ChatFormat) -> Message | str:
+    """Return the message of the whole and the streamed answers, or how they differ."""
     message: Message | None = None
     for step in _STEPS:
-        rehearsal = ScriptedConversation(chat, turn.tools)
-        completion, deltas = await rehearsal.call(turn.messages, ids, step=step)
+        script = ScriptedConversation(chat, turn.tools)
+        completion, deltas = await script.call(turn.messages, ids, step=step)
         message = completion.interaction.output_message
         streamed = merged(deltas)
         if _plain(streamed) != _plain(message) or streamed.get("content") != message["content"]:
-            told = json.dumps(_plain(streamed))[:80]
-            return f"a stream of {step or len(ids)} tokens a chunk says {told}, the whole another"
+            shown = json.dumps(_plain(streamed))[:80]
+            return f"a stream of {step or len(ids)} tokens per chunk gives {shown}, the whole not"
     assert message is not None
     return message
 
 
 def _plain(message: Message) -> dict[str, Any]:
-    """What an agent reads: without ids, space around text, and spelling of arguments."""
+    """Return a message without ids, space around text, and the spelling of arguments."""
     calls = [
-        {"name": c["function"]["name"], "arguments": _value(c["function"]["arguments"])}
+        {"name": c["function"]["name"], "arguments": _decoded(c["function"]["arguments"])}
         for c in message.get("tool_calls") or []
     ]
     return {
@@ -126,7 +123,7 @@ def _plain(message: Message) -> dict[str, Any]:
     }
 
 
-def _value(arguments: Any) -> Any:
+def _decoded(arguments: Any) -> Any:
     try:
         return json.loads(arguments) if isinstance(arguments, str) else arguments
     except ValueError:

@@ -1,4 +1,4 @@
-"""A conversation played through the very code that serves agents, with an engine that recites."""
+"""A conversation through the code that serves agents, with an engine that recites given ids."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ _CONTEXT = 1 << 20
 
 
 class ScriptedConversation:
-    """One session's calls; each answer is recorded, so that the next call may continue it."""
+    """The calls of one session; each answer is recorded, so that the next call can continue it."""
 
     def __init__(self, chat: ChatFormat, tools: list[Tool] | None) -> None:
-        self._engine = _Reciting(frozenset(chat.stop_token_ids))
+        self._engine = _RecitingEngine(frozenset(chat.stop_token_ids))
         self._completer = Completer(self._engine, chat, context_length=_CONTEXT)
         self._tools = tools
         self.tree = InteractionTree()
@@ -36,7 +36,7 @@ class ScriptedConversation:
     async def call(
         self, messages: Sequence[Message], output: Sequence[int], *, step: int | None = None
     ) -> tuple[Completion, list[MessageDelta]]:
-        """The answer to the messages, whose ids will be ``output``, ``step`` at a time."""
+        """Answer the messages with the ids ``output``, ``step`` at a time."""
         body: dict[str, Any] = {"model": "policy", "messages": list(messages)}
         if self._tools:
             body["tools"] = self._tools
@@ -47,8 +47,7 @@ class ScriptedConversation:
         deltas: list[MessageDelta] = []
         completion: Completion | None = None
         completer: Any = self._completer
-        run = completer.run(prepared, session_id="doctor", stream=True)
-        async with aclosing(run) as items:
+        async with aclosing(completer.run(prepared, session_id="doctor", stream=True)) as items:
             async for item in items:
                 if isinstance(item, Delta):
                     deltas.append(item.message)
@@ -59,8 +58,8 @@ class ScriptedConversation:
         return completion, deltas
 
 
-class _Reciting:
-    """An engine that says what it is told to."""
+class _RecitingEngine:
+    """An engine whose output is set beforehand."""
 
     version = 0
 
@@ -94,7 +93,7 @@ class _Reciting:
 
 
 def merged(deltas: Sequence[MessageDelta]) -> Message:
-    """The message that a client puts together from a stream."""
+    """Return the message that a client assembles from a stream."""
     whole = merge_deltas(deltas)
     calls = [
         {key: value for key, value in call.items() if key != "index"}

@@ -1,8 +1,10 @@
-"""What the doctor says of one case of one law."""
+"""Verdicts on the cases of a law, and the report of them."""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterable
+import json
+from collections import Counter
+from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -13,7 +15,7 @@ class CheckOutcome(StrEnum):
     PASSED = "passed"
     FAILED = "failed"
     DECLINED = "declined"
-    """Not done here, and said so where it matters: nothing wrong comes of it."""
+    """The case is not supported and is refused openly, so no harm comes of it."""
     UNCHECKED = "not checked"
 
 
@@ -25,9 +27,9 @@ class Verdict:
     case: str
     outcome: CheckOutcome
     seen: str = ""
-    """What was seen; of a failure what is wrong, of `not checked` why."""
+    """The observation; for `not checked` the reason."""
     do: str = ""
-    """What to do about a failure."""
+    """The advice after a failure."""
 
     @property
     def failed(self) -> bool:
@@ -36,15 +38,17 @@ class Verdict:
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """Makes verdicts on the cases of one law."""
+    """A law; it makes the verdicts on its cases."""
 
     name: str
+    do: str = ""
+    """The usual advice after a failure."""
 
     def passed(self, case: str, seen: str = "") -> Verdict:
         return Verdict(self.name, case, CheckOutcome.PASSED, seen)
 
-    def failed(self, case: str, seen: str, do: str) -> Verdict:
-        return Verdict(self.name, case, CheckOutcome.FAILED, seen, do)
+    def failed(self, case: str, seen: str, do: str | None = None) -> Verdict:
+        return Verdict(self.name, case, CheckOutcome.FAILED, seen, self.do if do is None else do)
 
     def declined(self, case: str, seen: str) -> Verdict:
         return Verdict(self.name, case, CheckOutcome.DECLINED, seen)
@@ -52,20 +56,49 @@ class Check:
     def unchecked(self, case: str, why: str) -> Verdict:
         return Verdict(self.name, case, CheckOutcome.UNCHECKED, why)
 
+    async def collect(self, verdicts: AsyncIterator[Verdict]) -> list[Verdict]:
+        """Collect the verdicts of a law; an engine's error is one more failure."""
+        out = []
+        try:
+            async for verdict in verdicts:
+                out.append(verdict)  # noqa: PERF401 - verdicts before an error count
+        except AnyAgentError as error:
+            out.append(self.failed("all", error.message))
+        return out
+
 
 def broken(verdicts: Iterable[Verdict]) -> list[Verdict]:
-    """The failures."""
+    """Return the failures."""
     return [verdict for verdict in verdicts if verdict.failed]
 
 
-async def guarded(
-    law: Check, case: str, do: str, verdicts: AsyncIterator[Verdict]
-) -> list[Verdict]:
-    """Collect the verdicts of a law; an engine's error is one more failure."""
-    out = []
-    try:
-        async for verdict in verdicts:
-            out.append(verdict)  # noqa: PERF401 - what came before an error counts
-    except AnyAgentError as error:
-        out.append(law.failed(case, error.message, do))
-    return out
+def as_text(subject: Mapping[str, str], verdicts: Sequence[Verdict]) -> str:
+    """Return a table, then each failure with its advice."""
+    lines = [f"{name:<10} {_printable(value)}" for name, value in subject.items()]
+    rows = [
+        ("LAW", "CASE", "VERDICT", "SEEN"),
+        *((v.law, v.case, v.outcome.value, _printable(v.seen)) for v in verdicts),
+    ]
+    widths = [max(len(row[k]) for row in rows) for k in range(3)]
+    lines += ["", *("  ".join((*map(str.ljust, row, widths), row[3])).rstrip() for row in rows)]
+    for failure in broken(verdicts):
+        lines += ["", f"FAILED {failure.law}, {failure.case}: {_printable(failure.seen)}"]
+        lines.append(f"to do: {_printable(failure.do)}")
+    counts = Counter(v.outcome for v in verdicts)
+    totals = ", ".join(f"{counts[each]} {each.value}" for each in CheckOutcome if counts[each])
+    return "\n".join([*lines, "", totals])
+
+
+def as_json(subject: Mapping[str, str], verdicts: Sequence[Verdict]) -> str:
+    """Return an object with ``sound``, ``subject`` and ``verdicts``, a list of objects."""
+    rows = [
+        {"law": v.law, "case": v.case, "verdict": v.outcome.value, "seen": v.seen, "do": v.do}
+        for v in verdicts
+    ]
+    data = {"sound": not broken(verdicts), "subject": dict(subject), "verdicts": rows}
+    return json.dumps(data, indent=2)
+
+
+def _printable(text: str) -> str:
+    """Return the text on one line without control characters, which some models write."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -1,8 +1,8 @@
 """Verify that engines serve the run's weights.
 
-Run as ``python -m any_agent.doctor.verify_weights --config FILE URL ...``.
-A process of its own, because it computes a forward pass of them: the launcher has no torch. It
-prints a line of JSON for each engine, whose outcome is passed, failed or unchecked.
+``python -m any_agent.doctor.verify_weights --config FILE URL ...`` prints a line of JSON for each
+engine, whose outcome is passed, failed or unchecked. It is a process of its own, because it
+computes a forward pass, and the launcher does not import torch.
 """
 
 from __future__ import annotations
@@ -16,14 +16,19 @@ from pathlib import Path
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
-from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass
+from any_agent.doctor.logprobs import (
+    LAW,
+    OTHER_WEIGHTS,
+    Forward,
+    against_forward_pass,
+    find_weights,
+)
 from any_agent.doctor.verdict import Verdict
-from any_agent.doctor.weights import Forward, find_weights
 from any_agent.engine.sglang.probe import probe_engine, reported_version
 from any_agent.errors import AnyAgentError
 
 PROMPT = [3 + (31 * k) % 89 for k in range(48)]
-"""Ids that every vocabulary has."""
+"""A prompt of ids that every vocabulary has."""
 CASE = "the run's weights"
 
 
@@ -38,30 +43,31 @@ def main() -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return 2
     for url, verdict in zip(args.urls, asyncio.run(verify_weights(config, args.urls)), strict=True):
-        told = {"url": url, "outcome": verdict.outcome.value, "seen": verdict.seen}
-        print(json.dumps(told), flush=True)
+        row = {"url": url, "outcome": verdict.outcome.value, "seen": verdict.seen}
+        print(json.dumps(row), flush=True)
     return 0
 
 
 async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
-    """Each engine's log-probabilities against a forward pass of its version's weights, which are
-    the run's or, for version 0, the model's."""
+    """Compare each engine with a forward pass of its version's weights.
+
+    These are the run's or, for version 0, the model's.
+    """
     loaded: dict[Path, Forward] = {}
-    return [await _guarded(config, url, loaded) for url in urls]
+    verdicts = []
+    for url in urls:
+        try:
+            verdicts.append(await _verify(config, url, loaded))
+        except AnyAgentError as error:
+            verdicts.append(LAW.unchecked(CASE, error.message))
+    return verdicts
 
 
-async def _guarded(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    try:
-        return await _held(config, url, loaded)
-    except AnyAgentError as error:
-        return LAW.unchecked(CASE, error.message)
-
-
-async def _held(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    async with probe_engine(url, lambda _: "") as asker:
-        version = reported_version(await asker.model_info())
+async def _verify(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
+    async with probe_engine(url, lambda _: "") as engine:
+        version = reported_version(await engine.model_info())
         if version is None:
-            return LAW.failed(CASE, "it does not say which weights it has", OTHER_WEIGHTS)
+            return LAW.failed(CASE, "the engine does not report its version", OTHER_WEIGHTS)
         found = find_weights(config.model.path, run_dir_of(config), version, None)
         if found.folder is None:
             return LAW.unchecked(CASE, found.why)
@@ -69,9 +75,9 @@ async def _held(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdic
             try:
                 loaded[found.folder] = await asyncio.to_thread(Forward, found.folder)
             except Exception as error:
-                said = f"{found.folder} cannot be loaded: {type(error).__name__}"
-                return LAW.unchecked(CASE, said)
-        return await against_forward_pass(asker, loaded[found.folder], CASE, PROMPT)
+                seen = f"{found.folder} cannot be loaded: {type(error).__name__}"
+                return LAW.unchecked(CASE, seen)
+        return await against_forward_pass(engine, loaded[found.folder], CASE, PROMPT)
 
 
 if __name__ == "__main__":

@@ -28,7 +28,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
         ([str(tmp_path), "--engine", "http://localhost:port"], "is no URL"),
         ([str(tmp_path), "--url", "http://[::1"], "is no URL"),
         ([str(tmp_path), "model.rendererr=x"], "did you mean model.renderer"),
-        ([f"root={tmp_path}"], "nothing to examine"),
+        ([f"root={tmp_path}"], "nothing to check"),
     ):
         assert main(["doctor", *arguments]) == 2
         assert said in capsys.readouterr().err

@@ -7,7 +7,7 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.stops import stops
+from any_agent.doctor.engine import stops
 from any_agent.doctor.verdict import CheckOutcome
 from any_agent.engine.sglang.probe import EngineReply
 

@@ -63,4 +63,4 @@ def test_a_service_that_does_not_train_refuses_others(
         require_weights(config, path, said.append)
     path.write_text("no: settings")
     require_weights(config, path, said.append)
-    assert any("was not found out: " in line for line in said)
+    assert any("could not be compared with the run's: " in line for line in said)
