@@ -152,16 +152,16 @@ def test_named_files_exist(name: str) -> None:
         file = ROOT / path
         if not file.exists() or (function and function not in defined_in(file)):
             missing.append(f"{path}:{function}")
-    assert not missing
+    # Those are AReaL's own examples.
+    assert not {*missing} - {"examples/agent_workflow:", "examples/openclaw:"}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_named_modules_exist(name: str) -> None:
     """Dotted names in prose, in code and in commands."""
     text = (ROOT / name).read_text()
-    named = set(
-        re.findall(r"(?<![\w./-])((?:any_agent|proxy_ext|router)(?:\.\w+)+)(?![\w/-])", text)
-    )
+    dotted = r"(?<![\w./-])((?:any_agent|proxy_ext|router)(?:\.\w+)+)(?![\w/-])"
+    named = {each for each in re.findall(dotted, text) if not each.endswith(".jsonl")}
     named |= set(re.findall(r"python -m ([\w.]+)", text)) - STANDARD_LIBRARY
     for module, names in re.findall(r"^from (\S+) import (?!\()(.+)$", text, re.M):
         if module.split(".")[0] in PACKAGES:
