@@ -1,12 +1,11 @@
 """The only file that imports LiteLLM's internals (exactly 1.106.2, see the constraints).
 
 Its app keeps its own start-up and lifespan; it runs behind our routes, not around them: nine
-middlewares of its own (gzip, any-origin CORS, admission) would otherwise sit on every stream.
+middlewares of its own (gzip, any-origin CORS, admission) would otherwise handle every stream.
 
-Calls of frozen models go through its library, which is what its app puts its own pipeline around:
-that one, and its router, would retry, take other models, and add their own words to errors. What
-the library gets wrong is seen to here: it asks providers twice, lets calls run whose client left,
-and makes a whole answer of one that broke off.
+Calls of frozen models use its library, not its app's pipeline or its router: these would retry,
+choose other models, and add text to errors. This module corrects three faults of the library: it
+calls providers twice, lets calls go on whose client left, and completes an answer that broke off.
 """
 
 from __future__ import annotations
@@ -34,20 +33,19 @@ from any_agent.errors import (
     ProviderUnavailable,
 )
 from any_agent.runtime.logs import Redactor
-from proxy_ext.frozen.provider import Event, FrozenApi
-from proxy_ext.frozen.streams import close, sse, with_reasons
+from proxy_ext.frozen.provider import Event
+from proxy_ext.frozen.streams import as_json, close, lacks_finish_reason, stream_events
 
 log = logging.getLogger(__name__)
 
 _MAX_MESSAGE = 500
 """Characters of a provider's message that a client sees."""
-_MAX_WAIT = 60.0
-_INPUT = (
-    *("input_cost_per_token", "cache_read_input_token_cost"),
-    "cache_creation_input_token_cost",
-)
+_MAX_RETRY_AFTER = 60.0
+_INPUT_COST, _OUTPUT_COST = "input_cost_per_token", "output_cost_per_token"
+_INPUT_COSTS = (_INPUT_COST, "cache_read_input_token_cost", "cache_creation_input_token_cost")
 _OURS = "any-agent"
-_LATE = (
+"""The source of models that this module has registered at LiteLLM."""
+_MODULES = (
     "anyio._backends._asyncio",
     "litellm.llms.anthropic.pass_through.messages.streaming_iterator",
     "litellm.responses.mcp.litellm_proxy_mcp_handler",
@@ -58,8 +56,15 @@ _HINT = re.compile(r"\. Handle with `litellm\.[A-Za-z]+`\.$")
 
 def load_app() -> Any:
     """Import LiteLLM's proxy app, set to need no network and no database."""
-    _load()
-    # It wants a master key; nobody is ever told this one.
+    # Read at import: prices from the package, not from the network.
+    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
+    os.environ.setdefault("LITELLM_LOG", "ERROR")
+    # LiteLLM would fetch, from this host, what a client names; see _fetch_nothing.
+    os.environ["MAX_IMAGE_URL_DOWNLOAD_SIZE_MB"] = "0"
+    import litellm  # noqa: F401
+
+    _quieten()
+    # LiteLLM requires a master key; this one is shown to no caller.
     os.environ["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(24)}"
     for name in ("DATABASE_URL", "CONFIG_FILE_PATH", "WORKER_CONFIG"):
         os.environ.pop(name, None)
@@ -70,27 +75,19 @@ def load_app() -> Any:
     return proxy_server.app
 
 
-def _load() -> None:
-    # Read at import: prices from the package, not from the network.
-    os.environ["LITELLM_LOCAL_MODEL_COST_MAP"] = "True"
-    os.environ.setdefault("LITELLM_LOG", "ERROR")
-    # It would fetch what a client names, from this host; see _fetch_nothing.
-    os.environ["MAX_IMAGE_URL_DOWNLOAD_SIZE_MB"] = "0"
-    import litellm  # noqa: F401
-
-    _quieten()
-
-
 def _quieten() -> None:
     for name in ("LiteLLM", "LiteLLM Proxy", "LiteLLM Router"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
-        # Its own would write past ours, which cuts keys out.
+        # LiteLLM's own handlers would bypass ours, which cut keys out.
         logger.handlers.clear()
 
 
 def load_provider(model_list: ModelList) -> LiteLLMProvider | None:
-    """What reaches the frozen models, if there are any; ConfigError for one that cannot be used."""
+    """Return the provider of the frozen models, if there are any.
+
+    ConfigError for a model that cannot be used.
+    """
     if not model_list:
         return None
     entries = resolved(model_list, os.environ)
@@ -98,7 +95,7 @@ def load_provider(model_list: ModelList) -> LiteLLMProvider | None:
 
 
 def lifespan(app: Any) -> AbstractAsyncContextManager[Any]:
-    """LiteLLM's own start-up and shutdown."""
+    """Return LiteLLM's own start-up and shutdown."""
     context: AbstractAsyncContextManager[Any] = app.router.lifespan_context(app)
     return context
 
@@ -112,11 +109,11 @@ class LiteLLMDeployment:
 
     name: str
     model: str
-    """As LiteLLM has it, with the provider's name before it."""
+    """The model's name at LiteLLM, with the provider's name before it."""
     provider: str
     params: dict[str, Any] = field(repr=False)
     price: str | None
-    """Under which name LiteLLM knows the price; None: it does not."""
+    """The name under which LiteLLM knows the price; None if it does not."""
     keeps_responses: bool
     redact: Redactor = field(repr=False)
 
@@ -124,46 +121,40 @@ class LiteLLMDeployment:
     def priced(self) -> bool:
         return self.price is not None
 
-    async def whole(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
-    ) -> dict[str, Any]:
-        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+    async def complete(self, api: str, params: Mapping[str, Any], within: float) -> dict[str, Any]:
         try:
-            return _plain(await self._ask(api, params, within))
+            return as_json(await self._call(api, params, within))
         except Exception as error:
             raise self._error(error) from None
 
     async def stream(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
+        self, api: str, params: Mapping[str, Any], within: float
     ) -> AsyncGenerator[Event]:
-        """See :class:`proxy_ext.frozen.provider.Deployment`."""
         more: dict[str, Any] = {"stream": True}
         if api in ("chat", "completions"):
             more["stream_options"] = {**params.get("stream_options", {}), "include_usage": True}
         source: Any = None
         begun = False
         try:
-            source = await self._ask(api, {**params, **more}, within)
-            events = sse(source) if api == "messages" else _events(source)
-            async for event in events:
+            source = await self._call(api, {**params, **more}, within)
+            async for event in stream_events(source):
                 if event.get("type") == "error":
                     raise self._broken_off(event)
                 begun = True
                 yield event
-            if any(stream.received_finish_reason is None for stream in with_reasons(source)):
-                # It has made up an end.
+            if lacks_finish_reason(source):
+                # LiteLLM has made up an end.
                 raise self._broken_off({})
         except Exception as error:
             known = self._error(error)
             if begun and known is not error and not isinstance(known, ProviderTimeout):
-                # In whichever words of whichever library: they are in the log.
+                # The error's own text, of any library, is in the log.
                 known = self._broken_off({})
             raise known from None
         finally:
             await close(source)
 
-    def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
-        """See :class:`proxy_ext.frozen.provider.Deployment`."""
+    def cost(self, api: str, usage: Mapping[str, Any]) -> float | None:
         if self.price is None:
             return None
         from litellm.cost_calculator import cost_per_token
@@ -176,56 +167,54 @@ class LiteLLMDeployment:
                 call_type="embedding" if api == "embeddings" else "completion",
             )
         except Exception:
-            log.exception("LiteLLM cannot say what a call of %s costs", self.name)
+            log.exception("LiteLLM cannot compute the cost of a call of %s", self.name)
             return None
         return float(prompt + output)
 
     def count(self, text: str) -> int:
-        """See :class:`proxy_ext.frozen.provider.Deployment`."""
         import litellm
 
         return int(litellm.token_counter(model=self.model, text=text))
 
-    async def _ask(self, api: FrozenApi, params: Mapping[str, Any], within: float) -> Any:
+    async def _call(self, api: str, params: Mapping[str, Any], within: float) -> Any:
         import litellm
 
-        ask = {
+        call = {
             "chat": litellm.acompletion,
             "completions": litellm.atext_completion,
             "responses": litellm.aresponses,
             "messages": litellm.anthropic_messages,
             "embeddings": litellm.aembedding,
         }[api]
-        # The operator's last: nothing of a client's takes its place.
+        # The operator's parameters come last, so that none of a client's replaces them.
         own = {"timeout": within, **self.params, "num_retries": 0, "max_retries": 0}
-        return await ask(**{**params, **own})
+        return await call(**{**params, **own})
 
     def _broken_off(self, event: Event) -> ProviderUnavailable:
-        """What an event says of an answer that has no end."""
+        """Return the error of an answer without an end, with the message of its error event."""
         error = event.get("error")
-        said = error.get("message") if isinstance(error, dict) else event.get("message")
-        why = f": {self.redact.text(said)[:_MAX_MESSAGE]}" if isinstance(said, str) else ""
+        text = error.get("message") if isinstance(error, dict) else event.get("message")
+        why = f": {self.redact.text(text)[:_MAX_MESSAGE]}" if isinstance(text, str) else ""
         return ProviderUnavailable(f"the provider of {self.name} broke off its answer{why}")
 
     def _error(self, error: Exception) -> AnyAgentError:
-        """What a client is told. What the provider says is shown where it is about the request."""
+        """Return the client's error, with the provider's message where that is of the request."""
         if isinstance(error, AnyAgentError):
             return error
         import litellm
 
         status = getattr(error, "status_code", None)
-        kind, said = type(error).__name__, self.redact.text(_message_of(error))
-        log.info("the provider of %s: %s %s: %s", self.name, status, kind, said[:_MAX_MESSAGE])
+        text = self.redact.text(_message_of(error))[:_MAX_MESSAGE]
         who = f"the provider of {self.name}"
+        log.info("%s failed with %s %s: %s", who, status, type(error).__name__, text)
         if isinstance(error, litellm.ContextWindowExceededError):
-            return ContextLengthExceeded(f"{who}: {said[:_MAX_MESSAGE]}", param="messages")
+            return ContextLengthExceeded(f"{who}: {text}", param="messages")
         if isinstance(error, litellm.Timeout):
-            return ProviderTimeout(f"{who} took too long")
+            return ProviderTimeout(f"{who} did not answer in time")
         if status == 429:
-            wait = _retry_after(error)
-            return ProviderBusy(f"{who} is busy: {said[:_MAX_MESSAGE]}", retry_after=wait)
+            return ProviderBusy(f"{who} is busy: {text}", retry_after=_retry_after(error))
         if status in (400, 413, 422):
-            return ProviderRefused(f"{who}: {said[:_MAX_MESSAGE]}")
+            return ProviderRefused(f"{who}: {text}")
         if status in (401, 403, 404, 405):
             return ProviderError(
                 f"{who} refuses this service ({status}): its operator must look at "
@@ -234,14 +223,14 @@ class LiteLLMDeployment:
         if isinstance(status, int):
             return ProviderUnavailable(f"{who} cannot be reached, or fails ({status}); try again")
         log.warning("a call of %s failed in LiteLLM", self.name, exc_info=error)
-        return ProviderError(f"{who} could not be asked this")
+        return ProviderError(f"LiteLLM cannot make this call of {self.name}; see the service's log")
 
 
 class LiteLLMProvider:
     """Every deployment of a model list, its references resolved."""
 
     def __init__(self, model_list: Iterable[Mapping[str, Any]], secret: Iterable[str]) -> None:
-        """ConfigError for an entry that LiteLLM does not know what to do with."""
+        """Raise ConfigError for an entry that LiteLLM cannot use."""
         _set_up()
         redact = Redactor(secret)
         self.deployments: dict[str, list[tuple[float, LiteLLMDeployment]]] = {}
@@ -251,7 +240,7 @@ class LiteLLMProvider:
             self.deployments.setdefault(deployment.name, []).append((weight, deployment))
 
     async def close(self) -> None:
-        """End its connections."""
+        """Close the connections to providers."""
         from litellm.llms.custom_httpx.async_client_cleanup import close_litellm_async_clients
 
         with suppress(Exception):
@@ -259,40 +248,36 @@ class LiteLLMProvider:
 
 
 def _set_up() -> None:
-    # Messages of another provider's model take a module of the app's: at the first call it would
-    # stop every stream for five seconds.
+    # A call in Anthropic's form to another provider imports a module of the app: at the first call
+    # that would stop every stream for five seconds.
     load_app()
     import litellm
+    import openai
 
-    # Of embeddings it takes 0 retries for none said.
+    # For embeddings LiteLLM takes 0 retries as none given.
     litellm.DEFAULT_MAX_RETRIES = 0
     litellm.num_retries = None
     # Servers that speak OpenAI's API need not have its Responses.
     litellm.use_chat_completions_url_for_anthropic_messages = True
     litellm.suppress_debug_info = True
     litellm.telemetry = False
-    # It would fetch tokenizers of some models when it counts: all are counted with its own.
+    # LiteLLM would fetch some models' tokenizers to count tokens: its own counts for all.
     litellm.disable_hf_tokenizer_download = True
-    _import_early()
-    _fetch_nothing()
-
-
-def _import_early() -> None:
-    """What it would import at the first call, which would stop every stream for two seconds."""
-    import litellm
-    import openai
-
-    for name in _LATE:
+    # LiteLLM would import these at the first call, and stop every stream for two seconds.
+    for name in _MODULES:
         importlib.import_module(name)
     client = openai.AsyncOpenAI(api_key="none")
     for name in ("chat", "completions", "embeddings", "responses"):
         getattr(client, name)
     litellm.token_counter(model="openai/gpt-4o", text="one")
+    _fetch_nothing()
 
 
 def _fetch_nothing() -> None:
-    """It would fetch images and files that a client names, from this host, and wait for them: some
-    only to count their tokens, some in spite of MAX_IMAGE_URL_DOWNLOAD_SIZE_MB."""
+    """Stop LiteLLM from fetching images and files that a client names, and from waiting for them.
+
+    It would fetch some only to count their tokens, some despite MAX_IMAGE_URL_DOWNLOAD_SIZE_MB.
+    """
     import litellm
     from litellm.litellm_core_utils import token_counter, url_utils
     from litellm.litellm_core_utils.prompt_templates import factory, image_handling
@@ -308,9 +293,10 @@ def _fetch_nothing() -> None:
     file_handler._download_image_sync = _refuse
     file_handler._download_image_async = _refuse_later
     transformation._get_gcs_object_content_type = _refuse
-    token_counter.get_image_dimensions = _dimensions
-    # A file would bring a tool that the provider runs.
-    AnthropicConfig.add_code_execution_tool = _only_these
+    # The sizes of images change no price.
+    token_counter.get_image_dimensions = lambda data: (300, 300)
+    # A file would add a tool that the provider runs.
+    AnthropicConfig.add_code_execution_tool = lambda self, messages, tools: tools
 
 
 def _refuse(*_: Any, **__: Any) -> Any:
@@ -325,15 +311,6 @@ async def _refuse_later(*_: Any, **__: Any) -> Any:
     _refuse()
 
 
-def _dimensions(data: str) -> tuple[int, int]:
-    """Of an image: nothing that is charged goes by them."""
-    return 300, 300
-
-
-def _only_these(_: Any, messages: Any, tools: Any) -> Any:
-    return tools
-
-
 def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> LiteLLMDeployment:
     import litellm
     from litellm.utils import ProviderConfigManager
@@ -341,7 +318,7 @@ def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> Lite
     name, params = entry["model_name"], dict(entry["litellm_params"])
     params.pop("weight", None)
     if (params.get("api_base") or params.get("base_url")) and not params.get("api_key"):
-        # Else it would take the key of another provider from the environment.
+        # Otherwise LiteLLM would take another provider's key from the environment.
         params["api_key"] = "none"
     try:
         model, provider, _, _ = litellm.get_llm_provider(
@@ -367,72 +344,43 @@ def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> Lite
 
 
 def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> str | None:
-    """Have LiteLLM know what the model costs, by its own table and the operator's words."""
+    """Return the name of a price at LiteLLM, from its own table or the operator's configuration."""
     import litellm
 
     own = {**entry["model_info"], **entry["litellm_params"]}
-    said = {key: own[key] for key in own if "cost" in key and own[key] is not None}
+    given = {key: own[key] for key in own if "cost" in key and own[key] is not None}
     try:
         known = dict(litellm.get_model_info(model, custom_llm_provider=provider))
     except Exception:
         known = {}
     if not known or litellm.model_cost.get(str(known["key"]), {}).get("source") == _OURS:
         known = {}
-        _make_known(f"{provider}/{model}", provider, str(own.get("mode") or "chat"))
-    if not said:
-        priced = known.get("input_cost_per_token") is not None and known.get("key")
-        free = not known.get("input_cost_per_token") and not known.get("output_cost_per_token")
-        return str(model) if priced and not free else None
+        # Of an unknown model LiteLLM makes a stream from a whole answer, and logs at every call
+        # that it has no price. Costs are computed with another entry, below.
+        free = dict.fromkeys((*_INPUT_COSTS, _OUTPUT_COST), 0.0)
+        kind = {"mode": str(own.get("mode") or "chat"), "supports_native_streaming": True}
+        about = {"litellm_provider": provider, "source": _OURS, **kind}
+        litellm.register_model({f"{provider}/{model}": {**free, **about}})
+    if not given:
+        priced = known.get(_INPUT_COST) is not None and known.get("key")
+        free_of_charge = not known.get(_INPUT_COST) and not known.get(_OUTPUT_COST)
+        return str(model) if priced and not free_of_charge else None
     if known.get("mode") != "embedding" and own.get("mode") != "embedding":
-        if {"input_cost_per_token", "output_cost_per_token"} - said.keys() and not known:
+        if {_INPUT_COST, _OUTPUT_COST} - given.keys() and not known:
             return None
-    elif "input_cost_per_token" not in said:
+    elif _INPUT_COST not in given:
         return None
     key = f"any-agent-frozen-{number}"
     base = {k: v for k, v in known.items() if "cost" in k and v is not None}
-    if "input_cost_per_token" in said:
-        # Else what a provider has in its cache would be free, and pass every cap.
-        base |= dict.fromkeys(_INPUT, said["input_cost_per_token"])
+    if _INPUT_COST in given:
+        # Otherwise cached tokens would be free, and no cap would count them.
+        base |= dict.fromkeys(_INPUT_COSTS, given[_INPUT_COST])
     mode = own.get("mode") or known.get("mode") or "chat"
-    litellm.register_model({key: {**base, **said, "litellm_provider": provider, "mode": mode}})
+    litellm.register_model({key: {**base, **given, "litellm_provider": provider, "mode": mode}})
     return key
 
 
-def _make_known(key: str, provider: str, mode: str) -> None:
-    """Of a model that LiteLLM has not heard of it asks for a whole answer, and makes a stream of
-    that, and it complains of its price at every call. What we reckon with stands elsewhere."""
-    import litellm
-
-    free = dict.fromkeys((*_INPUT, "output_cost_per_token"), 0.0)
-    said = {"litellm_provider": provider, "mode": mode, "source": _OURS}
-    litellm.register_model({key: {**free, **said, "supports_native_streaming": True}})
-
-
-def _plain(answer: Any) -> dict[str, Any]:
-    """An answer, or an event, as JSON has it."""
-    if isinstance(answer, dict):
-        plain = answer
-    else:
-        plain = answer.model_dump(mode="json", exclude_unset=True, warnings=False)
-        if "choices" in plain:
-            plain = _without_nulls(plain)
-    plain.pop("_hidden_params", None)
-    return plain
-
-
-def _without_nulls(value: Any) -> Any:
-    """As its own app answers; of its own fields most have no value."""
-    if isinstance(value, dict):
-        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
-    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
-
-
-async def _events(source: Any) -> AsyncGenerator[Event]:
-    async for event in source:
-        yield _plain(event)
-
-
-def _usage(api: FrozenApi, usage: dict[str, Any]) -> Any:
+def _usage(api: str, usage: dict[str, Any]) -> Any:
     from litellm.types.utils import Usage
 
     if api == "responses":
@@ -447,7 +395,7 @@ def _usage(api: FrozenApi, usage: dict[str, Any]) -> Any:
 
 
 def _message_of(error: Exception) -> str:
-    """What the provider said, without what LiteLLM put around it."""
+    """Return the provider's message without LiteLLM's text around it."""
     body = getattr(error, "body", None)
     if isinstance(body, dict) and isinstance(body.get("message"), str):
         return str(body["message"])
@@ -460,5 +408,5 @@ def _message_of(error: Exception) -> str:
 
 def _retry_after(error: Exception) -> float | None:
     headers = getattr(error, "litellm_response_headers", None) or {}
-    said = str(headers.get("retry-after", ""))
-    return min(float(said), _MAX_WAIT) if said.isdigit() else None
+    seconds = str(headers.get("retry-after", ""))
+    return min(float(seconds), _MAX_RETRY_AFTER) if seconds.isdigit() else None

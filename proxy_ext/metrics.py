@@ -12,8 +12,8 @@ from any_agent.runtime.metrics import LOOP_LAG, Exposition, Metric, Value, Value
 from any_agent.types import Continuation, SessionMode, SessionState
 from proxy_ext.admission.implicit_session import JoinKind
 from proxy_ext.calls.stats import FIRST, NO_SESSION, CallOutcome, RetryOutcome
+from proxy_ext.frozen.call import OUTCOMES
 from proxy_ext.frozen.spend_caps import CAPS
-from proxy_ext.frozen.stats import OUTCOMES
 from proxy_ext.service import RankService
 from proxy_ext.sessions.expiry import LateOutcome
 from proxy_ext.web.quotas import QUOTAS

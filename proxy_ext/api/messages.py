@@ -26,7 +26,7 @@ async def count(service: RankService, request: Request) -> Response:
         if session is not None:
             session.require_open()
         body = await read_json(request)
-        if service.frozen.knows(body):
+        if service.frozen.is_named_by(body):
             raise InvalidRequest(
                 "only the policy's tokens are counted here: a frozen model's provider counts its "
                 "own, and reports them in its answers' usage",

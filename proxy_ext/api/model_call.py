@@ -44,7 +44,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     try:
         await call.authorize()
         call.body = await read_json(request)
-        frozen = service.frozen.knows(call.body)
+        frozen = service.frozen.is_named_by(call.body)
         if frozen:
             # A frozen model's call uses nothing of the engine.
             call.slot.release()
@@ -52,7 +52,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
                 request, api, call.body, call.session, call.tenant
             )
         else:
-            service.frozen.policy.take(call.body)
+            service.frozen.policy.count_call(call.body)
             parsed, listener = await call.start()
     except BaseException:
         call.slot.release()

@@ -1,7 +1,7 @@
 """One call of a frozen model: it runs in a task of its own, and is recorded before its end is sent.
 
-What ended otherwise, after something came of it or was paid for, is recorded as aborted, with what
-it cost as far as the texts tell: nobody evades a cap by leaving.
+A call that fails or is aborted, but got output or may be charged for, is recorded as aborted with
+the cost of its texts: leaving early evades no cap.
 """
 
 from __future__ import annotations
@@ -9,38 +9,57 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import dataclass
+
+from starlette.requests import Request
+from starlette.responses import Response
 
 from any_agent.errors import AnyAgentError, ProviderError, ProviderTimeout, SessionClosed
-from proxy_ext.frozen.bounded_pipe import BoundedPipe
+from any_agent.record import frozen_id
+from any_agent.runtime.metrics import Histogram
 from proxy_ext.frozen.provider import Deployment
 from proxy_ext.frozen.provider_requests import FrozenRequest
-from proxy_ext.frozen.provider_responses import ProviderResponse, json_bytes
+from proxy_ext.frozen.provider_responses import RESPONSES, json_bytes
 from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.web.exchange import ClientConnection, EventStream
 
 log = logging.getLogger(__name__)
 
-_AHEAD = 256
-"""Events that wait for a client that reads slowly; then the provider waits, too."""
+OUTCOMES = ("completed", "aborted", "failed")
+SECONDS_BOUNDS = (0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
+_MAX_AHEAD = 256
+"""Events that wait for a client that reads slowly; beyond that the provider waits, too."""
 
 
-@dataclass(frozen=True, slots=True)
-class FrozenCallEnd:
-    """The last that a client gets: the whole body, or what ends its stream."""
+class FrozenStats:
+    """Counters over the calls of frozen models since the process began, by model."""
 
-    data: bytes
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str]] = Counter()
+        """Ended calls by model and outcome."""
+        self.seconds = Histogram(SECONDS_BOUNDS)
+        """Seconds of completed calls, until they are durable."""
+        self.input_tokens: Counter[str] = Counter()
+        self.output_tokens: Counter[str] = Counter()
+        self.usd: dict[str, float] = {}
+        self.unpriced: Counter[str] = Counter()
+        """Calls without a known cost."""
+        self.turned_away = 0
+        """Calls that were refused because too many were under way."""
 
 
 class FrozenCall:
-    """See the module. ``record``, given the call and whether it is whole, makes it durable."""
+    """One call and its delivery to one client.
+
+    ``record`` makes the call durable; it gets the call, and True if the answer is complete.
+    """
 
     def __init__(
         self,
         request: FrozenRequest,
         deployment: Deployment,
-        answer: ProviderResponse,
         session: RecordedSession | None,
         tenant: str | None,
         *,
@@ -49,27 +68,31 @@ class FrozenCall:
     ) -> None:
         self.request = request
         self.deployment = deployment
-        self.answer = answer
+        self.response = RESPONSES[request.api](frozen_id(), request.include_usage)
         self.session = session
         self.tenant = tenant
         self.created_at = time.time()
         self.task: asyncio.Task[None] | None = None
         self.failure: AnyAgentError | None = None
-        self.pipe: BoundedPipe[bytes | FrozenCallEnd | AnyAgentError] = BoundedPipe(_AHEAD)
         self._timeout = timeout
         self._record = record
         self._recording = False
         self._aborted: str | None = None
-        self._told = False
-        self._paid = False
-        """Whether the provider may charge for it although it did not answer."""
+        self._may_be_charged = False
+        """True if the provider may charge for the call although it did not answer."""
+        self._items: asyncio.Queue[bytes | AnyAgentError] = asyncio.Queue()
+        """The client's events, last the end of the answer or the call's failure."""
+        self._room = asyncio.Semaphore(_MAX_AHEAD)
+        self._ended = False
+        """True once the last item is there."""
 
-    def start(self) -> None:
+    def start(self) -> asyncio.Task[None]:
         self.task = asyncio.create_task(self._run())
-        self.task.add_done_callback(self._over)
+        self.task.add_done_callback(self._on_done)
+        return self.task
 
     def abort(self, reason: str) -> None:
-        """End it, here and at the provider; without effect once it is being recorded."""
+        """Cancel the call, here and at the provider; without effect once it is being recorded."""
         if self.task is None or self.task.done() or self._recording or self._aborted is not None:
             return
         self._aborted = reason
@@ -77,88 +100,125 @@ class FrozenCall:
 
     @property
     def outcome(self) -> str:
-        """How it ended, for a metric."""
+        """The outcome, as a label of a metric."""
         if self.failure is None:
             return "completed"
         return "aborted" if self._aborted is not None else "failed"
 
-    async def next(self) -> bytes | FrozenCallEnd:
-        """What the client gets next; raises what it failed with."""
-        item = await self.pipe.get()
+    async def respond(self, request: Request, *, send_timeout: float) -> Response:
+        """Return the answer, whole or as events; raise the failure of a call without output."""
+        headers = {}
+        if self.session is not None:
+            headers["x-any-agent-interaction"] = self.response.id
+            headers["x-any-agent-session"] = self.session.id
+        # What fails before the first event is an HTTP error, so the first event comes first.
+        try:
+            async with ClientConnection(request, on_leave=self._on_client_left):
+                first = await self._next()
+        except BaseException:
+            self._on_client_left()
+            raise
+        if not self.request.stream:
+            return Response(first, headers=headers, media_type="application/json")
+
+        async def finish() -> None:
+            self._on_client_left()
+
+        events = self._events(request, first)
+        return EventStream(events, headers, finish=finish, send_timeout=send_timeout)
+
+    async def _events(self, request: Request, event: bytes) -> AsyncGenerator[bytes]:
+        async with ClientConnection(request, on_leave=self._on_client_left):
+            yield event
+            while not (self._ended and self._items.empty()):
+                try:
+                    event = await self._next()
+                except AnyAgentError as error:
+                    # The status is sent already.
+                    event = self.response.failed(error)
+                yield event
+
+    async def _next(self) -> bytes:
+        """Return the client's next event; raise the call's failure."""
+        item = await self._items.get()
+        self._room.release()
         if isinstance(item, AnyAgentError):
             raise item
         return item
 
-    # ------------------------------------------------------------------------------------------
+    def _on_client_left(self) -> None:
+        self.abort("the client left")
 
-    def _over(self, _: asyncio.Task[None]) -> None:
-        """One that was cancelled before it began, or while it was recorded, has said nothing."""
-        if not self._told:
+    def _on_done(self, _: asyncio.Task[None]) -> None:
+        """End a call whose task was cancelled before it began, or while it was recorded."""
+        if not self._ended:
             self.failure = self.failure or SessionClosed(self._aborted or "the service is stopping")
-            self._tell(self.failure)
+            self._end(self.failure)
 
-    def _tell(self, last: FrozenCallEnd | AnyAgentError) -> None:
-        self._told = True
-        self.pipe.end(last)
+    def _end(self, last: bytes | AnyAgentError) -> None:
+        self._ended = True
+        self._items.put_nowait(last)
 
     async def _run(self) -> None:
         last = b""
         try:
             async with asyncio.timeout(self._timeout):
-                last = await self._ask()
+                last = await self._call_provider()
         except TimeoutError:
-            self._paid = True
+            self._may_be_charged = True
             self.failure = ProviderTimeout(
                 f"model {self.request.model} did not answer within {self._timeout:g} s "
                 "(frozen.timeout)"
             )
         except asyncio.CancelledError:
-            if self._aborted is None:
-                self._aborted = "the service is stopping"
-            self._paid = True
+            self._aborted = self._aborted or "the service is stopping"
+            self._may_be_charged = True
             self.failure = SessionClosed(self._aborted)
         except AnyAgentError as error:
-            self._paid = isinstance(error, ProviderTimeout)
+            self._may_be_charged = isinstance(error, ProviderTimeout)
             self.failure = error
         except Exception:
             log.exception("a call of the frozen model %s failed", self.request.model)
             self.failure = ProviderError(
-                f"the answer of model {self.request.model} could not be read; the service's log "
-                "says why"
+                f"the service could not read the answer of model {self.request.model}; see its log"
             )
         self._recording = True
-        if self.failure is None or self.answer.begun or self._paid:
-            await self._keep()
-        self._tell(self.failure or FrozenCallEnd(last))
+        if self.failure is None or self.response.begun or self._may_be_charged:
+            await self._make_durable()
+        self._end(self.failure or last)
 
-    async def _ask(self) -> bytes:
-        """The last that the client gets, when all is there."""
-        request, answer = self.request, self.answer
+    async def _call_provider(self) -> bytes:
+        """Queue the answer's events; return its end, or the whole body, once all is there."""
+        request, response = self.request, self.response
         if not request.stream:
-            body = await self.deployment.whole(request.api, request.params, within=self._timeout)
-            return json_bytes(answer.whole(body))
-        held: list[bytes] = []
-        events = self.deployment.stream(request.api, request.params, within=self._timeout)
+            body = await self.deployment.complete(request.api, request.params, self._timeout)
+            return json_bytes(response.whole(body))
+        end: list[bytes] = []
+        events = self.deployment.stream(request.api, request.params, self._timeout)
         async with aclosing(events):
             async for event in events:
-                data, ends = answer.event(event)
+                data, ends = response.event(event)
                 if ends:
-                    # Not before it is recorded.
-                    held.append(data)
+                    # Not sent before the call is recorded.
+                    end.append(data)
                 elif data:
-                    await self.pipe.put(data)
-        if not held:
+                    await self._room.acquire()
+                    self._items.put_nowait(data)
+        if not end:
             raise ProviderError(f"the answer of model {request.model} broke off")
-        return b"".join([*held, answer.done])
+        return b"".join([*end, response.done])
 
-    async def _keep(self) -> None:
+    async def _make_durable(self) -> None:
         try:
             await self._record(self, self.failure is None)
         except AnyAgentError as error:
             if self.failure is None:
                 self.failure = error
             else:
-                log.warning("a broken call of %s is not recorded: %s", self.request.model, error)
+                log.warning(
+                    "could not record a failed call of the frozen model %s: %s",
+                    *(self.request.model, error),
+                )
         except Exception:
-            log.exception("a call of the frozen model %s could not be recorded", self.request.model)
-            self.failure = self.failure or AnyAgentError("the service failed; its log says why")
+            log.exception("could not record a call of the frozen model %s", self.request.model)
+            self.failure = self.failure or AnyAgentError("the call was not recorded; see the log")

@@ -1,4 +1,4 @@
-"""The frozen models of one rank: which there are, and calls of them."""
+"""The frozen models of one rank, their calls, and the routing between them and the policy."""
 
 from __future__ import annotations
 
@@ -7,8 +7,10 @@ import contextlib
 import hashlib
 import logging
 import random
+import re
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections import Counter
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -16,40 +18,39 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.completions.apis import Api
-from any_agent.config import Config, FrozenConfig
+from any_agent.config import Config, FrozenConfig, ModelConfig
 from any_agent.errors import (
-    AnyAgentError,
     ConfigError,
     InvalidRequest,
     NotFound,
     TooManyRequests,
     UnsupportedParameter,
 )
-from any_agent.record import FROZEN_MODEL, frozen_id, is_frozen, strip_content
+from any_agent.record import FROZEN_MODEL, is_frozen, strip_content
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.frozen.call import FrozenCall, FrozenCallEnd
-from proxy_ext.frozen.model_routing import PolicyNames
+from proxy_ext.frozen.call import FrozenCall, FrozenStats
 from proxy_ext.frozen.provider import Deployment, Provider
-from proxy_ext.frozen.provider_requests import FrozenRequest, checked
-from proxy_ext.frozen.provider_responses import ANSWERS, ids_in, text_in
+from proxy_ext.frozen.provider_requests import FrozenRequest, check_frozen_request
+from proxy_ext.frozen.provider_responses import RESPONSES, ids_in, text_in
 from proxy_ext.frozen.spend_caps import SpendCaps
-from proxy_ext.frozen.stats import FrozenStats
 from proxy_ext.journal import PutInteraction
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
-from proxy_ext.web.exchange import ClientConnection, EventStream
 from proxy_ext.web.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
-_LONG = 65_536
-"""Characters; counting the tokens of a megabyte takes a second."""
+OTHER = "other"
+_MAX_NAMES = 32
+_PLAIN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/-]{0,63}")
+_LONG_TEXT = 65_536
+"""Characters beyond which tokens are counted in a thread: those of a megabyte take a second."""
 _MAX_COUNTED = 1 << 20
-"""Characters of a text whose tokens are counted; of a longer one they are reckoned from these."""
+"""Characters whose tokens are counted; a longer text is estimated from its beginning."""
 
 
 def require_prices(config: FrozenConfig, provider: Provider) -> None:
-    """ConfigError for a cap that would not see what a model costs; without caps that is said."""
+    """Raise ConfigError for a cap over a model without a known price; without caps, log it."""
     unpriced = ", ".join(
         name
         for name, places in provider.deployments.items()
@@ -63,11 +64,40 @@ def require_prices(config: FrozenConfig, provider: Provider) -> None:
             f"{capped} cannot see what these models of frozen.model_list cost: {unpriced}; give "
             "each input_cost_per_token and output_cost_per_token in its model_info, 0 if it is free"
         )
-    log.warning("no price is known of %s: what their calls cost is not counted", unpriced)
+    log.warning("no price is known for %s: the cost of their calls is not counted", unpriced)
+
+
+class PolicyNames:
+    """The names that agents give the policy: counted, and refused where only some are allowed."""
+
+    def __init__(self, config: ModelConfig) -> None:
+        self._known = (config.name, *config.policy_names)
+        self._rejects = config.unknown_model == "reject"
+        self.calls: Counter[str] = Counter()
+        """Calls of the policy by the name that they gave it. Clients choose these names, so only
+        the first ones are counted apart."""
+
+    def count_call(self, body: Any) -> None:
+        """Count a call of the policy; NotFound (`model_not_found`) if it names something else."""
+        name = body.get("model") if isinstance(body, dict) else None
+        if name is None:
+            name = self._known[0]
+        if not isinstance(name, str):
+            # The parser refuses it.
+            return
+        if self._rejects and name not in self._known:
+            raise NotFound(
+                f"there is no model {name[:80]!a}; the policy is called {self._known[0]!a}",
+                code="model_not_found",
+                param="model",
+            )
+        known = name in self.calls or name in self._known
+        room = len(self.calls) < _MAX_NAMES and _PLAIN_NAME.fullmatch(name)
+        self.calls[name if known or room else OTHER] += 1
 
 
 class FrozenModels:
-    """See the module. Without any configured it costs nothing."""
+    """The frozen models of one rank and their calls; free of cost where none is configured."""
 
     def __init__(
         self,
@@ -80,7 +110,7 @@ class FrozenModels:
         self.spending = SpendCaps(sessions.journal, config.frozen, ranks=config.server.ranks)
         self.stats = FrozenStats()
         self._config = config.frozen
-        self._client_timeout = config.server.client_timeout
+        self._send_timeout = config.server.client_timeout
         self._store_content = config.sessions.store_content
         self._sessions = sessions
         self._quotas = quotas
@@ -89,18 +119,16 @@ class FrozenModels:
         self._running: set[FrozenCall] = set()
 
     def __len__(self) -> int:
-        """Calls under way."""
+        """Return the number of calls under way."""
         return len(self._running)
 
     @property
     def names(self) -> list[str]:
         return list(self._models)
 
-    def knows(self, body: Any) -> bool:
-        """Whether a body names a frozen model."""
-        if not self._models or not isinstance(body, dict):
-            return False
-        name = body.get("model")
+    def is_named_by(self, body: Any) -> bool:
+        """Return True if a body names a frozen model."""
+        name = body.get("model") if self._models and isinstance(body, dict) else None
         return isinstance(name, str) and name in self._models
 
     async def answer(
@@ -116,25 +144,22 @@ class FrozenModels:
         Raises InvalidRequest, UnsupportedParameter, SpendCapExceeded, TooManyRequests or
         ProviderError.
         """
-        if api.name not in ANSWERS:
+        if api.name not in RESPONSES:
             raise UnsupportedParameter(
                 f"frozen models cannot be called at {api.path}: call the policy, or use "
                 "/v1/chat/completions",
                 param="model",
             )
         deployment = self._choose(body["model"], session)
-        asked = checked(api.name, body)
-        if api.name == "embeddings" and asked.stream:
-            raise InvalidRequest("embeddings are not streamed", param="stream")
-        await self._go_on_from(asked, session, deployment)
+        checked = check_frozen_request(api.name, body)
+        if checked.previous is not None:
+            await self._continue_response(checked, checked.previous, session, deployment)
         await self.spending.require(session, tenant)
-        call = self._begin(asked, deployment, session, tenant)
-        if asked.stream:
-            return await self._stream(request, call)
-        return await self._whole(request, call)
+        call = self._start(checked, deployment, session, tenant)
+        return await call.respond(request, send_timeout=self._send_timeout)
 
     async def close(self) -> None:
-        """End every call."""
+        """Abort every call, and close the provider's connections."""
         for call in tuple(self._running):
             call.abort("the service is stopping")
         tasks = [call.task for call in self._running if call.task is not None]
@@ -143,47 +168,46 @@ class FrozenModels:
         if self._provider is not None:
             await self._provider.close()
 
-    # ------------------------------------------------------------------------------------------
-
     def _choose(self, name: str, session: RecordedSession | None) -> Deployment:
-        """One of the places where a model is served; a session stays at its own."""
-        places = self._models[name]
-        if len(places) == 1:
-            return places[0][1]
-        said = f"{name} {session.id}" if session is not None else str(time.monotonic_ns())
-        seed = int.from_bytes(hashlib.blake2b(said.encode(), digest_size=8).digest(), "big")
-        weights = [weight for weight, _ in places]
-        return random.Random(seed).choices([place for _, place in places], weights)[0]
+        """Choose one of a model's places by weight; a session stays at its own."""
+        weighted = self._models[name]
+        if len(weighted) == 1:
+            return weighted[0][1]
+        key = f"{name} {session.id}" if session is not None else str(time.monotonic_ns())
+        seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
+        weights, places = [w for w, _ in weighted], [place for _, place in weighted]
+        return random.Random(seed).choices(places, weights)[0]
 
-    async def _go_on_from(
-        self, asked: FrozenRequest, session: RecordedSession | None, deployment: Deployment
+    async def _continue_response(
+        self,
+        request: FrozenRequest,
+        previous: str,
+        session: RecordedSession | None,
+        deployment: Deployment,
     ) -> None:
-        """The provider's own name of the response that this one goes on from."""
-        if asked.previous is None:
-            return
+        """Set `previous_response_id` to the provider's own id of the response that is continued."""
         if not deployment.keeps_responses:
             raise InvalidRequest(
-                f"the provider of {asked.model} keeps no responses: send the whole conversation as "
-                "input, without previous_response_id",
+                f"the provider of {request.model} keeps no responses: send the whole conversation "
+                "as input, without previous_response_id",
                 param="previous_response_id",
             )
         stored = await self._sessions.journal.interactions(session.id) if session else []
         for each in stored:
-            if each.interaction.id == asked.previous and is_frozen(each.interaction):
-                said = each.interaction.request.get("frozen", {})
-                if said.get("model") == asked.model and said.get("provider_id"):
-                    asked.params["previous_response_id"] = said["provider_id"]
+            if each.interaction.id == previous and is_frozen(each.interaction):
+                answer = each.interaction.request.get("frozen", {})
+                if answer.get("model") == request.model and answer.get("provider_id"):
+                    request.params["previous_response_id"] = answer["provider_id"]
                     return
         raise NotFound(
-            f"Previous response with id {asked.previous[:80]!r} is not one of this model in this "
-            "session",
+            f"Previous response with id {previous[:80]!r} is not one of this model in this session",
             code="previous_response_not_found",
             param="previous_response_id",
         )
 
-    def _begin(
+    def _start(
         self,
-        asked: FrozenRequest,
+        request: FrozenRequest,
         deployment: Deployment,
         session: RecordedSession | None,
         tenant: str | None,
@@ -193,31 +217,23 @@ class FrozenModels:
         if len(self._running) >= self._config.max_calls:
             self.stats.turned_away += 1
             raise TooManyRequests(
-                f"{len(self._running)} calls of frozen models are under way here, as many as may "
-                "be (frozen.max_calls); try again",
+                f"{len(self._running)} calls of frozen models are under way on this rank, as many "
+                "as frozen.max_calls allows; try again",
                 code="too_many_calls",
                 retry_after=1,
             )
-        answer = ANSWERS[asked.api](frozen_id(), include_usage=asked.include_usage)
+        timeout = self._config.timeout
         call = FrozenCall(
-            asked,
-            deployment,
-            answer,
-            session,
-            tenant,
-            timeout=self._config.timeout,
-            record=self._record,
+            request, deployment, session, tenant, timeout=timeout, record=self._record
         )
         self._running.add(call)
         if session is not None:
             session.frozen_calls.add(call)
             session.touch()
-        call.start()
-        assert call.task is not None
-        call.task.add_done_callback(lambda _: self._ended(call))
+        call.start().add_done_callback(lambda _: self._on_done(call))
         return call
 
-    def _ended(self, call: FrozenCall) -> None:
+    def _on_done(self, call: FrozenCall) -> None:
         self._running.discard(call)
         if call.session is not None:
             call.session.frozen_calls.discard(call)
@@ -227,126 +243,78 @@ class FrozenModels:
             self.stats.seconds.observe(time.time() - call.created_at)
         elif call.outcome == "failed":
             error = call.failure
-            log.warning("a call of %s failed: %d %s", call.request.model, error.status, error.code)
-
-    # ------------------------------------------------------------------------------------------
+            log.warning(
+                "a call of the frozen model %s failed with %d %s",
+                *(call.request.model, error.status, error.code),
+            )
 
     async def _record(self, call: FrozenCall, whole: bool) -> None:
-        """Count what a call cost, and write it down with its session, if it has one."""
-        answer, asked = call.answer, call.request
-        estimated = not whole or not answer.prompt_told()
+        """Count a call's cost, and record the call with its session, if it has one."""
+        response, request, stats = call.response, call.request, self.stats
+        estimated = not whole or not response.reports_prompt()
         if estimated:
-            # Of a stream that broke off, some usage may have been told at its beginning.
-            told = answer.tokens()
-            texts = text_in([asked.messages, asked.tools])
-            counted = ids_in(asked.messages) + await _count(call.deployment, texts)
-            prompt = told[0] or counted
-            output = await _count(call.deployment, answer.said())
-            answer.usage = answer.estimated(prompt, max(told[1], output))
-        cost = call.deployment.cost(asked.api, answer.usage)
-        prompt, output = answer.tokens()
-        stats = self.stats
-        stats.input_tokens[asked.model] += prompt
-        stats.output_tokens[asked.model] += output
-        stats.unpriced[asked.model] += cost is None
-        stats.usd[asked.model] = stats.usd.get(asked.model, 0.0) + (cost or 0.0)
+            # A stream that broke off may have reported some usage at its beginning.
+            reported = response.tokens()
+            counted = await _count(call.deployment, text_in([request.messages, request.tools]))
+            output = await _count(call.deployment, text_in(response.message()))
+            prompt = reported[0] or ids_in(request.messages) + counted
+            response.estimate_usage(prompt, max(reported[1], output))
+        cost = call.deployment.cost(request.api, response.usage)
+        prompt, output = response.tokens()
+        stats.input_tokens[request.model] += prompt
+        stats.output_tokens[request.model] += output
+        stats.unpriced[request.model] += cost is None
+        stats.usd[request.model] = stats.usd.get(request.model, 0.0) + (cost or 0.0)
         self._quotas.charge_tokens(call.tenant, prompt + output)
-        written = await self.spending.add(call.session, call.tenant, cost)
+        statements = await self.spending.add(call.session, call.tenant, cost)
         if call.session is None:
-            await self._sessions.deliveries.commit(*written)
+            await self._sessions.deliveries.commit(*statements)
             return
-        said = {
-            "api": asked.api,
-            "model": asked.model,
-            "usage": answer.usage,
-            "estimated": estimated,
-            "cost_usd": cost,
-            "provider_id": answer.provider_id,
-            "provider_model": answer.provider_model,
-        }
-        interaction = _interaction(call, whole=whole)
+        interaction = _interaction(call, call.session.id, whole=whole)
         if not self._store_content:
             interaction = strip_content(interaction)
-        interaction.request = {**interaction.request, "frozen": said}
-        await self._sessions.deliveries.commit(PutInteraction(interaction), *written)
-
-    # ------------------------------------------------------------------------------------------
-
-    async def _whole(self, request: Request, call: FrozenCall) -> Response:
-        async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
-            end = await call.next()
-        assert isinstance(end, FrozenCallEnd)
-        return Response(end.data, headers=_headers(call), media_type="application/json")
-
-    async def _stream(self, request: Request, call: FrozenCall) -> Response:
-        # What fails before the first event is an HTTP error, so that comes first.
-        try:
-            async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
-                first = await call.next()
-        except BaseException:
-            call.abort("the client left")
-            raise
-
-        async def finish() -> None:
-            call.abort("the client left")
-
-        events = _events(request, call, first)
-        return EventStream(events, _headers(call), finish=finish, send_timeout=self._client_timeout)
+        frozen = {
+            "api": request.api,
+            "model": request.model,
+            "usage": response.usage,
+            "estimated": estimated,
+            "cost_usd": cost,
+            "provider_id": response.provider_id,
+            "provider_model": response.provider_model,
+        }
+        interaction.request = {**interaction.request, "frozen": frozen}
+        await self._sessions.deliveries.commit(PutInteraction(interaction), *statements)
 
 
-async def _events(
-    request: Request, call: FrozenCall, item: bytes | FrozenCallEnd
-) -> AsyncGenerator[bytes]:
-    async with ClientConnection(request, on_leave=lambda: call.abort("the client left")):
-        while isinstance(item, bytes):
-            yield item
-            try:
-                item = await call.next()
-            except AnyAgentError as error:
-                # The status is sent already.
-                yield call.answer.failed(error)
-                return
-        yield item.data
-
-
-def _headers(call: FrozenCall) -> dict[str, str]:
-    out = {}
-    if call.session is not None:
-        out["x-any-agent-interaction"] = call.answer.id
-        out["x-any-agent-session"] = call.session.id
-    return out
-
-
-def _interaction(call: FrozenCall, *, whole: bool) -> Interaction:
-    assert call.session is not None
-    asked, answer = call.request, call.answer
+def _interaction(call: FrozenCall, session_id: str, *, whole: bool) -> Interaction:
+    request, response = call.request, call.response
     nothing = np.zeros(0, np.int32)
     return Interaction(
-        id=answer.id,
-        session_id=call.session.id,
+        id=response.id,
+        session_id=session_id,
         parent_id=None,
         prompt_delta_ids=nothing,
         output_ids=nothing,
         output_logprobs=np.zeros(0, np.float32),
         output_versions=nothing,
-        message_delta=asked.messages,
-        output_message=answer.message(),
-        finish_reason=answer.finish_reason if whole else "abort",
+        message_delta=request.messages,
+        output_message=response.message(),
+        finish_reason=response.finish_reason if whole else "abort",
         gconfig=GenerationHyperparameters(),
-        model=asked.model,
-        tools=asked.tools,
+        model=request.model,
+        tools=request.tools,
         untrainable_reason=FROZEN_MODEL,
-        request={"recorded": asked.recorded} if asked.recorded else {},
+        request={"recorded": request.recorded} if request.recorded else {},
         created_at=call.created_at,
     )
 
 
 async def _count(deployment: Deployment, text: str) -> int:
-    """About how many tokens a text has."""
+    """Return about how many tokens a text has."""
     beginning = text[:_MAX_COUNTED]
     with contextlib.suppress(Exception):
-        if len(text) <= _LONG:
+        if len(text) <= _LONG_TEXT:
             return deployment.count(text)
-        found = await asyncio.to_thread(deployment.count, beginning)
-        return found * len(text) // len(beginning)
+        counted = await asyncio.to_thread(deployment.count, beginning)
+        return counted * len(text) // len(beginning)
     return len(text) // 4

@@ -1,49 +1,44 @@
-"""What reaches the frozen models; `proxy_ext.litellm_shim` is the one that does."""
+"""The interface to the providers of frozen models; `proxy_ext.litellm_shim` implements it."""
 
 from __future__ import annotations
 
 from collections.abc import AsyncGenerator, Mapping, Sequence
 from typing import Any, Protocol, TypeAlias
 
-FrozenApi: TypeAlias = str
-"""The name of an API, see `any_agent.completions.apis`."""
 Event: TypeAlias = dict[str, Any]
-"""Of a stream: what stands behind `data:`."""
+"""The JSON behind `data:` of one event of a stream."""
 
 
 class Deployment(Protocol):
-    """One place where a model is served."""
+    """One place where a model is served. ``api`` is a name of `any_agent.completions.apis`."""
 
     @property
     def keeps_responses(self) -> bool:
-        """Whether it speaks the Responses API itself, so that `previous_response_id` means
-        something to it."""
+        """Return True for a provider of the Responses API, which knows `previous_response_id`."""
         ...
 
     @property
     def priced(self) -> bool:
-        """Whether it is known what its tokens cost."""
+        """Return True if the price of its tokens is known."""
         ...
 
-    async def whole(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
-    ) -> dict[str, Any]:
-        """The answer's body. ProviderError, naming what is wrong."""
+    async def complete(self, api: str, params: Mapping[str, Any], within: float) -> dict[str, Any]:
+        """Return the body of an answer in ``within`` seconds; ProviderError."""
         ...
 
-    def stream(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
-    ) -> AsyncGenerator[Event]:
-        """The answer's events. ProviderError, also where one says so, and for a stream that ends
-        before its end; closing it ends the call at the provider."""
+    def stream(self, api: str, params: Mapping[str, Any], within: float) -> AsyncGenerator[Event]:
+        """Yield the answer's events; closing the generator ends the call at the provider.
+
+        ProviderError, also for an error event, and for a stream that breaks off before its end.
+        """
         ...
 
-    def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
-        """USD of a usage as the API tells it; None if that is not known."""
+    def cost(self, api: str, usage: Mapping[str, Any]) -> float | None:
+        """Return the USD of a usage in the API's form; None if that is not known."""
         ...
 
     def count(self, text: str) -> int:
-        """About how many tokens a text has, for calls whose usage was never told."""
+        """Return about how many tokens a text has, for a call without a reported usage."""
         ...
 
 
@@ -52,7 +47,7 @@ class Provider(Protocol):
 
     @property
     def deployments(self) -> Mapping[str, Sequence[tuple[float, Deployment]]]:
-        """By model: each with its weight."""
+        """Return the places of each model by its name, each with its weight."""
         ...
 
     async def close(self) -> None: ...

@@ -1,7 +1,7 @@
-"""What of a client's body reaches a provider: the parameters of its API, and nothing else.
+"""The part of a client's body that reaches a provider: the parameters of its API, nothing else.
 
-LiteLLM takes hundreds of arguments, among them where a call goes, with whose key, how often, and
-what is answered instead. So there is a list of what passes, and everything else is refused by name.
+LiteLLM takes hundreds of arguments, among them the address of a call, its key, its retries, and
+answers to give instead. So the parameters that pass are listed, and all others are refused by name.
 """
 
 from __future__ import annotations
@@ -11,8 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from any_agent.completions.params.parameter import BOOLEAN, TOKENS
+from any_agent.completions.params.schema_check import Schema, check
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from proxy_ext.frozen.provider import FrozenApi
 
 
 def _names(*lines: str) -> frozenset[str]:
@@ -24,12 +25,12 @@ _OPERATORS = _names(
     "mock_response timeout extra_headers extra_body headers model_info litellm_params organization",
     "cache caching input_cost_per_token output_cost_per_token",
 )
-"""Of those that are refused, what the operator's configuration says."""
+"""Refused parameters that the operator sets in the configuration."""
 _OPENAI = _names(
     "temperature top_p top_k min_p repetition_penalty seed presence_penalty frequency_penalty",
     "stream stream_options n stop max_tokens logit_bias logprobs user",
 )
-_PASSED: dict[FrozenApi, frozenset[str]] = {
+_PASSED: dict[str, frozenset[str]] = {
     "chat": _OPENAI
     | _names(
         "messages max_completion_tokens tools tool_choice parallel_tool_calls functions",
@@ -51,97 +52,101 @@ _PASSED: dict[FrozenApi, frozenset[str]] = {
     "embeddings": _names("input dimensions encoding_format user"),
 }
 _RECORDED = frozenset(("metadata",))
-"""Not sent: LiteLLM would take it for its own."""
+"""Parameters that are recorded and not sent: LiteLLM would take them for its own."""
 _UNCOUNTED = {
     "web_search_options": "the provider's search is not the agent's function, and caps would not "
     "see what it costs",
     "service_tier": "a tier has a price of its own, which caps would not see",
 }
-"""Of those that are refused, what costs beside tokens, or other than their price."""
-_FUNCTIONS: dict[FrozenApi, tuple[str | None, ...]] = {
+"""Refused parameters that cost beside tokens, or another price for them."""
+_FUNCTIONS: dict[str, tuple[str | None, ...]] = {
     "chat": ("function", "custom"),
     "responses": ("function", "custom"),
     "messages": ("custom", None),
 }
-"""The types of tools that the agent runs. Others the provider runs and bills, or LiteLLM itself,
-with whichever key it finds."""
+"""The types of tools that the agent runs. The provider would run and bill all others, or LiteLLM
+itself with any key that it finds."""
 _FUNCTION = _names(
     "type name description strict cache_control defer_loading input_examples",
     "eager_input_streaming",
 )
-_FIELDS: dict[FrozenApi, frozenset[str]] = {
+_FIELDS: dict[str, frozenset[str]] = {
     "chat": _FUNCTION | _names("function custom"),
     "responses": _FUNCTION | _names("parameters format"),
     "messages": _FUNCTION | _names("input_schema"),
 }
-"""What such a tool has: a provider may take another field for a tool of its own."""
+"""The fields of such a tool: a provider may take another field for a tool of its own."""
 _LEGACY = _names("name description parameters strict")
-_ASKED: dict[FrozenApi, str] = {
+_INPUTS = {
     "chat": "messages",
     "completions": "prompt",
     "responses": "input",
     "messages": "messages",
     "embeddings": "input",
 }
+"""The parameter with the input by the API's name."""
+_SCHEMAS: dict[str, Schema] = {
+    "stream": BOOLEAN,
+    "stream_options": {"type": "object"},
+    "previous_response_id": {"type": "string"},
+    "temperature": {"type": "number"},
+    "top_p": {"type": "number"},
+    **dict.fromkeys(
+        ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "dimensions"), TOKENS
+    ),
+}
+"""The schemas of parameters that are checked here; a provider checks the others."""
 
 
 @dataclass(frozen=True, slots=True)
 class FrozenRequest:
     """A checked body."""
 
-    api: FrozenApi
+    api: str
     model: str
     params: dict[str, Any]
-    """What is sent, as the client wrote it."""
+    """The parameters to send, as the client wrote them."""
     messages: list[dict[str, Any]]
-    """What was said, in the API's own form: for the record."""
+    """The conversation in the API's own form, for the record."""
     tools: list[dict[str, Any]] | None
     recorded: dict[str, Any]
-    """The other parameters: for the record."""
+    """The other parameters, for the record."""
     stream: bool
     include_usage: bool
-    """Whether the client asked for the usage of its stream."""
+    """True if the client requested the usage of its stream."""
     previous: str | None
     """The interaction that `previous_response_id` names."""
 
 
-def checked(api: FrozenApi, body: Mapping[str, Any]) -> FrozenRequest:
-    """The request, if it may be sent.
+def check_frozen_request(api: str, body: Mapping[str, Any]) -> FrozenRequest:
+    """Return the request with the parameters that may be sent.
 
-    Raises:
-        UnsupportedParameter: naming a parameter that does not reach providers.
-        InvalidRequest: what is asked for is missing, or of a shape that no provider takes.
+    Raises UnsupportedParameter for a parameter that does not reach providers, InvalidRequest for a
+    missing input and for shapes that no provider takes.
     """
-    passed = _PASSED[api]
-    for name in body:
-        if name != "model" and name not in passed and name not in _RECORDED:
-            raise _refused(name, passed)
+    passed, name = _PASSED[api], _INPUTS[api]
+    for each in body:
+        if each != "model" and each not in passed and each not in _RECORDED:
+            raise _refused(each, passed)
     params = {k: v for k, v in body.items() if k in passed and v is not None}
-    asked = params.get(_ASKED[api])
-    if not asked:
-        raise InvalidRequest(f"{_ASKED[api]} is missing", param=_ASKED[api])
-    if not isinstance(params.get("stream", False), bool):
-        raise InvalidRequest("stream must be true or false", param="stream")
-    options = params.get("stream_options") or {}
-    if not isinstance(options, dict):
-        raise InvalidRequest("stream_options must be an object", param="stream_options")
-    _check_numbers(params)
+    if not params.get(name):
+        raise InvalidRequest(f"{name} is missing", param=name)
+    for each, schema in _SCHEMAS.items():
+        if each in params:
+            check(params[each], schema, each)
     _check_tools(api, params.get("tools"))
     _check_functions(params.get("functions"))
     previous = params.pop("previous_response_id", None)
-    if previous is not None and not isinstance(previous, str):
-        raise InvalidRequest("previous_response_id must be a text", param="previous_response_id")
-    messages = _messages(api, params)
-    said = {_ASKED[api], "system", "instructions", "tools", "stream"}
+    apart = {name, "system", "instructions", "tools", "stream", "model"}
     return FrozenRequest(
         api=api,
         model=body["model"],
         params=params,
-        messages=messages,
+        messages=_messages(api, params),
         tools=params.get("tools") or None,
-        recorded={k: v for k, v in body.items() if k not in said | {"model"} and v is not None},
+        recorded={k: v for k, v in body.items() if k not in apart and v is not None},
         stream=params.get("stream", False),
-        include_usage=bool(options.get("include_usage")),
+        include_usage=bool(params.get("stream_options", {}).get("include_usage")),
         previous=previous,
     )
 
@@ -149,38 +154,22 @@ def checked(api: FrozenApi, body: Mapping[str, Any]) -> FrozenRequest:
 def _refused(name: str, passed: frozenset[str]) -> UnsupportedParameter:
     shown = name[:80]
     if name in _OPERATORS:
-        said = f"{shown} is the operator's to say, in frozen.model_list; leave it out"
+        message = f"{shown} is set by the operator, in frozen.model_list: leave it out"
     elif name in _UNCOUNTED:
-        said = f"{name} does not reach the models of providers here: {_UNCOUNTED[name]}"
+        message = f"{name} does not reach the models of providers here: {_UNCOUNTED[name]}"
     else:
         near = difflib.get_close_matches(shown, passed, n=1)
         hint = f"; did you mean {near[0]}?" if near else ""
-        said = f"{shown!a} does not reach the models of providers here: leave it out{hint}"
-    return UnsupportedParameter(said, param=shown)
+        message = f"{shown!a} does not reach the models of providers here: leave it out{hint}"
+    return UnsupportedParameter(message, param=shown)
 
 
-def _check_numbers(params: Mapping[str, Any]) -> None:
-    for name in ("max_tokens", "max_completion_tokens", "max_output_tokens", "n", "dimensions"):
-        value = params.get(name)
-        if value is not None and (type(value) is not int or value < 1):
-            raise InvalidRequest(f"{name} must be a whole number, 1 or more", param=name)
-    for name in ("temperature", "top_p"):
-        value = params.get(name)
-        if value is not None and type(value) not in (int, float):
-            raise InvalidRequest(f"{name} must be a number", param=name)
-
-
-def _check_tools(api: FrozenApi, tools: Any) -> None:
-    if tools is None:
-        return
-    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
-        raise InvalidRequest("tools must be a list of objects", param="tools")
-    for tool in tools:
+def _check_tools(api: str, tools: Any) -> None:
+    for tool in _objects(tools, "tools"):
         kind = tool.get("type")
-        # A list is no key.
+        # A list cannot be looked up.
         if not isinstance(kind, str | None) or kind not in _FUNCTIONS[api]:
-            shown = next(iter(tool), None) if kind is None else kind
-            raise _no_function(shown, "tools")
+            raise _no_function(next(iter(tool), None) if kind is None else kind, "tools")
         if unknown := sorted(tool.keys() - _FIELDS[api]):
             raise UnsupportedParameter(
                 f"a tool's {unknown[0][:80]!a} does not reach the models of providers here: leave "
@@ -189,20 +178,24 @@ def _check_tools(api: FrozenApi, tools: Any) -> None:
             )
         schema = {"chat": kind, "messages": "input_schema"}.get(api)
         if schema is not None and not isinstance(tool.get(schema), dict):
-            # By its name alone it might be a provider's.
+            # By its name alone the tool might be a provider's.
             raise InvalidRequest(f"a tool's {schema} must be an object", param="tools")
 
 
 def _check_functions(functions: Any) -> None:
-    if functions is None:
-        return
-    if not isinstance(functions, list) or not all(isinstance(each, dict) for each in functions):
-        raise InvalidRequest("functions must be a list of objects", param="functions")
-    for each in functions:
+    for each in _objects(functions, "functions"):
         if unknown := sorted(each.keys() - _LEGACY):
             raise _no_function(unknown[0], "functions")
         if not isinstance(each.get("name"), str):
-            raise InvalidRequest("a function's name must be a text", param="functions")
+            raise InvalidRequest("a function's name must be a string", param="functions")
+
+
+def _objects(value: Any, where: str, param: str | None = None) -> list[dict[str, Any]]:
+    """Return a list of objects, which may be left out; InvalidRequest for anything else."""
+    items = [] if value is None else value
+    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
+        raise InvalidRequest(f"{where} must be a list of objects", param=param or where)
+    return items
 
 
 def _no_function(kind: object, param: str) -> UnsupportedParameter:
@@ -213,32 +206,25 @@ def _no_function(kind: object, param: str) -> UnsupportedParameter:
     )
 
 
-def _messages(api: FrozenApi, params: Mapping[str, Any]) -> list[dict[str, Any]]:
-    asked = params[_ASKED[api]]
-    if api in ("chat", "messages"):
-        _check_messages(asked)
-        system = params.get("system")
-        return [*([{"role": "system", "content": system}] if system else []), *asked]
-    if api == "responses":
-        if not isinstance(asked, str):
-            _check_items(asked)
-        instructions = params.get("instructions")
-        items = [{"role": "user", "content": asked}] if isinstance(asked, str) else asked
-        return [*([{"role": "system", "content": instructions}] if instructions else []), *items]
-    if not isinstance(asked, str | list):
-        raise InvalidRequest(f"{_ASKED[api]} must be a text or a list", param=_ASKED[api])
-    return [{"role": "user", "content": asked}]
-
-
-def _check_items(items: Any) -> None:
-    if not isinstance(items, list) or not all(isinstance(item, dict) for item in items):
-        raise InvalidRequest("input must be a text or a list of objects", param="input")
-    if any("tools" in item for item in items):
-        raise UnsupportedParameter(
-            "tools in an item of the input do not reach the models of providers here: name them "
-            "in tools",
-            param="input",
-        )
+def _messages(api: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the conversation; InvalidRequest names the part with a wrong shape."""
+    name = _INPUTS[api]
+    given = params[name]
+    if name == "messages":
+        _check_messages(given)
+    elif not isinstance(given, str | list):
+        raise InvalidRequest(f"{name} must be a string or a list", param=name)
+    elif api == "responses" and isinstance(given, list):
+        if any("tools" in item for item in _objects(given, name)):
+            raise UnsupportedParameter(
+                "tools in an item of the input do not reach the models of providers here: name "
+                "them in tools",
+                param=name,
+            )
+    else:
+        given = [{"role": "user", "content": given}]
+    system = params.get("system") or params.get("instructions")
+    return [*([{"role": "system", "content": system}] if system else []), *given]
 
 
 def _check_messages(messages: Any) -> None:
@@ -254,8 +240,6 @@ def _check_messages(messages: Any) -> None:
             isinstance(part, dict) and isinstance(part.get("type"), str) for part in parts
         ):
             raise InvalidRequest(
-                f"{where}.content must be a text, or a list of objects with a type", param=where
+                f"{where}.content must be a string, or a list of objects with a type", param=where
             )
-        calls = message.get("tool_calls") or []
-        if not isinstance(calls, list) or not all(isinstance(call, dict) for call in calls):
-            raise InvalidRequest(f"{where}.tool_calls must be a list of objects", param=where)
+        _objects(message.get("tool_calls") or None, f"{where}.tool_calls", where)

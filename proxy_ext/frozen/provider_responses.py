@@ -1,77 +1,81 @@
-"""What comes back from a provider, an API a class: what the client gets of it, and the record.
+"""The answers of providers, one class for each API: the client's part of them, and the record.
 
-The answer's id becomes the interaction's, so that it can be named; usage that the client did not
-ask for is taken out. Everything else is passed on as it came.
+The answer's id becomes the interaction's, by which its client may name it; usage that the client
+did not request is taken out. Everything else is passed on as it came.
 """
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 import orjson
 
+from any_agent.completions.encoders.chat import DONE
 from any_agent.errors import AnyAgentError, ProviderError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Message
-from proxy_ext.frozen.provider import Event, FrozenApi
+from proxy_ext.frozen.provider import Event
+
+_TEXTS = ("content", "reasoning_content", "refusal")
+_MESSAGE_FIELDS = ("tool_calls", "reasoning_content", "refusal", "thinking_blocks")
+_CACHED = ("cache_read_input_tokens", "cache_creation_input_tokens")
 
 
+@dataclass(eq=False)
 class ProviderResponse:
     """One answer, whole or event by event."""
 
     done: ClassVar[bytes] = b""
-    """What closes a stream."""
-
-    def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
-        self.id = interaction_id
-        self.include_usage = include_usage
-        self.provider_id: str | None = None
-        self.provider_model: str | None = None
-        self.usage: dict[str, Any] = {}
-        self.finish_reason = ""
-        self.begun = False
-        """Whether anything came."""
+    """The bytes that close a stream."""
+    id: str
+    """The interaction's."""
+    include_usage: bool = False
+    provider_id: str | None = None
+    provider_model: str | None = None
+    usage: dict[str, Any] = field(default_factory=dict)
+    """The usage in the API's form."""
+    finish_reason: str = ""
+    begun: bool = False
+    """True once anything has come."""
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        """The body that the client gets."""
+        """Return the client's body of an answer that is not streamed."""
         raise NotImplementedError
 
     def event(self, event: Event) -> tuple[bytes, bool]:
-        """What the client gets of an event, and whether that is, or follows, the answer's end."""
+        """Return the client's bytes of an event, and True for the answer's end and what follows."""
         raise NotImplementedError
 
     def message(self) -> Message:
-        """The answer as it is recorded, in the API's own form."""
+        """Return the answer so far in the API's own form, for the record."""
         raise NotImplementedError
 
-    def said(self) -> str:
-        """All text of it so far, to count its tokens by."""
-        return text_in(self.message())
-
-    def estimated(self, prompt: int, output: int) -> dict[str, Any]:
-        """A usage that nobody told, in the API's form."""
-        return {"input_tokens": prompt, "output_tokens": output}
+    def estimate_usage(self, prompt: int, output: int) -> None:
+        """Set a usage that the provider did not report."""
+        self.usage = {"input_tokens": prompt, "output_tokens": output}
 
     def failed(self, error: AnyAgentError) -> bytes:
-        """What ends a stream that cannot go on."""
+        """Return the event that ends a stream which cannot go on."""
         return _data(error.body())
 
     def tokens(self) -> tuple[int, int]:
-        """Of the prompt and of the answer, as the provider counts them."""
+        """Return the tokens of the prompt and of the answer by the provider's count."""
         u = self.usage
         prompt = u.get("input_tokens", u.get("prompt_tokens"))
         output = u.get("output_tokens", u.get("completion_tokens"))
         return _number(prompt), _number(output)
 
-    def prompt_told(self) -> bool:
-        """Whether the provider counted any of the prompt; no prompt has no tokens. Anthropic's API
-        counts what stands in its cache beside the rest."""
-        cached = ("cache_read_input_tokens", "cache_creation_input_tokens")
-        return bool(self.tokens()[0]) or any(_number(self.usage.get(name)) for name in cached)
+    def reports_prompt(self) -> bool:
+        """Return True if the usage counts any of the prompt: no prompt is empty.
 
-    def _head(self, body: dict[str, Any]) -> None:
-        """Of the body, or of an event that holds as much."""
+        Anthropic's API counts cached tokens beside the others.
+        """
+        return bool(self.tokens()[0]) or any(_number(self.usage.get(name)) for name in _CACHED)
+
+    def _take_head(self, body: dict[str, Any]) -> None:
+        """Keep the provider's id and model of a body or an event, and replace the id by ours."""
         self.begun = True
         if self.provider_id is None and isinstance(body.get("id"), str):
             self.provider_id = body["id"]
@@ -80,114 +84,93 @@ class ProviderResponse:
         body["id"] = self.id
 
 
-class _Choices(ProviderResponse):
-    """OpenAI's chat and its legacy completions."""
+@dataclass(eq=False)
+class ChatResponse(ProviderResponse):
+    """An answer of `/chat/completions`."""
 
-    done = b"data: [DONE]\n\n"
-
-    def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
-        super().__init__(interaction_id, include_usage=include_usage)
-        self.choices: dict[int, Message] = {}
-        self._ended: dict[int, str] = {}
+    done = DONE
+    choices: dict[int, Message] = field(default_factory=dict)
+    _ended: dict[int, str] = field(default_factory=dict)
+    """The finish reasons of choices that have ended."""
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._head(body)
+        self._take_head(body)
         self.usage = _usage(body.get("usage"))
         for choice in _objects(body.get("choices")):
-            index = _number(choice.get("index"))
-            self.choices[index] = self._whole_choice(choice)
-            self._ended[index] = str(choice.get("finish_reason") or "stop")
+            self.choices[_index(choice)] = self._message(choice)
+            self._end(choice, choice.get("finish_reason") or "stop")
         if not self.choices:
             raise ProviderError("the provider's answer has no choices")
-        self.finish_reason = self._ended[min(self._ended)]
         return body
 
     def event(self, event: Event) -> tuple[bytes, bool]:
-        self._head(event)
+        self._take_head(event)
         usage = event.pop("usage", None)
         if isinstance(usage, dict):
             self.usage = _usage(usage)
             if self.include_usage:
                 event["usage"] = self.usage
         choices = _objects(event.get("choices"))
-        late = [c for c in choices if _number(c.get("index")) in self._ended]
-        if usage is not None and all(_says_nothing(c) for c in choices):
-            # OpenAI's has no choices.
+        ends = any(_index(choice) in self._ended for choice in choices)
+        if usage is not None and all(map(_is_empty, choices)):
+            # OpenAI's usage event has no choices.
             event["choices"] = []
             return (_data(event) if self.include_usage else b""), True
         for choice in choices:
-            choice.setdefault("finish_reason", None)
-            index = _number(choice.get("index"))
-            self._add(self.choices.setdefault(index, self._empty()), choice)
-            if choice["finish_reason"] is not None:
-                self._ended[index] = str(choice["finish_reason"])
-                self.finish_reason = self._ended[min(self._ended)]
-        ends = any(c["finish_reason"] is not None for c in choices)
-        return _data(event), ends or bool(late)
+            reason = choice.setdefault("finish_reason", None)
+            empty: Message = {"role": "assistant", "content": ""}
+            self._add(self.choices.setdefault(_index(choice), empty), choice)
+            if reason is not None:
+                self._end(choice, reason)
+                ends = True
+        return _data(event), ends
 
     def message(self) -> Message:
-        if len(self.choices) == 1:
-            return next(iter(self.choices.values()))
         choices = [self.choices[k] for k in sorted(self.choices)]
-        message: Message = {"role": "assistant", "content": None}
-        if choices:
-            message["choices"] = choices
-        return message
+        if len(choices) == 1:
+            return choices[0]
+        return {"role": "assistant", "content": None, **({"choices": choices} if choices else {})}
 
-    def estimated(self, prompt: int, output: int) -> dict[str, Any]:
-        total = prompt + output
-        return {"prompt_tokens": prompt, "completion_tokens": output, "total_tokens": total}
+    def estimate_usage(self, prompt: int, output: int) -> None:
+        self.usage = {"prompt_tokens": prompt, "completion_tokens": output}
+        self.usage["total_tokens"] = prompt + output
 
-    def _empty(self) -> Message:
-        return {"role": "assistant", "content": ""}
+    def _end(self, choice: dict[str, Any], reason: object) -> None:
+        self._ended[_index(choice)] = str(reason)
+        self.finish_reason = self._ended[min(self._ended)]
 
-    def _whole_choice(self, choice: dict[str, Any]) -> Message:
-        raise NotImplementedError
-
-    def _add(self, message: Message, choice: dict[str, Any]) -> None:
-        raise NotImplementedError
-
-
-class ChatResponse(_Choices):
-    """`/chat/completions`."""
-
-    def _whole_choice(self, choice: dict[str, Any]) -> Message:
+    def _message(self, choice: dict[str, Any]) -> Message:
+        """Return a whole choice's message as it is recorded."""
         message = choice.get("message")
         if not isinstance(message, dict):
             raise ProviderError("a choice of the provider's answer has no message")
         message.setdefault("role", "assistant")
         message.setdefault("content", None)
-        told = ("tool_calls", "reasoning_content", "refusal", "thinking_blocks")
-        kept = {name: message[name] for name in told if message.get(name) is not None}
+        kept = {name: message[name] for name in _MESSAGE_FIELDS if message.get(name) is not None}
         return {"role": message["role"], "content": message["content"], **kept}
 
     def _add(self, message: Message, choice: dict[str, Any]) -> None:
+        """Add an event's choice to the message so far."""
         delta = choice.get("delta")
         if not isinstance(delta, dict):
             return
-        for name in ("content", "reasoning_content", "refusal"):
-            if isinstance(delta.get(name), str):
-                message[name] = (message.get(name) or "") + delta[name]
+        _append_texts(message, delta, _TEXTS)
         for part in _objects(delta.get("tool_calls")):
             calls: list[dict[str, Any]] = message.setdefault("tool_calls", [])
-            index = _number(part.get("index"))
-            call = next((c for c in calls if c["index"] == index), None)
+            call = next((c for c in calls if c["index"] == _index(part)), None)
             if call is None:
-                call = {"index": index, "id": None, "type": "function", "function": {}}
+                call = {"index": _index(part), "id": None, "type": "function", "function": {}}
                 calls.append(call)
             call["id"] = part.get("id") or call["id"]
-            function = part.get("function")
-            if isinstance(function, dict):
-                for name in ("name", "arguments"):
-                    if isinstance(function.get(name), str):
-                        before = call["function"].get(name, "")
-                        call["function"][name] = before + function[name]
+            if isinstance(part.get("function"), dict):
+                _append_texts(call["function"], part["function"], ("name", "arguments"))
 
 
-class TextResponse(_Choices):
-    """`/completions`."""
+@dataclass(eq=False)
+class TextResponse(ChatResponse):
+    """An answer of `/completions`."""
 
-    def _whole_choice(self, choice: dict[str, Any]) -> Message:
+    def _message(self, choice: dict[str, Any]) -> Message:
         return {"role": "assistant", "content": str(choice.get("text") or "")}
 
     def _add(self, message: Message, choice: dict[str, Any]) -> None:
@@ -195,19 +178,20 @@ class TextResponse(_Choices):
             message["content"] += choice["text"]
 
 
+@dataclass(eq=False)
 class ResponsesResponse(ProviderResponse):
-    """`/responses`."""
+    """An answer of `/responses`."""
 
-    def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
-        super().__init__(interaction_id, include_usage=include_usage)
-        self._text: list[str] = []
-        self._output: list[Any] = []
-        self._number = 0
-        self._begun_as: dict[str, Any] = {}
+    _texts: list[str] = field(default_factory=list)
+    _output: list[Any] = field(default_factory=list)
+    _events: int = 0
+    """The number of events so far."""
+    _response: dict[str, Any] = field(default_factory=dict)
+    """The response as the last event with one shows it."""
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._head(body)
-        self._take(body)
+        self._take_head(body)
+        self._finish(body)
         return body
 
     def event(self, event: Event) -> tuple[bytes, bool]:
@@ -215,69 +199,65 @@ class ResponsesResponse(ProviderResponse):
         self.begun = True
         response = event.get("response")
         if isinstance(response, dict):
-            self._head(response)
-            self._begun_as = response
+            self._take_head(response)
+            self._response = response
         if kind == "response.output_text.delta" and isinstance(event.get("delta"), str):
-            self._text.append(event["delta"])
+            self._texts.append(event["delta"])
         if kind in ("response.output_text.delta", "response.output_text.done"):
             event.setdefault("logprobs", [])
-        # Of a provider that speaks another API LiteLLM counts some of them only.
-        event["sequence_number"] = self._number
-        self._number += 1
+        # LiteLLM numbers only some events of a provider that speaks another API.
+        event["sequence_number"] = self._events
+        self._events += 1
         ends = kind in ("response.completed", "response.incomplete", "response.failed")
         if ends and isinstance(response, dict):
-            self._take(response)
+            self._finish(response)
         return _named(event), ends
 
     def message(self) -> Message:
-        return {"role": "assistant", "content": "".join(self._text), "output": self._output}
+        return {"role": "assistant", "content": "".join(self._texts), "output": self._output}
 
     def failed(self, error: AnyAgentError) -> bytes:
-        said = {"code": error.code, "message": error.message}
-        event: Event
-        if self._begun_as:
-            response = {**self._begun_as, "status": "failed", "error": said}
+        fields = {"code": error.code, "message": error.message}
+        event: Event = {"type": "error", **fields, "param": error.param}
+        if self._response:
+            response = {**self._response, "status": "failed", "error": fields}
             event = {"type": "response.failed", "response": response}
-        else:
-            event = {"type": "error", **said, "param": error.param}
-        return _named({**event, "sequence_number": self._number})
+        return _named({**event, "sequence_number": self._events})
 
-    def _take(self, response: dict[str, Any]) -> None:
+    def _finish(self, response: dict[str, Any]) -> None:
         response["usage"] = self.usage = _usage(response.get("usage"))
         self.finish_reason = str(response.get("status") or "completed")
         output = response.get("output")
         self._output = output if isinstance(output, list) else []
         parts = [p for item in _objects(self._output) for p in _objects(item.get("content"))]
-        self._text = [p["text"] for p in parts if isinstance(p.get("text"), str)]
+        self._texts = [p["text"] for p in parts if isinstance(p.get("text"), str)]
 
 
+@dataclass(eq=False)
 class MessagesResponse(ProviderResponse):
-    """Anthropic's `/messages`."""
+    """An answer of Anthropic's `/messages`."""
 
-    def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
-        super().__init__(interaction_id, include_usage=include_usage)
-        self._blocks: dict[int, dict[str, Any]] = {}
+    _blocks: dict[int, dict[str, Any]] = field(default_factory=dict)
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
-        self._head(body)
+        self._take_head(body)
         self.usage = _usage(body.get("usage"))
         self.finish_reason = str(body.get("stop_reason") or "end_turn")
         self._blocks = dict(enumerate(_objects(body.get("content"))))
         return body
 
     def event(self, event: Event) -> tuple[bytes, bool]:
-        kind = event.get("type")
+        kind, index, delta = event.get("type"), _index(event), event.get("delta")
         self.begun = True
-        index = _number(event.get("index"))
         if kind == "message_start" and isinstance(event.get("message"), dict):
-            self._head(event["message"])
+            self._take_head(event["message"])
             self.usage = _usage(event["message"].get("usage"))
         elif kind == "content_block_start" and isinstance(event.get("content_block"), dict):
             self._blocks[index] = dict(event["content_block"])
-        elif kind == "content_block_delta" and isinstance(event.get("delta"), dict):
-            self._add(self._blocks.setdefault(index, {"type": "text", "text": ""}), event["delta"])
+        elif kind == "content_block_delta" and isinstance(delta, dict):
+            block = self._blocks.setdefault(index, {"type": "text", "text": ""})
+            _append_texts(block, delta, ("text", "thinking", "signature", "partial_json"))
         elif kind == "message_delta":
-            delta = event.get("delta")
             self.finish_reason = str((delta or {}).get("stop_reason") or "end_turn")
             later = _usage(event.get("usage"))
             self.usage |= {k: v for k, v in later.items() if v is not None}
@@ -296,19 +276,12 @@ class MessagesResponse(ProviderResponse):
     def failed(self, error: AnyAgentError) -> bytes:
         return _named(anthropic_body(error))
 
-    @staticmethod
-    def _add(block: dict[str, Any], delta: dict[str, Any]) -> None:
-        for name in ("text", "thinking", "signature", "partial_json"):
-            if isinstance(delta.get(name), str):
-                block[name] = (block.get(name) or "") + delta[name]
 
-
+@dataclass(eq=False)
 class EmbeddingsResponse(ProviderResponse):
-    """`/embeddings`: of the vectors only how many there are is recorded."""
+    """An answer of `/embeddings`; only the number of its vectors is recorded."""
 
-    def __init__(self, interaction_id: str, *, include_usage: bool = False) -> None:
-        super().__init__(interaction_id, include_usage=include_usage)
-        self._vectors = 0
+    _vectors: int = 0
 
     def whole(self, body: dict[str, Any]) -> dict[str, Any]:
         self.begun = True
@@ -317,36 +290,43 @@ class EmbeddingsResponse(ProviderResponse):
         self.finish_reason = "stop"
         vectors = body.get("data")
         if not isinstance(vectors, list):
-            raise ProviderError("the provider's answer holds no embeddings")
+            raise ProviderError("the provider's answer has no embeddings")
         self._vectors = len(vectors)
         return body
 
     def message(self) -> Message:
         return {"role": "assistant", "content": None, "embeddings": self._vectors}
 
-    def estimated(self, prompt: int, output: int) -> dict[str, Any]:
-        return {"prompt_tokens": prompt, "total_tokens": prompt}
+    def estimate_usage(self, prompt: int, output: int) -> None:
+        self.usage = {"prompt_tokens": prompt, "total_tokens": prompt}
 
 
-ANSWERS: dict[FrozenApi, type[ProviderResponse]] = {
+RESPONSES: dict[str, type[ProviderResponse]] = {
     "chat": ChatResponse,
     "completions": TextResponse,
     "responses": ResponsesResponse,
     "messages": MessagesResponse,
     "embeddings": EmbeddingsResponse,
 }
+"""The classes of answers by the API's name."""
 
 
 def _usage(usage: Any) -> dict[str, Any]:
-    """As the API has it: LiteLLM adds what it reckons."""
+    """Return a usage as the API has it, without LiteLLM's own cost."""
     if not isinstance(usage, dict):
         return {}
     return {name: value for name, value in usage.items() if name != "cost"}
 
 
-def _says_nothing(choice: dict[str, Any]) -> bool:
+def _is_empty(choice: dict[str, Any]) -> bool:
     delta = choice.get("delta") or choice.get("text")
     return not delta and choice.get("finish_reason") is None
+
+
+def _append_texts(to: dict[str, Any], delta: dict[str, Any], names: tuple[str, ...]) -> None:
+    for name in names:
+        if isinstance(delta.get(name), str):
+            to[name] = (to.get(name) or "") + delta[name]
 
 
 def _objects(value: Any) -> list[dict[str, Any]]:
@@ -357,8 +337,12 @@ def _number(value: Any) -> int:
     return value if type(value) is int and value >= 0 else 0
 
 
+def _index(part: dict[str, Any]) -> int:
+    return _number(part.get("index"))
+
+
 def text_in(value: Any) -> str:
-    """Every text of plain data, without recursion."""
+    """Return every text of plain data, joined, without recursion."""
     out: list[str] = []
     left = [value]
     while left:
@@ -373,22 +357,19 @@ def text_in(value: Any) -> str:
 
 
 def ids_in(messages: list[dict[str, Any]]) -> int:
-    """How many token ids prompts have that are given as such."""
-    found = 0
-    for message in messages:
-        content = message.get("content")
-        for part in content if isinstance(content, list) else []:
-            ids = part if isinstance(part, list) else [part]
-            found += sum(type(one) is int for one in ids)
-    return found
+    """Return the number of token ids in prompts that are given as ids."""
+    contents = [message.get("content") for message in messages]
+    parts = [part for content in contents if isinstance(content, list) for part in content]
+    ids = [part if isinstance(part, list) else [part] for part in parts]
+    return sum(type(one) is int for each in ids for one in each)
 
 
 def json_bytes(value: dict[str, Any]) -> bytes:
-    """JSON of whatever a provider said."""
+    """Return the JSON of any data of a provider."""
     try:
         return orjson.dumps(value)
     except TypeError:
-        # An integer beyond 64 bits, a lone surrogate.
+        # An integer beyond 64 bits, or a lone surrogate.
         return json.dumps(value).encode()
 
 

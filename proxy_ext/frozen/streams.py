@@ -1,4 +1,4 @@
-"""LiteLLM's streams: bytes cut anywhere, and streams in streams, whose outer ones close none."""
+"""LiteLLM's answers and streams as JSON. Its streams wrap others, which they do not close."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from typing import Any
 from proxy_ext.frozen.provider import Event
 
 _MAX_DEPTH = 6
-"""Of streams in one another."""
+"""Levels of streams in one another."""
 
 
-async def sse(source: Any) -> AsyncGenerator[Event]:
-    """Of bytes that are cut anywhere."""
+async def stream_events(source: Any) -> AsyncGenerator[Event]:
+    """Yield a stream's events, which come as objects or as bytes that are cut anywhere."""
     rest = b""
     async for piece in source:
-        if isinstance(piece, dict):
-            yield piece
+        if not isinstance(piece, str | bytes):
+            yield as_json(piece)
             continue
         rest += piece.encode() if isinstance(piece, str) else piece
         *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
@@ -28,15 +28,49 @@ async def sse(source: Any) -> AsyncGenerator[Event]:
                 yield json.loads(b"\n".join(lines))
 
 
-def with_reasons(source: Any) -> Iterator[Any]:
-    """Those that know whether the provider has said why its answer ended."""
-    for stream in _nested(source):
-        if hasattr(stream, "received_finish_reason"):
-            yield stream
+def as_json(answer: Any) -> dict[str, Any]:
+    """Return an answer, or an event, as plain data."""
+    if isinstance(answer, dict):
+        plain = answer
+    else:
+        plain = answer.model_dump(mode="json", exclude_unset=True, warnings=False)
+        if "choices" in plain:
+            # LiteLLM's app does the same: most of its own fields have no value.
+            plain = _without_nulls(plain)
+    plain.pop("_hidden_params", None)
+    return plain
+
+
+def lacks_finish_reason(source: Any) -> bool:
+    """Return True if the provider ended its answer without a reason."""
+    return any(
+        stream.received_finish_reason is None
+        for stream in _nested(source)
+        if hasattr(stream, "received_finish_reason")
+    )
+
+
+async def close(source: Any) -> None:
+    """End the provider's answer, however many streams wrap it: the outer ones may not close it."""
+    if source is None:
+        return
+    for stream in reversed(list(_nested(source))):
+        end = getattr(stream, "aclose", None) or getattr(stream, "close", None)
+        if end is not None:
+            with suppress(Exception):
+                done = end()
+                if hasattr(done, "__await__"):
+                    await done
+
+
+def _without_nulls(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {k: _without_nulls(v) for k, v in value.items() if v is not None}
+    return [_without_nulls(v) for v in value] if isinstance(value, list) else value
 
 
 def _nested(source: Any) -> Iterator[Any]:
-    """A stream and those that it reads from."""
+    """Yield a stream and those that it reads from."""
     level, seen = [source], {id(source)}
     for _ in range(_MAX_DEPTH):
         below: list[Any] = []
@@ -48,19 +82,3 @@ def _nested(source: Any) -> Iterator[Any]:
                     seen.add(id(value))
                     below.append(value)
         level = below
-
-
-async def close(source: Any) -> None:
-    """End the provider's answer, however many streams are around it: the outer ones need not."""
-    if source is None:
-        return
-    for stream in reversed(list(_nested(source))):
-        for name in ("aclose", "close"):
-            end = getattr(stream, name, None)
-            if end is None:
-                continue
-            with suppress(Exception):
-                done = end()
-                if hasattr(done, "__await__"):
-                    await done
-            break

@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from proxy_ext import litellm_shim
-from proxy_ext.frozen.provider import Event, FrozenApi, Provider
+from proxy_ext.frozen.provider import Event, Provider
 from tests.support.proxy import HELLO, Proxy, config_for
 
 SECRET = "provider-secret-8a1f"
@@ -145,9 +145,7 @@ class Scripted:
         self.price: float | None = ANSWER_USD
         self.usage = {"prompt_tokens": 7, "completion_tokens": 3, "total_tokens": 10}
 
-    async def whole(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
-    ) -> dict[str, Any]:
+    async def complete(self, api: str, params: Mapping[str, Any], within: float) -> dict[str, Any]:
         self.asked.append(params)
         await self.may_answer.wait()
         message = {"role": "assistant", "content": "Four it is."}
@@ -156,7 +154,7 @@ class Scripted:
         return {**answer, "usage": self.usage}
 
     async def stream(
-        self, api: FrozenApi, params: Mapping[str, Any], *, within: float
+        self, api: str, params: Mapping[str, Any], within: float
     ) -> AsyncGenerator[Event]:
         self.asked.append(params)
         await self.may_answer.wait()
@@ -164,7 +162,7 @@ class Scripted:
             yield {"id": "x", "choices": [{"index": 0, "delta": {"content": word}}]}
         yield {"id": "x", "choices": [{"index": 0, "delta": {}, "finish_reason": "stop"}]}
 
-    def cost(self, api: FrozenApi, usage: Mapping[str, Any]) -> float | None:
+    def cost(self, api: str, usage: Mapping[str, Any]) -> float | None:
         return self.price
 
     def count(self, text: str) -> int:

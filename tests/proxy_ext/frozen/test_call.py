@@ -438,7 +438,7 @@ async def test_nothing_is_fetched(
                     messages = [{"role": "user", "content": said}]
                     params = {"messages": messages}
                     with contextlib.suppress(AnyAgentError):
-                        await deployment.whole("chat", params, within=5)
+                        await deployment.complete("chat", params, within=5)
                     with contextlib.suppress(AnyAgentError):
                         async for _ in deployment.stream("chat", params, within=5):
                             pass

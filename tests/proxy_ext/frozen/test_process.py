@@ -85,7 +85,7 @@ async def test_killed_and_started_again(
             assert info["interactions"] == 2
             assert (await second.post("/rl/v1/finalize", {"final_reward": 1.0}, key)).is_success
     log = (tmp_path / "proxy.log").read_text()
-    assert "the provider of judge: 401" in log
+    assert "the provider of judge failed with 401" in log
     assert not holding(tmp_path, SECRET)
 
 

@@ -253,7 +253,7 @@ async def test_caps_and_what_they_are_charged_to(proxy: Proxy) -> None:
         await spent.require(None, "t")
     # Whoever is no tenant counts as one, within sessions, too.
     await spent.add(session, None, 13.0)
-    with pytest.raises(SpendCapExceeded, match="who is no tenant has spent 13 USD"):
+    with pytest.raises(SpendCapExceeded, match="the caller without a tenant has spent 13 USD"):
         await spent.require(None, "")
 
 
@@ -278,13 +278,13 @@ async def test_a_usage_that_has_no_prompt(start: Start, provider: ScriptedProvid
     assert counted[1][0] >= 200_000
 
 
-def test_what_counts_as_a_prompt_told() -> None:
+def test_what_counts_as_a_reports_prompt() -> None:
     answer = MessagesResponse("x")
     answer.usage = {"input_tokens": 0, "output_tokens": 1}
-    assert not answer.prompt_told()
+    assert not answer.reports_prompt()
     # All of it stood in the provider's cache.
     answer.usage["cache_read_input_tokens"] = 7
-    assert answer.prompt_told()
+    assert answer.reports_prompt()
     assert ids_in([{"role": "user", "content": [[1, 2], [3]]}]) == 3
     assert ids_in([{"role": "user", "content": [1, 2]}, {"role": "user", "content": "a"}]) == 2
 
