@@ -1,14 +1,14 @@
-"""The forms of keys.
+"""API keys: their forms, their signatures, and the ids of sessions.
 
 ::
 
-    sk-v1.<rank>.<lane>.<hmac>   a session's: derived from the run's signing secret, never stored
-    sk-admin.<id>.<secret>       made by `any-agent keys create`: their hashes are stored
-    sk-trainer.<id>.<secret>     ... or, with "run" as id, the run's own, derived like a session's
-    sk-tenant.<id>.<secret>
+    sk-v1.<rank>.<lane>.<hmac>   a session's key, derived from the run's signing secret, not stored
+    sk-admin.<id>.<secret>       created by `any-agent keys create`, stored as a hash
+    sk-trainer.<id>.<secret>     the same; with "run" as id the run's own key, derived, not stored
+    sk-tenant.<id>.<secret>      created by `any-agent keys create`, stored as a hash
 
-A session's key names a lane on a rank and nothing else, so a router can read the rank without a
-table and a rank can check a key without one.
+A session's key names a lane on a rank and nothing else, so that a router reads the rank, and a rank
+checks the key, without a table.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ SESSION_KEY_PREFIX = "sk-v1."
 KEPT_SCOPES = ("admin", "trainer", "tenant")
 KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
 KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES)
-"""What begins so is a key of ours, or a forged one."""
+"""Prefixes of all keys of this service, genuine or forged."""
 _RUN_KEY = "sk-trainer.run."
 PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
-"""No key, and good for nothing: stands in the base URL of agents that were to be given another."""
+"""A text in the place of a key, in the base URL of agents that must be given another one."""
 SESSION_ID_PREFIX = "ses-"
 _KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
@@ -45,29 +45,30 @@ class Lane:
 class KeySigner:
     """Mints and checks session keys.
 
-    Of several secrets the first one signs, and all of them verify. ``secret`` may be a function
-    that gives those of at most so many seconds ago: a running service learns of new ones by it.
+    The first of several secrets signs, and all of them verify. ``secret`` may be a function that
+    returns the secrets as they were at most so many seconds ago, so that a running service follows
+    rotations.
     """
 
     def __init__(self, secret: bytes | Callable[[float | None], Sequence[bytes]]) -> None:
         self._secrets = secret if callable(secret) else lambda _: (secret,)
 
     def mint(self, rank: int) -> tuple[Lane, str]:
-        """A new lane and its key."""
+        """Return a new lane and its key."""
         lane = Lane(rank, secrets.token_hex(12))
         return lane, self.key_of(lane)
 
     def key_of(self, lane: Lane) -> str:
-        """The key of a lane; the same one as long as the first secret is."""
+        """Return the key of a lane by the first secret."""
         return next(self.keys_of(lane))
 
     def keys_of(self, lane: Lane) -> Iterator[str]:
-        """The key of a lane by each secret."""
+        """Yield the key of a lane by each secret."""
         for secret in self._secrets(None):
             yield f"{SESSION_KEY_PREFIX}{lane.rank}.{lane.id}.{_mac(secret, lane)}"
 
     def verify(self, key: str) -> Lane | None:
-        """The lane of a genuine key; None for anything else."""
+        """Return the lane of a genuine key; None for any other text."""
         lane = lane_in(key)
         if lane is None:
             return None
@@ -80,23 +81,23 @@ class KeySigner:
 
     @property
     def run_key(self) -> str:
-        """The key of the run's own trainer and router: of scope trainer, and kept nowhere."""
+        """The key of the run's own trainer and router, of scope trainer; it is stored nowhere."""
         return _run_key(self._secrets(0.0)[0])
 
     def is_run_key(self, key: str) -> bool:
-        """Whether a key is that one, by whichever secret."""
+        """Return True if the key is the run key by one of the secrets."""
         if not key.startswith(_RUN_KEY):
             return False
         given = secret_hash(key)
         return self._any(lambda s: hmac.compare_digest(given, secret_hash(_run_key(s))))
 
     def _any(self, genuine: Callable[[bytes], bool]) -> bool:
-        # Signed by a secret that is newer than the last look, perhaps.
+        # The second try reads the secrets anew: one may have been added.
         return any(map(genuine, self._secrets(None))) or any(map(genuine, self._secrets(0.0)))
 
 
 def lane_in(key: str) -> Lane | None:
-    """The lane that a session's key names, genuine or not; None for what has not its form."""
+    """Return the lane that a session's key names, genuine or not; None for another form."""
     match = _KEY.fullmatch(key)
     return None if match is None else Lane(int(match[1]), match[2])
 
@@ -114,13 +115,13 @@ _KEPT_KEY = re.compile(r"sk-(admin|trainer|tenant)\.([0-9a-f]{8})\.([0-9a-f]{48}
 
 
 def new_key(scope: str) -> tuple[str, str]:
-    """A new key of a kept scope, 192 random bits, and its id."""
+    """Return a new key of a stored scope, with 192 random bits, and its id."""
     id = secrets.token_hex(4)
     return f"sk-{scope}.{id}.{secrets.token_hex(24)}", id
 
 
 def key_id(key: str) -> str | None:
-    """The id in a key of a kept scope's form; None for anything else."""
+    """Return the id in a key that has the form of a stored one; None for any other text."""
     match = _KEPT_KEY.fullmatch(key)
     return match[2] if match else None
 
@@ -129,17 +130,17 @@ _SESSION_ID = re.compile(r"ses-(0|[1-9][0-9]{0,3})-[0-9a-f]{16}")
 _NUMBERED_ID = re.compile(
     r"[A-Za-z0-9][A-Za-z0-9._-]{0,47}-(0|[1-9][0-9]{0,3})-(?:0|[1-9][0-9]{0,9})"
 )
-"""`<task>-<rank>-<n>`, of sessions that were opened under the names of the AReaL documents."""
+"""`<task>-<rank>-<n>`: ids of sessions that were opened by AReaL's routes."""
 
 
 def rank_of_session(session_id: str) -> int | None:
-    """The rank that a session's id names; None for what is no session id."""
+    """Return the rank that a session's id names; None for any other text."""
     match = _SESSION_ID.fullmatch(session_id) or _NUMBERED_ID.fullmatch(session_id)
     return int(match[1]) if match else None
 
 
 def session_prefix(path: str) -> str | None:
-    """The key or id in a path `/{session}/...`, whose forms no route begins with."""
+    """Return the session's key or id in a path `/{session}/...`; None without one."""
     first, slash, _ = path[1:].partition("/")
     if not slash or not path.startswith("/"):
         return None
@@ -152,7 +153,8 @@ _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 
 
 def bearer_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> str:
-    """The key in these headers' values, "" without one; SessionMismatch for two that differ."""
+    """Return the key in the values of these headers, "" without one; SessionMismatch for
+    several."""
     keys = bearers_of(authorization, x_api_key)
     if len(keys) > 1:
         raise SessionMismatch("the request carries two different keys")
@@ -160,13 +162,13 @@ def bearer_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> str:
 
 
 def bearers_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> set[str]:
-    """The keys in these headers' values, without empty ones."""
+    """Return the non-empty keys in the values of these headers."""
     found = [_BEARER.sub("", value).strip() for value in authorization]
     return {key for key in (*found, *x_api_key) if key}
 
 
 class SecretHash:
-    """A secret kept as its hash and compared in constant time."""
+    """A secret that is stored as its hash and compared in constant time."""
 
     def __init__(self, secret: str) -> None:
         self._digest = secret_hash(secret)
@@ -176,5 +178,5 @@ class SecretHash:
 
 
 def secret_hash(text: str) -> bytes:
-    """Enough for what is random; a slow hash is for what people make up."""
+    """Return a fast hash, which suits random secrets; passwords would need a slow one."""
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()

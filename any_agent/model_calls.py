@@ -1,4 +1,4 @@
-"""One call of an inference engine: what it is asked, and what it answers."""
+"""A call of an inference engine: request, sampling parameters, chunks and response."""
 
 from __future__ import annotations
 
@@ -21,19 +21,19 @@ StopReason: TypeAlias = Literal["stop", "length", "abort"]
 
 
 def token_ids(given: Any) -> list[int] | IdArray:
-    """A prompt's ids as a list of ints, [length]; int32 arrays stay packed.
+    """Return a prompt's ids as a list of ints, [length]; int32 arrays stay packed.
 
-    Takes lists, arrays and tensors of [length] or [1, length], and mappings with ``input_ids``, as
-    tokenizers return them. Raises InvalidRequest for anything else.
+    Accepts lists, arrays and tensors of [length] or [1, length], and mappings with ``input_ids``,
+    as tokenizers return them. Raises InvalidRequest for any other value.
     """
     if isinstance(given, Mapping):
         if "input_ids" not in given:
-            raise _no_ids(f"a {type(given).__name__} without input_ids")
+            raise _invalid_ids(f"a {type(given).__name__} without input_ids")
         given = given["input_ids"]
     if hasattr(given, "detach"):
         given = given.detach().cpu().numpy()
     if isinstance(given, list | tuple):
-        # Nearly all are these; `type` because True is an int, `set` because most hold one type.
+        # The usual case. `type`, because True is an int; `set`, because most lists have one type.
         kinds = set(map(type, given))
         if kinds <= {int}:
             return given if isinstance(given, list) else list(given)
@@ -44,16 +44,16 @@ def token_ids(given: Any) -> list[int] | IdArray:
         if all(type(i) is int or isinstance(i, np.integer) for i in given):
             return [int(i) for i in given]
         odd = next(i for i in given if type(i) is not int)
-        raise _no_ids(f"a {type(given).__name__} with {odd!r:.60} ({type(odd).__name__})")
+        raise _invalid_ids(f"a {type(given).__name__} with {odd!r:.60} ({type(odd).__name__})")
     if not isinstance(given, np.ndarray):
-        raise _no_ids(f"{type(given).__name__} {given!r:.60}")
+        raise _invalid_ids(f"{type(given).__name__} {given!r:.60}")
     ids = given[0] if given.ndim == 2 and len(given) == 1 else given
     if ids.ndim != 1 or ids.dtype.kind not in "iu":
-        raise _no_ids(f"{given.dtype.name} of the shape {list(given.shape)}")
+        raise _invalid_ids(f"{given.dtype.name} of the shape {list(given.shape)}")
     return ids if ids.dtype == np.int32 else [int(i) for i in ids.tolist()]
 
 
-def _no_ids(what: str) -> InvalidRequest:
+def _invalid_ids(what: str) -> InvalidRequest:
     return InvalidRequest(
         f"input_ids is {what}: it must be one prompt's token ids, integers in a list, an "
         "array or a tensor of the shape [length] or [1, length]",
@@ -63,13 +63,13 @@ def _no_ids(what: str) -> InvalidRequest:
 
 @dataclass(frozen=True, slots=True)
 class GenerationHyperparameters:
-    """How one completion is sampled.
+    """The sampling parameters of one completion.
 
     ``temperature`` 0 means greedy. ``top_k`` -1 means off. Stop strings end the output at the
-    token that completes one; ``stop_token_ids`` at the token itself (kept in the output).
-    With ``seed``, a signed 64-bit integer, the draw of a token depends on nothing but its
-    distribution, the seed and its position in prompt + output. What comes after it bends the
-    distribution itself, and is neutral by default.
+    token that completes one; ``stop_token_ids`` at the token itself (which stays in the output).
+    With ``seed``, a signed 64-bit integer, the draw of a token depends only on its distribution,
+    the seed and its position in prompt + output. The fields after ``seed`` change the distribution
+    itself, and are neutral by default.
     """
 
     max_new_tokens: int = 16_384
@@ -86,16 +86,16 @@ class GenerationHyperparameters:
     presence_penalty: float = 0.0
     repetition_penalty: float = 1.0
     logit_bias: tuple[tuple[int, float], ...] = ()
-    """Token ids and what is added to their logits."""
+    """Pairs of a token id and the number that is added to its logit."""
     grammar: str | None = None
-    """What the output's text must be, as JSON: ``{"json_schema": {...}}``,
-    ``{"json_object": true}`` or ``{"regex": "..."}``."""
+    """The form of the output's text, as JSON: ``{"json_schema": {...}}``, ``{"json_object": true}``
+    or ``{"regex": "..."}``."""
 
     def new(self, **changes: Any) -> Self:
-        """A copy with some fields changed; lists become tuples, and so does one stop alone.
+        """Return a copy with some fields changed; lists and a single stop become tuples.
 
-        ``n_samples`` may be given as 1, which is all that a request samples. Raises ValueError for
-        another one, and TypeError for what is no field.
+        ``n_samples`` may only be 1: a request samples one completion. Raises ValueError for another
+        number, and TypeError for an unknown field.
         """
         samples = changes.pop("n_samples", 1)
         if samples != 1:
@@ -116,11 +116,12 @@ class GenerationHyperparameters:
             known = {field.name for field in fields(self)}
             unknown = ", ".join(sorted(changes.keys() - known))
             raise TypeError(
-                f"{unknown}: no such field; there are {', '.join(sorted(known))}"
+                f"unknown sampling fields: {unknown}; use {', '.join(sorted(known))}"
             ) from None
 
     def new_with_stop_and_pad_token_ids(self, tokenizer: Any) -> Self:
-        """A copy that stops also at the tokenizer's padding and end tokens, where it has them."""
+        """Return a copy that also stops at the tokenizer's padding and end tokens, if it has
+        them."""
         more = [tokenizer.pad_token_id, tokenizer.eos_token_id]
         ids = dict.fromkeys([*self.stop_token_ids, *(int(i) for i in more if i is not None)])
         return replace(self, stop_token_ids=tuple(ids))
@@ -130,12 +131,12 @@ class GenerationHyperparameters:
         exclude_args: Sequence[str] = (),
         api_format: Literal["completions", "responses", "openai-agents"] = "completions",
     ) -> dict[str, Any]:
-        """What OpenAI's client takes of this, as keyword arguments of its calls.
+        """Return the fields that OpenAI's client accepts, as keyword arguments of its calls.
 
-        ``completions``: of ``chat.completions.create``; ``responses``: of ``responses.create``;
-        ``openai-agents``: of the Agents SDK's ``ModelSettings``. ``exclude_args`` are left out, by
-        their names here or there. What these APIs have no name for (``top_k`` and what follows
-        it, ``stop_token_ids``, ``ignore_eos``) is not in it.
+        ``completions``: arguments of ``chat.completions.create``; ``responses``: of
+        ``responses.create``; ``openai-agents``: of the Agents SDK's ``ModelSettings``.
+        ``exclude_args`` are left out, by their names here or there. Fields without a name in these
+        APIs (``top_k``, ``stop_token_ids``, ``ignore_eos``, ...) are left out, too.
         """
         limit = {
             "completions": "max_completion_tokens",
@@ -152,8 +153,8 @@ class GenerationHyperparameters:
             out["presence_penalty"] = self.presence_penalty
         if api_format == "completions" and self.stop:
             out["stop"] = list(self.stop)
-        gone = {limit if name == "max_new_tokens" else name for name in exclude_args}
-        return {name: value for name, value in out.items() if name not in gone}
+        excluded = {limit if name == "max_new_tokens" else name for name in exclude_args}
+        return {name: value for name, value in out.items() if name not in excluded}
 
 
 def new_request_id() -> str:
@@ -162,32 +163,32 @@ def new_request_id() -> str:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ModelRequest:
-    """One request to an inference engine: token ids, or a prompt in words; token ids come out.
+    """One request to an inference engine, by token ids or by a text prompt; it returns token ids.
 
-    ``input_ids`` may be a list, an array or a tensor, of the shape [length] or [1, length], or what
-    a tokenizer returns (a mapping with ``input_ids``); it is kept as a list of ints, packed int32
-    as it is. A ``prompt`` is a chat, or a text that is asked as one message of the user: engines
-    that know the model's chat format (:class:`~any_agent.RemoteSGLangEngine`) write it as ids.
-    ``temperature`` and ``max_tokens`` are those of ``gconfig`` under OpenAI's names.
+    ``input_ids`` may be a list, an array or a tensor of the shape [length] or [1, length], or a
+    tokenizer's result (a mapping with ``input_ids``); it becomes a list of ints, except that int32
+    arrays stay as they are. A ``prompt`` is a chat, or a text that becomes one user message:
+    engines that know the model's chat format (:class:`~any_agent.RemoteSGLangEngine`) render it.
+    ``temperature`` and ``max_tokens`` are fields of ``gconfig`` under OpenAI's names.
 
-    Raises InvalidRequest for ids that are none; ValueError for ``input_ids`` and a ``prompt``, and
-    for a ``gconfig`` that says otherwise than ``temperature`` or ``max_tokens``.
+    Raises InvalidRequest for invalid ids; ValueError for ``input_ids`` beside a ``prompt``, and
+    for a ``gconfig`` that contradicts ``temperature`` or ``max_tokens``.
     """
 
     rid: str
-    """Requests with the same one, one after the other, are a conversation: they go to the same
-    engine of several, which has its beginning in its cache."""
+    """The conversation's id: its requests go to the same engine of several, which has the
+    beginning of the conversation in its cache."""
     input_ids: list[int] | IdArray
     gconfig: GenerationHyperparameters
     cache_salt: str | None
     top_logprobs: int
-    """How many of the likeliest tokens to tell of at each position."""
+    """The number of likeliest tokens to report at each position."""
     tokenizer: Any = field(repr=False, compare=False)
-    """The workflow's, where it has one: a response's text is its. Engines that check stop strings
-    have their own."""
+    """The workflow's tokenizer, if it has one, which decodes the response's text. Engines that
+    check stop strings have their own."""
     prompt: list[Message] | str | None
     model: str
-    """The caller's name for it; an engine has one model."""
+    """The caller's name for the model; an engine has one model."""
 
     def __init__(
         self,
@@ -236,7 +237,7 @@ class ModelRequest:
         return self.gconfig.max_new_tokens
 
     def require_ids(self) -> None:
-        """InvalidRequest for a prompt that nobody has written as token ids."""
+        """Raise InvalidRequest for a prompt that was not rendered as token ids."""
         if self.prompt is not None:
             raise InvalidRequest(
                 "this engine takes token ids, and the request has a prompt: give "
@@ -247,7 +248,7 @@ class ModelRequest:
 
 
 LLMRequest = ModelRequest
-"""The same under AReaL-lite's name."""
+"""AReaL-lite's name of :class:`ModelRequest`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,19 +265,20 @@ class GenerationChunk:
     stop_reason: StopReason | None = None
     matched_stop: str | int | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """Per token the likeliest ids and their log-probabilities, best first; None if not asked."""
+    """For each token the likeliest ids with their log-probabilities, best first; None if not
+    requested."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)
         if not n == len(self.logprobs) == len(self.versions):
             raise ValueError("a chunk needs one logprob and one version per token")
         if self.top_logprobs is not None and len(self.top_logprobs) != n:
-            raise ValueError("a chunk needs the likeliest tokens of each of its tokens, or none")
+            raise ValueError("a chunk needs the likeliest tokens of all its tokens, or of none")
 
 
 @dataclass(frozen=True, slots=True)
 class ModelResponse:
-    """A whole completion: the concatenation of its chunks."""
+    """A complete response: the concatenation of its chunks."""
 
     input_ids: list[int]
     output_ids: list[int]
@@ -285,13 +287,13 @@ class ModelResponse:
     stop_reason: StopReason
     matched_stop: str | int | None = None
     tokenizer: Any = field(default=None, repr=False, compare=False)
-    """What :attr:`text` is decoded with: the request's, or the engine's."""
+    """The tokenizer of :attr:`text`: the request's, or the engine's."""
 
     @property
     def text(self) -> str:
         """The output without special tokens, and without the stop string that ended it.
 
-        ConfigError where no tokenizer is known.
+        Raises ConfigError where no tokenizer is known.
         """
         if self.tokenizer is None:
             raise ConfigError(

@@ -1,9 +1,9 @@
-"""Figures of training and of workflows, by name: averages, sums, extremes.
+"""Statistics of training and of workflows by name: averages, sums, extremes.
 
-Everything is added up where it is recorded, so memory does not grow with the number of values.
-Recording is quick and may be done from any thread, thus from workflows, reward functions and the
-trainer alike. Trackers with names are apart from one another, and so are their scopes, which
-belong to the task or thread that entered them.
+Values are added up when they are recorded, so memory does not grow with their number. Recording is
+quick and thread-safe, for workflows, reward functions and the trainer alike. Trackers with names
+are independent of each other, and so are their scopes, which belong to the task or thread that
+entered them.
 
     stats_tracker.get("rollout").scalar(reward=1.0)     rollout/reward, rollout/reward__count
     with stats_tracker.scope("actor"):
@@ -34,12 +34,12 @@ P = ParamSpec("P")
 T = TypeVar("T")
 
 MAX_KEYS = 4096
-"""Of one tracker: who puts ids into names would fill memory and metrics files."""
+"""The most keys of one tracker: ids in names would otherwise fill memory and metrics files."""
 MAX_TRACKERS = 256
 
 
 class ReduceType(Enum):
-    """What becomes of the values of one key."""
+    """The way in which the values of one key are combined."""
 
     AVG_MIN_MAX = "avg_min_max"
     """``key/avg``, ``key/min`` and ``key/max``."""
@@ -48,7 +48,7 @@ class ReduceType(Enum):
     MIN = "min"
     MAX = "max"
     SCALAR = "scalar"
-    """``key``, the mean, and ``key__count``, of how many values it is one."""
+    """``key``, the mean, and ``key__count``, the number of values."""
 
 
 @dataclass(slots=True)
@@ -66,7 +66,7 @@ class _Sums:
         self.high = max(self.high, high)
 
     def results(self, key: str) -> dict[str, float]:
-        """What is exported of it; nothing where there were no values."""
+        """Return the exported values; none if nothing was recorded."""
         if self.kind is ReduceType.SUM:
             return {key: self.total}
         if not self.count:
@@ -81,7 +81,7 @@ class _Sums:
 
 
 class StatsTracker:
-    """The figures of one name; the name is the outermost scope of its keys."""
+    """The statistics of one name, which is the outermost scope of its keys."""
 
     def __init__(self, name: str = "") -> None:
         self._root = (name.strip("/"),) if name.strip("/") else ()
@@ -95,7 +95,7 @@ class StatsTracker:
 
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
-        """Keys recorded inside begin with ``name/``; scopes nest."""
+        """Prefix the keys recorded inside with ``name/``; scopes nest."""
         token = self._scopes.set((*self._scopes.get(self._root), name.strip("/")))
         try:
             yield
@@ -104,7 +104,7 @@ class StatsTracker:
 
     @contextmanager
     def disable_scope(self) -> Iterator[None]:
-        """Keys recorded inside have no scope at all."""
+        """Record the keys inside without any scope."""
         token = self._scopes.set(())
         try:
             yield
@@ -112,7 +112,7 @@ class StatsTracker:
             self._scopes.reset(token)
 
     def scope_func_wrapper(self, name: str) -> Callable[[Callable[P, T]], Callable[P, T]]:
-        """A decorator: the function runs in this scope."""
+        """Return a decorator that runs a function in this scope."""
 
         def decorated(function: Callable[P, T]) -> Callable[P, T]:
             @functools.wraps(function)
@@ -127,17 +127,17 @@ class StatsTracker:
     # -- recording -------------------------------------------------------------------------------
 
     def scalar(self, **values: Any) -> None:
-        """One value of each; exported are their means and counts.
+        """Record one value for each key; means and counts are exported.
 
-        What is not finite is left out and said once, because it would make the mean worthless.
-        Raises TypeError or ValueError for what is no number.
+        A value that is not finite is left out, and logged once, because it would spoil the mean.
+        Raises TypeError or ValueError for a value that is no number.
         """
         for key, value in values.items():
             self._number(self._key(key), float(value), ReduceType.SCALAR)
 
     @contextmanager
     def record_timing(self, key: str) -> Iterator[None]:
-        """The seconds that the block takes, as a scalar ``timeperf/<key>``, whatever the scope."""
+        """Record the seconds that the block takes as a scalar ``timeperf/<key>``, in any scope."""
         begun = time.perf_counter()
         try:
             yield
@@ -145,9 +145,10 @@ class StatsTracker:
             self._number(f"timeperf/{key}", time.perf_counter() - begun, ReduceType.SCALAR)
 
     def denominator(self, **masks: Any) -> None:
-        """Masks, boolean tensors or arrays, that :meth:`stat` names; exported is how many are True.
+        """Record masks, boolean tensors or arrays, for :meth:`stat`; the number of True is
+        exported.
 
-        Raises ValueError for what is not boolean, or empty.
+        Raises ValueError for a mask that is empty or not boolean.
         """
         for key, value in masks.items():
             mask = _array(key, value)
@@ -162,10 +163,10 @@ class StatsTracker:
                     self._masks[full] = mask.copy()
 
     def stat(self, denominator: str, reduce_type: ReduceType | None = None, **values: Any) -> None:
-        """The entries of float tensors or arrays where the latest mask of this name is True.
+        """Record the entries of float tensors or arrays where the latest mask of this name is True.
 
-        Exported are ``key/avg``, ``key/min`` and ``key/max``, or what ``reduce_type`` says.
-        Raises ValueError: there is no such mask, or its shape is another one.
+        ``key/avg``, ``key/min`` and ``key/max`` are exported, or the value that ``reduce_type``
+        names. Raises ValueError without such a mask, and for a mask of another shape.
         """
         kind = reduce_type or ReduceType.AVG_MIN_MAX
         if not isinstance(kind, ReduceType) or kind is ReduceType.SCALAR:
@@ -194,13 +195,14 @@ class StatsTracker:
     def export(
         self, key: str | None = None, reduce_group: Any = None, reset: bool = True
     ) -> dict[str, float]:
-        """What was recorded since the last reset, or only ``key`` (in the current scope) of it.
+        """Return all values since the last reset, or only those of ``key`` in the current scope.
 
-        With ``reduce_group``, a process group of torch.distributed, over all of its processes,
-        which then must all call it.
+        With ``reduce_group``, a process group of torch.distributed, values are combined over all of
+        its processes, each of which must call this.
         """
         with self._lock:
-            chosen = dict(self._sums) if key is None else self._one(self._key(key))
+            only = None if key is None else self._key(key)
+            chosen = {k: sums for k, sums in self._sums.items() if only in (None, k)}
             if reset:
                 for name in chosen:
                     del self._sums[name]
@@ -208,9 +210,6 @@ class StatsTracker:
         if reduce_group is not None:
             chosen = _gathered(chosen, reduce_group)
         return {k: v for name in chosen for k, v in chosen[name].results(name).items()}
-
-    def _one(self, key: str) -> dict[str, _Sums]:
-        return {key: self._sums[key]} if key in self._sums else {}
 
     def _key(self, key: str) -> str:
         return "/".join((*self._scopes.get(self._root), key))
@@ -220,7 +219,7 @@ class StatsTracker:
             if math.isfinite(value):
                 self._add(key, kind, value, 1, value, value)
             else:
-                self._warn(key, f"{key} was {value}: left out of its mean")
+                self._warn(key, f"{key} was {value}, which is left out of its mean")
 
     def _add(
         self, key: str, kind: ReduceType, total: float, count: int, low: float, high: float
@@ -282,23 +281,23 @@ export = _default.export
 
 
 def get(name: str = "") -> StatsTracker:
-    """The tracker of this name, the same one every time; without a name the module's own.
+    """Return the tracker of this name, always the same one; without a name the module's own.
 
-    Raises ValueError when there are too many.
+    Raises ValueError when there are too many trackers.
     """
     with _lock:
         if name not in _trackers and len(_trackers) >= MAX_TRACKERS:
             raise ValueError(
-                f"there are {MAX_TRACKERS} trackers already: {name[:80]!r} is too many; use few "
-                "names, and scopes"
+                f"there are {MAX_TRACKERS} trackers already, so {name[:80]!r} cannot be added: use "
+                "few names, and scopes within them"
             )
         return _trackers.setdefault(name, StatsTracker(name))
 
 
 def export_all(reduce_group: Any = None, reset: bool = True) -> dict[str, float]:
-    """What all trackers have, by full keys; with ``reduce_group`` as :meth:`StatsTracker.export`.
+    """Return the values of all trackers by full keys, as :meth:`StatsTracker.export` does.
 
-    All processes of such a group must have the same trackers.
+    All processes of a ``reduce_group`` must have the same trackers.
     """
     with _lock:
         trackers = [_trackers[name] for name in sorted(_trackers)]

@@ -1,7 +1,7 @@
-"""The vocabulary that every part shares: model calls, interactions, sessions.
+"""The types that all packages share: model calls, interactions, sessions.
 
-Arrays are numpy, token data is packed: ids and versions are int32, log-probabilities float32.
-Nothing here imports torch or LiteLLM.
+Arrays are numpy's and token data is packed: ids and versions are int32, log-probabilities float32.
+The module imports neither torch nor LiteLLM.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from any_agent.model_calls import ModelResponse as ModelResponse
 from any_agent.model_calls import StopReason as StopReason
 
 LogprobArray: TypeAlias = npt.NDArray[np.float32]
-"""Natural-log probabilities, float32, shape [length]."""
+"""Natural logarithms of probabilities, float32, shape [length]."""
 Row: TypeAlias = dict[str, npt.NDArray[Any]]
 """One sequence, unshifted, shapes [seq_len]:
 
@@ -56,14 +56,14 @@ BranchReason: TypeAlias = Literal[
 
 =======================  ==========================================================================
 ``no_new_message``       no message follows the recorded answer
-``template_declines``    the template cannot put the new messages behind the recorded ids
-``thinking_stripped``    the template takes the recorded answer's reasoning out of the past
-``assistant_rewritten``  an answer among the messages is not as it was recorded
-``parent_aborted``       it goes on from an answer that was cut off
+``template_declines``    the template cannot append the new messages to the recorded ids
+``thinking_stripped``    the template removes the recorded answer's reasoning
+``assistant_rewritten``  an answer among the messages differs from the recorded one
+``parent_aborted``       the answer that it continues was cut off
 ``tools_changed``        the same conversation with other tools, or template arguments
-``system_changed``       the same conversation under another system prompt
-``history_rewritten``    no answer stands as it was recorded, under a known system prompt and tools
-``new_conversation``     nothing that was recorded is in it
+``system_changed``       the same conversation with another system prompt
+``history_rewritten``    every recorded answer was changed; system prompt and tools are known
+``new_conversation``     it contains nothing that was recorded
 =======================  ==========================================================================
 """
 
@@ -74,7 +74,7 @@ def id_array(values: Any) -> IdArray:
 
 
 def plain_ids(ids: Sequence[int] | IdArray) -> list[int]:
-    """As Python's own ints: tokenizers refuse numpy's."""
+    """Return the ids as Python's ints, since tokenizers refuse numpy's."""
     return list(ids.tolist()) if isinstance(ids, np.ndarray) else list(ids)
 
 
@@ -84,19 +84,20 @@ def logprob_array(values: Any) -> LogprobArray:
 
 
 class Continuation(StrEnum):
-    """How an interaction's prompt relates to what was recorded before it."""
+    """The relation of an interaction's prompt to the interactions recorded before it."""
 
     ROOT = "root"
     """No recorded interaction is a prefix of the request's messages."""
     EXACT = "exact"
     """Its prompt begins with the parent's prompt + output ids."""
     BRANCH = "branch"
-    """A parent's messages match, but its ids could not be continued; rendered anew as a root."""
+    """A parent's messages match, but its ids could not be continued: the prompt was rendered
+    anew."""
 
 
 @dataclass(slots=True)
 class Interaction:
-    """One recorded model call, stored as what it adds to its parent.
+    """One recorded model call, stored as its difference to its parent.
 
     The prompt is the parent's prompt + the parent's output + ``prompt_delta_ids`` (without a
     parent: ``prompt_delta_ids`` alone), and the messages likewise: the parent's messages + the
@@ -117,15 +118,15 @@ class Interaction:
     gconfig: GenerationHyperparameters
     model: str = ""
     tools: list[Tool] | None = None
-    """Of a root; an exact child's are its root's."""
+    """The tools of a root; those of an exact child are its root's."""
     continuation: Continuation = Continuation.ROOT
     branch_reason: str | None = None
-    """A :data:`BranchReason`; of a branch, and of a root that is not its session's first."""
+    """A :data:`BranchReason`, for a branch, and for a root that is not its session's first."""
     untrainable_reason: str | None = None
     reward: float | None = None
-    """Its own reward, before anything runs back through the tree."""
+    """Its own reward, before rewards are propagated through the tree."""
     request: Mapping[str, Any] = field(default_factory=dict)
-    """What the agent asked for and the run overrode or only recorded."""
+    """Parameters of the request that the run overrode, or only recorded."""
     created_at: float = 0.0
 
     def __post_init__(self) -> None:
@@ -135,7 +136,8 @@ class Interaction:
 
     @property
     def trainable(self) -> bool:
-        """Whether its tokens may enter the loss; if not, ``untrainable_reason`` says why."""
+        """True if its tokens may enter the loss; otherwise ``untrainable_reason`` has the
+        reason."""
         return self.untrainable_reason is None
 
 
@@ -147,7 +149,7 @@ class SessionMode(StrEnum):
 class SessionState(StrEnum):
     OPEN = "open"
     AWAITING_REWARD = "awaiting_reward"
-    """Its agent is done; its reward is not there yet."""
+    """Its agent has ended, and its reward is outstanding."""
     FINALIZED = "finalized"
     LEASED = "leased"
     TRAINED = "trained"
@@ -177,7 +179,7 @@ class Trajectory:
 
     session_id: str
     group_id: str
-    """The generation of the group it closed with; a group of one has its session's id."""
+    """The generation of its group; a group of one has its session's id."""
     interactions: list[Interaction]
     final_reward: float | None = None
     task_id: str | None = None
@@ -186,18 +188,17 @@ class Trajectory:
 
 @dataclass(slots=True)
 class SampledSession:
-    """One session that a workflow of this process returned: rows instead of a tree.
+    """One session of a workflow in this process: rows instead of a :class:`Trajectory`'s tree.
 
-    It is the other form of a :class:`Trajectory`: rewards have run back already (``rewards`` of a
-    row is its r).
+    The ``rewards`` of its rows are final: they have been propagated already.
     """
 
     session_id: str
     group_id: str
-    """Of the other runs of the same item of the dataset."""
+    """The group that all runs of one item of the dataset share."""
     rows: list[Row]
     temperatures: list[float | None]
-    """What each row's tokens were sampled at; None: at the run's ``sampling.temperature``."""
+    """The sampling temperature of each row; None: the run's ``sampling.temperature``."""
     task_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
 

@@ -146,7 +146,7 @@ def test_what_is_not_finite_is_left_out_and_said_once(
         for value in (1.0, float("nan"), float("inf"), 3.0):
             tracker.scalar(reward=value)
     assert tracker.export() == {"reward": 2.0, "reward__count": 2}
-    assert [r.message for r in caplog.records] == ["reward was nan: left out of its mean"]
+    assert [r.message for r in caplog.records] == ["reward was nan, which is left out of its mean"]
 
 
 def test_timings_lie_under_one_scope(tracker: StatsTracker) -> None:
@@ -200,7 +200,7 @@ def test_too_many_trackers_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(stats_tracker, "MAX_TRACKERS", 2)
     first = stats_tracker.get("a")
     stats_tracker.get("b")
-    with pytest.raises(ValueError, match="'c' is too many"):
+    with pytest.raises(ValueError, match="'c' cannot be added"):
         stats_tracker.get("c")
     assert stats_tracker.get("a") is first
 

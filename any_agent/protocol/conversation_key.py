@@ -1,9 +1,8 @@
-"""What a conversation began with, read from a call's body: by it the calls of agents that open no
-sessions find their rank and their task.
+"""The task of a conversation, computed from the beginning of a call's messages.
 
-The router and the ranks read it alike, whichever API a call came by, so nothing here needs the
-policy's chat format. What does not change what was said (texts in parts, blank lines, an API's name
-for the system prompt) does not change it either.
+Calls of agents that open no sessions are assigned to their rank and task by it. The router and the
+ranks compute the same task for every API, without the policy's chat format. Differences of form
+(texts in parts, blank lines, an API's name for the system prompt) do not change it.
 """
 
 from __future__ import annotations
@@ -16,51 +15,51 @@ from typing import Any
 import orjson
 
 TASK_PREFIX = "auto-"
-"""Of tasks' names that were made from conversations' heads."""
+"""Prefix of the names of tasks that were computed from conversations."""
 RANK_DIGITS = 4
-"""Of the hexadecimal digits after `resp_`, those that name the rank which gave the id."""
+"""Hexadecimal digits after `resp_` that name the rank which issued the id."""
 _HEAD = 65_536
-"""Characters of a text, without blank lines, after which it is taken as it is: to look at each line
-of many megabytes stops everybody else in the process."""
+"""Characters of a text that are normalized line by line; the rest is taken unchanged, as reading
+every line of many megabytes would block the process."""
 _SYSTEM = ("system", "developer")
 _BILLING = "x-anthropic-billing-header:"
 _RESPONSE = re.compile(rf"resp_([0-9a-f]{{{RANK_DIGITS}}})[0-9a-f]+")
 
 
 def task_of(body: Any) -> str:
-    """The task that a call's conversation is an attempt at: equal for equal system prompts (or
-    instructions) and first user messages. Takes any JSON value."""
+    """Return the task of a call's conversation, which is equal for equal system prompts (or
+    instructions) and first user messages. Accepts any JSON value."""
     body = body if isinstance(body, Mapping) else {}
     given = body.get("messages")
     messages: Sequence[Any] = given if isinstance(given, list) else ()
     if not messages and "input" in body:
         given = body["input"]
         messages = given if isinstance(given, list) else [{"role": "user", "content": given}]
-    system = [_said(body[name]) for name in ("instructions", "system") if body.get(name)]
+    system = [_text(body[name]) for name in ("instructions", "system") if body.get(name)]
     for message in messages:
         if not (isinstance(message, dict) and message.get("role") in _SYSTEM):
             break
-        system.append(_said(message.get("content")))
+        system.append(_text(message.get("content")))
     users = (m for m in messages if isinstance(m, dict) and m.get("role") == "user")
     first = next(users, {}).get("content")
     digest = hashlib.blake2b(_lines(system), digest_size=12)
-    digest.update(b"\0" + _lines([_said(first)]))
+    digest.update(b"\0" + _lines([_text(first)]))
     return TASK_PREFIX + digest.hexdigest()
 
 
 def rank_of_response(id: Any) -> int | None:
-    """The rank that gave a response its id; None for what is no such id."""
+    """Return the rank that issued a response's id; None for any other id."""
     found = _RESPONSE.fullmatch(id) if isinstance(id, str) else None
     return int(found[1], 16) if found is not None else None
 
 
 def rank_tag(rank: int) -> str:
-    """How an id begins that this rank gives."""
+    """Return the first digits of the ids that this rank issues."""
     return f"{rank:0{RANK_DIGITS}x}"
 
 
-def _said(content: Any) -> str:
-    """The text of a content; of what is more than text, what stands in it."""
+def _text(content: Any) -> str:
+    """Return the text of a content; parts that are no text count as JSON."""
     if isinstance(content, str):
         return content
     parts = content if isinstance(content, list) else [content]
@@ -79,16 +78,16 @@ def _part(part: Any) -> str:
 
 
 def _lines(texts: Sequence[str]) -> bytes:
-    """Without blank lines, and without what stands at the ends of the others; nor the line that
-    Anthropic's agents write anew with each request.
+    """Return the texts without blank lines, without spaces at the ends of lines, and without the
+    line that Anthropic's agents change at each request.
 
-    What comes after the head is as it is, from the beginning of a line. The head is measured by
-    what is kept of it, so it ends at the same line whatever is left out before.
+    The rest after the head is unchanged and begins at the beginning of a line. The head's size is
+    that of its kept lines, so that it ends at the same line whatever was removed before.
     """
     text = "\n".join(texts)
     kept: list[str] = []
     at = size = 0
-    # Blank lines are kept nowhere, but cost a look.
+    # Blank lines are dropped, but reading them takes time.
     while at < len(text) and size < _HEAD and at < 2 * _HEAD:
         end = text.find("\n", at)
         end = end if end >= 0 else len(text)

@@ -33,25 +33,22 @@ def request_id_of(interaction_id: str) -> dict[str, str]:
 
 
 def anthropic_body(error: AnyAgentError, status: int | None = None) -> dict[str, Any]:
-    """Return an error's body; ``status``: the one that it is answered with, if not its own.
+    """Return an error's body; ``status`` replaces the error's own.
 
-    Anthropic's SDK shows ``details.error_code`` as the error's code; ``code`` is the same, where
-    every other API has it.
+    Anthropic's SDK shows ``details.error_code`` as the error's code; ``code`` is the same value at
+    the place that every other API uses.
     """
+    shown = status or error.status
     details = {"error_code": error.code, **error.details}
     if error.param is not None:
         details["param"] = error.param
     return {
         "type": "error",
         "error": {
-            "type": _type(status or error.status),
+            "type": _TYPES.get(shown, "invalid_request_error" if shown < 500 else "api_error"),
             "message": error.message,
             "code": error.code,
             "details": details,
         },
         "request_id": request_id(),
     }
-
-
-def _type(status: int) -> str:
-    return _TYPES.get(status, "invalid_request_error" if status < 500 else "api_error")

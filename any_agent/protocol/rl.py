@@ -26,20 +26,19 @@ MAX_METADATA_DEPTH = 32
 MAX_NAMED = 131_072
 """Sessions that one message of the trainer may name: many times what can be buffered."""
 AFTER_HEADER = "x-any-agent-after"
-"""Where the next page of a list begins; not there on the last one."""
+"""Response header: the place where the next page of a list begins; absent on the last page."""
 MAX_COUNT = 2**31 - 1
-"""Of versions, which every token carries in 32 bits, of steps and of slots."""
+"""The largest version, step and number of slots: every token carries its version in 32 bits."""
 UNREACHABLE_HEADER = "x-any-agent-unreachable"
-"""The ranks that are missing in a list of all of them."""
+"""Response header: the ranks whose part of a list is missing."""
 EPOCH_HEADER = "x-any-agent-epoch"
-"""The number of the trainer's start. A rank that has heard of a later start refuses earlier ones;
-requests without it are people's."""
+"""Request header: the number of the trainer's start. A rank that knows of a later start refuses
+earlier ones; requests without it come from people."""
 GRANT_ONLY_HEADER = "x-any-agent-grant-only"
-"""With it an AReaL's open takes a slot of `/grant_capacity` or none: a router asks the ranks so,
-one after the other. No part of the body, so that the request stays the same for its
-Idempotency-Key."""
+"""Request header: an AReaL open takes a slot of `/grant_capacity` or none; a router asks the ranks
+so in turn. It is no part of the body, which must stay the same for its Idempotency-Key."""
 API_HEADER = "x-any-agent-api"
-"""In every answer of a `/rl` route: the version of these bodies."""
+"""Response header of every `/rl` route: the version of these bodies."""
 API_VERSION = "1"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
@@ -59,7 +58,7 @@ def _number(value: Any) -> float:
 
 
 def as_reward(value: Any) -> float | dict[str, float]:
-    """A finite number, or several by name; ValueError."""
+    """Return a finite number, or several by name; ValueError for any other value."""
     if not isinstance(value, dict):
         return _number(value)
     if not 1 <= len(value) <= _MAX_NAMED_REWARDS:
@@ -75,7 +74,7 @@ def _reward_or_none(value: Any) -> float | dict[str, float] | None:
 
 
 _Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
-# One function and no union of types: an error names the field alone, not what was tried for it.
+# One function instead of a union: an error then names the field, not every member of the union.
 RewardValue = Annotated[
     float | dict[str, float] | None,
     PlainValidator(
@@ -87,7 +86,7 @@ RewardValue = Annotated[
 
 
 def _storable(value: dict[str, Any]) -> dict[str, Any]:
-    """What the journal and the trainer's wire can carry, so that it fails here or never."""
+    """Return metadata that the journal and the trainer's wire can carry; ValueError otherwise."""
     try:
         size = len(json.dumps(value, allow_nan=False, ensure_ascii=False).encode())
     except (ValueError, RecursionError):
@@ -111,7 +110,7 @@ Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
 class _Body(BaseModel):
-    # A text is no number and a number is neither true nor false.
+    # Strict: no text passes for a number, and no number for a bool.
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
@@ -123,21 +122,21 @@ class StartSession(_Body):
     metadata: Metadata = Field(default_factory=dict)
     ttl: float | None = Field(None, gt=0)
     version: Annotated[int, Field(ge=0)] | Literal["current"] | None = None
-    """Of an eval session: every token is of this weight version, or its call is refused."""
+    """The weight version of every token of an eval session; other calls are refused."""
     wait: float = Field(0.0, ge=0)
     """Seconds to wait for a free slot before 429."""
     api_key: str | None = None
-    """An earlier session's key: its lane's next session opens under the same key."""
+    """An earlier session's key: the new session opens in the same lane, under the same key."""
 
     @model_validator(mode="after")
-    def _pinned_for_eval(self) -> Self:
+    def _check_version(self) -> Self:
         if self.version is not None and self.mode != "eval":
-            raise ValueError("version pins an eval session; training goes on in between: mode=eval")
+            raise ValueError("version pins eval sessions only: set mode=eval")
         return self
 
 
 class StartByQuery(StartSession):
-    """As text, since everything in a URL is."""
+    """The same fields in a URL, where all values are text."""
 
     model_config = ConfigDict(strict=False)
 
@@ -146,14 +145,14 @@ class SessionStarted(BaseModel):
     session_id: str
     api_key: str = Field(repr=False)
     base_url: str
-    """What an OpenAI client takes as its base URL."""
+    """The base URL for an OpenAI client."""
     mode: Literal["train", "eval"]
     version: int
     """The weight version that the engine serves now."""
     group_id: str | None
     task_id: str | None
     expires_in: float
-    """Seconds until its ttl runs out."""
+    """Seconds until its ttl is over."""
     idle_in: float | None = None
     """Seconds until it expires if nothing happens in it."""
 
@@ -166,17 +165,17 @@ class SetReward(_Body):
     completion_id: str | None = None
     """The completion to reward; default: the last one."""
     interaction_id: str | None = None
-    """The same, under our own name for it."""
+    """The same under any-agent's own name."""
     name: Name | None = None
     """The name of a reward that is a number."""
     session_id: str | None = None
 
     @model_validator(mode="after")
-    def _one_of_them(self) -> Self:
+    def _check_target(self) -> Self:
         if (self.reward is None) == (self.final_reward is None):
             raise ValueError("give either reward or final_reward")
         if self.final_reward is not None and (self.completion_id or self.interaction_id):
-            raise ValueError("final_reward is of the session: give no completion_id with it")
+            raise ValueError("final_reward is for the whole session: give no completion_id with it")
         if self.completion_id and self.interaction_id not in (None, self.completion_id):
             raise ValueError("completion_id and interaction_id name different completions")
         named = self.reward if self.final_reward is None else self.final_reward
@@ -191,19 +190,20 @@ class RewardSet(BaseModel):
     interaction_id: str | None
     """None: it is the session's final reward."""
     reward: float
-    """What its named and unnamed rewards add up to now."""
+    """The present sum of its named and unnamed rewards."""
 
 
 class Finalize(_Body):
     final_reward: RewardValue = None
     await_reward: bool = False
-    """Take no more calls, and rewards until the deadline; `finalize` again ends it earlier."""
+    """Refuse further calls and accept rewards until the deadline; `finalize` again ends it
+    earlier."""
     deadline: float | None = Field(default=None, gt=0)
-    """Seconds to await rewards for; default and most: `sessions.reward_deadline`."""
+    """Seconds to await rewards; default and maximum: `sessions.reward_deadline`."""
     session_id: str | None = None
 
     @model_validator(mode="after")
-    def _deadline_of_something(self) -> Self:
+    def _check_deadline(self) -> Self:
         if self.deadline is not None and not self.await_reward:
             raise ValueError("deadline needs await_reward: true")
         return self
@@ -212,7 +212,7 @@ class Finalize(_Body):
 class Abort(_Body):
     reason: str = Field("aborted by the caller", max_length=200)
     keep_place: bool = False
-    """Its group keeps its place for another session, until the group's time is over. Without this
+    """The group keeps the session's place for another one until the group's time is over; otherwise
     the group closes without it."""
 
 
@@ -223,7 +223,7 @@ class Veto(_Body):
 class Heartbeat(BaseModel):
     session_id: str
     expires_in: float
-    """Seconds until its ttl runs out; a heartbeat does not move that."""
+    """Seconds until its ttl is over, which a heartbeat does not change."""
     idle_in: float
     """Seconds until it expires if nothing happens."""
 
@@ -232,43 +232,43 @@ class SessionInfo(BaseModel):
     session_id: str
     state: str
     reason: str | None
-    """Why it is in this state, where that is not plain."""
+    """The reason for this state, where the state does not explain itself."""
     mode: Literal["train", "eval"]
     task_id: str | None
     group_id: str | None
     tenant: str | None
     opened_by: str | None
-    """Whose key opened it."""
+    """The holder of the key that opened it."""
     content: Literal["stored", "archived", "deleted"]
-    """Where its texts and tokens are."""
+    """The place of its texts and tokens."""
     interactions: int
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
     final_reward: float | None
     rewarded: bool | None
-    """Whether it has any reward; training counts none as 0. None: not known any more, as its
-    content is not here."""
+    """True if it has any reward; training counts a missing one as 0. None: unknown, as its content
+    is archived or deleted."""
     first_version: int | None
     """The oldest weight version of its tokens."""
     last_version: int | None
     """The newest one."""
     pinned_version: int | None
-    """The only one that its tokens may have."""
+    """The only weight version that its tokens may have."""
     step: int | None
     """The optimizer step that consumed it."""
     created_at: float
-    """Seconds since the epoch, as `ended_at`."""
+    """Seconds since the epoch, like `ended_at`."""
     ended_at: float | None
     expires_in: float | None
-    """Seconds until its ttl runs out, while it is open."""
+    """Seconds until its ttl is over, while it is open."""
     idle_in: float | None
     """Seconds until it expires if nothing happens, while it is open."""
     awaits_in: float | None
-    """Seconds until it stops waiting for its reward, while it does."""
+    """Seconds until it stops waiting for its reward, while it waits."""
 
 
 class SessionFinalized(SessionInfo):
-    """The session as it is now; the same again for who finalizes it once more."""
+    """The session's state after finalizing it; repeating the request returns the same."""
 
     status: Literal["success"] = "success"
 
@@ -279,29 +279,29 @@ class RewardEntry(BaseModel):
     name: str | None
     value: float
     by: str
-    """Whose key gave it, or what in the service did."""
+    """The holder of the key, or the part of the service, that set it."""
     at: float
     """Seconds since the epoch."""
 
 
 class SessionDetails(SessionInfo):
     reward_history: list[RewardEntry]
-    """Every reward as it was given, oldest first; the last ones, if they are many."""
+    """All rewards as they were set, oldest first; only the last ones if there are many."""
     rewards_given: int
-    """How many there were in all."""
+    """The total number of rewards that were set."""
 
 
 class InteractionContent(BaseModel):
     id: str
     parent_id: str | None
     message_delta: list[dict[str, Any]]
-    """What it adds to its parent's messages and answer."""
+    """The messages that follow its parent's messages and answer."""
     output_message: dict[str, Any]
     finish_reason: str
 
 
 class SessionContent(BaseModel):
-    """What was said in a session: its calls of the policy, oldest first."""
+    """The messages of a session: its calls of the policy, oldest first."""
 
     session_id: str
     mode: Literal["train", "eval"]
@@ -310,13 +310,14 @@ class SessionContent(BaseModel):
     interactions: list[InteractionContent]
 
     def graded(self) -> dict[str, Any]:
-        """As a grader (`sessions.grader`) is given it: each interaction with its whole talk."""
-        talks: dict[str, list[dict[str, Any]]] = {}
+        """Return the input of a grader (`sessions.grader`): each interaction with all its
+        messages."""
+        conversations: dict[str, list[dict[str, Any]]] = {}
         interactions = []
         for one in self.interactions:
-            before = talks[one.parent_id] if one.parent_id is not None else []
+            before = conversations[one.parent_id] if one.parent_id is not None else []
             messages = [*before, *one.message_delta]
-            talks[one.id] = [*messages, one.output_message]
+            conversations[one.id] = [*messages, one.output_message]
             interactions.append(
                 {
                     "id": one.id,
@@ -330,23 +331,23 @@ class SessionContent(BaseModel):
 
 
 def read_places(text: str) -> dict[int, int]:
-    """Where a list of sessions goes on: each rank's lowest number so far; ValueError."""
+    """Parse the place where a list of sessions goes on, each rank's lowest number so far."""
     found = {}
     for part in filter(None, text.split(",")):
         rank, colon, number = part.partition(":")
-        # No store counts further than 64 bits.
+        # The numbers of a store have at most 64 bits.
         if not (colon and rank.isdecimal() and number.isdecimal() and len(part) < 20):
-            raise ValueError("pass what the header x-any-agent-after of the page before said")
+            raise ValueError("pass the value of the header x-any-agent-after of the previous page")
         found[int(rank)] = int(number)
     return found
 
 
 def write_places(places: Mapping[int, int]) -> str:
-    """The inverse of :func:`read_places`."""
+    """Return the text that :func:`read_places` parses."""
     return ",".join(f"{rank}:{number}" for rank, number in sorted(places.items()))
 
 
-# By name: the arrays beside the states in any_agent.types would be a burden to light clients.
+# Written out: any_agent.types, which has the states, imports numpy, and light clients must not.
 State = Literal[
     "open",
     "awaiting_reward",
@@ -361,7 +362,7 @@ State = Literal[
 
 
 class ListSessions(_Body):
-    """Which sessions; without a filter all of them. In a URL."""
+    """Filters of a list of sessions, in a URL; without any, all sessions."""
 
     model_config = ConfigDict(strict=False)
 
@@ -371,11 +372,11 @@ class ListSessions(_Body):
     tenant: str | None = Field(default=None, max_length=64)
     limit: int = Field(default=100, ge=1, le=1000)
     after: str = Field(default="", max_length=16_384)
-    """Where the page before ended: its header `x-any-agent-after`."""
+    """The header `x-any-agent-after` of the previous page."""
 
     @field_validator("after")
     @classmethod
-    def _readable(cls, after: str) -> str:
+    def _check_after(cls, after: str) -> str:
         read_places(after)
         return after
 
@@ -389,70 +390,70 @@ class SessionLine(BaseModel):
 
     session_id: str
     number: int
-    """Its place in the order of creation on its rank."""
+    """Its number in the order of creation on its rank."""
     state: str
     mode: Literal["train", "eval"]
     task_id: str | None
     group_id: str | None
     tenant: str | None
     interactions: int
-    """Those that the journal holds."""
+    """The number of its interactions in the journal."""
     rewards_given: int | None
-    """How many there were in all, revisions too; None: they are archived."""
+    """The number of rewards that were set, with revisions; None: they are archived."""
     final_reward: float | None
     reason: str | None
     step: int | None
     """The optimizer step that consumed it."""
     content: str
-    """Where its interactions are: stored, archived or deleted."""
+    """The place of its interactions: stored, archived or deleted."""
     created_at: float
     ended_at: float | None
 
 
 class SetCapacity(_Body):
     limit: int = Field(ge=0, le=MAX_COUNT)
-    """Train sessions ever admitted on this rank."""
+    """The total of train sessions that this rank may ever admit."""
     ttl: float = Field(gt=0, le=3600)
-    """Seconds after which the limit lapses unless it is set again."""
+    """Seconds after which the limit ends unless it is set again."""
     owner: str = Field(max_length=64)
-    """The trainer's incarnation; leases of an earlier one are taken back."""
+    """The present start of the trainer; leases of an earlier one are taken back."""
     held: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
-    """Sessions whose leases are renewed. A lease whose answer was lost is not among them, and is
-    soon handed out again."""
+    """Sessions whose leases are renewed. A lease whose reply was lost is not among them, and its
+    session is soon leased again."""
     number: int = Field(0, ge=0)
-    """Counts the owner's messages: one that arrives after a later one changes nothing."""
+    """The number of the owner's message: one that arrives after a later one changes nothing."""
 
 
 class Unfilled(BaseModel):
-    """A group that is begun, and keeps slots for members that are not there yet."""
+    """A group that has begun and keeps slots for its missing members."""
 
     group_id: str
     size: int
     members: int
-    """Sessions that are in it."""
+    """The number of its sessions."""
     closes_in: float
-    """Seconds until it closes with those that it has."""
+    """Seconds until it closes with its present members."""
 
 
 class Capacity(BaseModel):
     admitted: int
-    """Train sessions ever admitted, reservations of open groups counted in."""
+    """Train sessions ever admitted, including the reservations of open groups."""
     reserved: int
-    """Slots taken by sessions that are not open yet: being opened, or members of open groups."""
+    """Slots of sessions that are not open yet: being opened, or missing members of open groups."""
     waiting: int
     running: int
-    """Open train sessions; like the buffered ones without those that were opened on grants."""
+    """Open train sessions, except those on grants, which `buffered` leaves out, too."""
     buffered: int
-    """Finalized or leased, neither trained nor rejected."""
+    """Sessions that are finalized or leased, and neither trained nor rejected."""
     limit: int
     queue: list[int] = Field(default_factory=list)
-    """Slots that each open (a group: all of it) waits for, in their order; the first ones. Then
-    what was refused a moment ago and will be asked for again."""
+    """The slots that each waiting open needs (all slots of a group), in their order, up to a limit;
+    then those of opens that were refused a moment ago and will be repeated."""
     unfilled: list[Unfilled] = Field(default_factory=list)
-    """The groups that others' sessions wait for: some of them, those first that close first."""
+    """Some of the groups that wait for members, in the order in which they close."""
     grants: int = 0
-    """Slots of `/grant_capacity` that no session was opened on yet. They are beside the others:
-    none of the trainer's is held for them."""
+    """Slots of `/grant_capacity` without a session so far. They come on top: no slot of the trainer
+    is reserved for them."""
 
 
 class Lease(_Body):
@@ -460,9 +461,9 @@ class Lease(_Body):
     wait: float = Field(30.0, ge=0, le=300)
     max_groups: int = Field(default=1, ge=1, le=1024)
     session_ids: list[str] | None = Field(default=None, max_length=1024)
-    """Lease just these sessions, whatever their group."""
+    """Lease only these sessions, of any group."""
     replay: bool = False
-    """With `session_ids`: also those that a step took already, for a resume from before it."""
+    """With `session_ids`: lease also sessions that a step has consumed, for a resume before it."""
 
 
 class Rejection(_Body):
@@ -475,13 +476,13 @@ class Ack(_Body):
     trained: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
     rejected: list[Rejection] = Field(default_factory=list, max_length=MAX_NAMED)
     step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-    """The optimizer step that consumed them. What was trained without one is kept for good: no rank
-    can know whether a resume will want it."""
+    """The optimizer step that consumed them. Sessions that were trained without one are kept for
+    good, as no rank can know whether a resume needs them."""
 
     @model_validator(mode="after")
-    def _one_end(self) -> Self:
+    def _check_disjoint(self) -> Self:
         if both := {r.session_id for r in self.rejected}.intersection(self.trained):
-            raise ValueError(f"{min(both)[:80]!r} is said to be trained on and to be rejected")
+            raise ValueError(f"{min(both)[:80]!r} is in both trained and rejected")
         return self
 
 
@@ -497,14 +498,14 @@ class ExportTrajectories(_Body):
 
 class Pause(_Body):
     ttl: float = Field(120.0, gt=0, le=3600)
-    """Seconds after which the engine goes on by itself, if the trainer has died."""
+    """Seconds after which the engine resumes by itself, if the trainer has died."""
 
 
 class PublishedVersion(_Body):
     version: int = Field(ge=0, le=MAX_COUNT)
     path: str
     step: int = Field(ge=0, le=MAX_COUNT)
-    """Optimizer steps behind these weights."""
+    """The optimizer steps that led to these weights."""
 
 
 class VersionInfo(BaseModel):
@@ -518,7 +519,7 @@ class SetRun(_Body):
     checkpoint: str | None = None
     oldest_step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """The step of the oldest retained checkpoint: sessions of later steps are kept for a resume.
-    None: all of them are."""
+    None: all sessions are kept."""
 
 
 class RunInfo(BaseModel):
@@ -530,4 +531,4 @@ class RunInfo(BaseModel):
     version: int
     step: int
     checkpoint: str | None
-    """The newest checkpoint: what to load for inference."""
+    """The newest checkpoint, to be loaded for inference."""

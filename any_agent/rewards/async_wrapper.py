@@ -1,4 +1,4 @@
-"""Reward functions: a ready one, and those that block or compute kept off the event loop."""
+"""`AsyncRewardWrapper`: runs a reward function in a process pool; a reward function for GSM8K."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from any_agent.runtime.worker_pool import (
 log = logging.getLogger(__name__)
 
 _NUMBER = re.compile(
-    r"(?<![A-Za-z0-9])(?<![0-9]\.)"  # not amid a word or another number
+    r"(?<![A-Za-z0-9])(?<![0-9]\.)"  # not inside a word or another number
     r"(?P<sign>(?<![)\]])[-+\u2212])?\$?(?P<inner>(?<=\$)-)?"
     r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
     r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?(?:/(?P<under>[0-9]+(?![0-9.])))?"
@@ -33,27 +33,25 @@ _NUMBER = re.compile(
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LATEX = re.compile(r"\\[!,;: ]|\\(?=\$)|[{}](?=,)|(?<=,)\}")
 _LONGEST = 100_000
-"""Characters of an answer, from its end, that are looked at."""
+"""Characters at the end of an answer in which its final number is sought."""
 
 
-class RewardFailed(AnyAgentError):
-    """A reward function gave no reward; says what it did instead."""
-
-    default_code = "reward_failed"
+class RewardFailed(AnyAgentError, code="reward_failed"):
+    """A reward function returned no reward; the message has the reason."""
 
 
 class AsyncRewardWrapper:
     """Makes an ordinary reward function awaitable: it runs in a process of a pool.
 
-    Ready workflows call it as
+    The built-in workflows call it as
     ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)``
-    with both texts, both lists of token ids and the dataset item's fields; others as they like. A
-    coroutine function is awaited where it is, since it does not block.
+    with both texts, both lists of token ids and the dataset item's fields; others may call it in
+    any way. A coroutine function is awaited in place, since it does not block.
 
-    A call that takes longer than ``timeout_seconds`` counts as ``timeout_reward``, and is logged:
-    what such functions hang on is nearly always an answer that makes no sense. None: it raises
-    instead. A call that raises, or takes its process down, is repeated up to ``max_retries`` times.
-    Wrappers of one ``max_workers`` (default: half of the machine's cores) share their processes.
+    A call that takes longer than ``timeout_seconds`` returns ``timeout_reward``, and is logged:
+    such functions nearly always hang on a senseless answer. With None it raises instead. A call
+    that raises, or crashes its process, is repeated up to ``max_retries`` times. Wrappers with the
+    same ``max_workers`` (default: half of the machine's cores) share their processes.
     """
 
     def __init__(
@@ -65,13 +63,13 @@ class AsyncRewardWrapper:
         *,
         timeout_reward: float | None = 0.0,
     ) -> None:
-        """ConfigError for a function that cannot be sent to another process."""
+        """Raise ConfigError for a function that cannot be sent to another process."""
         self.reward_fn = reward_fn
         self.timeout_seconds = timeout_seconds
         self.max_retries = max_retries
         self.timeout_reward = timeout_reward
         self.timeouts = 0
-        """Calls that took too long."""
+        """The number of calls that took too long."""
         self._pool: WorkerPool | None = None
         if not inspect.iscoroutinefunction(reward_fn):
             pack(reward_fn)
@@ -79,15 +77,17 @@ class AsyncRewardWrapper:
             self._pool = shared_pool("rewards", workers, secrets=SECRET_VARIABLES)
 
     async def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """What the function returns; RewardFailed after its last try."""
+        """Return the function's result; RewardFailed after its last attempt."""
         for left in range(self.max_retries, -1, -1):
             try:
                 return await self._once(*args, **kwargs)
             except (TimeoutError, WorkerTimeout):
-                return self._late()
+                return self._reward_of_timeout()
             except WorkerFailed as error:
                 if left:
-                    log.info("%s: %s; trying again", self._name, error)
+                    log.info(
+                        "the reward function %s failed (%s) and is called again", self._name, error
+                    )
                     continue
                 trace = f"\n{error.failure.trace}" if error.failure is not None else ""
                 did = "took its process down" if isinstance(error, WorkerCrashed) else "failed"
@@ -107,12 +107,12 @@ class AsyncRewardWrapper:
         name = getattr(self.reward_fn, "__qualname__", repr(self.reward_fn))
         return f"{getattr(self.reward_fn, '__module__', '')}.{name}"
 
-    def _late(self) -> float:
+    def _reward_of_timeout(self) -> float:
         self.timeouts += 1
-        said = f"the reward function {self._name} took more than {self.timeout_seconds:g} s"
+        text = f"the reward function {self._name} took more than {self.timeout_seconds:g} s"
         if self.timeout_reward is None:
-            raise RewardFailed(said, code="reward_timeout")
-        log.warning("%s: its reward is %g (%d so far)", said, self.timeout_reward, self.timeouts)
+            raise RewardFailed(text, code="reward_timeout")
+        log.warning("%s: the reward is %g (time-out %d)", text, self.timeout_reward, self.timeouts)
         return self.timeout_reward
 
 
@@ -124,19 +124,19 @@ def gsm8k_reward_fn(
     answer: Any,
     **fields: Any,
 ) -> float:
-    """1.0 if the completion's final number is the answer's, else 0.0.
+    """Return 1.0 if the completion's final number equals the answer's, else 0.0.
 
     A text's final number is the first one after its last ``####``; else the last one in its last
     ``\\boxed{}``; else the last one in it. Signs, decimals, fractions (``3/4``), exponents, ``$``
     and commas between thousands are read; numbers are compared by value, so 18, 18.0 and $18 are
-    one. A text without a number is never right. Raises nothing, whatever the texts are.
+    equal. A text without a number is never right. No text makes it raise.
     """
-    said, right = final_number(completions), final_number(answer)
-    return float(said is not None and said == right)
+    number = final_number(completions)
+    return float(number is not None and number == final_number(answer))
 
 
 def final_number(text: Any) -> Fraction | None:
-    """The number that a text comes to, as :func:`gsm8k_reward_fn` reads it; None without one."""
+    """Return a text's final number as :func:`gsm8k_reward_fn` reads it; None without one."""
     whole = str(text)[-_LONGEST:]
     marked = whole.rpartition("####")
     if marked[1] and (found := _numbers(marked[2])):
@@ -148,7 +148,7 @@ def final_number(text: Any) -> Fraction | None:
 
 
 def _numbers(text: str) -> list[Fraction]:
-    """A text's numbers in their order; those of thousands of digits are none."""
+    """Return a text's numbers in order, except those with thousands of digits."""
     plain = _FRACTION.sub(r" \1/\2 ", _LATEX.sub("", text))
     found = []
     for match in _NUMBER.finditer(plain):
@@ -164,7 +164,7 @@ def _numbers(text: str) -> list[Fraction]:
 
 
 def _boxed(text: str) -> str | None:
-    """What the last ``\\boxed{`` holds, up to its own brace or the end."""
+    """Return the content of the last ``\\boxed{``, up to its closing brace or the end."""
     _, found, rest = text.rpartition("\\boxed{")
     if not found:
         return None

@@ -1,8 +1,8 @@
-"""Calling a grader, `module.function`: it takes a session as a dict and returns its reward.
+"""Calls of a grader, `module.function`, which takes a session as a dict and returns its reward.
 
-Runs in a process of its own, which it may crash or hang. Only plain values leave it, whatever the
-grader returns or raises. ``python -m any_agent.rewards.grader [--check] module.function`` is such a
-process: it reads the session as JSON from standard input and prints the reward as its last line.
+A grader runs in its own process, which it may crash or block. Only plain values leave the process.
+``python -m any_agent.rewards.grader [--check] module.function`` is such a process: it reads the
+session as JSON from standard input and prints the reward as its last line.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias
 
 Outcome: TypeAlias = tuple[bool, Any]
-"""Whether it worked, and the reward or what went wrong."""
+"""True and the reward, or False and the error's text."""
 
 _MAX_MESSAGE = 160
-"""Characters of what a grader failed with that are kept."""
+"""Characters of a grader's error that are kept."""
 
 
 def find(name: str) -> Outcome:
-    """Whether there is such a function."""
+    """Look up the function of this name."""
     try:
         return callable(_function(name)), f"{name} cannot be called"
-    except BaseException as error:  # also a module that exits
-        return False, _said(error)
+    except BaseException as error:  # SystemExit, too: a module may exit
+        return False, _format_error(error)
 
 
 def grade(name: str, session: dict[str, Any]) -> Outcome:
-    """What the grader makes of the session: a number, or several by name."""
+    """Call the grader on a session: its reward is a number, or several by name."""
     try:
         returned = _function(name)(session)
         if inspect.iscoroutine(returned):
             returned = asyncio.run(returned)
         return True, _plain(returned)
     except BaseException as error:
-        return False, _said(error)
+        return False, _format_error(error)
 
 
 def _function(name: str) -> Any:
@@ -58,26 +58,26 @@ def _plain(returned: Any) -> Any:
     return number
 
 
-def _said(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     return short(f"{type(error).__name__}: {error}")
 
 
 def short(text: str) -> str:
-    """One line, cut off where it is long."""
+    """Return the text in one line of limited length."""
     text = " ".join(text.split())
     return text if len(text) <= _MAX_MESSAGE else text[: _MAX_MESSAGE - 3] + "..."
 
 
 def main(argv: Sequence[str]) -> int:
-    """The exit code: 0 if there is a reward, or, with ``--check``, such a function."""
+    """Return the exit code: 0 if there is a reward or, with ``--check``, such a function."""
     if argv[0] == "--check":
-        worked, said = find(argv[1])
+        worked, result = find(argv[1])
     else:
-        worked, said = grade(argv[0], json.load(sys.stdin))
+        worked, result = grade(argv[0], json.load(sys.stdin))
     if not worked:
-        print(said, file=sys.stderr)
+        print(result, file=sys.stderr)
         return 1
-    print(f"\n{json.dumps(said)}")
+    print(f"\n{json.dumps(result)}")
     return 0
 
 

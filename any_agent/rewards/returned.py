@@ -1,4 +1,4 @@
-"""What an agent's function returns, as rewards of its session."""
+"""The value that an agent's function returns, as rewards of its session."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from any_agent.errors import AgentFailed, NotFound, Unprocessable
 from any_agent.protocol.rl import MAX_REWARD
 
 Rewards: TypeAlias = float | dict[str, float] | None
-"""Of the last completion; of completions by id; or as the agent has set them itself."""
+"""The last completion's reward, rewards by completion id, or None: the agent has set them."""
 
 
 def rewards_of(returned: Any, name: str) -> Rewards:
-    """What the function of this name returned, as plain numbers; AgentFailed if it is no reward."""
+    """Return the returned value as plain numbers; AgentFailed for a value that is no reward."""
     if returned is None:
         return None
     if not isinstance(returned, Mapping):
@@ -31,9 +31,10 @@ async def give_rewards(
     *,
     no_call: str,
 ) -> None:
-    """Set them by ``set_reward``, of a completion by its id or of the last one (None).
+    """Set the rewards by ``set_reward(reward, completion id or None for the last one)``.
 
-    AgentFailed where the session has no such completion, or none at all (``no_call`` says so).
+    Raise AgentFailed where the session has no such completion, or none at all (with the message
+    ``no_call``).
     """
     by_id = rewards if isinstance(rewards, dict) else {None: rewards}
     id = None
@@ -43,8 +44,8 @@ async def give_rewards(
                 await set_reward(reward, id)
     except NotFound as error:
         raise AgentFailed(
-            f"{name} rewards the completion {short(id)}, and no call of its session has that "
-            "id: use the `id` of the responses that the run has got itself",
+            f"{name} rewards the completion {short(id)}, but no call of its session has that "
+            "id: use the `id` of a response that this run has received",
             code="invalid_reward",
         ) from error
     except Unprocessable as error:
@@ -54,7 +55,7 @@ async def give_rewards(
 
 
 def no_reward(returned: Any, name: str) -> AgentFailed:
-    """The error of a run that has made calls and was given no reward by anybody."""
+    """Return the error of a run that has made calls and has no reward."""
     return AgentFailed(
         f"{name} returned {short(returned)} and gave no reward: return a number, or post "
         "/rl/set_reward",
@@ -63,7 +64,7 @@ def no_reward(returned: Any, name: str) -> AgentFailed:
 
 
 def _number(value: Any, name: str, where: str) -> float:
-    """Numbers of numpy and torch, and bools, too."""
+    """Return a number of Python, numpy or torch, or a bool, as a float."""
     try:
         if isinstance(value, str | bytes):
             raise TypeError
@@ -75,9 +76,9 @@ def _number(value: Any, name: str, where: str) -> float:
     return number
 
 
-def _invalid(name: str, what: str) -> AgentFailed:
+def _invalid(name: str, value: str) -> AgentFailed:
     return AgentFailed(
-        f"{name} returned {what}: it must return a number between -{MAX_REWARD:g} and "
+        f"{name} returned {value}: it must return a number between -{MAX_REWARD:g} and "
         f"{MAX_REWARD:g} (the reward of its last completion), a dict of them by completion id, or "
         "None where it has set its rewards itself",
         code="invalid_reward",
@@ -85,6 +86,6 @@ def _invalid(name: str, what: str) -> AgentFailed:
 
 
 def short(value: Any) -> str:
-    """A value as a message can show it."""
+    """Return a value as a message shows it."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."

@@ -1,7 +1,7 @@
-"""What scores of repeated runs on the items of a dataset say: means, intervals, pass@k.
+"""Statistics of the scores of repeated runs on a dataset's items: means, intervals, pass@k.
 
-The items are the draws: runs of one item are alike, so more of them do not narrow an interval as
-more items do.
+The items are the sample: runs of one item are alike, so more runs do not narrow an interval as more
+items do.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ _T975 = (
     *(2.2010, 2.1788, 2.1604, 2.1448, 2.1314, 2.1199, 2.1098, 2.1009, 2.0930, 2.0860),
     *(2.0796, 2.0739, 2.0687, 2.0639, 2.0595, 2.0555, 2.0518, 2.0484, 2.0452, 2.0423),
 )
-"""Student's t: the 97.5 % quantiles for 1 to 30 degrees of freedom."""
+"""The 97.5 % quantiles of Student's t for 1 to 30 degrees of freedom."""
 _Z975 = 1.959964
 
 
 class Estimate(NamedTuple):
-    """A mean over items, and where it lies with 95 % confidence, had the items been others of
-    their kind: None for fewer than two items."""
+    """A mean over items with its 95 % confidence interval over the choice of items, which is None
+    for fewer than two items."""
 
     mean: float
     interval: tuple[float, float] | None
@@ -29,7 +29,7 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """The mean of one value per item, with Student's interval; None without any."""
+    """Return the mean of one value per item with Student's interval; None without any value."""
     count = len(values)
     if not count:
         return None
@@ -42,8 +42,8 @@ def estimate(values: Sequence[float]) -> Estimate | None:
 
 
 def student975(freedom: int) -> float:
-    """The 97.5 % quantile of Student's t, to 4 digits: a table, then Fisher's expansion in 1/n
-    (Abramowitz and Stegun, 26.7.5)."""
+    """Return the 97.5 % quantile of Student's t to 4 digits, from a table, then by Fisher's
+    expansion in 1/n (Abramowitz and Stegun, 26.7.5)."""
     if freedom <= len(_T975):
         return _T975[freedom - 1]
     z = _Z975
@@ -54,10 +54,10 @@ def student975(freedom: int) -> float:
 
 
 def pass_at_k(runs: int, passed: int, k: int) -> float:
-    """The chance that at least one of k runs passes, from ``passed`` of ``runs``, without bias:
+    """Return the unbiased estimate of the probability that at least one of k runs passes:
     1 - C(runs - passed, k) / C(runs, k) (Chen et al. 2021, arXiv:2107.03374).
 
-    ValueError unless 1 <= k <= runs and 0 <= passed <= runs.
+    Raises ValueError unless 1 <= k <= runs and 0 <= passed <= runs.
     """
     if not (1 <= k <= runs and 0 <= passed <= runs):
         raise ValueError(f"pass@{k} of {passed} in {runs} runs: k must be 1 to {runs}")

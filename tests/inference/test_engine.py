@@ -139,7 +139,7 @@ async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> N
         ({"prompt": "a", "input_ids": [1]}, ValueError, "give one of"),
         ({"prompt": "a", "max_tokens": 1, "max_new_tokens": 2}, ValueError, "are the same"),
         ({"prompt": "a", "stream": True}, TypeError, "iterate over agenerate_stream"),
-        ({"prompt": "a", "heat": 1}, TypeError, "heat: no such field"),
+        ({"prompt": "a", "heat": 1}, TypeError, "unknown sampling fields: heat"),
         ({"prompt": 3}, InvalidRequest, "messages"),
         ({"messages": [{"content": "a"}]}, InvalidRequest, "role"),
         ({"input_ids": [[1], [2]]}, InvalidRequest, "one prompt's token ids"),

@@ -250,7 +250,7 @@ async def test_keys_and_fields_that_are_refused(served: Served) -> None:
             pass
     with pytest.raises(InvalidRequest, match="task_id"):
         AgentSession("no name")
-    with pytest.raises(InvalidRequest, match="version pins an eval session"):
+    with pytest.raises(InvalidRequest, match="version pins eval sessions only"):
         AgentSession(version=3)
     async with AgentSession() as session:
         with pytest.raises(ConfigError, match="key of one session"):

@@ -105,7 +105,7 @@ BAD_BODIES: list[tuple[dict[str, Any], str]] = [
     ({"reward": [1]}, "must be a number"),
     ({"reward": {"a": 1}, "name": "b"}, "name is for a reward that is a number"),
     ({"final_reward": {"a": 1}, "name": "b"}, "name is for a reward that is a number"),
-    ({"final_reward": 1, "completion_id": "x"}, "final_reward is of the session"),
+    ({"final_reward": 1, "completion_id": "x"}, "final_reward is for the whole session"),
     ({"reward": 1, "name": "a b"}, "name"),
 ]
 
