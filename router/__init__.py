@@ -1,19 +1,23 @@
-"""The single public URL: finds each request's rank and passes it on, byte by byte.
+"""The single public URL: finds the rank of each request and passes it on, byte by byte.
 
 ::
 
-    app        the handler of every request; start and stop
-    affinity   which rank: from the key or id, or computed from the group's name (pure)
-    health     which ranks serve now; waiting for one
-    forward    a request to a rank, sent again while nothing was sent
-    upstream   the shared client session, and what a failure means
-    body       a client's body, bounded        reply    answers, which clients must take
-    opens      `start_session`                 fanout   routes over all ranks
-    leasing    acks, exports, leases           merge    several answers as one (pure)
-    stats      what is counted                 metrics  `/metrics` of all parts
-    serving    its life: signals, draining     proxy_router  before proxies named by their URLs
+    app               the handler of every request; start and stop, signals, draining
+    affinity          the rank of a session's key or id, and the home of a group (pure)
+    implicit_affinity the rank of a model call that names no session
+    rank_health       the ranks that serve now; waits for one
+    forward           requests to ranks, repeated until a rank has received them
+    upstream          the pool of connections to the ranks
+    body              clients' bodies, bounded
+    client_response   answers, which clients must take
+    open_session      `start_session`
+    fanout            routes over all ranks
+    lease             acks, exports, leases
+    areal             the routes of the AReaL documents, granted slots
+    metrics           counters, and `/metrics` of all parts
+    proxy_router      a router for proxies that are named by their URLs
 
-It keeps nothing that a restart would lose.
+The router has no state that a restart would lose.
 """
 
 from __future__ import annotations
@@ -27,7 +31,7 @@ __all__ = ["ProxyRouter"]
 
 
 def __getattr__(name: str) -> Any:
-    """Import it when it is used."""
+    """Import ProxyRouter when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'router' has no attribute {name!r}")
     from router import proxy_router

@@ -1,4 +1,4 @@
-"""The public URL of a service: ``python -m router --config FILE --host H --port P``."""
+"""The router's process: ``python -m router --config FILE --host H --port P``."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ from any_agent.runtime.ports import listen, url_of
 
 
 def main() -> int:
-    # While there is nothing to end, Ctrl-C ends it without a word.
+    # Until the router serves, Ctrl-C ends the process without a traceback.
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     parser = argparse.ArgumentParser(prog="python -m router", description="One URL for all ranks.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
-    parser.add_argument("--host", required=True)
-    parser.add_argument("--port", type=int, required=True)
+    parser.add_argument("--host", required=True, help="address to listen on")
+    parser.add_argument("--port", type=int, required=True, help="port to listen on")
     parser.add_argument(
-        "--listener", type=int, help="an inherited socket that listens on that port already"
+        "--listener", type=int, help="file descriptor of an inherited socket that listens already"
     )
-    parser.add_argument("--public-url", default=None, help="default: http://host:port")
+    parser.add_argument("--public-url", help="URL that agents call; default: http://host:port")
     args = parser.parse_args()
     try:
         config = load_resolved(args.config)
@@ -45,14 +45,13 @@ def main() -> int:
 
 
 def _allow_many_connections() -> None:
-    """Two for each call under way; many systems allow a process 1024 unless it asks for more."""
+    """Raise the limit of open files, often 1024: each call under way needs two connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:
-    from router.app import running_router
-    from router.server import serve
+    from router.app import running_router, serve
 
     url = public_url or url_of(*listener.getsockname()[:2])
     serve(lambda: running_router(config, listener, url), config.server.drain_timeout)

@@ -1,14 +1,17 @@
-"""What is answered here, what is passed on, and to which rank; from start to stop."""
+"""The router: answers or passes on every request, from its start until it has drained."""
 
 from __future__ import annotations
 
 import asyncio
+import gc
 import logging
 import os
 import secrets
+import signal
 import socket
-from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+import threading
+from collections.abc import AsyncIterator, Callable
+from contextlib import AbstractAsyncContextManager, AsyncExitStack, asynccontextmanager, suppress
 from itertools import chain
 from typing import Any, cast
 from urllib.parse import unquote
@@ -33,20 +36,18 @@ from any_agent.keys import session_prefix
 from any_agent.rundir.heartbeat import Heartbeat
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, RegistryEntry
-from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
+from any_agent.runtime.metrics import watch_loop_lag
 from router.affinity import SessionAffinity, key_in
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
 from router.client_response import SERVER, ClientResponder
 from router.fanout import FanOut, Handler
-from router.forward import Forwarder
+from router.forward import Forwarder, is_idempotent
 from router.implicit_affinity import ImplicitAffinity
 from router.lease import LeaseRoute
-from router.metrics import MetricsRoute
+from router.metrics import CLIENT_LEFT, FAILED, MetricsRoute, RouterStats
 from router.open_session import MAX_BYTES, START, OpenRoute
 from router.rank_health import RankHealth
-from router.repeats import is_idempotent
-from router.stats import CLIENT_LEFT, FAILED, RouterStats
 from router.upstream import Upstream, open_upstream
 
 log = logging.getLogger(__name__)
@@ -55,20 +56,19 @@ _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
 _MAX_HEADERS = 128
 MAX_REQUESTS = 8192
-"""Requests under way at once. The ranks bound what they take; this holds while they are away."""
+"""Requests under way at once. The ranks have bounds of their own; this one holds without them."""
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
-"""Seconds until a connection is closed that sends no request, or does not finish its headers."""
-_LOOKED_AT = ("/healthz", "/metrics")
-"""Also answered by a service that is stopping."""
-_FOR_EVERYBODY = ("/healthz", "/readyz", "/health", "/metrics")
-"""Answered here without a key; of metrics their route says who may have them."""
+"""Seconds after which a connection without a request or with unfinished headers is closed."""
+_ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
+_KEYLESS = ("/healthz", "/readyz", "/health", "/metrics")
+"""Paths that the router answers without a key; the route of metrics checks keys itself."""
 _STOP_SECONDS = 1.5
-"""aiohttp waits for requests under way once, cancels them, and waits once more."""
+"""Time for which aiohttp waits for requests under way, and again after it has cancelled them."""
 
 
 class Router:
-    """The handler of every request."""
+    """Handles every request."""
 
     def __init__(
         self,
@@ -78,39 +78,39 @@ class Router:
         upstream: Upstream,
         ranks: RankHealth,
     ) -> None:
-        """Without ``audit`` there is no run: its metrics are any rank's."""
+        """Without ``audit`` there is no run folder, and `/metrics` is any rank's."""
         server = config.server
         self._access = access
         self._max_body = server.max_body_bytes
         self._client_timeout = server.client_timeout
         self._affinity = affinity = SessionAffinity(access.signer, server.ranks)
         self.stats = RouterStats()
-        self.loop_lag = loop_lag_histogram()
         self.ranks = ranks
-        self.replies = replies = ClientResponder(timeout=server.client_timeout)
-        self.forwarder = forwarder = Forwarder(upstream, ranks, replies)
+        self.replies = ClientResponder(timeout=server.client_timeout)
+        self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies)
         self._conversations = ImplicitAffinity(config, forwarder)
-        opens = OpenRoute(affinity, ranks, forwarder, replies)
+        opens = OpenRoute(affinity, forwarder)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
             ("POST", START): opens.open,
-            **FanOut(ranks, forwarder, replies).routes,
-            **LeaseRoute(affinity, ranks, forwarder, replies).routes,
-            **ArealRoutes(affinity, ranks, forwarder, replies, access).routes,
+            **FanOut(forwarder).routes,
+            **LeaseRoute(affinity, forwarder).routes,
+            **ArealRoutes(affinity, forwarder, access).routes,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
-        """What is not simply passed on, but for a key that is a session's, or no good at all."""
+        """Handlers of routes that are not just passed on; a wrong or a session's key skips them."""
         if audit is not None:
-            self._own["GET", "/metrics"] = MetricsRoute(self, upstream, access, audit).show
+            metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
+            self._own["GET", "/metrics"] = metrics.show
         self.draining = False
-        """What is under way ends, and nothing begins."""
+        """Requests under way go on, and new ones are refused."""
         self._none_running = asyncio.Event()
 
     async def drain(self, within: float) -> None:
-        """Begin nothing new, and wait for what is under way, up to ``within`` seconds."""
+        """Refuse new requests, and wait up to ``within`` seconds for those under way."""
         self.draining = True
-        self.ranks.give_up()
+        self.ranks.stop_waiting()
         if self.stats.running:
             with suppress(TimeoutError):
                 async with asyncio.timeout(within):
@@ -138,10 +138,9 @@ class Router:
     async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
         try:
             return await self._handle(request)
-        except ReplyLost as error:
-            error.repeatable = is_idempotent(request)
-            return await self.replies.error(request, error)
         except AnyAgentError as error:
+            if isinstance(error, ReplyLost):
+                error.repeatable = is_idempotent(request)
             return await self.replies.error(request, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -152,53 +151,55 @@ class Router:
                 retry_after=2,
             )
         self._check(request)
-        if self.draining and not request.path.startswith(_LOOKED_AT):
+        if self.draining and not request.path.startswith(_ANSWERED_WHILE_DRAINING):
             raise Draining(
-                "the service is stopping: it ends what is under way and begins nothing new; try "
-                "again",
+                "the service is stopping: it finishes the requests under way and takes no new "
+                "ones; try again",
                 retry_after=5,
             )
         body = RequestBody(request, limit=self._max_body, timeout=self._client_timeout)
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
             path = unquote(path)
-        rank, named = self._affinity.place(path, query, request.headers)
+        rank, named = self._affinity.locate(path, query, request.headers)
         own = self._own.get((request.method, path))
         if own is None and not named and request.method == "POST" and path.startswith("/rl/"):
-            own = self._by_body
+            own = self._pass_on_by_body
         scope = self._scope(path, request.headers)
         if scope is Scope.NONE:
-            # A rank refuses it by its head, so nobody waits here for its body.
+            # A rank refuses it by its head, so the router does not wait for its body.
             body.short = False
         if own is None:
-            if not named and self._conversations.takes(request.method, path, scope):
-                return await self._conversations.place(request, path, body)
+            if not named and self._conversations.applies(request.method, path, scope):
+                return await self._conversations.pass_on(request, path, body)
             return await self.forwarder.pass_on(request, rank, body)
-        if path not in _FOR_EVERYBODY and scope in (Scope.NONE, Scope.SESSION):
+        if path not in _KEYLESS and scope in (Scope.NONE, Scope.SESSION):
             # Any rank refuses it.
             return await self.forwarder.pass_on(request, None, body)
         return await own(request, body)
 
     def _scope(self, path: str, headers: CIMultiDictProxy[str]) -> Scope:
-        """What the request's key is good for. The ranks judge it; here nothing is kept for none."""
+        """Return the scope of the request's key, NONE for a wrong one, which the ranks refuse."""
         key = session_prefix(path)
         try:
             return self._access.caller(key_in(headers) if key is None else key).scope
         except Unauthenticated:
             return Scope.NONE
 
-    async def _by_body(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """To the rank of the `session_id` in the body."""
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        name = said.text("session_id")
+    async def _pass_on_by_body(
+        self, request: web.BaseRequest, body: RequestBody
+    ) -> web.StreamResponse:
+        """Pass a request on to the rank of the `session_id` in its body."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        name = fields.text("session_id")
         rank = self._affinity.rank_of(name) if name is not None else None
-        return await self.forwarder.pass_on(request, rank, body, content=said.content)
+        return await self.forwarder.pass_on(request, rank, body, content=fields.content)
 
     def _check(self, request: web.BaseRequest) -> None:
         if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
             raise PayloadTooLarge(f"the request's headers exceed {_LIMITS}")
         path = request.raw_path
-        # An absolute one would name another host; what follows a # would not be sent on.
+        # An absolute URL would name another host, and a fragment (#) would not be sent on.
         if not path.startswith("/") or not path.isascii() or "#" in path:
             raise InvalidRequest("the request's path must begin with / and be percent-encoded")
         if self._access.open_mode:
@@ -210,7 +211,7 @@ class Router:
             )
 
     async def _healthz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
-        """The process lives; which ranks it sees."""
+        """Answer that the process lives, and with the ranks' states."""
         ranks = {str(rank): self._state(rank) for rank in range(self.ranks.count)}
         return await self.replies.json(request, {"status": "ok", "ranks": ranks})
 
@@ -222,7 +223,7 @@ class Router:
         return {"state": state, "version": entry.version, "load": entry.load.model_dump()}
 
     async def _readyz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
-        """Some rank can be reached and takes writes; 503 otherwise."""
+        """Answer with the ranks that can be reached and take writes; 503 without any."""
         live = self.ranks.live
         if not live:
             raise ServiceUnavailable("no rank of the service is up", retry_after=2)
@@ -242,12 +243,11 @@ class Router:
 
 
 class _Connection(web.RequestHandler):
-    """One client's connection."""
+    """The connection of one client."""
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
-        # Writing pauses as soon as the client takes no more, so that this is felt, and nothing
-        # piles up here.
+        # Writing pauses as soon as the client takes no more, so that nothing piles up here.
         cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
 
     def handle_error(
@@ -257,20 +257,20 @@ class _Connection(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What is no HTTP (400), or a fault of ours. The bytes are not logged: they hold keys."""
+        """Answer malformed HTTP (400) or a bug (500). The bytes are not logged: they hold keys."""
         if status < 500:
             error: AnyAgentError = InvalidRequest(
                 f"the request is not valid HTTP, or it exceeds {_LIMITS}"
             )
         elif isinstance(exc, ConnectionError):
             # The client left while its answer was being sent. OpenAI's SDK does so at the end of
-            # every stream: it does not wait for the last, empty chunk.
+            # every stream, as it does not wait for the last, empty chunk.
             raise exc
         else:
             log.error("a request failed", exc_info=exc)
-            error = AnyAgentError("the router failed; its log says why")
+            error = AnyAgentError("the router failed; its log has the reason")
         if request.writer.output_size > 0:
-            raise ConnectionError("the answer has begun")
+            raise ConnectionError("the answer has started, so no error can be sent")
         body, headers = encode_error(error, request.path, status)
         response = web.json_response(body, status=status, headers=headers)
         response.headers[hdrs.SERVER] = SERVER
@@ -285,17 +285,17 @@ class _Server(web.Server):
 
 @asynccontextmanager
 async def listening(router: Router, listener: socket.socket) -> AsyncIterator[None]:
-    """Answer what comes to a bound socket until the context ends."""
+    """Serve the router on a bound socket until the context ends."""
     async with AsyncExitStack() as stack:
-        await stack.enter_async_context(watch_loop_lag(router.loop_lag))
+        await stack.enter_async_context(watch_loop_lag(router.stats.loop_lag))
         low_level = _Server(
             router.handle,
-            # A client that leaves ends what was begun for it.
+            # When a client leaves, its handler is cancelled.
             handler_cancellation=True,
             access_log=None,
             keepalive_timeout=_KEEPALIVE,
             max_line_size=65_536,
-            # So that what comes before they are summed up is bounded, too.
+            # Each field is bounded before `_check` adds them up.
             max_field_size=_MAX_HEADER_BYTES,
             max_headers=_MAX_HEADERS,
             auto_decompress=False,
@@ -311,7 +311,7 @@ async def listening(router: Router, listener: socket.socket) -> AsyncIterator[No
 async def running_router(
     config: Config, listener: socket.socket, public_url: str
 ) -> AsyncIterator[Router]:
-    """Serve on a bound socket until the context ends."""
+    """Serve a run's router on a bound socket until the context ends."""
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run_dir.create()
     server = config.server
@@ -327,13 +327,49 @@ async def running_router(
         entry = RegistryEntry(
             name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid()
         )
-        last = entry.model_copy(update={"state": "stopping"})
+        stopping = entry.model_copy(update={"state": "stopping"})
 
-        def now() -> RegistryEntry:
+        def current_entry() -> RegistryEntry:
             access.refresh()
-            return last if router.draining else entry
+            return stopping if router.draining else entry
 
-        presence = Heartbeat(run_dir.registry, now)
-        await presence.begin()
-        stack.push_async_callback(presence.end)
+        heartbeat = Heartbeat(run_dir.registry, current_entry)
+        await heartbeat.begin()
+        stack.push_async_callback(heartbeat.end)
         yield router
+
+
+def serve(running: Callable[[], AbstractAsyncContextManager[Router]], drain_timeout: float) -> None:
+    """Run the router until SIGINT, or until SIGTERM and a drain of up to ``drain_timeout`` seconds.
+
+    A second signal ends it at once. Signals are handled only in the main thread.
+    """
+    import uvloop
+
+    async def main() -> None:
+        drain, stop = asyncio.Event(), asyncio.Event()
+
+        def on_terminate() -> None:
+            (stop if drain.is_set() else drain).set()
+
+        def on_interrupt() -> None:
+            drain.set()
+            stop.set()
+
+        if threading.current_thread() is threading.main_thread():
+            loop = asyncio.get_running_loop()
+            loop.add_signal_handler(signal.SIGTERM, on_terminate)
+            loop.add_signal_handler(signal.SIGINT, on_interrupt)
+        async with running() as router:
+            # The present objects stay, so the garbage collector need not scan them again and again.
+            gc.collect()
+            gc.freeze()
+            # Requests leave few cycles behind.
+            gc.set_threshold(10_000, 20, 20)
+            await drain.wait()
+            stopped = asyncio.create_task(stop.wait())
+            drained = asyncio.create_task(router.drain(drain_timeout))
+            await asyncio.wait({stopped, drained}, return_when=asyncio.FIRST_COMPLETED)
+
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(main())

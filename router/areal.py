@@ -1,22 +1,26 @@
-"""The routes that AReaL's users know, over all ranks.
+"""The routes of the AReaL documents over all ranks, and the way of granted slots between ranks.
 
-A session opened here belongs to its task's home, as any does; one that is opened on a slot of
-`/grant_capacity` has no group, so any rank that was granted one will do. No slot of the trainer's
-is taken while one is granted anywhere.
+A session opened here belongs to its task's home, like any other. One that opens on a slot of
+`/grant_capacity` has no group, so any rank with a granted slot will do, and no slot of the trainer
+is taken while a granted one is left anywhere.
 """
 
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections import Counter
 from collections.abc import Mapping
 from http import HTTPStatus
 from types import MappingProxyType
+from typing import Literal, TypeAlias
 
+import orjson
 from aiohttp import web
 
-from any_agent.auth.access import Access
+from any_agent.auth.access import RUN, Access
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -27,52 +31,102 @@ from any_agent.errors import (
 )
 from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
-from router.affinity import SessionAffinity, home_of
+from router.affinity import SessionAffinity, home_of, key_in
 from router.body import BodyFields, RequestBody
-from router.client_response import ClientResponder
 from router.fanout import Handler
-from router.forward import Forwarder
+from router.forward import IDEMPOTENCY_KEY, Forwarder
 from router.open_session import MAX_BYTES, not_begun
-from router.rank_health import RankHealth
-from router.repeats import IDEMPOTENCY_KEY
-from router.slot_grants import GRANT, SlotGrants
 from router.upstream import UpstreamResponse
 
+log = logging.getLogger(__name__)
+
+GRANT = "/grant_capacity"
 AREAL_START = "/rl/start_session"
 _GRANT_ONLY = MappingProxyType({GRANT_ONLY_HEADER: "1"})
-_TRIES = 64
-"""Of an open, when each time a slot was granted meanwhile and another open took it."""
-_TIMEOUT = 10.0
-"""Seconds with a rank that is asked while others wait to be; longer than any does it at once."""
-_HUNG_FOR = 30.0
-"""Seconds without questions about granted slots for a rank that did not answer one in time."""
+_MAX_TRIES = 64  # of an open, if each time another open took the slot that was granted meanwhile
+_ASK_TIMEOUT = 10.0
+"""Seconds for a rank's answer while other ranks are still to be asked."""
+_HUNG_SECONDS = 30.0
+"""Time for which a rank that did not answer in time is not asked for granted slots."""
+_MOVE_TIMEOUT = 10.0  # seconds for one rank's part in moving a slot
+_MOVE_TRIES = 4  # requests in that time, under one idempotency key
+_Owner: TypeAlias = Literal["run", "others"]
+
+
+class SlotGrants:
+    """Moves slots of `/grant_capacity` between ranks, one at a time."""
+
+    def __init__(self, forwarder: Forwarder, access: Access) -> None:
+        self._forwarder = forwarder
+        self._access = access
+        self.at_rest = asyncio.Lock()
+        """A lock that is held while a slot is under way, and therefore at no rank."""
+        self.begun = 0
+        """Number of searches for a slot to move."""
+        self.moved = 0
+        """Number of slots that were moved."""
+
+    async def bring(self, request: web.BaseRequest, to: int) -> bool:
+        """Bring a slot that the request's sender may use to a rank; False if no other rank has one.
+
+        Ranks that are away are passed over. A slot is never at two ranks. It is lost only with the
+        router, or if a rank dies or does not answer in time while it gives or gets the slot.
+        """
+        of: _Owner = "run" if self._access.caller(key_in(request.headers)) == RUN else "others"
+        async with self.at_rest:
+            self.begun += 1
+            for rank in self._forwarder.ranks.live:
+                if rank == to or not await self._change(rank, -1, of):
+                    continue
+                arrived = await self._change(to, 1, of)
+                if arrived:
+                    self.moved += 1
+                elif arrived is None:
+                    log.warning(
+                        "rank %d did not confirm that it got a granted slot of rank %d", to, rank
+                    )
+                else:
+                    await self._change(rank, 1, of)
+                return bool(arrived)
+        return False
+
+    async def _change(self, rank: int, change: Literal[-1, 1], of: _Owner) -> bool | None:
+        """Return whether the rank made the change; None if that is unknown after all tries."""
+        content = orjson.dumps({"change": change, "of": of})
+        key, once = self._access.signer.run_key, uuid.uuid4().hex
+        sent = False
+        for _ in range(_MOVE_TRIES):
+            try:
+                async with asyncio.timeout(_MOVE_TIMEOUT / _MOVE_TRIES):
+                    answer = await self._forwarder.post(
+                        rank, GRANT, content, key=key, idempotency_key=once
+                    )
+                return answer.status == HTTPStatus.OK
+            except ServiceUnavailable:
+                # The rank is away; an earlier try may have reached it.
+                return None if sent else False
+            except (AnyAgentError, TimeoutError):
+                sent = True
+        return None
 
 
 class ArealRoutes:
     """`/grant_capacity`, `/rl/start_session`, `/export_trajectories`, `/health`.
 
-    The others name their session by its key, or in their path: they are passed on as all are.
+    The other routes name their session by its key or in their path, and are passed on.
     """
 
-    def __init__(
-        self,
-        affinity: SessionAffinity,
-        ranks: RankHealth,
-        forwarder: Forwarder,
-        replies: ClientResponder,
-        access: Access,
-    ) -> None:
+    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder, access: Access) -> None:
         self._affinity = affinity
-        self._ranks = ranks
+        self._ranks = forwarder.ranks
         self._forwarder = forwarder
-        self._replies = replies
-        self._grants = SlotGrants(ranks, forwarder, access)
+        self._grants = SlotGrants(forwarder, access)
         self._granted = 0
-        """How often slots were granted through here so far, or may have been."""
+        """Number of requests for slots that were, or may have been, granted through this router."""
         self._waiting: Counter[int] = Counter()
-        """Opens that only this rank can serve, and that may wait there."""
-        self._hung: dict[int, float] = {}
-        """Until when a rank that did not answer in time is not asked for granted slots."""
+        """Number of opens that may wait at a rank because no other can serve them."""
+        self._hung_until: dict[int, float] = {}
+        """End of the time for which a rank that did not answer is not asked for granted slots."""
         self._turn = 0
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", GRANT): self.grant,
@@ -82,67 +136,67 @@ class ArealRoutes:
         }
 
     async def grant(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """One slot at one rank: the home of the task that it is for, if it says so, else the one
-        that the idempotency key names, else where an open waits, else the ranks in turn."""
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        key = said.text("task_id") or request.headers.get(IDEMPOTENCY_KEY)
+        """Grant a slot at one rank.
+
+        That is the home of the task in the request, else the home of the idempotency key, else a
+        rank where an open waits, else the next rank in turn.
+        """
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        key = fields.text("task_id") or request.headers.get(IDEMPOTENCY_KEY)
+        deadline = time.monotonic() + self._ranks.wait
         if key is not None:
             rank = home_of(key, self._ranks.count)
         else:
-            live = await self._ranks.reach_any(time.monotonic() + self._ranks.wait)
+            live = await self._ranks.reach_any(deadline)
             self._turn += 1
             rank = live[self._turn % len(live)]
             rank = max(live, key=lambda each: (self._waiting[each], each == rank))
-        deadline = time.monotonic() + self._ranks.wait
+            deadline = time.monotonic() + self._ranks.wait
         try:
             answer = await self._forwarder.ask(
-                request, rank, content=said.content or None, deadline=deadline
+                request, rank, content=fields.content, deadline=deadline
             )
         finally:
-            # Before whoever asked for it hears of it.
+            # Counted before the client gets its answer.
             self._granted += 1
-        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+        return await self._forwarder.answer_with(request, answer)
 
     async def open(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """On a granted slot, whichever rank has it; else where the trainer's slots are taken.
+        """Open a session on a granted slot of any rank, else on a slot of the trainer.
 
-        An open with the key of an earlier session, or with an Idempotency-Key, is one rank's, so
-        that it never opens twice: a granted slot is brought there. Any other one goes to the slot.
+        An open with the key of an earlier session, or with an Idempotency-Key, belongs to one rank,
+        so that it never opens twice: a granted slot is brought there. Any other goes to the slot.
         """
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        if said.body is None or self._ranks.count == 1:
-            # Any rank says what is wrong with it; a single one takes its granted slots first.
-            return await self._forwarder.pass_on(request, None, body, content=said.content)
-        task, key = said.text("task_id"), said.text("api_key")
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        if fields.body is None or self._ranks.count == 1:
+            # Any rank reports what is wrong with it; a single rank takes its granted slots first.
+            return await self._forwarder.pass_on(request, None, body, content=fields.content)
+        task, key = fields.text("task_id"), fields.text("api_key")
         home = home_of(task, self._ranks.count) if task is not None else None
-        lane = self._rank_of_key(key) if key is not None else None
+        earlier = key is not None and key.startswith(SESSION_KEY_PREFIX)
+        bound = self._affinity.rank_of(key) if key is not None and earlier else None
         once = request.headers.get(IDEMPOTENCY_KEY)
-        if lane is not None:
-            answer = await self._at(request, said.content, lane, home)
-        elif once is not None:
+        if bound is None and once is not None:
             bound = home if home is not None else home_of(f"key {once}", self._ranks.count)
-            answer = await self._at(request, said.content, bound, home)
+        if bound is not None:
+            answer = await self._open_at(request, fields.content, bound, home)
         else:
-            answer = await self._anywhere(request, said.content, home)
-        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+            answer = await self._open_anywhere(request, fields.content, home)
+        return await self._forwarder.answer_with(request, answer)
 
-    def _rank_of_key(self, key: str) -> int | None:
-        """The rank of an earlier session's key; None for what is none, as any rank says."""
-        return self._affinity.rank_of(key) if key.startswith(SESSION_KEY_PREFIX) else None
-
-    async def _at(
+    async def _open_at(
         self, request: web.BaseRequest, content: bytes, rank: int, home: int | None
     ) -> UpstreamResponse:
-        """At this rank and at no other one."""
+        """Open a session at this rank only."""
         deadline = time.monotonic() + self._ranks.wait
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             before = (self._granted, self._grants.moved)
             answer = await self._forwarder.ask(
-                request, rank, content=content or None, deadline=deadline, more=_GRANT_ONLY
+                request, rank, content=content, deadline=deadline, more=_GRANT_ONLY
             )
-            if not _without_slot(answer):
+            if not _has_no_slot(answer):
                 return answer
-            # Shielded: a slot that is on its way arrives, also if the client leaves.
+            # Shielded: a slot that is under way arrives, even if the client leaves.
             moving = asyncio.ensure_future(self._grants.bring(request, rank))
             brought = await asyncio.shield(moving)
             if not brought and before == (self._granted, self._grants.moved):
@@ -157,69 +211,65 @@ class ArealRoutes:
             )
         self._waiting[rank] += 1
         try:
-            return await self._forwarder.ask(
-                request, rank, content=content or None, deadline=deadline
-            )
+            return await self._forwarder.ask(request, rank, content=content, deadline=deadline)
         finally:
             self._waiting[rank] -= 1
 
-    async def _anywhere(
+    async def _open_anywhere(
         self, request: web.BaseRequest, content: bytes, home: int | None
     ) -> UpstreamResponse:
         deadline = time.monotonic() + self._ranks.wait
         live = await self._ranks.reach_any(deadline)
         self._turn += 1
         order = [live[(self._turn + k) % len(live)] for k in range(len(live))]
-        # At home first: its engine has the beginning of the task's prompt.
+        # The home first: its engine has the beginning of the task's prompt.
         order.sort(key=lambda rank: rank != home)
-        answer = await self._on_grant(request, content, order)
+        answer = await self._open_on_grant(request, content, order)
         if answer is not None:
             return answer
         if home is not None:
-            return await self._forwarder.ask(
-                request, home, content=content or None, deadline=deadline
-            )
+            return await self._forwarder.ask(request, home, content=content, deadline=deadline)
         refusal: UpstreamResponse | None = None
         for rank in order:
             answer = await self._ask(request, rank, content)
-            if answer is not None and not (_without_place(answer) or not_begun(answer)):
+            if answer is not None and not _may_ask_others(answer):
                 return answer
             refusal = answer or refusal
         if refusal is None:
             raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
         return refusal
 
-    async def _on_grant(
+    async def _open_on_grant(
         self, request: web.BaseRequest, content: bytes, order: list[int]
     ) -> UpstreamResponse | None:
-        """The answer of the first rank that has a granted slot; None where none has one.
+        """Return the answer of the first rank that has a granted slot; None if none has one.
 
-        The answer is None only after all were asked while no slot moved and none was granted:
-        whoever asks for a slot that was granted to it finds one, since others take no more than
-        theirs. Where slots do move, they are held at rest while the ranks are asked again.
+        It is None only after all ranks were asked while no slot moved and none was granted. So the
+        caller for whom a slot was granted finds one, since other callers take no more than theirs.
+        While slots move, the ranks are asked again under the lock that stops them.
         """
         resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.begun)
-        answer = await self._first(request, content, order)
+        answer = await self._ask_for_grant(request, content, order)
         if resting and before == (self._granted, self._grants.begun):
             return answer
-        for _ in range(_TRIES):
+        for _ in range(_MAX_TRIES):
             if answer is not None:
                 return answer
             async with self._grants.at_rest:
                 granted = self._granted
-                answer = await self._first(request, content, order)
+                answer = await self._ask_for_grant(request, content, order)
                 if answer is None and self._granted == granted:
                     return None
         raise _too_many_grants()
 
-    async def _first(
+    async def _ask_for_grant(
         self, request: web.BaseRequest, content: bytes, order: list[int]
     ) -> UpstreamResponse | None:
         for rank in order:
-            if self._hung.get(rank, 0.0) > time.monotonic():
+            if self._hung_until.get(rank, 0.0) > time.monotonic():
                 continue
             answer = await self._ask(request, rank, content, _GRANT_ONLY)
-            if answer is not None and not (_without_place(answer) or not_begun(answer)):
+            if answer is not None and not _may_ask_others(answer):
                 return answer
         return None
 
@@ -230,42 +280,45 @@ class ArealRoutes:
         content: bytes,
         more: Mapping[str, str] = MappingProxyType({}),
     ) -> UpstreamResponse | None:
-        """A rank's answer; None if it went away. Whether it opened one then, nobody knows, and
-        nobody has its key."""
+        """Return a rank's answer; None if it went away, perhaps after it opened a session whose key
+        no client has."""
         try:
-            async with asyncio.timeout(_TIMEOUT):
-                return await self._forwarder.ask(request, rank, content=content or None, more=more)
+            async with asyncio.timeout(_ASK_TIMEOUT):
+                return await self._forwarder.ask(request, rank, content=content, more=more)
         except TimeoutError:
-            self._hung[rank] = time.monotonic() + _HUNG_FOR
+            self._hung_until[rank] = time.monotonic() + _HUNG_SECONDS
             return None
         except AnyAgentError:
             return None
 
     async def export(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """From the session's rank."""
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        name = said.text("session_id")
+        """Export a session from its rank."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        name = fields.text("session_id")
         rank = self._affinity.rank_of(name) if name is not None else None
-        return await self._forwarder.pass_on(request, rank, body, content=said.content)
+        return await self._forwarder.pass_on(request, rank, body, content=fields.content)
 
     async def health(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
-        """The process lives; how many ranks serve."""
+        """Answer that the process lives, and how many ranks serve."""
         data = {"status": "ok", "workers": len(self._ranks.live)}
-        return await self._replies.json(request, data)
+        return await self._forwarder.replies.json(request, data)
 
 
-def _without_slot(answer: UpstreamResponse) -> bool:
-    """Whether a rank opened none for want of a slot; without a training, for want of a grant."""
+def _has_no_slot(answer: UpstreamResponse) -> bool:
+    """Return whether a rank lacked a slot, or without a training a grant, to open a session."""
     error = from_response(answer.status, answer.body, None)
     return isinstance(error, RunFinished) or (
         isinstance(error, TooManyRequests) and error.code == TooManyRequests.default_code
     )
 
 
-def _without_place(answer: UpstreamResponse) -> bool:
-    """Return whether it is so, or the rank takes no more of this caller's sessions."""
-    return answer.status == HTTPStatus.TOO_MANY_REQUESTS or _without_slot(answer)
+def _may_ask_others(answer: UpstreamResponse) -> bool:
+    """Return whether another rank may open the session: this one had no slot or took no more."""
+    full = answer.status == HTTPStatus.TOO_MANY_REQUESTS
+    return full or _has_no_slot(answer) or not_begun(answer)
 
 
 def _too_many_grants() -> ServiceUnavailable:
-    return ServiceUnavailable("slots are granted faster than ranks are asked", retry_after=1)
+    return ServiceUnavailable(
+        "slots are granted faster than the ranks can be asked for one; try again", retry_after=1
+    )

@@ -1,4 +1,4 @@
-"""A request's body, bounded in size and in the time between its parts."""
+"""The body of a client's request, bounded in size and in the time between its parts."""
 
 from __future__ import annotations
 
@@ -13,15 +13,14 @@ from aiohttp.http import HttpVersion11
 
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
 
-WHOLE = 65_536
-"""Bodies of up to so many bytes are read whole; longer ones, and of unknown length, stream."""
+MAX_SHORT_BYTES = 65_536
+"""Size up to which bodies are read whole; longer ones, and those of unknown length, stream."""
 
-_MAX_FIELDS = 2048
-"""Of a query, as the ranks have it."""
+_MAX_FIELDS = 2048  # fields of a query; the ranks have the same limit
 
 
 class RequestBody:
-    """PayloadTooLarge for one that says that it is larger than ``limit`` bytes."""
+    """A request's body; PayloadTooLarge if its stated length exceeds ``limit`` bytes."""
 
     def __init__(self, request: web.BaseRequest, *, limit: int, timeout: float) -> None:
         self._request = request
@@ -31,55 +30,52 @@ class RequestBody:
         length = request.content_length
         if length is not None and length > limit:
             raise self._too_large(limit)
-        self.short = length is not None and length <= WHOLE
-        """Known to be short, or that there is none."""
+        self.short = length is not None and length <= MAX_SHORT_BYTES
+        """The body is known to be short or empty."""
         self.error: AnyAgentError | None = None
-        """Why it broke off, if it did."""
+        """The reason that the stream broke off, if it did."""
 
-    async def whole(self, limit: int | None = None) -> bytes:
-        """All of it; PayloadTooLarge above the limit."""
+    async def read(self, limit: int | None = None) -> bytes:
+        """Return the whole body; PayloadTooLarge above the limit."""
         limit = min(limit or self._limit, self._limit)
         if (self._request.content_length or 0) > limit:
             raise self._too_large(limit)
         if self._content.is_eof():
-            # It came together with the head, as most do.
+            # The body arrived together with the head, as most do.
             content = self._content.read_nowait()
             if len(content) > limit:
                 raise self._too_large(limit)
             return content
-        await self._go_on()
-        parts: list[bytes] = []
-        size = 0
-        while part := await self._part():
-            size += len(part)
-            if size > limit:
-                raise self._too_large(limit)
-            parts.append(part)
+        parts = [part async for part in self._parts(limit)]
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Part by part, as it arrives."""
+        """Yield the body's parts as they arrive."""
         try:
-            await self._go_on()
-            size = 0
-            while part := await self._part():
-                size += len(part)
-                if size > self._limit:
-                    raise self._too_large(self._limit)
+            async for part in self._parts(self._limit):
                 yield part
         except AnyAgentError as error:
             self.error = error
             raise
 
-    async def _go_on(self) -> None:
-        """Tell a client that waits for it to send the body."""
+    async def _parts(self, limit: int) -> AsyncIterator[bytes]:
+        await self._continue()
+        size = 0
+        while part := await self._part():
+            size += len(part)
+            if size > limit:
+                raise self._too_large(limit)
+            yield part
+
+    async def _continue(self) -> None:
+        """Tell a client that waits for `100 Continue` to send the body."""
         request = self._request
         if (
             request.headers.get(hdrs.EXPECT, "").lower() == "100-continue"
             and request.version >= HttpVersion11
         ):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-            # Nothing of the answer was sent so far.
+            # This counts as no part of the answer.
             request.writer.output_size = 0
 
     async def _part(self) -> bytes:
@@ -100,15 +96,15 @@ class RequestBody:
 
 
 class BodyFields:
-    """What a `/rl` request says, in its body or its query, which mean the same.
+    """The fields of a `/rl` request, each in its body or its query.
 
-    What is in both, and differs, a rank refuses. InvalidRequest for a query with too many fields.
+    A rank refuses a field that differs between them. InvalidRequest for a query with too many.
     """
 
     def __init__(self, request: web.BaseRequest, content: bytes) -> None:
         self.content = content
         self.body = json_object(content)
-        """None for what is no object."""
+        """The body's JSON object; None for a body that is something else."""
         self._path, _, query = request.raw_path.partition("?")
         try:
             self._query = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
@@ -116,7 +112,7 @@ class BodyFields:
             raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields") from None
 
     def get(self, name: str, default: Any = None) -> Any:
-        """A field's value in the body, else its text in the query."""
+        """Return a field's value in the body, else its text in the query."""
         if self.body is None:
             return default
         value = self.body.get(name)
@@ -125,12 +121,12 @@ class BodyFields:
         return default if value is None else value
 
     def text(self, name: str) -> str | None:
-        """A field that is a non-empty text."""
+        """Return a field that is a non-empty text; None for any other."""
         value = self.get(name)
         return value if isinstance(value, str) and value else None
 
     def items(self, name: str) -> Any:
-        """A field that is a list, which a query writes as JSON or as one field for each item."""
+        """Return a list, which a query writes as JSON or as one field for each item."""
         if self.body is None or self.body.get(name) is not None:
             return self.body and self.body[name]
         texts = self._texts(name)
@@ -138,15 +134,15 @@ class BodyFields:
             return json_value(texts[0])
         return texts or None
 
-    def asking(self, **changes: Any) -> tuple[bytes, str]:
-        """The body and the target of the same request with other values of some fields.
+    def changed(self, **changes: Any) -> tuple[bytes, str]:
+        """Return the body and the target of the same request with other values of some fields.
 
-        InvalidRequest where body and query differ in one of them: no rank would see it.
+        InvalidRequest where body and query differ in one of them: no rank would notice.
         """
         for name in changes:
             given = (self.body or {}).get(name)
             if given is not None and any(not _means(text, given) for text in self._texts(name)):
-                message = f"{name} differs between body and query; say it once"
+                message = f"{name} differs between body and query; send it in one of them"
                 raise InvalidRequest(message, param=name)
         rest = [(key, text) for key, text in self._query if key not in changes]
         target = f"{self._path}?{urlencode(rest)}" if rest else self._path
@@ -174,7 +170,7 @@ def json_value(text: str) -> Any:
 
 
 def json_object(content: bytes) -> dict[str, Any] | None:
-    """A body's object; None for anything else, which a rank will find the words for."""
+    """Return a body's JSON object, empty for no body; None for anything else."""
     try:
         data = orjson.loads(content) if content else {}
     except orjson.JSONDecodeError:
@@ -183,7 +179,7 @@ def json_object(content: bytes) -> dict[str, Any] | None:
 
 
 def dumped(fields: dict[str, Any]) -> bytes:
-    """A body that was read and changed; InvalidRequest if it is nested too deep to be written."""
+    """Return a body as JSON; InvalidRequest if it is nested too deep to be written."""
     try:
         return orjson.dumps(fields)
     except TypeError:
@@ -191,7 +187,7 @@ def dumped(fields: dict[str, Any]) -> bytes:
 
 
 def seconds(value: Any) -> float | None:
-    """A number of seconds; None for what is none."""
+    """Return a field's number of seconds, 0 without a value; None if it is not a valid number."""
     if value is None:
         return 0.0
     try:

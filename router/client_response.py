@@ -1,4 +1,4 @@
-"""Answers to clients, each of whom must take what is written for it, or is cut off."""
+"""Answers to clients; a client that stops reading its answer is cut off."""
 
 from __future__ import annotations
 
@@ -14,28 +14,26 @@ from multidict import CIMultiDict
 from any_agent.completions.apis import encode_error
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import API_HEADER, API_VERSION
-from router.body import WHOLE
+from router.body import MAX_SHORT_BYTES
 from router.upstream import RankResponse, end_to_end
 
-SERVER = "any-agent"
-"""Not the library and its version."""
+SERVER = "any-agent"  # instead of the HTTP library and its version
 
 
 class ClientResponder:
-    """``timeout``: seconds after which a client that takes no byte is cut off.
+    """Sends answers; it cuts off a client that takes no byte for ``timeout`` seconds.
 
-    Writing pauses on a client's connection as soon as it takes no more (`app.py` sees to that), so
-    that this is felt here and nothing piles up.
+    `app.py` lets writing pause as soon as a client takes no more, so nothing piles up here.
     """
 
     def __init__(self, *, timeout: float) -> None:
         self._timeout = timeout
         self.broken = 0
-        """Answers that their rank did not finish; so their clients' connections were aborted."""
+        """Number of answers that their rank did not finish, so that the client was disconnected."""
         self.cut = 0
-        """Clients that took nothing for too long."""
+        """Number of clients that were cut off because they took nothing for too long."""
 
-    async def whole(
+    async def send(
         self,
         request: web.BaseRequest,
         status: int,
@@ -44,12 +42,12 @@ class ClientResponder:
         *,
         reason: str | None = None,
     ) -> web.StreamResponse:
-        """An answer that is there already, in one go."""
+        """Send a complete answer."""
         response = web.Response(status=status, reason=reason, headers=headers)
-        writer = await _begun(response, request)
+        writer = await _start(response, request)
         if body:
             await writer.write(body, drain=False)
-        return await self._ended(request, response, writer)
+        return await self._finish(request, response, writer)
 
     async def json(
         self,
@@ -59,62 +57,62 @@ class ClientResponder:
         status: int = 200,
         headers: Mapping[str, str] | None = None,
     ) -> web.StreamResponse:
-        """An answer of the router's own."""
+        """Send an answer of the router's own."""
         body = orjson.dumps(data)
         head = CIMultiDict(headers or {})
         head["Content-Type"] = "application/json"
         head["Content-Length"] = str(len(body))
         if "/rl/" in request.path:
             head[API_HEADER] = API_VERSION
-        return await self.whole(request, status, head, b"" if request.method == "HEAD" else body)
+        return await self.send(request, status, head, b"" if request.method == "HEAD" else body)
 
     async def error(self, request: web.BaseRequest, error: AnyAgentError) -> web.StreamResponse:
-        """An error in the shape of the API that the request is for."""
+        """Send an error as the API of the request's path encodes it."""
         body, headers = encode_error(error, request.path)
         return await self.json(request, body, status=error.status, headers=headers)
 
     async def relay(self, request: web.BaseRequest, upstream: RankResponse) -> web.StreamResponse:
-        """A rank's answer; each part of a long one as soon as it is there.
+        """Send a rank's answer, a long one part by part as it arrives.
 
         ReplyLost for a short one that breaks off.
         """
         headers = end_to_end(upstream.headers)
         length = upstream.content_length
-        if length is not None and length <= WHOLE:
+        if length is not None and length <= MAX_SHORT_BYTES:
             body = await upstream.read()
-            return await self.whole(request, upstream.status, headers, body, reason=upstream.reason)
+            return await self.send(request, upstream.status, headers, body, reason=upstream.reason)
         response = web.StreamResponse(
             status=upstream.status, reason=upstream.reason, headers=headers
         )
         if length is None and request.version < HttpVersion11:
-            # Only the connection's end tells such a client where the answer ends.
+            # For such a client the answer ends where the connection ends.
             response.force_close()
-        writer = await _begun(response, request)
+        writer = await _start(response, request)
         protocol = request.protocol
         while True:
             try:
                 chunk = await upstream.readany()
             except AnyAgentError:
-                # Never ended as if it were complete.
+                # An incomplete answer must not end like a complete one.
                 self.broken += 1
                 if request.transport is not None:
                     request.transport.abort()
                 return response
             if not chunk:
-                return await self._ended(request, response, writer)
+                return await self._finish(request, response, writer)
             await writer.write(chunk, drain=False)
             if protocol.writing_paused:
-                await self._taken(request, writer)
+                await self._drain(request, writer)
 
-    async def _ended(
+    async def _finish(
         self, request: web.BaseRequest, response: web.StreamResponse, writer: StreamWriter
     ) -> web.StreamResponse:
         writer.set_eof()
         if request.protocol.writing_paused:
-            await self._taken(request, writer)
+            await self._drain(request, writer)
         return response
 
-    async def _taken(self, request: web.BaseRequest, writer: StreamWriter) -> None:
+    async def _drain(self, request: web.BaseRequest, writer: StreamWriter) -> None:
         """Wait until the client has taken what was written."""
         transport = request.transport
         if transport is None:
@@ -140,9 +138,9 @@ class ClientResponder:
             timer.cancel()
 
 
-async def _begun(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
+async def _start(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
     response.headers.setdefault(hdrs.SERVER, SERVER)
     writer = await response.prepare(request)
-    # Its own type has neither writing without waiting nor ending without it.
+    # AbstractStreamWriter can neither write nor end without waiting.
     assert isinstance(writer, StreamWriter)
     return writer

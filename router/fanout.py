@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
-from typing import Any
+import heapq
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from itertools import islice
+from typing import Any, TypeAlias
 from urllib.parse import parse_qsl
 
 import orjson
@@ -12,33 +14,31 @@ from aiohttp import web
 
 from any_agent.errors import AnyAgentError, ServiceUnavailable
 from any_agent.protocol.rl import AFTER_HEADER, UNREACHABLE_HEADER, read_places, write_places
-from router import merge
 from router.body import RequestBody
-from router.client_response import ClientResponder
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES
-from router.rank_health import RankHealth
 from router.upstream import UpstreamResponse
 
 _READ_TIMEOUT = 10.0
-_WRITE_TIMEOUT = 60.0
-"""More than a rank's own patience with its engine."""
+_WRITE_TIMEOUT = 60.0  # longer than a rank waits for its engine
+_LAST_PAGE = 1  # no session has a lower number
 
-Handler = Callable[[web.BaseRequest, RequestBody], Awaitable[web.StreamResponse]]
+Handler: TypeAlias = Callable[[web.BaseRequest, RequestBody], Awaitable[web.StreamResponse]]
+Answers: TypeAlias = dict[int, Any]
+"""Each rank's JSON."""
 
 
 class FanOut:
     """Routes that concern every rank. A rank that is away is not waited for, but named."""
 
-    def __init__(self, ranks: RankHealth, forwarder: Forwarder, replies: ClientResponder) -> None:
-        self._ranks = ranks
+    def __init__(self, forwarder: Forwarder) -> None:
+        self._ranks = forwarder.ranks
         self._forwarder = forwarder
-        self._replies = replies
-        by_version = self._merged(merge.lowest_version)
+        by_version = self._merged(lowest_version)
         self.routes: dict[tuple[str, str], Handler] = {
             ("GET", "/rl/v1/sessions"): self.sessions,
-            ("GET", "/rl/v1/capacity"): self._merged(merge.sums),
-            ("PUT", "/rl/v1/capacity"): self._merged(merge.sums),
+            ("GET", "/rl/v1/capacity"): self._merged(sums),
+            ("PUT", "/rl/v1/capacity"): self._merged(sums),
             ("GET", "/rl/v1/run"): by_version,
             ("PUT", "/rl/v1/run"): by_version,
             ("GET", "/rl/v1/version"): by_version,
@@ -47,91 +47,124 @@ class FanOut:
             ("POST", "/rl/v1/resume"): by_version,
         }
 
-    def _merged(self, one: Callable[[merge.Answers], dict[str, Any]]) -> Handler:
-        """All ranks' answers as one, beside each of them."""
+    def _merged(self, merge: Callable[[Answers], dict[str, Any]]) -> Handler:
+        """Return the handler that answers with all ranks' answers as one, and with each of them."""
 
         async def handler(request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-            answers = await self._all(request, await body.whole(MAX_BYTES))
+            answers = await self._ask_all(request, await body.read(MAX_BYTES))
             refusal = _refusal(answers)
             if refusal is not None:
-                return await self._as_is(request, refusal)
-            said = _said(answers)
-            each = {str(rank): _parsed(answer) for rank, answer in sorted(answers.items())}
-            data = {**one(said), "ranks": each, "unreachable": self._missing(said)}
-            return await self._replies.json(request, data)
+                return await self._forwarder.answer_with(request, refusal)
+            successes = _successes(answers)
+            each = {str(rank): _json(answer) for rank, answer in sorted(answers.items())}
+            data = {**merge(successes), "ranks": each, "unreachable": self._missing(successes)}
+            return await self._forwarder.replies.json(request, data)
 
         return handler
 
     async def sessions(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """A list, as one rank's is; the ranks that are missing in it stand in a header."""
-        answers = await self._all(request, b"")
+        """Answer with a list, as one rank does; a header names the ranks that are missing in it."""
+        answers = await self._ask_all(request, b"")
         refusal = _refusal(answers)
         if refusal is not None:
-            return await self._as_is(request, refusal)
-        said = _said(answers)
+            return await self._forwarder.answer_with(request, refusal)
+        lists = _successes(answers)
         query = dict(parse_qsl(request.raw_path.partition("?")[2]))
-        missing = self._missing(said)
+        missing = self._missing(lists)
         headers = {UNREACHABLE_HEADER: ",".join(map(str, missing))} if missing else {}
-        found, places = merge.newest(
-            said,
-            {rank: _end(answers[rank]) for rank in said},
-            read_places(query.get("after", "")),
-            # The ranks took it for a whole number, and 5.0 is one.
-            int(float(query.get("limit", 100))),
-        )
+        ends = {
+            rank: read_places(answers[rank].headers.get(AFTER_HEADER, "")).get(rank)
+            for rank in lists
+        }
+        # The ranks accepted the limit as a whole number, and 5.0 is one.
+        limit = int(float(query.get("limit", 100)))
+        shown, places = newest(lists, ends, read_places(query.get("after", "")), limit)
         if places is not None:
             headers[AFTER_HEADER] = write_places(places)
-        return await self._replies.json(request, found, headers=headers)
+        return await self._forwarder.replies.json(request, shown, headers=headers)
 
-    async def _all(self, request: web.BaseRequest, content: bytes) -> dict[int, UpstreamResponse]:
-        """What each rank answers; ServiceUnavailable if none does."""
-        asked = [self._one(request, rank, content) for rank in self._ranks.live]
-        answers = {a.rank: a for a in await asyncio.gather(*asked) if a is not None}
-        if not answers:
+    async def _ask_all(
+        self, request: web.BaseRequest, content: bytes
+    ) -> dict[int, UpstreamResponse]:
+        """Return the answers of the ranks; ServiceUnavailable if none answers."""
+
+        async def ask(rank: int) -> UpstreamResponse | None:
+            try:
+                async with asyncio.timeout(
+                    _READ_TIMEOUT if request.method == "GET" else _WRITE_TIMEOUT
+                ):
+                    return await self._forwarder.ask(request, rank, content=content)
+            except (AnyAgentError, TimeoutError):
+                return None
+
+        answers = await asyncio.gather(*map(ask, self._ranks.live))
+        found = {answer.rank: answer for answer in answers if answer is not None}
+        if not found:
             raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
-        return answers
+        return found
 
-    async def _one(
-        self, request: web.BaseRequest, rank: int, content: bytes
-    ) -> UpstreamResponse | None:
-        limit = _READ_TIMEOUT if request.method == "GET" else _WRITE_TIMEOUT
-        try:
-            async with asyncio.timeout(limit):
-                return await self._forwarder.ask(request, rank, content=content or None)
-        except (AnyAgentError, TimeoutError):
-            return None
-
-    def _missing(self, said: Iterable[int]) -> list[int]:
-        return sorted(set(range(self._ranks.count)) - set(said))
-
-    async def _as_is(
-        self, request: web.BaseRequest, answer: UpstreamResponse
-    ) -> web.StreamResponse:
-        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+    def _missing(self, answered: Iterable[int]) -> list[int]:
+        return sorted(set(range(self._ranks.count)) - set(answered))
 
 
-def _said(answers: dict[int, UpstreamResponse]) -> merge.Answers:
-    """The JSON of the ranks that did what was asked."""
-    return {rank: _parsed(answer) for rank, answer in answers.items() if answer.status < 300}
+def _successes(answers: dict[int, UpstreamResponse]) -> Answers:
+    """Return the JSON of the ranks that succeeded."""
+    return {rank: _json(answer) for rank, answer in answers.items() if answer.status < 300}
 
 
-def _parsed(answer: UpstreamResponse) -> Any:
-    """Its JSON. What fails below a rank's own error handling is a line of text."""
+def _json(answer: UpstreamResponse) -> Any:
+    """Return an answer's JSON, or its text if the rank failed below its error handling."""
     try:
         return orjson.loads(answer.body)
     except orjson.JSONDecodeError:
         return answer.body.decode(errors="replace")
 
 
-def _end(answer: UpstreamResponse) -> int | None:
-    """Where a rank's list goes on; None if it does not."""
-    return read_places(answer.headers.get(AFTER_HEADER, "")).get(answer.rank)
-
-
 def _refusal(answers: dict[int, UpstreamResponse]) -> UpstreamResponse | None:
-    """What is answered as it is: a rank's 4xx, or an error where no rank succeeded."""
+    """Return the answer to pass on as it is: a rank's 4xx, or an error if no rank succeeded."""
     in_order = [answers[rank] for rank in sorted(answers)]
     for answer in in_order:
         if 400 <= answer.status < 500:
             return answer
     return in_order[0] if all(answer.status >= 300 for answer in in_order) else None
+
+
+def sums(answers: Answers) -> dict[str, int]:
+    """Return the sums of all ranks' counts, by name."""
+    totals: dict[str, int] = {}
+    for answer in answers.values():
+        for name, value in answer.items():
+            if isinstance(value, int):
+                totals[name] = totals.get(name, 0) + value
+    return totals
+
+
+def lowest_version(answers: Answers) -> dict[str, Any]:
+    """Return the answer of the rank that is furthest behind: all have reached its version."""
+    return dict(min(answers.values(), key=lambda answer: answer["version"]))
+
+
+def newest(
+    answers: Answers, ends: Mapping[int, int | None], given: Mapping[int, int], limit: int
+) -> tuple[list[Any], dict[int, int] | None]:
+    """Return all ranks' sessions, newest first, and the start of the next page; None: the last one.
+
+    ``ends`` has the start of each rank's own next page, ``given`` of this page. A rank that did not
+    answer is asked for the same page again.
+    """
+    lists = [[(rank, session) for session in answer] for rank, answer in answers.items()]
+    in_order = heapq.merge(*lists, key=lambda item: item[1]["created_at"], reverse=True)
+    shown = list(islice(in_order, limit))
+    places = dict(given)
+    more = False
+    for rank, answer in answers.items():
+        of_rank = [session for owner, session in shown if owner == rank]
+        if len(of_rank) < len(answer):
+            more = True
+            if of_rank:
+                places[rank] = of_rank[-1]["number"]
+        else:
+            end = ends.get(rank)
+            more = more or end is not None
+            places[rank] = _LAST_PAGE if end is None else end
+    return [session for _, session in shown], places if more else None

@@ -1,9 +1,9 @@
-"""Requests sent to ranks: passed on as they came, or asked anew; retried while nothing was sent."""
+"""Requests to ranks: passed on as they came, or sent with another body; repeated while unsent."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from urllib.parse import unquote
 
@@ -17,25 +17,27 @@ from router.affinity import SESSION_HEADER
 from router.body import RequestBody
 from router.client_response import ClientResponder
 from router.rank_health import RankHealth
-from router.repeats import IDEMPOTENCY_KEY
-from router.upstream import NeverSent, Upstream, UpstreamResponse, end_to_end
+from router.upstream import Body, NeverSent, RankResponse, Upstream, UpstreamResponse, end_to_end
 
+IDEMPOTENCY_KEY = istr("Idempotency-Key")
+_RETRY_COUNT = istr("x-stainless-retry-count")
+"""The header by which an SDK marks its retries; a retried model call is not sampled again."""
 _CLIENT = istr(CLIENT_HEADER)
 _REPEATABLE = ("GET", "HEAD", "OPTIONS")
 
 
 class Forwarder:
-    """Every request to a rank goes through here."""
+    """Sends requests to ranks, and their answers to clients."""
 
     def __init__(self, upstream: Upstream, ranks: RankHealth, replies: ClientResponder) -> None:
         self._upstream = upstream
-        self._ranks = ranks
-        self._replies = replies
+        self.ranks = ranks
+        self.replies = replies
         self._turn = 0
         self.retried = 0
-        """Requests sent again, since no rank had got them."""
+        """Number of times that a request was sent again because no rank had received it."""
         self.lost = 0
-        """Requests whose rank died before it answered."""
+        """Number of requests whose rank died before it answered."""
 
     async def pass_on(
         self,
@@ -45,86 +47,74 @@ class Forwarder:
         *,
         content: bytes | None = None,
     ) -> web.StreamResponse:
-        """Answer as the rank does, or with None as any rank does.
+        """Pass a request on to a rank, or with None to any, and its answer back.
 
-        ``content``: the body to send, if it was read already. A rank that is away is waited for;
-        ServiceUnavailable if it does not come, ReplyLost if it dies before it answers.
+        ``content``: the body, if it was read already. The rank is waited for while it is away:
+        ServiceUnavailable if it does not come back, ReplyLost if it dies before it answers.
         """
-        headers = outgoing(request)
+        headers = rank_headers(request)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
         elif not request.body_exists:
             content = b""
         elif body.short:
-            content = await body.whole()
-        deadline = time.monotonic() + self._ranks.wait
-        repeatable = content == b"" and _repeatable(request)
+            content = await body.read()
+        deadline = time.monotonic() + self.ranks.wait
+        repeatable = content == b"" and _is_repeatable(request)
+        payload = body.stream if content is None else (lambda: content or None)
         while True:
-            to = rank if rank is not None else await self._next(deadline)
-            origin = self._ranks.url(to) or await self._ranks.reach(to, deadline)
+            response = None
             try:
-                response = await self._upstream.send(
-                    request.method,
-                    origin,
-                    request.raw_path,
-                    headers,
-                    body.stream() if content is None else content or None,
+                response = await self._send(
+                    rank, request.method, request.raw_path, headers, payload, deadline
                 )
-                break
-            except NeverSent:
-                self.retried += 1
-                self._ranks.failed(to)
+                async with response:
+                    return await self.replies.relay(request, response)
             except ReplyLost:
-                if body.error is not None:
+                if response is None and body.error is not None:
                     raise body.error from None
                 self.lost += 1
-                if not repeatable:
+                if response is not None or not repeatable:
                     raise
-                # Once: if the rank has died, it is waited for now.
+                # Try once more: if the rank has died, this waits for it.
                 repeatable = False
-        async with response:
-            try:
-                return await self._replies.relay(request, response)
-            except ReplyLost:
-                self.lost += 1
-                raise
 
     async def ask(
         self,
         request: web.BaseRequest,
         rank: int,
         *,
-        content: bytes | None = None,
+        content: bytes = b"",
         target: str | None = None,
         deadline: float = 0.0,
         more: Mapping[str, str] = MappingProxyType({}),
     ) -> UpstreamResponse:
-        """A rank's whole answer to this request with another body or target, or ``more`` headers.
+        """Return a rank's whole answer to this request with other contents, or ``more`` headers.
 
-        Until the deadline a rank that is away is waited for. Errors as for `pass_on`.
+        Wait until the deadline for a rank that is away. Errors as for `pass_on`.
         """
-        headers = outgoing(request)
-        # The answer is read here.
+        headers = rank_headers(request)
+        # The answer is parsed here, so it must not be compressed.
         headers.popall(hdrs.ACCEPT_ENCODING, None)
         headers.popall(hdrs.CONTENT_LENGTH, None)
-        # What is asked anew concerns no one session, and other ranks would not know it.
+        # The new request concerns no single session, and other ranks would not know the one named.
         headers.popall(SESSION_HEADER, None)
         headers.update(more)
-        if content is not None:
-            headers[hdrs.CONTENT_LENGTH] = str(len(content))
-        return await self._exchange(
-            rank, request.method, target or request.raw_path, headers, content, deadline
-        )
+        target = target or request.raw_path
+        return await self._exchange(rank, request.method, target, headers, content, deadline)
 
-    async def tell(
-        self, rank: int, target: str, content: bytes, key: str, *, once: str
+    async def answer_with(
+        self, request: web.BaseRequest, answer: UpstreamResponse
+    ) -> web.StreamResponse:
+        """Send a rank's answer to the client as it is."""
+        return await self.replies.send(request, answer.status, answer.headers, answer.body)
+
+    async def post(
+        self, rank: int, target: str, content: bytes, *, key: str, idempotency_key: str
     ) -> UpstreamResponse:
-        """A rank's answer to a POST of the router's own; ``once`` is its idempotency key.
-
-        Errors as for `pass_on`.
-        """
-        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}", IDEMPOTENCY_KEY: once})
-        headers[hdrs.CONTENT_LENGTH] = str(len(content))
+        """Return a rank's answer to a POST of the router's own. Errors as for `pass_on`."""
+        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}"})
+        headers[IDEMPOTENCY_KEY] = idempotency_key
         return await self._exchange(rank, "POST", target, headers, content, 0.0)
 
     async def _exchange(
@@ -133,39 +123,71 @@ class Forwarder:
         method: str,
         target: str,
         headers: CIMultiDict[str],
-        content: bytes | None,
+        content: bytes,
         deadline: float,
     ) -> UpstreamResponse:
+        if content:
+            headers[hdrs.CONTENT_LENGTH] = str(len(content))
+        try:
+            async with await self._send(
+                rank, method, target, headers, lambda: content or None, deadline
+            ) as response:
+                return await response.collect(rank)
+        except ReplyLost:
+            self.lost += 1
+            raise
+
+    async def _send(
+        self,
+        rank: int | None,
+        method: str,
+        target: str,
+        headers: CIMultiDict[str],
+        payload: Callable[[], Body],
+        deadline: float,
+    ) -> RankResponse:
+        """Send a request until a rank has received it, and return the beginning of its answer."""
         while True:
-            origin = self._ranks.url(rank) or await self._ranks.reach(rank, deadline)
+            to = rank if rank is not None else await self._next_rank(deadline)
+            origin = self.ranks.url(to) or await self.ranks.reach(to, deadline)
             try:
-                return await self._upstream.exchange(rank, method, origin, target, headers, content)
+                return await self._upstream.send(method, origin, target, headers, payload())
             except NeverSent:
                 self.retried += 1
-                self._ranks.failed(rank)
-            except ReplyLost:
-                self.lost += 1
-                raise
+                self.ranks.failed(to)
 
-    async def _next(self, deadline: float) -> int:
-        """The next of the ranks that serve, in turn."""
-        live = self._ranks.live or await self._ranks.reach_any(deadline)
+    async def _next_rank(self, deadline: float) -> int:
+        """Return the next of the ranks that serve, in turn."""
+        live = self.ranks.live or await self.ranks.reach_any(deadline)
         self._turn += 1
         return live[self._turn % len(live)]
 
 
-def outgoing(request: web.BaseRequest) -> CIMultiDict[str]:
-    """The request's headers for a rank."""
+def rank_headers(request: web.BaseRequest) -> CIMultiDict[str]:
+    """Return the headers with which a rank gets a client's request."""
     headers = end_to_end(request.headers)
     headers.popall(hdrs.EXPECT, None)
     headers[_CLIENT] = request.remote or ""
     keys = headers.getall(hdrs.AUTHORIZATION, [])
     if len(keys) > 1:
-        # But for empty ones they are the same key, or mean nothing behind a path prefix.
+        # Except for empty ones they are the same key, or mean nothing behind a path prefix.
         headers[hdrs.AUTHORIZATION] = next((key for key in keys if bearer_of([key], ())), keys[0])
     return headers
 
 
-def _repeatable(request: web.BaseRequest) -> bool:
-    """Whether doing it twice changes nothing."""
+def _is_repeatable(request: web.BaseRequest) -> bool:
+    """Return whether sending the request twice has no second effect."""
     return request.method in _REPEATABLE and "start_session" not in unquote(request.raw_path)
+
+
+def is_idempotent(request: web.BaseRequest) -> bool:
+    """Return whether a client may repeat a POST or DELETE whose answer was lost.
+
+    Its rank then does once what the equal requests ask for.
+    """
+    if request.method not in ("POST", "DELETE"):
+        return False
+    path = request.raw_path
+    if "/rl/" in path or path.startswith("/grant_capacity"):
+        return IDEMPOTENCY_KEY in request.headers
+    return _RETRY_COUNT in request.headers

@@ -1,49 +1,38 @@
-"""Routes that name sessions of several ranks in one body, and the poll for whatever is ready."""
+"""Routes whose bodies name sessions of several ranks, and the poll for closed groups."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable
 from typing import Any
 
 import orjson
 from aiohttp import web
 
 from any_agent.errors import InvalidRequest, ReplyLost, ServiceUnavailable
-from router import merge
 from router.affinity import SessionAffinity
 from router.body import BodyFields, RequestBody, seconds
-from router.client_response import ClientResponder
 from router.fanout import Handler
 from router.forward import Forwarder
 from router.open_session import MAX_BYTES
-from router.rank_health import RankHealth
 from router.upstream import UpstreamResponse
 
-_SLICE = 1.0
-"""Seconds for which one rank is polled before the others are looked at again."""
-_LONGEST = 300.0
-"""Seconds: of a poll, as the ranks have it."""
+_SLICE = 1.0  # seconds for which one rank is polled before the others are asked again
+_MAX_WAIT = 300.0  # seconds of a poll, as the ranks have it
 
 
 class LeaseRoute:
-    """Each session's part of a request goes to its rank, which is waited for if it restarts.
+    """Sends each session's part of a request to its rank, and waits for one that restarts.
 
-    What one rank could not do is the answer, although the others did theirs: all of these may be
-    asked for again.
+    A rank's refusal is the answer, although the other ranks did their parts: the same request can
+    be sent again.
     """
 
-    def __init__(
-        self,
-        affinity: SessionAffinity,
-        ranks: RankHealth,
-        forwarder: Forwarder,
-        replies: ClientResponder,
-    ) -> None:
+    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder) -> None:
         self._affinity = affinity
-        self._ranks = ranks
+        self._ranks = forwarder.ranks
         self._forwarder = forwarder
-        self._replies = replies
         self._turn = 0
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", "/rl/v1/ack"): self.ack,
@@ -52,49 +41,45 @@ class LeaseRoute:
         }
 
     async def ack(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """The acks of all ranks, counted together."""
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        trained = merge.split(said.items("trained") or [], self._rank_of)
-        rejected = merge.split(said.items("rejected") or [], self._rank_of_rejection)
+        """Answer with the number of acknowledged sessions of all ranks."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        trained = split(fields.items("trained") or [], self._rank_of)
+        rejected = split(fields.items("rejected") or [], self._rank_of_rejection)
         if trained is None or rejected is None or not (trained or rejected):
-            return await self._forwarder.pass_on(request, None, body, content=said.content)
+            return await self._forwarder.pass_on(request, None, body, content=fields.content)
         parts = {
-            rank: said.asking(trained=trained.get(rank, []), rejected=rejected.get(rank, []))
+            rank: fields.changed(trained=trained.get(rank, []), rejected=rejected.get(rank, []))
             for rank in sorted({*trained, *rejected})
         }
-        answers = await self._each(request, parts)
-        refusal = next((answer for answer in answers if answer.status != 200), None)
-        if refusal is not None:
-            return await self._as_is(request, refusal)
-        total = sum(orjson.loads(answer.body)["acked"] for answer in answers)
-        return await self._replies.json(request, {"acked": total})
+        return await self._answer(
+            request, parts, lambda found: {"acked": sum(each["acked"] for each in found)}
+        )
 
     async def export(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """The trajectories of all ranks, in the order asked for."""
-        asked = BodyFields(request, await body.whole(MAX_BYTES))
-        ids = asked.items("session_ids")
-        by_rank = merge.split(ids, self._rank_of)
+        """Answer with the trajectories of all ranks, in the order of the request."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        ids = fields.items("session_ids")
+        by_rank = split(ids, self._rank_of)
         if not by_rank or len(by_rank) == 1:
             rank = next(iter(by_rank)) if by_rank else None
-            return await self._forwarder.pass_on(request, rank, body, content=asked.content)
-        parts = {rank: asked.asking(session_ids=part) for rank, part in sorted(by_rank.items())}
-        answers = await self._each(request, parts)
-        refusal = next((answer for answer in answers if answer.status != 200), None)
-        if refusal is not None:
-            return await self._as_is(request, refusal)
-        said = [orjson.loads(answer.body) for answer in answers]
-        rows = {id: row for one in said for id, row in one["trajectories"].items()}
-        ordered = {id: rows[id] for id in dict.fromkeys(ids or ()) if id in rows}
-        return await self._replies.json(request, said[0] | {"trajectories": ordered})
+            return await self._forwarder.pass_on(request, rank, body, content=fields.content)
+
+        def merge(found: list[Any]) -> dict[str, Any]:
+            rows = {id: row for each in found for id, row in each["trajectories"].items()}
+            ordered = {id: rows[id] for id in dict.fromkeys(ids or ()) if id in rows}
+            return {**found[0], "trajectories": ordered}
+
+        parts = {rank: fields.changed(session_ids=part) for rank, part in sorted(by_rank.items())}
+        return await self._answer(request, parts, merge)
 
     async def lease(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """Sessions by name from their rank, or whatever is ready at any of them."""
-        said = BodyFields(request, await body.whole(MAX_BYTES))
-        wait = seconds(said.get("wait", 30.0))
-        if said.body is None or wait is None:
-            return await self._forwarder.pass_on(request, None, body, content=said.content)
-        if (ids := said.items("session_ids")) is not None:
-            by_rank = merge.split(ids, self._rank_of) or {}
+        """Lease sessions by name from their rank, or groups that are ready at any rank."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        wait = seconds(fields.get("wait", 30.0))
+        if fields.body is None or wait is None:
+            return await self._forwarder.pass_on(request, None, body, content=fields.content)
+        if (ids := fields.items("session_ids")) is not None:
+            by_rank = split(ids, self._rank_of) or {}
             if len(by_rank) > 1:
                 raise InvalidRequest(
                     f"these sessions live on the ranks {', '.join(map(str, sorted(by_rank)))}; "
@@ -102,18 +87,18 @@ class LeaseRoute:
                     param="session_ids",
                 )
             rank = next(iter(by_rank), None)
-            return await self._forwarder.pass_on(request, rank, body, content=said.content)
-        answer = await self._poll(request, said, min(wait, _LONGEST))
-        return await self._as_is(request, answer)
+            return await self._forwarder.pass_on(request, rank, body, content=fields.content)
+        answer = await self._poll(request, fields, min(wait, _MAX_WAIT))
+        return await self._forwarder.answer_with(request, answer)
 
     async def _poll(
-        self, request: web.BaseRequest, said: BodyFields, wait: float
+        self, request: web.BaseRequest, fields: BodyFields, wait: float
     ) -> UpstreamResponse:
-        """The first answer that is more than "nothing yet".
+        """Return the first answer that is not empty, or an empty one at the end of the wait.
 
-        One rank is asked at a time: of two polls at once the slower one would have to be abandoned,
-        and what it was just being handed would be leased to nobody. So one of them waits for a
-        moment, then all are looked at again.
+        One rank is asked at a time: of two concurrent polls the slower one would have to be
+        abandoned, and the groups that it was just given would be leased to nobody. So one poll
+        waits for a moment, then all ranks are asked again.
         """
         deadline = time.monotonic() + wait
         give_up = time.monotonic() + max(wait, self._ranks.wait)
@@ -122,40 +107,44 @@ class LeaseRoute:
             self._turn += 1
             quiet: UpstreamResponse | None = None
             for k in range(len(live)):
-                answer = await self._ready(request, said, live[(self._turn + k) % len(live)], 0.0)
+                rank = live[(self._turn + k) % len(live)]
+                answer = await self._poll_rank(request, fields, rank, 0.0)
                 if answer is not None and answer.status != 204:
                     return answer
                 quiet = quiet or answer
             if quiet is None:
-                # All of them went away.
+                # All ranks went away.
                 continue
             remaining = deadline - time.monotonic()
             if remaining <= 0:
                 return quiet
-            answer = await self._ready(request, said, quiet.rank, min(_SLICE, remaining))
+            answer = await self._poll_rank(request, fields, quiet.rank, min(_SLICE, remaining))
             if answer is not None and answer.status != 204:
                 return answer
 
-    async def _ready(
-        self, request: web.BaseRequest, said: BodyFields, rank: int, wait: float
+    async def _poll_rank(
+        self, request: web.BaseRequest, fields: BodyFields, rank: int, wait: float
     ) -> UpstreamResponse | None:
-        """What is ready at a rank; None if it is away."""
-        content, target = said.asking(wait=round(wait, 3))
+        """Return a rank's answer to a poll; None if it is away."""
+        content, target = fields.changed(wait=round(wait, 3))
         try:
             return await self._forwarder.ask(request, rank, content=content, target=target)
         except ServiceUnavailable:
             return None
         except ReplyLost:
-            # What it had leased, it hands out again.
+            # The rank leases what it had leased in the lost answer once more.
             self._ranks.failed(rank)
             return None
 
-    async def _each(
-        self, request: web.BaseRequest, parts: dict[int, tuple[bytes, str]]
-    ) -> list[UpstreamResponse]:
-        """Every rank's answer to its part: a body and a target."""
+    async def _answer(
+        self,
+        request: web.BaseRequest,
+        parts: dict[int, tuple[bytes, str]],
+        merge: Callable[[list[Any]], dict[str, Any]],
+    ) -> web.StreamResponse:
+        """Send each rank its part, a body and a target; answer with the merged answers."""
         deadline = time.monotonic() + self._ranks.wait
-        asked = [
+        tasks = [
             asyncio.ensure_future(
                 self._forwarder.ask(
                     request, rank, content=content, target=target, deadline=deadline
@@ -164,10 +153,15 @@ class LeaseRoute:
             for rank, (content, target) in parts.items()
         ]
         try:
-            return await asyncio.gather(*asked)
+            answers = await asyncio.gather(*tasks)
         finally:
-            for task in asked:
+            for task in tasks:
                 task.cancel()
+        refusal = next((answer for answer in answers if answer.status != 200), None)
+        if refusal is not None:
+            return await self._forwarder.answer_with(request, refusal)
+        data = merge([orjson.loads(answer.body) for answer in answers])
+        return await self._forwarder.replies.json(request, data)
 
     def _rank_of(self, session_id: Any) -> int | None:
         return self._affinity.rank_of(session_id) if isinstance(session_id, str) else None
@@ -175,7 +169,15 @@ class LeaseRoute:
     def _rank_of_rejection(self, item: Any) -> int | None:
         return self._rank_of(item.get("session_id")) if isinstance(item, dict) else None
 
-    async def _as_is(
-        self, request: web.BaseRequest, answer: UpstreamResponse
-    ) -> web.StreamResponse:
-        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+
+def split(items: Any, rank_of: Callable[[Any], int | None]) -> dict[int, list[Any]] | None:
+    """Return a list's items by rank, in their order; None unless it is a list and all have one."""
+    if not isinstance(items, list):
+        return None
+    out: dict[int, list[Any]] = {}
+    for item in items:
+        rank = rank_of(item)
+        if rank is None:
+            return None
+        out.setdefault(rank, []).append(item)
+    return out

@@ -1,16 +1,18 @@
-"""`/metrics` of the whole run: the router's own, each rank's and the trainer's, as one."""
+"""The router's counters, and `/metrics` of the whole run: of the router, ranks and trainer."""
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterable
-from typing import Protocol
+from collections import Counter
+from collections.abc import Callable, Iterable
+from typing import TypeAlias
 
 from aiohttp import web
 from multidict import CIMultiDict
 
 from any_agent.auth.access import METRICS_SCOPES, Access, authorize
 from any_agent.auth.audit_log import AuditLog
+from any_agent.completions.apis import all_apis
 from any_agent.errors import AnyAgentError
 from any_agent.keys import key_id
 from any_agent.rundir.registry import rank_name
@@ -18,101 +20,152 @@ from any_agent.runtime.metrics import (
     CONTENT_TYPE,
     LOOP_LAG,
     Exposition,
-    Histogram,
     Metric,
-    Reading,
+    Value,
     Values,
+    loop_lag_histogram,
 )
 from router.affinity import key_in
 from router.body import RequestBody
-from router.client_response import ClientResponder
 from router.forward import Forwarder
-from router.rank_health import RankHealth
-from router.stats import RouterStats
 from router.upstream import NeverSent, Upstream
 
 _TIMEOUT = 2.0
 _TRAINER = "trainer"
 
-UP = Metric(
+CLIENT_LEFT = 499
+"""Counted status of requests whose client left before its answer was complete, as in nginx."""
+FAILED = 500
+OTHER = "other"
+_ROUTES = {
+    *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "finalize"),
+    *("grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "pause", "readyz"),
+    *("resume", "run", "sessions", "set_reward", "start_session", "version", "veto"),
+}
+"""Last words of our own paths. Words that clients make up must not become labels."""
+
+
+def known_routes() -> set[str]:
+    """Return the last words of the paths that are counted separately, the APIs' among them."""
+    return _ROUTES | {api.path.rpartition("/")[2] for api in all_apis()}
+
+
+class RouterStats:
+    """Counts the router's requests and their bytes."""
+
+    def __init__(self) -> None:
+        self._routes = known_routes()
+        self.running = 0
+        self.ended: Counter[tuple[str, int]] = Counter()
+        """Number of requests by route and status."""
+        self.bytes_in = 0
+        """Bytes of the requests' bodies."""
+        self.bytes_out = 0
+        """Bytes of the answers and their heads."""
+        self.loop_lag = loop_lag_histogram()
+
+    def end(self, request: web.BaseRequest, status: int) -> None:
+        """Count the end of a request."""
+        self.running -= 1
+        last = request.raw_path.partition("?")[0].rpartition("/")[2]
+        self.ended[last if last in self._routes else OTHER, status] += 1
+        self.bytes_in += request.content.total_bytes
+        self.bytes_out += request.writer.output_size
+
+
+_Read: TypeAlias = Callable[[RouterStats, Forwarder], Value | Values]
+
+
+def _counter(name: str, meaning: str, read: _Read, *labels: str) -> tuple[Metric, _Read]:
+    return Metric(f"any_agent_router_{name}_total", "counter", meaning, labels), read
+
+
+def _gauge(name: str, meaning: str, read: _Read) -> tuple[Metric, _Read]:
+    return Metric(f"any_agent_router_{name}", "gauge", meaning), read
+
+
+_UP = Metric(
     "any_agent_up",
     "gauge",
     "1 if the part gave its metrics to this scrape. A trainer that is done is not missed.",
     ("part",),
 )
-REQUESTS = Metric(
-    "any_agent_router_requests_total",
-    "counter",
-    "Requests by route (the path's last word, or other) and status; 499: the client left.",
-    ("route", "status"),
+_METRICS: tuple[tuple[Metric, _Read], ...] = (
+    (LOOP_LAG, lambda stats, _: {("router",): stats.loop_lag}),
+    _counter(
+        "requests",
+        "Requests by route (the path's last word, or other) and status; 499: the client left.",
+        lambda stats, _: {(route, str(code)): n for (route, code), n in stats.ended.items()},
+        *("route", "status"),
+    ),
+    _gauge("requests_running", "Requests under way.", lambda stats, _: stats.running),
+    _gauge(
+        "requests_waiting",
+        "Requests that wait for a rank that is away.",
+        lambda _, forwarder: forwarder.ranks.waiting,
+    ),
+    _counter(
+        "retries",
+        "Requests sent again, since their rank had not got them.",
+        lambda _, forwarder: forwarder.retried,
+    ),
+    _counter(
+        "replies_lost",
+        "Requests whose rank died before it answered.",
+        lambda _, forwarder: forwarder.lost,
+    ),
+    _counter(
+        "answers_aborted",
+        "Answers whose rank died in the middle; their clients' connections were aborted.",
+        lambda _, forwarder: forwarder.replies.broken,
+    ),
+    _counter(
+        "clients_cut",
+        "Clients cut off because they took nothing of their answers for too long.",
+        lambda _, forwarder: forwarder.replies.cut,
+    ),
+    _counter(
+        "received_bytes",
+        "Bytes of requests' bodies received.",
+        lambda stats, _: stats.bytes_in,
+    ),
+    _counter("sent_bytes", "Bytes of answers sent.", lambda stats, _: stats.bytes_out),
 )
-RUNNING = Metric("any_agent_router_requests_running", "gauge", "Requests under way.")
-WAITING = Metric(
-    "any_agent_router_requests_waiting", "gauge", "Requests that wait for a rank that is away."
-)
-RETRIED = Metric(
-    "any_agent_router_retries_total",
-    "counter",
-    "Requests sent again, since their rank had not got them.",
-)
-LOST = Metric(
-    "any_agent_router_replies_lost_total",
-    "counter",
-    "Requests whose rank died before it answered.",
-)
-BROKEN = Metric(
-    "any_agent_router_answers_aborted_total",
-    "counter",
-    "Answers whose rank died in the middle; their clients' connections were aborted.",
-)
-CUT = Metric(
-    "any_agent_router_clients_cut_total",
-    "counter",
-    "Clients cut off because they took nothing of their answers for too long.",
-)
-BYTES_IN = Metric(
-    "any_agent_router_received_bytes_total", "counter", "Bytes of requests' bodies received."
-)
-BYTES_OUT = Metric("any_agent_router_sent_bytes_total", "counter", "Bytes of answers sent.")
-
-METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
-
-
-class _Counted(Protocol):
-    """What is measured of a router."""
-
-    stats: RouterStats
-    ranks: RankHealth
-    replies: ClientResponder
-    forwarder: Forwarder
-    loop_lag: Histogram
+METRICS = (_UP, *(metric for metric, _ in _METRICS))
 
 
 class MetricsRoute:
-    """The handler. Callers need a key of a scope that may read metrics; the parts get the run's."""
+    """Handles `/metrics`: it checks the caller's key, and scrapes the parts with the run's key."""
 
     def __init__(
-        self, router: _Counted, upstream: Upstream, access: Access, audit: AuditLog
+        self,
+        stats: RouterStats,
+        forwarder: Forwarder,
+        upstream: Upstream,
+        access: Access,
+        audit: AuditLog,
     ) -> None:
-        self._router = router
+        self._stats = stats
+        self._forwarder = forwarder
         self._upstream = upstream
         self._access = access
         self._audit = audit
 
     async def show(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
-        """Every part's metrics; one that does not answer is shown by `any_agent_up` alone."""
+        """Answer with every part's metrics; a part that does not answer has only `any_agent_up`."""
         self._authorize(request)
         headers = CIMultiDict({"Authorization": f"Bearer {self._access.signer.run_key}"})
         parts = self._parts()
         texts = await asyncio.gather(*(self._fetch(url, headers) for url in parts.values()))
         up: Values = {(name,): text is not None for name, text in zip(parts, texts, strict=True)}
-        own = Exposition("router", lambda: [(UP, up), *self._read()]).render().decode()
+        read = [(metric, read(self._stats, self._forwarder)) for metric, read in _METRICS]
+        own = Exposition("router", lambda: [(_UP, up), *read]).render().decode()
         body = merged([own, *(text for text in texts if text)]).encode()
         head = CIMultiDict({"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
-        return await self._router.replies.whole(request, 200, head, body)
+        return await self._forwarder.replies.send(request, 200, head, body)
 
     def _authorize(self, request: web.BaseRequest) -> None:
-        """As the ranks do: Unauthenticated without a key, Forbidden with one that does not do."""
+        """Check the caller's key as the ranks do, and log a refusal."""
         bearer = key_in(request.headers)
         try:
             authorize(METRICS_SCOPES, self._access.caller(bearer))
@@ -122,8 +175,8 @@ class MetricsRoute:
             raise
 
     def _parts(self) -> dict[str, str]:
-        """The URL of each part that should be there, "" if it is away."""
-        ranks = self._router.ranks
+        """Return the URL of each part that should run, "" for one that is away."""
+        ranks = self._forwarder.ranks
         parts = {rank_name(rank): ranks.url(rank) for rank in range(ranks.count)}
         trainer = ranks.trainer
         if trainer is not None and trainer.state == "ready":
@@ -131,36 +184,25 @@ class MetricsRoute:
         return parts
 
     async def _fetch(self, url: str, headers: CIMultiDict[str]) -> str | None:
-        """A part's metrics, or None."""
+        """Return a part's metrics; None if it does not answer with any."""
         if not url:
             return None
         try:
-            async with asyncio.timeout(_TIMEOUT):
-                answer = await self._upstream.exchange(-1, "GET", url, "/metrics", headers, None)
+            async with (
+                asyncio.timeout(_TIMEOUT),
+                await self._upstream.send("GET", url, "/metrics", headers.copy(), None) as response,
+            ):
+                body = await response.read()
         except (AnyAgentError, NeverSent, TimeoutError):
             return None
-        shown = answer.status == 200 and answer.headers.get("Content-Type") == CONTENT_TYPE
-        return answer.body.decode(errors="replace") if shown else None
-
-    def _read(self) -> Iterable[Reading]:
-        router = self._router
-        stats = router.stats
-        yield REQUESTS, {(route, str(status)): n for (route, status), n in stats.ended.items()}
-        yield RUNNING, stats.running
-        yield WAITING, router.ranks.waiting
-        yield RETRIED, router.forwarder.retried
-        yield LOST, router.forwarder.lost
-        yield BROKEN, router.replies.broken
-        yield CUT, router.replies.cut
-        yield BYTES_IN, stats.bytes_in
-        yield BYTES_OUT, stats.bytes_out
-        yield LOOP_LAG, {("router",): router.loop_lag}
+        shown = response.status == 200 and response.headers.get("Content-Type") == CONTENT_TYPE
+        return body.decode(errors="replace") if shown else None
 
 
 def merged(texts: Iterable[str]) -> str:
-    """Several expositions as one: each family is described once, with all of its samples.
+    """Merge several expositions: each family is described once, with all of its samples.
 
-    Text by text, not parsed: a run of many ranks must not hold up the streams meanwhile.
+    The lines are not parsed: the streams must not wait while a run of many ranks is scraped.
     """
     heads: dict[str, dict[str, str]] = {}
     samples: dict[str, list[str]] = {}
@@ -168,8 +210,8 @@ def merged(texts: Iterable[str]) -> str:
         name = ""
         for line in text.splitlines():
             if line.startswith(("# HELP ", "# TYPE ")):
-                what, name = line.split(" ", 3)[1:3]
-                heads.setdefault(name, {}).setdefault(what, line)
+                kind, name = line.split(" ", 3)[1:3]
+                heads.setdefault(name, {}).setdefault(kind, line)
             elif name and line.startswith(name):
                 samples.setdefault(name, []).append(line)
     lines = [

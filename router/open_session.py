@@ -1,7 +1,7 @@
-"""Where a session is opened: at its group's home, at its key's rank, else where a slot is free.
+"""Routing of `start_session`: to the group's home, to the key's rank, else to a rank with a slot.
 
 An open with an Idempotency-Key that nothing else binds to a rank goes to the key's home, like a
-group, and to no other rank: only the one that was asked first knows what it answered.
+group, and to no other rank: only that one knows how it answered an earlier equal request.
 """
 
 from __future__ import annotations
@@ -14,74 +14,61 @@ from aiohttp import web
 from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
 from router.affinity import SessionAffinity, home_of
 from router.body import BodyFields, RequestBody, seconds
-from router.client_response import ClientResponder
-from router.forward import Forwarder
-from router.rank_health import RankHealth
-from router.repeats import IDEMPOTENCY_KEY
+from router.forward import IDEMPOTENCY_KEY, Forwarder
 from router.upstream import UpstreamResponse
 
 START = "/rl/v1/start_session"
-MAX_BYTES = 1 << 20
-"""Of the bodies of `/rl` routes that are read here."""
+MAX_BYTES = 1 << 20  # size of the bodies of `/rl` routes that the router reads
 
 
 class OpenRoute:
     """Opens sessions for agents."""
 
-    def __init__(
-        self,
-        affinity: SessionAffinity,
-        ranks: RankHealth,
-        forwarder: Forwarder,
-        replies: ClientResponder,
-    ) -> None:
+    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder) -> None:
         self._affinity = affinity
-        self._ranks = ranks
+        self._ranks = forwarder.ranks
         self._forwarder = forwarder
-        self._replies = replies
         self._turns: Counter[str] = Counter()
         self._queued: Counter[int] = Counter()
-        """Opens that wait for a slot at a rank, as far as they came through here."""
+        """Number of opens that this router lets wait for a slot, by rank."""
 
     async def open(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """Answer as the rank does that opened it, or as the last one that could not."""
-        one = BodyFields(request, await body.whole(MAX_BYTES))
-        if one.body is None:
-            return await self._forwarder.pass_on(request, None, body, content=one.content)
-        train = one.text("mode") != "eval"
+        """Answer as the rank that opened the session, or as the last one that could not."""
+        fields = BodyFields(request, await body.read(MAX_BYTES))
+        if fields.body is None:
+            return await self._forwarder.pass_on(request, None, body, content=fields.content)
+        train = fields.text("mode") != "eval"
         home = self._affinity.home(
-            api_key=one.text("api_key"),
-            group_id=one.text("group_id") if train else None,
-            task_id=one.text("task_id") if train else None,
+            api_key=fields.text("api_key"),
+            group_id=fields.text("group_id") if train else None,
+            task_id=fields.text("task_id") if train else None,
         )
         key = request.headers.get(IDEMPOTENCY_KEY)
         if home is None and key is not None and request.method == "POST":
             home = home_of(f"key {key}", self._affinity.ranks)
         if home is not None:
-            return await self._forwarder.pass_on(request, home, body, content=one.content)
-        answer = await self._anywhere(request, one, "train" if train else "eval")
-        return await self._replies.whole(request, answer.status, answer.headers, answer.body)
+            return await self._forwarder.pass_on(request, home, body, content=fields.content)
+        answer = await self._open_anywhere(request, fields, "train" if train else "eval")
+        return await self._forwarder.answer_with(request, answer)
 
-    async def _anywhere(
-        self, request: web.BaseRequest, one: BodyFields, mode: str
+    async def _open_anywhere(
+        self, request: web.BaseRequest, fields: BodyFields, mode: str
     ) -> UpstreamResponse:
-        """Each rank in turn; if none has a slot, one of them for as long as the caller waits."""
-        wait = seconds(one.get("wait"))
-        if wait is None:
-            # Not a number: any rank says so.
-            wait = 0.0
+        """Ask each rank in turn; if none has a slot, wait at one as long as the caller does."""
+        # A `wait` that is not a number is refused by any rank.
+        wait = seconds(fields.get("wait")) or 0.0
         deadline = time.monotonic() + wait
         give_up = time.monotonic() + self._ranks.wait
-        first, first_target = (one.content, None) if not wait else _waiting(request, one, 0)
+        at_once = (fields.content, None) if not wait else _with_wait(request, fields, 0)
         self._turns[mode] += 1
         turn = self._turns[mode]
         while True:
             live = await self._ranks.reach_any(give_up)
-            order = [live[(turn + k) % len(live)] for k in range(len(live))]
             full: list[int] = []
             refusal: UpstreamResponse | None = None
-            for rank in order:
-                answer = await self._ask(request, rank, first, first_target)
+            for k in range(len(live)):
+                rank = live[(turn + k) % len(live)]
+                answer = await self._ask(request, rank, *at_once)
                 if answer is None:
                     continue
                 if answer.status == 429:
@@ -89,58 +76,50 @@ class OpenRoute:
                 elif not not_begun(answer):
                     return answer
                 if answer.status == 429 or refusal is None:
-                    # A slot can be waited for.
+                    # A 429 comes first: its slot can be waited for.
                     refusal = answer
             if refusal is None:
-                # All of them went away; wait for one.
+                # All ranks went away; wait for one.
                 continue
             remaining = deadline - time.monotonic()
             if remaining <= 0 or not full:
                 return refusal
-            answer = await self._queue(request, one, self._shortest(full), remaining)
+            rank = min(full, key=self._waiting_at)
+            self._queued[rank] += 1
+            try:
+                waiting = _with_wait(request, fields, round(remaining, 3))
+                answer = await self._ask(request, rank, *waiting)
+            finally:
+                self._queued[rank] -= 1
             if answer is not None:
                 return answer
 
-    async def _queue(
-        self, request: web.BaseRequest, one: BodyFields, rank: int, wait: float
-    ) -> UpstreamResponse | None:
-        content, target = _waiting(request, one, round(wait, 3))
-        self._queued[rank] += 1
-        try:
-            return await self._ask(request, rank, content, target)
-        finally:
-            self._queued[rank] -= 1
-
-    def _shortest(self, ranks: list[int]) -> int:
-        """The rank where the fewest wait. What it said of itself is up to a second old."""
-
-        def waiting(rank: int) -> int:
-            entry = self._ranks.entry(rank)
-            return max(self._queued[rank], entry.load.waiting if entry else 0)
-
-        return min(ranks, key=waiting)
+    def _waiting_at(self, rank: int) -> int:
+        """Return how many opens wait at a rank; its own number is up to a second old."""
+        entry = self._ranks.entry(rank)
+        return max(self._queued[rank], entry.load.waiting if entry else 0)
 
     async def _ask(
         self, request: web.BaseRequest, rank: int, content: bytes, target: str | None
     ) -> UpstreamResponse | None:
-        """A rank's answer; None if it is away."""
+        """Return a rank's answer; None if it is away."""
         try:
-            return await self._forwarder.ask(request, rank, content=content or None, target=target)
+            return await self._forwarder.ask(request, rank, content=content, target=target)
         except ServiceUnavailable:
             return None
 
 
-def _waiting(request: web.BaseRequest, one: BodyFields, wait: float) -> tuple[bytes, str]:
-    """The body and the target of the same open with another `wait`."""
-    content, target = one.asking(wait=wait)
+def _with_wait(request: web.BaseRequest, fields: BodyFields, wait: float) -> tuple[bytes, str]:
+    """Return the body and the target of the same open with another `wait`."""
+    content, target = fields.changed(wait=wait)
     if request.method == "GET":
-        return one.content, f"{target}{'&' if '?' in target else '?'}wait={wait}"
+        return fields.content, f"{target}{'&' if '?' in target else '?'}wait={wait}"
     return content, target
 
 
 def not_begun(answer: UpstreamResponse) -> bool:
-    """Whether a rank did not begin: after its other failures a session may be there.
+    """Return whether the rank did not begin: after its other failures a session may exist.
 
-    A write may reach the disk and fail to say so, and one open is to open one session.
+    A write may reach the disk and fail to report it, and one open must open one session.
     """
     return isinstance(from_response(answer.status, answer.body, None), StoreBusy | Draining)

@@ -1,6 +1,6 @@
-"""The router before proxies that are named by their URLs, without the folder of a run.
+"""A router for proxies that are named by their URLs, without the folder of a run.
 
-Keys are judged by the ranks alone: here only the rank in a session's key is read.
+The ranks alone check keys: the router only reads the rank in a session's key.
 """
 
 from __future__ import annotations
@@ -29,32 +29,30 @@ from any_agent.errors import (
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
 from any_agent.runtime.ports import listen, url_of
-from router.app import Router, listening
+from router.app import Router, listening, serve
 from router.client_response import ClientResponder
 from router.rank_health import RankHealth
-from router.server import serve
 from router.upstream import open_upstream
 
 log = logging.getLogger(__name__)
 
-_ASK_TIMEOUT = 5.0
-_CLOSED = (401, 403)
-_LOOK = 0.25
-"""Seconds between looks at a connection whose server tells no handler that the client left."""
-_sender: ContextVar[str] = ContextVar("sender", default="")
+_HEALTH_TIMEOUT = 5.0
+_POLL_INTERVAL = 0.25
+"""Seconds between checks of a connection whose server does not report that the client left."""
+_sender_key: ContextVar[str] = ContextVar("sender_key", default="")
 """The key of the request that is being answered, "" for none."""
 
 
 class ProxyRouter:
     """One URL for several proxies, each another rank of one service.
 
-    A session is opened at the ranks in turn; what names a session goes to its rank. The proxies
-    must run already, share the run's signing secret (the same experiment and trial), and be all of
-    its ranks. Raises ConfigError for URLs that cannot be such.
+    Sessions are opened at the ranks in turn; a request that names a session goes to its rank. The
+    proxies must run already, share the run's signing secret (the same experiment and trial), and be
+    all of its ranks. Raises ConfigError for invalid URLs.
 
-    It has no key of its own. Where an open must be at one rank (it has an Idempotency-Key or an
+    It has no key of its own. If an open must be at one rank (it has an Idempotency-Key or an
     earlier session's key), a granted slot is brought there with the sender's key, which may be an
-    admin's; those of tenants and of the run's own trainer need the run's own router.
+    admin's; tenants and the run's own trainer need the run's own router for that.
     """
 
     def __init__(self, proxy_urls: Sequence[str]) -> None:
@@ -63,9 +61,9 @@ class ProxyRouter:
             raise ConfigError("ProxyRouter needs a list of its proxies' URLs, one or more")
         for url in urls:
             if not url.startswith(("http://", "https://")):
-                raise ConfigError(f"{url!r} is no URL of a proxy: it is like http://node1:8001")
+                raise ConfigError(f"{url!r} is not a proxy's URL: give one like http://node1:8001")
         if len(set(urls)) < len(urls):
-            raise ConfigError(f"a proxy is named twice: {', '.join(urls)}")
+            raise ConfigError(f"a proxy is named twice: {', '.join(urls)}; name each one once")
         self.proxy_urls = urls
         self._router: Router | None = None
         self._opening: asyncio.Task[Router] | None = None
@@ -73,10 +71,10 @@ class ProxyRouter:
         self._replies = ClientResponder(timeout=Config().server.client_timeout)
 
     def start(self, host: str = "0.0.0.0", port: int = 8080) -> None:
-        """Serve until Ctrl-C or SIGTERM, which lets what is under way end.
+        """Serve until Ctrl-C, or until SIGTERM, which lets requests under way finish.
 
-        ConfigError for an address that others reach while the proxies ask for no key, and for a
-        port that is taken; StartupError if a proxy does not answer.
+        ConfigError for an address that others reach while the proxies need no key, and for a port
+        that is taken; StartupError if a proxy does not answer.
         """
         listener = listen(host, port)
         bound = url_of(host, listener.getsockname()[1])
@@ -93,11 +91,11 @@ class ProxyRouter:
             serve(running, Config().server.drain_timeout)
 
     async def route_request(self, request: web.BaseRequest) -> web.StreamResponse:
-        """Answer a request of an aiohttp server as the rank does that it belongs to.
+        """Answer a request of an aiohttp server as its rank does.
 
-        The first one connects to the proxies (503 while they do not all answer); :meth:`close` ends
-        that. A client that leaves ends what was begun for it. A body with a Content-Encoding is
-        refused (415): the server may have decoded it already.
+        The first request connects to the proxies (503 while they do not all answer); :meth:`close`
+        disconnects. A request is cancelled when its client leaves. A body with a Content-Encoding
+        is refused (415): the server may have decoded it already.
         """
         try:
             _require_plain(request)
@@ -105,7 +103,8 @@ class ProxyRouter:
         except (ConfigError, StartupError) as error:
             log.error("requests cannot be routed: %s", error)
             away = ServiceUnavailable(
-                "the service's proxies cannot be reached; try again (the router's log says why)",
+                "the service's proxies cannot be reached; try again (the router's log has the "
+                "reason)",
                 retry_after=2,
             )
             return await self._replies.error(request, away)
@@ -114,7 +113,7 @@ class ProxyRouter:
         return await _while_connected(request, router.handle(request))
 
     async def close(self) -> None:
-        """End the connections to the proxies."""
+        """Close the connections to the proxies."""
         if (opening := self._opening) is not None:
             opening.cancel()
             await asyncio.wait([opening])
@@ -128,19 +127,19 @@ class ProxyRouter:
         await self.close()
 
     async def _opened(self, host: str) -> Router:
-        """Return the router; all who ask while the proxies are being asked share the outcome."""
+        """Return the router, opened by the first caller; concurrent callers share the outcome."""
         if self._router is None:
             if self._opening is None:
                 self._opening = asyncio.create_task(self._open(host))
-                self._opening.add_done_callback(self._tried)
-            # Shielded: another one may wait for it, too.
+                self._opening.add_done_callback(self._on_opened)
+            # Shielded: other callers may wait for it as well.
             return await asyncio.shield(self._opening)
         return self._router
 
-    def _tried(self, opening: asyncio.Task[Router]) -> None:
+    def _on_opened(self, opening: asyncio.Task[Router]) -> None:
         self._opening = None
         if not opening.cancelled():
-            # Also if nobody waits for it any more.
+            # Retrieve the error, so that asyncio does not log it if every waiter has left.
             opening.exception()
 
     async def _open(self, host: str) -> Router:
@@ -150,14 +149,14 @@ class ProxyRouter:
             closed = await asyncio.to_thread(proxies.require_all)
             if host not in LOOPBACK and not closed:
                 raise ConfigError(
-                    f"{host} is reachable from outside, and the proxies ask for no key: start them "
+                    f"{host} is reachable from outside, and the proxies need no key: start them "
                     "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
                 )
             config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
             ranks = RankHealth(proxies, config.server.ranks, wait=config.server.rank_wait)
             upstream = await stack.enter_async_context(open_upstream())
             await stack.enter_async_context(ranks.watched())
-            self._router = Router(config, _LeftToRanks(closed), None, upstream, ranks)
+            self._router = Router(config, _UncheckedAccess(closed), None, upstream, ranks)
             self._stack = stack.pop_all()
             return self._router
 
@@ -165,13 +164,13 @@ class ProxyRouter:
 def _require_plain(request: web.BaseRequest) -> None:
     for encoding in request.headers.getall(hdrs.CONTENT_ENCODING, ()):
         if encoding.strip().lower() not in ("", "identity"):
-            raise _Encoded(
-                f"a body in the encoding {encoding[:40]!r} is not taken: send it as it is, without "
+            raise _UnsupportedEncoding(
+                f"a body in the encoding {encoding[:40]!r} is not supported: send it without "
                 "Content-Encoding"
             )
 
 
-class _Encoded(InvalidRequest):
+class _UnsupportedEncoding(InvalidRequest):
     status = 415
     default_code = "unsupported_encoding"
 
@@ -179,23 +178,23 @@ class _Encoded(InvalidRequest):
 async def _while_connected(
     request: web.BaseRequest, answer: Coroutine[Any, Any, web.StreamResponse]
 ) -> web.StreamResponse:
-    """Return the answer; it is cancelled when the client's connection ends.
+    """Await the answer; cancel it when the client's connection ends.
 
-    Unless a server is made with `handler_cancellation`, aiohttp tells no handler of that.
+    aiohttp does that itself only in a server with `handler_cancellation`.
     """
     loop = asyncio.get_running_loop()
     answering = loop.create_task(answer)
     timer: asyncio.TimerHandle
 
-    def look() -> None:
+    def poll() -> None:
         nonlocal timer
         transport = request.transport
         if transport is None or transport.is_closing():
             answering.cancel()
         else:
-            timer = loop.call_later(_LOOK, look)
+            timer = loop.call_later(_POLL_INTERVAL, poll)
 
-    timer = loop.call_later(_LOOK, look)
+    timer = loop.call_later(_POLL_INTERVAL, poll)
     try:
         return await answering
     finally:
@@ -203,12 +202,12 @@ async def _while_connected(
 
 
 class _Proxies(Registry):
-    """The URLs that answer, and the rank that each says it is."""
+    """The proxies that answer, by the rank that each reports."""
 
     def __init__(self, urls: Sequence[str]) -> None:
         self._urls = urls
         self._seen: dict[str, RegistrySnapshot] = {}
-        self._http = httpx.Client(timeout=_ASK_TIMEOUT, trust_env=False)
+        self._http = httpx.Client(timeout=_HEALTH_TIMEOUT, trust_env=False)
         self._threads = ThreadPoolExecutor(min(len(urls), 32), thread_name_prefix="proxies")
 
     def close(self) -> None:
@@ -225,44 +224,46 @@ class _Proxies(Registry):
                 self._seen[name] = RegistrySnapshot((0, 0, b""), time.monotonic(), entry)
 
     def require_all(self) -> bool:
-        """Return True if the proxies ask for keys.
+        """Return whether the proxies need keys.
 
         StartupError if one does not answer, ConfigError unless they are all ranks of one service.
         """
-        told = list(self._threads.map(self._health, self._urls))
-        if missing := [url for url, said in zip(self._urls, told, strict=True) if said is None]:
+        found = list(self._threads.map(self._health, self._urls))
+        if missing := [url for url, health in zip(self._urls, found, strict=True) if not health]:
             raise StartupError(
                 f"no proxy of any-agent answers at {', '.join(missing)}: start it first, as "
                 "`python -m proxy_ext --rank 0 ...`"
             )
-        ranks = sorted(said["rank"] for said in told if said is not None)
+        ranks = sorted(health["rank"] for health in found if health)
         if ranks != list(range(len(ranks))):
             raise ConfigError(
                 f"the proxies are the ranks {', '.join(map(str, ranks))}: name each rank of the "
                 f"service once, from 0 to {len(ranks) - 1}"
             )
-        return all(self._threads.map(self._asks_for_keys, self._urls))
+        return all(self._threads.map(self._needs_key, self._urls))
 
     def _health(self, url: str) -> dict[str, Any] | None:
         try:
-            said = self._http.get(f"{url}/healthz").json()
+            health = self._http.get(f"{url}/healthz").json()
         except (httpx.HTTPError, ValueError):
             return None
-        rank = said.get("rank") if isinstance(said, dict) else None
-        return said if isinstance(rank, int) and rank >= 0 else None
+        rank = health.get("rank") if isinstance(health, dict) else None
+        return health if isinstance(rank, int) and rank >= 0 else None
 
-    def _asks_for_keys(self, url: str) -> bool:
+    def _needs_key(self, url: str) -> bool:
         try:
-            return self._http.get(f"{url}/rl/v1/capacity").status_code in _CLOSED
+            return self._http.get(f"{url}/rl/v1/capacity").status_code in (401, 403)
         except httpx.HTTPError as error:
-            raise StartupError(f"{url} does not answer ({type(error).__name__})") from None
+            raise StartupError(
+                f"{url} does not answer ({type(error).__name__}): is the proxy running?"
+            ) from None
 
 
-class _LeftToRanks(Access):
-    """Takes each key for what it looks like: whichever rank is asked, it judges the key."""
+class _UncheckedAccess(Access):
+    """Judges a key by its form alone; the rank that gets the request checks it."""
 
     def __init__(self, closed: bool) -> None:
-        self.signer = _Unverified(b"")
+        self.signer = _UncheckedSigner(b"")
         self._closed = closed
 
     @property
@@ -273,7 +274,7 @@ class _LeftToRanks(Access):
         pass
 
     def caller(self, bearer: str) -> Caller:
-        _sender.set(bearer)
+        _sender_key.set(bearer)
         if bearer.startswith(SESSION_KEY_PREFIX):
             return Caller(Scope.SESSION, "session")
         if bearer:
@@ -281,13 +282,13 @@ class _LeftToRanks(Access):
         return NOBODY if self._closed else ANYONE
 
 
-class _Unverified(KeySigner):
-    """Reads the lane of any key; its rank knows whether it is genuine."""
+class _UncheckedSigner(KeySigner):
+    """Reads the lane of any key, genuine or not."""
 
     @property
     def run_key(self) -> str:
-        """The sender's own key: this router has none of the run's."""
-        return _sender.get()
+        """The sender's own key, as this router has no key of the run."""
+        return _sender_key.get()
 
     def verify(self, key: str) -> Lane | None:
         return lane_in(key)

@@ -1,4 +1,4 @@
-"""Which ranks serve now, by the registry and by our own connections; waiting for one."""
+"""The ranks that serve now, by the registry and the router's connections; waits for one."""
 
 from __future__ import annotations
 
@@ -16,34 +16,37 @@ log = logging.getLogger(__name__)
 
 _REFRESH = 0.5
 _MAX_WAITING = 1024
-"""Requests that may wait for ranks at once; further ones are sent away."""
+"""Requests that may wait for ranks at once; further ones get 503."""
 
 
 class RankHealth:
-    """The ranks of one service. A rank that refused a connection counts as away until it writes
-    its registry entry again."""
+    """The ranks of one service and their URLs.
+
+    A rank that refused a connection counts as away until it writes its registry entry again.
+    """
 
     def __init__(self, registry: Registry, count: int, *, wait: float) -> None:
         self._registry = registry
         self.count = count
         self.wait = wait
         self.waiting = 0
-        """Requests that wait for a rank now."""
+        """Number of requests that wait for a rank now."""
         self._failed_at = [0.0] * count
-        """What was heard of a rank before that is no news; infinite until the registry was read."""
+        """Time of each rank's last failure, before which its entries do not count; infinite until
+        the registry was read."""
         self._urls: list[str] = [""] * count
-        """Of the ranks that serve; "" for the others."""
+        """The URLs of the ranks that serve; "" for the others."""
         self._changed = asyncio.Event()
-        self._given_up = False
-        self._look = asyncio.Event()
-        """Set to have the registry read now."""
+        self._stopped = False
+        self._refresh_now = asyncio.Event()
+        """Set in order to read the registry at once."""
         self.live: list[int] = []
         """The ranks that serve now, in order."""
 
     async def refresh(self) -> None:
-        """Read the registry anew, and wake who waits for a rank that it shows.
+        """Read the registry again, and wake requests that wait for a rank that it shows.
 
-        In a thread: no stream waits for the disk. While that takes nothing, the view stands still.
+        A thread reads it, so that no stream waits for the disk.
         """
         failed = [rank for rank, at in enumerate(self._failed_at) if at == math.inf]
         await asyncio.to_thread(self._registry.refresh)
@@ -70,49 +73,49 @@ class RankHealth:
         return entry.url.rstrip("/") if entry is not None and alive else ""
 
     def entry(self, rank: int) -> RegistryEntry | None:
-        """What the rank last said of itself."""
+        """Return the rank's last registry entry."""
         return self._registry.get(rank_name(rank))
 
     @property
     def trainer(self) -> RegistryEntry | None:
-        """What the trainer last said of itself."""
+        """The trainer's last registry entry."""
         return self._registry.get("trainer")
 
     def failed(self, rank: int) -> None:
-        """A connection could not be made: the rank is away until it says otherwise.
+        """Count a rank that refused a connection as away until it writes its entry again.
 
-        At once, and without the disk, which may hang. What the rank wrote before now, but was not
-        read yet, is no news; so the next look at the registry only tells what there is already.
+        This takes effect at once, without the disk, which may hang. An entry that the rank wrote
+        before now does not count, even if it is read later.
         """
         self._failed_at[rank] = math.inf
         self._update()
-        self._look.set()
+        self._refresh_now.set()
 
     def url(self, rank: int) -> str:
-        """Where the rank serves; "" while it is away."""
+        """Return the rank's URL; "" while it is away."""
         return self._urls[rank]
 
     async def reach(self, rank: int, deadline: float) -> str:
-        """Its URL, waiting for it until the deadline; then ServiceUnavailable."""
+        """Return the rank's URL once it serves; ServiceUnavailable at the deadline."""
         while not self._urls[rank]:
             what = f"rank {rank}, where this session lives, does not answer or is restarting"
             await self._wait(deadline, what)
         return self._urls[rank]
 
     async def reach_any(self, deadline: float) -> list[int]:
-        """The ranks that serve, waiting for one until the deadline; then ServiceUnavailable."""
+        """Return the ranks that serve once there is one; ServiceUnavailable at the deadline."""
         while not self.live:
             await self._wait(deadline, "no rank of the service is up")
         return self.live
 
-    def give_up(self) -> None:
-        """Who waits for a rank waits no longer, and nobody will."""
-        self._given_up = True
+    def stop_waiting(self) -> None:
+        """Refuse all requests that wait for a rank, and those that would."""
+        self._stopped = True
         self._changed.set()
 
     async def _wait(self, deadline: float, what: str) -> None:
         remaining = deadline - time.monotonic()
-        if remaining <= 0 or self._given_up or self.waiting >= _MAX_WAITING:
+        if remaining <= 0 or self._stopped or self.waiting >= _MAX_WAITING:
             raise ServiceUnavailable(f"{what}; try again", retry_after=2)
         self.waiting += 1
         try:
@@ -124,7 +127,7 @@ class RankHealth:
 
     @asynccontextmanager
     async def watched(self) -> AsyncIterator[None]:
-        """Keep the view fresh."""
+        """Follow the registry until the context ends."""
         await self.refresh()
         task = asyncio.create_task(self._watch())
         try:
@@ -137,10 +140,10 @@ class RankHealth:
         while True:
             with suppress(TimeoutError):
                 async with asyncio.timeout(_REFRESH):
-                    await self._look.wait()
-            self._look.clear()
+                    await self._refresh_now.wait()
+            self._refresh_now.clear()
             try:
                 await self.refresh()
             except Exception:
-                # Without it no rank would ever come back.
+                # If this task ended, no rank would ever come back.
                 log.exception("the registry could not be read and will be tried again")

@@ -23,11 +23,11 @@ _STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds; below the 75 after which a proxy closes an idle connection."""
 _MAX_BUFFERED_BYTES = 131_072
-"""Of one answer that its reader has not taken; above it, reading from the rank pauses."""
+"""Unread bytes of one answer above which reading from the rank pauses."""
 _MAX_HEAD_BYTES = 65_536
 _NO_BODY_METHODS = ("GET", "HEAD", "OPTIONS", "TRACE", "DELETE")
 _HOP_BY_HOP = tuple(
-    # Their lower-case forms are computed once.
+    # An istr computes its lower-case form once.
     istr(name)
     for name in (
         "Connection",
@@ -45,16 +45,16 @@ Body = bytes | AsyncIterator[bytes] | None
 
 
 class NeverSent(Exception):
-    """No byte of the request has reached the rank."""
+    """The failure of a request of which no byte has reached the rank."""
 
 
 class _Stale(Exception):
-    """The rank closed a pooled connection before the request was written."""
+    """The failure of a pooled connection that the rank closed before the request was written."""
 
 
 @dataclass(frozen=True, slots=True)
 class UpstreamResponse:
-    """A rank's answer, read whole."""
+    """A rank's whole answer, its headers without those of one connection."""
 
     rank: int
     status: int
@@ -97,6 +97,11 @@ class RankResponse:
         while part := await self.readany():
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
+
+    async def collect(self, rank: int) -> UpstreamResponse:
+        """Return the whole answer of this rank; ReplyLost when it breaks off."""
+        content = await self.read()
+        return UpstreamResponse(rank, self.status, end_to_end(self.headers), content)
 
     async def readany(self) -> bytes:
         """Return what has arrived, waiting for the first byte; b"" at the end.
@@ -159,7 +164,7 @@ class _RankConnection(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         if self._response is None:
-            # Nothing was asked.
+            # No request was sent on this connection, so the data answers none.
             self.close()
             return
         try:
@@ -235,8 +240,8 @@ class _RankConnection(asyncio.Protocol):
 
         `_Stale` if the rank has closed the connection, before a byte is written; else ReplyLost.
         """
-        # What a rank that has died meanwhile closed is found out now, when it costs nothing; found
-        # out after the request was written, nobody could tell whether the rank had acted on it.
+        # Find out now whether the rank has closed the connection: after the request was written,
+        # nothing could tell whether the rank had acted on it.
         if self._closed or self._transport.is_closing() or _has_news(self._socket_fd):
             self.close()
             raise _Stale
@@ -324,19 +329,19 @@ def _encode_head(
     head = "\r\n".join(lines) + "\r\n\r\n"
     if head.count("\n") != len(lines) + 1 or head.count("\r") != len(lines) + 1:
         raise ValueError("a header of the request holds a line break")
-    # A byte that is no text is left out, as on the way back.
+    # Bytes that are not text are left out, as in the headers of answers.
     return head.encode("utf-8", "ignore")
 
 
 def _has_news(fd: int) -> bool:
-    """Return whether there is something to read, be it the end; an idle connection has nothing."""
+    """Return whether data or the end of the connection has arrived; an idle one has neither."""
     poll = select.poll()
     poll.register(fd, select.POLLIN)
     return bool(poll.poll(0))
 
 
 class Upstream:
-    """The ranks' HTTP side. Made by `open_upstream`."""
+    """The pool of connections to the ranks, opened by `open_upstream`."""
 
     def __init__(self) -> None:
         self._idle: dict[str, deque[_RankConnection]] = {}
@@ -346,7 +351,7 @@ class Upstream:
     ) -> RankResponse:
         """Send a request and return when its answer begins.
 
-        NeverSent: it may be sent again. ReplyLost: the rank may have acted on it.
+        NeverSent if the request may be sent again, ReplyLost if the rank may have acted on it.
         """
         pool = self._idle.get(origin)
         if pool is None:
@@ -365,23 +370,8 @@ class Upstream:
                 return await connection.send(method, head, body, chunked=chunked)
             except _Stale:
                 continue
-        # New ones are closed at once, too.
+        # The rank closes new connections at once, too.
         raise NeverSent
-
-    async def exchange(
-        self,
-        rank: int,
-        method: str,
-        origin: str,
-        target: str,
-        headers: CIMultiDict[str],
-        body: bytes | None,
-    ) -> UpstreamResponse:
-        """Send a request and return the whole answer. Errors as for `send`."""
-        response = await self.send(method, origin, target, headers, body)
-        async with response:
-            content = await response.read()
-        return UpstreamResponse(rank, response.status, end_to_end(response.headers), content)
 
     @staticmethod
     async def _connect(origin: str, pool: deque[_RankConnection]) -> _RankConnection:
@@ -397,7 +387,6 @@ class Upstream:
                     ssl=True if secure else None,
                 )
         except OSError as error:
-            # A TimeoutError is one.
             raise NeverSent from error
         return connection
 
@@ -410,7 +399,9 @@ class Upstream:
 
 def reply_lost() -> ReplyLost:
     """Return the error for an answer that broke off."""
-    return ReplyLost("the rank died before it answered; whether it did what was asked is not known")
+    return ReplyLost(
+        "the rank died before it answered; it is not known whether the request took effect"
+    )
 
 
 def end_to_end(headers: CIMultiDict[str] | CIMultiDictProxy[str]) -> CIMultiDict[str]:
@@ -430,9 +421,9 @@ def end_to_end(headers: CIMultiDict[str] | CIMultiDictProxy[str]) -> CIMultiDict
 async def open_upstream() -> AsyncIterator[Upstream]:
     """Open the pool for the whole life of the router.
 
-    There is no limit on connections, since the ranks bound their calls and a full pool would be a
-    hidden queue; no total time-out, since a long answer is no error; and nothing is added to what
-    passes through. No request is repeated here, since a GET may open a session.
+    It has no limit on connections, since the ranks bound their calls and a full pool would be a
+    hidden queue; no total time-out, since a long answer is not an error; and it adds nothing to
+    what passes through. It repeats no request, since a GET may open a session.
     """
     upstream = Upstream()
     try:

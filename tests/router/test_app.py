@@ -140,16 +140,16 @@ async def test_nothing_is_kept_back_for_a_client_that_takes_none(
 ) -> None:
     """Also the last piece of an answer is either the kernel's or waited for."""
     limits = []
-    whole = ClientResponder.whole
+    send = ClientResponder.send
 
     async def looked_at(
         self: ClientResponder, request: web.BaseRequest, *rest: Any, **more: Any
     ) -> Any:
         assert request.transport is not None
         limits.append(request.transport.get_write_buffer_limits())
-        return await whole(self, request, *rest, **more)
+        return await send(self, request, *rest, **more)
 
-    monkeypatch.setattr(ClientResponder, "whole", looked_at)
+    monkeypatch.setattr(ClientResponder, "send", looked_at)
     await lab.get("/v1/models")
     assert limits == [(0, 0)]
 

@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from router.affinity import home_of
-from router.slot_grants import GRANT
+from router.areal import GRANT
 from tests.router.conftest import StartLab
 from tests.support.router import FakeRank, Lab, Received
 
@@ -155,7 +155,7 @@ async def test_where_nothing_is_granted_each_rank_is_asked_once(start_lab: Start
 async def test_a_rank_that_hangs_is_not_asked_again_for_a_while(
     start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.areal._TIMEOUT", 0.2)
+    monkeypatch.setattr("router.areal._ASK_TIMEOUT", 0.2)
     lab = await start_lab(ranks=2)
     Slots(lab.ranks[0], trainers=5)
     asked, released = 0, asyncio.Event()
@@ -350,7 +350,7 @@ async def test_a_move_that_is_answered_late_is_made_once(
     pair: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The rank has it, and says so only when it is asked again under the same key."""
-    monkeypatch.setattr("router.slot_grants._TIMEOUT", 0.8)
+    monkeypatch.setattr("router.areal._MOVE_TIMEOUT", 0.8)
     Slots(pair.ranks[1])
     slots, keys, released = Slots(pair.ranks[0]), [], asyncio.Event()
 

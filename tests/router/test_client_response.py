@@ -47,7 +47,7 @@ class Writer:
 
 async def wait_for_client(replies: ClientResponder, transport: Any, drained: asyncio.Event) -> None:
     request = cast(web.BaseRequest, Request(transport))
-    await replies._taken(request, cast(StreamWriter, Writer(drained)))
+    await replies._drain(request, cast(StreamWriter, Writer(drained)))
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from router import fanout, merge
+from router import fanout
+from router.lease import split
 from tests.router.test_affinity import IDS
 from tests.support.proxy import until
 from tests.support.router import FakeRank, Lab, Received
@@ -213,7 +214,7 @@ def test_split() -> None:
     def rank_of(item: Any) -> int | None:
         return item if isinstance(item, int) else None
 
-    assert merge.split([1, 2, 1], rank_of) == {1: [1, 1], 2: [2]}
-    assert merge.split([], rank_of) == {}
+    assert split([1, 2, 1], rank_of) == {1: [1, 1], 2: [2]}
+    assert split([], rank_of) == {}
     for bad in (None, {}, "1", [1, "x"]):
-        assert merge.split(bad, rank_of) is None
+        assert split(bad, rank_of) is None

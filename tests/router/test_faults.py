@@ -277,7 +277,7 @@ async def test_a_client_that_leaves_ends_the_ranks_work(lab: Lab, begun: bool) -
 async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
     lab: Lab, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    ended = ClientResponder._ended
+    ended = ClientResponder._finish
 
     async def after_it_left(self: Any, request: web.BaseRequest, *rest: Any) -> Any:
         assert request.transport is not None
@@ -289,7 +289,7 @@ async def test_a_client_that_leaves_before_the_last_empty_chunk_is_no_fault(
         await received.chunk(b"data: [DONE]\n\n")
         await received.send(END)
 
-    monkeypatch.setattr(ClientResponder, "_ended", after_it_left)
+    monkeypatch.setattr(ClientResponder, "_finish", after_it_left)
     lab.ranks[0].handler = answer
     wire = await lab.connect()
     await wire.send(POST)

@@ -15,7 +15,7 @@ from any_agent.auth.key_store import create_key
 from any_agent.protocol.conversation_key import rank_tag, task_of
 from router import implicit_affinity as conversations
 from router.affinity import home_of
-from router.implicit_affinity import HomeRank, ImplicitAffinity
+from router.implicit_affinity import ImplicitAffinity, LongBodies
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import Lab, Received
@@ -113,8 +113,8 @@ async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> 
 LONG = {"messages": said(4, "x" * 190_000)}
 
 
-def held(lab: Lab) -> HomeRank:
-    return lab.router._conversations.held
+def bodies(lab: Lab) -> LongBodies:
+    return lab.router._conversations.bodies
 
 
 def keep_waiting(lab: Lab) -> asyncio.Event:
@@ -157,7 +157,7 @@ async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> No
     go_on.set()
     assert (await short).status_code == 200
     assert [(await task).status_code for task in asked].count(200) == 8
-    assert (held(tight).all, held(tight).by_key) == (0, {})
+    assert (bodies(tight).total, bodies(tight).by_key) == (0, {})
     assert (await tight.post(PATH, LONG, "sk-one")).status_code == 200
 
 
@@ -173,24 +173,24 @@ async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) 
     small = b'{"messages": [{"role": "user", "content": "hi"}]}'
     asked = [asyncio.create_task(ask(small)) for _ in range(20)]
     await until(lambda: forwarded(tight) == 20)
-    assert held(tight).all == 0
+    assert bodies(tight).total == 0
     long = small + b" " * 80_000
     asked.append(asyncio.create_task(ask(long)))
     await until(lambda: forwarded(tight) == 21)
-    assert held(tight).all == len(long)
+    assert bodies(tight).total == len(long)
     go_on.set()
     assert {await task for task in asked} == {200}
-    assert held(tight).all == 0
+    assert bodies(tight).total == 0
 
 
 async def test_an_upload_has_its_time(tight: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "_UPLOAD", 0.05)
+    monkeypatch.setattr(conversations, "_UPLOAD_TIMEOUT", 0.05)
     for length in ("content-length: 190000", "transfer-encoding: chunked"):
         wire = await tight.connect()
         await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
         assert "400" in (await wire.head()).split("\r\n")[0]
         wire.close()
-    assert held(tight).all == 0
+    assert bodies(tight).total == 0
 
 
 async def test_a_thread_has_the_body_until_its_end(
@@ -209,7 +209,7 @@ async def test_a_thread_has_the_body_until_its_end(
         await until(begun.is_set)
         asked.cancel()
         await until(lambda: not tight.router.stats.running)
-        assert held(tight).all > 190_000
+        assert bodies(tight).total > 190_000
     finally:
         go_on.set()
-    await until(lambda: not held(tight).all)
+    await until(lambda: not bodies(tight).total)

@@ -7,7 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from router import merge
+from router.fanout import newest
 
 Ranks = list[list[float]]
 
@@ -36,7 +36,7 @@ def test_pages_hold_each_session_once(ranks: Ranks, limit: int) -> None:
             answers[rank], ends[rank] = page(times, places.get(rank), limit)
             for each in answers[rank]:
                 each["rank"] = rank
-        shown, places = merge.newest(answers, ends, places, limit)
+        shown, places = newest(answers, ends, places, limit)
         assert len(shown) <= limit
         found += [(each["rank"], each["number"]) for each in shown]
         if places is None:
@@ -50,6 +50,6 @@ def test_pages_hold_each_session_once(ranks: Ranks, limit: int) -> None:
 
 def test_a_rank_that_is_away_is_asked_for_the_same_again() -> None:
     lines = [{"number": 3, "created_at": 3.0}, {"number": 2, "created_at": 2.0}]
-    shown, places = merge.newest({0: lines}, {0: 2}, {0: 4, 1: 7}, 9)
+    shown, places = newest({0: lines}, {0: 2}, {0: 4, 1: 7}, 9)
     assert [each["number"] for each in shown] == [3, 2]
     assert places == {0: 2, 1: 7}

@@ -15,8 +15,7 @@ from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
 from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric
-from router.metrics import METRICS, merged
-from router.stats import CLIENT_LEFT
+from router.metrics import CLIENT_LEFT, METRICS, merged
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import FakeRank, Lab, Received

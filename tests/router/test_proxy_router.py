@@ -265,7 +265,7 @@ async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
     for urls, said in (
         ([], "a list of its proxies' URLs"),
         ("http://127.0.0.1:1", "a list of its proxies' URLs"),
-        (["node1:8001"], r"'node1:8001' is no URL of a proxy"),
+        (["node1:8001"], r"'node1:8001' is not a proxy's URL"),
         (["http://a:1", "http://a:1/"], "named twice"),
     ):
         with pytest.raises(ConfigError, match=said):

@@ -17,7 +17,7 @@ from any_agent.engine import SGLangEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound
 from any_agent.sdk import session_context
 from proxy_ext.web import permissions
-from router.stats import known_routes
+from router.metrics import known_routes
 from tests.support.extend_page import run_code_of
 from tests.support.implicit import KEY, settings
 from tests.support.proxy import Proxy, our_app
