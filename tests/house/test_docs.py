@@ -19,7 +19,7 @@ from proxy_ext.sessions.state_machine import Event
 from tests.support.proxy import our_app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
 DOCUMENTS += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 
 PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
