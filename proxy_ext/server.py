@@ -15,8 +15,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from any_agent.rundir.heartbeat import Heartbeat
-from any_agent.rundir.registry import PartLoad, RegistryEntry, rank_name
+from any_agent.rundir.registry import Heartbeat, PartLoad, RegistryEntry, rank_name
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.service import RankService
 from proxy_ext.web.drain import InFlightCounter

@@ -33,9 +33,8 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.keys import session_prefix
-from any_agent.rundir.heartbeat import Heartbeat
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import Registry, RegistryEntry
+from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
 from any_agent.runtime.metrics import watch_loop_lag
 from router.affinity import SessionAffinity, key_in
 from router.areal import ArealRoutes

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from any_agent.config import TrainConfig
-from any_agent.runtime.named_registry import NamedRegistry
+from any_agent.runtime.import_string import NamedRegistry
 
 STD_FLOOR = 1e-4
 """Added to the standard deviation before dividing, as in TRL."""

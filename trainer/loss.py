@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.named_registry import NamedRegistry
+from any_agent.runtime.import_string import NamedRegistry
 
 _LOG_RATIO_LIMIT = 20.0
 """Bounds the mismatch, a gauge: one absurd token shows in it, and does not make it infinite."""

@@ -4,7 +4,7 @@ A setting's name is its dotted path (``train.lr``). In the environment it is
 ``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
 nearest known one. AReaL's (:mod:`any_agent.config.foreign_settings`) are taken where they mean
 the same.
-In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.interpolation`).
+In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.load`).
 """
 
 from __future__ import annotations
@@ -15,13 +15,12 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, TypeVar, get_args, get_origin, overload
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, overload
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
 
 from any_agent.config import foreign_settings as elsewhere
-from any_agent.config import interpolation as references
 from any_agent.config.schema import Config
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_by_setting
@@ -30,6 +29,8 @@ ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
 """Settings that go from process to process by the environment, never by a file."""
 
+_WHOLE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
+_ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:")
 _LIKENESS = 0.6
 
 AnyConfig = TypeVar("AnyConfig", bound=Config)
@@ -114,7 +115,7 @@ def load_config(
     elsewhere.translate(data, own)
     for key, value in changes.items():
         if "${" in str(value) and key != "server.admin_key":
-            references.refuse(str(value), key, _variable)
+            _refuse_reference(str(value), key, _variable)
         elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
     try:
@@ -160,7 +161,7 @@ def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[s
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
     # A copy in which nothing is held twice, as an anchor of YAML and its aliases are.
-    data = references.resolve(data, path, _variable, changed)
+    data = _resolve_references(data, path, _variable, changed)
     # A section whose lines are all commented out reads as null.
     return {key: value for key, value in data.items() if value is not None}
 
@@ -244,3 +245,59 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
                 f"  {key + ': ' if key else ''}{item['msg'].removeprefix('Value error, ')}"
             )
     return "\n".join(lines)
+
+
+def _resolve_references(
+    data: Mapping[str, Any],
+    source: object,
+    variable: Callable[[str], str],
+    changed: Callable[[str], tuple[bool, Any]],
+) -> dict[str, Any]:
+    """Return a file's settings with the value of ``b`` of ``a`` for each whole ``${a.b}``.
+
+    ``source`` names the file; ``variable`` gives the environment's name of a setting, ``changed``
+    whether the environment or the command line gives a setting, and its value, which then counts.
+    Raises ConfigError for names that the file lacks, circles, and other uses of ``${``.
+    """
+
+    def resolved(value: Any, key: str, trail: tuple[str, ...]) -> Any:
+        if isinstance(value, Mapping):
+            # In a copy: what is named twice must not be held twice.
+            return {k: resolved(one, f"{key}.{k}", trail) for k, one in value.items()}
+        if isinstance(value, list):
+            return [resolved(one, key, trail) for one in value]
+        if not isinstance(value, str) or "${" not in value:
+            return value
+        match = _WHOLE.fullmatch(value)
+        if match is None:
+            _refuse_reference(value, key, variable)
+        name = match[1]
+        if name in trail:
+            raise ConfigError(
+                f"{key}: {' -> '.join((*trail, name))} is a circle in {source}: write the value"
+            )
+        given, other = changed(name)
+        if given:
+            return other
+        return resolved(named(name, key), name, (*trail, name))
+
+    def named(name: str, key: str) -> Any:
+        value: Any = data
+        for part in name.split("."):
+            if not isinstance(value, Mapping) or part not in value:
+                raise ConfigError(f"{key}: ${{{name}}} names nothing in {source}: write the value")
+            value = value[part]
+        return value
+
+    return {k: resolved(one, str(k), ()) for k, one in data.items()}
+
+
+def _refuse_reference(value: str, key: str, variable: Callable[[str], str]) -> NoReturn:
+    """Raise ConfigError for a text with ``${`` that is not resolved; the text is not shown."""
+    if _ENVIRONMENT.search(value):
+        raise ConfigError(
+            f"{key}: ${{oc.env:...}} is not resolved: set it by the environment {variable(key)}"
+        )
+    raise ConfigError(
+        f"{key}: only a whole value ${{section.name}} in a file is resolved: write the value"
+    )

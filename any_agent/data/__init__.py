@@ -1,9 +1,8 @@
 """Datasets of tasks: reading them, and which item comes next."""
 
 from any_agent.data.batches import gives_columns, items_of
-from any_agent.data.cursor import DatasetCursor
+from any_agent.data.cursor import DatasetCursor, ItemLoader
 from any_agent.data.dataset import get_custom_dataset
-from any_agent.data.loader import ItemLoader
 from any_agent.data.rows import DataRow, MissingField, RowDataset, as_dataset
 
 __all__ = [

@@ -17,17 +17,21 @@ import httpx
 
 from any_agent.config import Config
 from any_agent.demo.driver import EVALS, Driver
-from any_agent.demo.peak_memory import PeakMemory
 from any_agent.demo.report import Report, command, next_lines
 from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Step, Tally
 from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.log_tail import LogTail
+from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Display
+import threading
+from types import TracebackType
+from typing import Self
+
+import psutil
 
 _MODULE_TIMEOUT = 300.0
 _FINISH_TIMEOUT = 30.0
@@ -254,3 +258,41 @@ def _finish(node: Node) -> None:
             node.options.say(f"trainer   has not ended {_FINISH_TIMEOUT:g} s after its last step")
             return
         time.sleep(0.05)
+
+
+class PeakMemory:
+    """Samples the resident memory of the process tree twice a second."""
+
+    def __init__(self, interval: float = 0.5) -> None:
+        self._interval = interval
+        self._end = threading.Event()
+        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
+        self.peak_mib = 0.0
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        self._end.set()
+        self._thread.join()
+
+    def _sample(self) -> None:
+        while not self._end.wait(self._interval):
+            self.peak_mib = max(self.peak_mib, _tree_mib())
+
+
+def _tree_mib() -> float:
+    root = psutil.Process()
+    total = 0
+    for process in [root, *root.children(recursive=True)]:
+        try:
+            total += process.memory_info().rss
+        except psutil.Error:
+            continue
+    return total / 2**20

@@ -18,7 +18,7 @@ from matplotlib.ticker import MaxNLocator, PercentFormatter
 from any_agent.demo.state import Step, by_number
 from any_agent.demo.task import items, messages, shuffled
 from any_agent.inference import load_engine
-from any_agent.launcher.log_tail import LogTail
+from any_agent.launcher.training_progress import LogTail
 
 _NOTE = "Groups of sessions that all score the same teach nothing; they are in no step's mean."
 _ANSWERS = 3

@@ -7,7 +7,7 @@ from typing import Literal, TypeAlias
 
 from any_agent.engine.base import InferenceEngine, RemoteEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint
-from any_agent.runtime.named_registry import NamedRegistry
+from any_agent.runtime.import_string import NamedRegistry
 
 EngineOpener: TypeAlias = Callable[..., RemoteEngine]
 """Called with the engine's URL and :func:`open_engine`'s keyword arguments."""

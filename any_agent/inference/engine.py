@@ -15,10 +15,9 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from any_agent.chat import ChatFormat
 from any_agent.config import Config, RolloutConfig
 from any_agent.config.script import sampling_of
-from any_agent.engine import EnginePool, InferenceEngine
+from any_agent.engine import Capabilities, EnginePool, InferenceEngine
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
-from any_agent.inference.cross_loop_engine import CrossLoopEngine
 from any_agent.inference.engine_process import chosen, own_engine
 from any_agent.inference.text_codec import TextChunk, TextCodec, asked_for, words_of
 from any_agent.inference.weights_source import WeightsSource, named, require_weights
@@ -33,6 +32,33 @@ from any_agent.types import (
     Tool,
 )
 from any_agent.workflow.dump import TrajectoryDump
+
+
+class CrossLoopEngine:
+    """Token ids in, chunks of token ids out, as recording clients take them."""
+
+    def __init__(self, engine: RemoteSGLangEngine) -> None:
+        self._engine = engine
+
+    @property
+    def version(self) -> int:
+        return self._engine.version
+
+    def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
+        return self._engine.agenerate_stream(request)
+
+    async def capabilities(self) -> Capabilities:
+        return await self._engine.ask(lambda pool: pool.capabilities())
+
+    async def context_length(self) -> int:
+        return self._engine.context_length
+
+    async def pause(self) -> None:
+        await self._engine.ask(lambda pool: pool.pause())
+
+    async def resume(self, version: int) -> None:
+        await self._engine.ask(lambda pool: pool.resume(version))
+
 
 P = ParamSpec("P")
 T = TypeVar("T")

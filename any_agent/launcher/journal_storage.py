@@ -15,11 +15,12 @@ from __future__ import annotations
 import itertools
 import re
 import shutil
+import sqlite3
 from collections.abc import Callable, Iterable
+from contextlib import closing
 from pathlib import Path
 
 from any_agent.errors import ConfigError
-from any_agent.rundir.journal_files import copy_journal, journal_files
 from any_agent.rundir.layout import RunDir, read_json, write_json
 from any_agent.runtime.atomic_files import fsync
 
@@ -168,3 +169,18 @@ def _set_aside(journal: Path) -> Path:
         if old.exists():
             old.rename(new)
     return aside
+
+
+def journal_files(journal: Path) -> list[Path]:
+    """Return all files that a journal may consist of, its log first: without its file it is not
+    read."""
+    return [Path(f"{journal}{end}") for end in ("-wal", "-shm", "")]
+
+
+def copy_journal(source: Path, target: Path) -> None:
+    """Copy a journal, its log included, to a new file on a local disk; OSError if it fails."""
+    try:
+        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
+            old.backup(new)
+    except sqlite3.Error as error:
+        raise OSError(f"the journal {source} cannot be copied: {error}") from error

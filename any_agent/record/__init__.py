@@ -8,7 +8,6 @@ from any_agent.record.codec import (
     unpack_interaction,
     unpack_trajectories,
 )
-from any_agent.record.completion import CompletionWithTokenLogpReward, chat_completion_of
 from any_agent.record.content_removal import has_reasoning, lacks_texts, strip_content
 from any_agent.record.export import (
     concat_rows,
@@ -18,9 +17,12 @@ from any_agent.record.export import (
     to_json,
     to_tensors,
 )
-from any_agent.record.exported_interaction import InteractionWithTokenLogpReward
-from any_agent.record.frozen_calls import FROZEN_MODEL, frozen_id, is_frozen
-from any_agent.record.interaction_tree import InteractionTree
+from any_agent.record.exported_interaction import (
+    CompletionWithTokenLogpReward,
+    InteractionWithTokenLogpReward,
+    chat_completion_of,
+)
+from any_agent.record.interaction_tree import FROZEN_MODEL, InteractionTree, frozen_id, is_frozen
 from any_agent.record.request_prefix_cache import RequestPrefix
 from any_agent.record.reward_propagation import (
     discarded,

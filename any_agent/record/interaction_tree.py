@@ -2,14 +2,49 @@
 
 from __future__ import annotations
 
+import secrets
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from threading import Lock
 
 import numpy as np
 
 from any_agent.record.request_prefix_cache import ENTRY_BYTES, RequestPrefixCache
 from any_agent.record.reward_propagation import was_received
-from any_agent.record.token_path_cache import TokenPathCache
 from any_agent.types import Continuation, IdArray, Interaction, Message
+
+_MOST = 4
+"""Paths: agents of one session may take turns."""
+
+
+class TokenPathCache:
+    """Prompt + output of a few interactions, by id; may be used from any thread."""
+
+    def __init__(self) -> None:
+        self._ids: OrderedDict[str, IdArray] = OrderedDict()
+        self._lock = Lock()
+        self.nbytes = 0
+
+    def get(self, interaction_id: str) -> IdArray | None:
+        return self._ids.get(interaction_id)
+
+    def put(self, interaction_id: str, ids: IdArray, *, instead_of: str | None) -> None:
+        """Keep a path, which begins with another one that need not be kept any more."""
+        ids.setflags(write=False)
+        with self._lock:
+            if instead_of is not None:
+                self._drop(instead_of)
+            self._drop(interaction_id)
+            self._ids[interaction_id] = ids
+            self.nbytes += ids.nbytes
+            while len(self._ids) > _MOST:
+                self._drop(next(iter(self._ids)))
+
+    def _drop(self, interaction_id: str) -> None:
+        ids = self._ids.pop(interaction_id, None)
+        if ids is not None:
+            self.nbytes -= ids.nbytes
+
 
 _MESSAGES = 16
 """Bytes of a key that stand for the messages."""
@@ -172,3 +207,19 @@ class InteractionTree:
     def __iter__(self) -> Iterator[Interaction]:
         """In the order of their creation: parents before children."""
         return iter(self._nodes.values())
+
+
+FROZEN_MODEL = "frozen_model"
+"""Why none of them is trained on."""
+_PREFIX = "frozen-"
+"""What their ids begin with, and no others."""
+
+
+def frozen_id() -> str:
+    """A new one's."""
+    return f"{_PREFIX}{secrets.token_hex(16)}"
+
+
+def is_frozen(interaction: Interaction) -> bool:
+    """Whether it is one of them: it has no token ids, and no parent."""
+    return interaction.untrainable_reason == FROZEN_MODEL

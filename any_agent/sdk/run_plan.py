@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.config import NAME_PATTERN
-from any_agent.data.files import read_file
+from any_agent.data.dataset import read_file
 from any_agent.data.rows import as_dataset
 from any_agent.errors import DatasetError
 

@@ -175,14 +175,19 @@ class AgentRunner:
             if scheduler.stopped is not None:
                 stopped = scheduler.stopped.message
                 _end_bar(show)
-                text = f"stopped after {len(scheduler.results)} of {len(plan)} runs: {stopped}"
-                print(text, file=sys.stderr, flush=True)
+                self.announce(
+                    f"stopped after {len(scheduler.results)} of {len(plan)} runs: {stopped}"
+                )
             return RunResults(scheduler.results.values(), run=plan.header.run, stopped=stopped)
         finally:
             _end_bar(show)
             await results_log.close()
             if http is not None:
                 await http.end()
+
+    def announce(self, text: str) -> None:
+        """Print why the run ends early to standard error; override it to show that elsewhere."""
+        print(text, file=sys.stderr, flush=True)
 
     async def _planned(
         self, items: ItemSource, size: int, info: RunInfo, results_log: ResultsLog
@@ -218,7 +223,7 @@ class AgentRunner:
         where = f"; {self._path} has them, and the same run goes on from it" if self._path else ""
         text = f"{len(runs.results)} of {len(plan)} runs are done{where}"
         if isinstance(error, asyncio.CancelledError):
-            print(f"stopped: {text}", file=sys.stderr, flush=True)
+            self.announce(f"stopped: {text}")
         else:
             error.add_note(text)
 

@@ -13,8 +13,7 @@ import torch
 
 from any_agent.chat import load_chat_format
 from any_agent.demo.models import judge, sums
-from any_agent.demo.models.conversations import Author, Conversation
-from any_agent.demo.models.teach import Row, _backward
+from any_agent.demo.models.teach import Author, Conversation, Row, _backward
 
 END = "<|im_end|>"
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.demo.state import Rate, SessionTotals, Step
-from any_agent.launcher.log_tail import LogTail
+from any_agent.launcher.training_progress import LogTail
 from tests.support.demo import fresh, line, step, write_lines
 
 

@@ -13,7 +13,7 @@ import httpx
 import pytest
 import uvicorn
 
-from any_agent.rundir import heartbeat as presence
+from any_agent.rundir import registry as presence
 from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
 from any_agent.runtime.ports import listen
 from proxy_ext.server import DrainingServer, entry_of

@@ -12,7 +12,7 @@ import pytest
 from aiohttp import web
 
 from any_agent.protocol.rl import API_HEADER, API_VERSION
-from any_agent.rundir import heartbeat as presence
+from any_agent.rundir import registry as presence
 from any_agent.rundir.registry import RegistryEntry, publish
 from router import app
 from router.affinity import home_of

@@ -8,9 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.rundir import heartbeat as presence
-from any_agent.rundir.heartbeat import Heartbeat
-from any_agent.rundir.registry import Registry, RegistryEntry
+from any_agent.rundir import registry as presence
+from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
 from tests.support.proxy import until
 
 

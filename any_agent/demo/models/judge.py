@@ -10,8 +10,7 @@ from pathlib import Path
 from random import Random
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.conversations import Author, Conversation
-from any_agent.demo.models.teach import Row, teach
+from any_agent.demo.models.teach import Author, Conversation, Row, teach
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 
 QUESTION = (

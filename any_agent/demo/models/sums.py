@@ -15,8 +15,7 @@ from random import Random
 from typing import Any
 
 from any_agent.chat import load_chat_format
-from any_agent.demo.models.conversations import Author, Conversation
-from any_agent.demo.models.teach import Row, teach
+from any_agent.demo.models.teach import Author, Conversation, Row, teach
 from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
 from any_agent.types import Message
 

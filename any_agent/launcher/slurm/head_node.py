@@ -10,7 +10,6 @@ from types import FrameType
 from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
 from any_agent.errors import ConfigError
 from any_agent.launcher.component import Component
-from any_agent.launcher.log_tail import LogTail
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import LOCAL, NodeRole
 from any_agent.launcher.process import Command, SupervisedProcess
@@ -18,6 +17,7 @@ from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated, terminate
 from any_agent.launcher.slurm.job import SlurmJob, mark, node_address, requeue, require_program
 from any_agent.launcher.slurm.plan import NodePlan, Role, plan
+from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import HEARTBEAT, Registry
 
 _RESERVED = 40.0
