@@ -270,7 +270,7 @@ class _UncheckedAccess(Access):
     def open_mode(self) -> bool:
         return not self._closed
 
-    def look(self) -> None:
+    def refresh(self) -> None:
         pass
 
     def caller(self, bearer: str) -> Caller:
