@@ -21,7 +21,10 @@ DEV := $(VENV)/.dev-$(KEY)
 # Whoever has [dev] has [train].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 
-.PHONY: help demo test test-clients test-examples test-engines test-documents lint bench bench-check learn chaos clean
+# Files are dealt out to three processes: each waits now and then.
+PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+
+.PHONY: help demo test test-all test-clients test-examples test-engines test-documents lint bench bench-check learn chaos clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -29,8 +32,11 @@ help: ## list the targets
 demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 	@$(VENV)/bin/any-agent demo $(ARGS)
 
-test: $(DEV) ## run the tests
-	@$(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder $(ARGS)
+test: $(DEV) ## run the tests in process, and one service (minutes)
+	@$(PYTEST) -m "smoke or not service" $(ARGS)
+
+test-all: $(DEV) ## run these, the services' tests, the laws and the short forms of the proofs
+	@$(PYTEST) $(ARGS)
 
 test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
 	$(node)

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import gc
 import os
+import shutil
 import signal
 import ssl
 from collections.abc import Iterator
@@ -15,6 +16,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+# Tests write and delete ten thousands of small files: in memory this takes a hundredth of the time.
+# What a killed process wrote is there all the same.
+_MEMORY = Path("/dev/shm")
+if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 4 << 30:
+    os.environ.setdefault("PYTEST_DEBUG_TEMPROOT", str(_MEMORY))
 
 # Every HTTP client reads all authorities' certificates, in 50 ms of CPU, for a test of 200 ms: here
 # they are read once. What is made of the same arguments may be shared.
@@ -32,6 +39,9 @@ for number, handler in (
 # Tests are collected by importing all that they use, which leaves no garbage: looking for it takes
 # a quarter of that time, in each process.
 gc.disable()
+
+SERVICE_FOLDERS = ("tests/benchmarks/", "tests/chaos/", "tests/e2e/", "tests/laws/")
+"""Tests that start services, or hold a law over many sessions: in `make test-all` only."""
 
 FIGURE = "figure"
 """Under this name a proof's report brings what it measured."""
@@ -56,6 +66,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(SERVICE_FOLDERS):
+            item.add_marker("service")
     # The longest files first, where several processes take them in this order: begun last, each
     # would keep one process busy long after the others have nothing left to do.
     if hasattr(config, "workerinput"):

@@ -78,9 +78,10 @@ def test_the_reward_rises(
             agent.kill()
             agent.wait()
     assert {session.tenant for session in sessions} == {"alice"}
-    # A conversation of two turns is one session; of a machine that is slow, two.
+    # A conversation of two turns is one session. On a slow machine its session may end in between:
+    # the second turn opens another one, or goes to one that got the same answer.
     calls = Counter(session.interactions for session in sessions if session.state == "trained")
-    assert calls[2] and calls.keys() <= {1, 2}, calls
+    assert calls[2] and calls.keys() <= {1, 2, 3} and calls[3] <= calls[1], calls
 
 
 def has_risen(rewards: list[float]) -> bool:

@@ -72,6 +72,7 @@ def run_bash(script: str, url: str, cwd: Path) -> str:
     return done.stdout
 
 
+@pytest.mark.smoke
 def test_the_curl_block(served: Served, config: Config, tmp_path: Path) -> None:
     out = run_bash(block("curl"), served.url, tmp_path)
     answers = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
@@ -103,6 +104,7 @@ def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
     assert states and "open" not in states
 
 
+@pytest.mark.smoke
 def test_ctrl_c_ends_every_process(served: Served) -> None:
     children = served.children
     assert len(children) >= 3, "engine, proxy and trainer"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import AsyncExitStack
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
+from any_agent.engine import weight_process_group
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.weight_serialization import pack
 from tests.support.engine.embedded import Serve
@@ -112,8 +114,11 @@ async def test_bad_bodies(body: dict[str, Any], engine: EmbeddedEngine, serve: S
     assert (await call(url, "/health", method="GET"))[0] == 200
 
 
-async def test_a_group_that_nobody_leads(engine: EmbeddedEngine, serve: Serve) -> None:
+async def test_a_group_that_nobody_leads(
+    engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Joining blocks nothing, and a bad wish is refused at once."""
+    monkeypatch.setattr(weight_process_group, "_JOINING", timedelta(seconds=1))
     url = await serve(engine)
     good = {"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1, "world_size": 2}
     good |= {"group_name": "g", "backend": "gloo"}
