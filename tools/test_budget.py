@@ -1,5 +1,6 @@
-"""Print the seconds that each folder's tests took: ``make test-all ARGS=--durations=0 | python tools/test_budget.py``.
+"""Print the seconds that each folder's tests took, from the output of pytest with --durations=0.
 
+``make test-all ARGS=--durations=0 | python tools/test_budget.py``
 The rows are those of tests/BUDGET.md: set-up, call and tear-down of all tests of a folder, summed
 over the processes that ran them.
 """
