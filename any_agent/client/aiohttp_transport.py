@@ -215,6 +215,8 @@ def _parse_url(url: str) -> URL:
         _ = target.port
     except ValueError as error:
         raise httpx.InvalidURL(str(error)) from None
+    if target.scheme not in ("http", "https") or not target.host:
+        raise httpx.UnsupportedProtocol("the URL has neither http:// nor https://, or no host")
     return target
 
 

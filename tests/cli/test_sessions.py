@@ -170,7 +170,7 @@ async def test_nobody_there() -> None:
         url = "http://127.0.0.1:9"
 
     said = await sessions(Nowhere(), "list")  # type: ignore[arg-type]
-    assert said.code == 1 and "is it running?" in said.err
+    assert said.code == 1 and "is the service running?" in said.err
 
 
 @pytest.mark.parametrize(

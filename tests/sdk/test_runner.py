@@ -336,7 +336,7 @@ async def test_no_slot_for_too_long(serve: Serve) -> None:
 async def test_what_the_service_refuses_to_all_alike(served: Served) -> None:
     with pytest.raises(Unauthenticated):
         await runner(api_key="wrong").arun(_never, ITEMS)
-    with pytest.raises(ServiceUnavailable, match="is it running"):
+    with pytest.raises(ServiceUnavailable, match="is the service running"):
         await runner(url="http://127.0.0.1:9", retry_for=0.1).arun(_never, ITEMS)
     with pytest.raises(AnyAgentError, match="group_size 100 exceeds"):
         await runner(group_size=100).arun(_never, ITEMS)

@@ -214,7 +214,7 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
     served: Served, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The service has opened it, and its answer is on the way."""
-    started, send = asyncio.Event(), RLClient._send
+    started, send = asyncio.Event(), RLClient.request
 
     async def held(
         client: RLClient, method: str, path: str, *arguments: Any, **how: Any
@@ -225,7 +225,7 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
             await asyncio.sleep(60)
         return answer
 
-    monkeypatch.setattr(RLClient, "_send", held)
+    monkeypatch.setattr(RLClient, "request", held)
     # With a key of its own somebody comes again for the place in the group.
     lost = AgentSession("lost", group_id="both", group_size=2, idempotency_key="first")
     opening = asyncio.create_task(lost.__aenter__())
@@ -237,7 +237,7 @@ async def test_one_that_opened_while_its_opener_was_cancelled_is_aborted(
     assert [(line.state, line.reason) for line in lines] == [
         ("aborted", "its opener was cancelled")
     ]
-    monkeypatch.setattr(RLClient, "_send", send)
+    monkeypatch.setattr(RLClient, "request", send)
     for name in ("second", "third"):
         again = AgentSession("lost", group_id="both", group_size=2, idempotency_key=name)
         (await again.__aenter__()).detach()

@@ -92,12 +92,7 @@ async def test_what_was_never_trained_on_is_refused_by_name(proxy: Proxy) -> Non
     # By this a resume knows that the rank has lost what it held.
     assert unknown.value.code == "session_not_found"
     with pytest.raises(InvalidRequest, match="session_ids"):
-        await proxy.client._send("POST", "/lease", _Replay())
-
-
-class _Replay:
-    def model_dump_json(self, **_: object) -> str:
-        return '{"owner": "next", "replay": true}'
+        await proxy.client.request("POST", "/lease", {"owner": "next", "replay": True})
 
 
 async def test_only_a_replay_leads_out_of_trained(proxy: Proxy) -> None:

@@ -238,7 +238,7 @@ async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
         unused.bind(("127.0.0.1", 0))
         runs = make(n=4, service=ServiceAddress(f"http://127.0.0.1:{unused.getsockname()[1]}"))
         await runs.run()
-    assert runs.stopped is not None and "is it running?" in runs.stopped.message
+    assert runs.stopped is not None and "is the service running?" in runs.stopped.message
     assert exit_code(runs) == 3
     assert {run.state for run in runs.results} == {"not started"}
 
