@@ -218,6 +218,7 @@ def test_threads_lose_nothing(tracker: StatsTracker) -> None:
     assert tracker.export() == {"x": 1.0, "x__count": 4000}
 
 
+@pytest.mark.service
 def test_a_group_of_processes_adds_up(tmp_path: Any) -> None:
     import torch.distributed as dist
     import torch.multiprocessing as processes

@@ -96,6 +96,7 @@ async def test_a_reason_that_is_too_long(proxy: Proxy, command: str) -> None:
     assert json.loads((await sessions(proxy, "show", "--json", id)).out)["state"] == "open"
 
 
+@pytest.mark.service
 async def test_all_of_many(proxy: Proxy) -> None:
     ids = [(await proxy.open(mode="eval"))["session_id"] for _ in range(230)]
     said = await sessions(proxy, "list", "--limit", "0")

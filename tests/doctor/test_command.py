@@ -130,6 +130,7 @@ def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
         yield run, url
 
 
+@pytest.mark.service
 def test_a_trials_engine_with_stale_weights(
     trial: tuple[RunDir, str], capsys: pytest.CaptureFixture[str]
 ) -> None:

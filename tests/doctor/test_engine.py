@@ -47,6 +47,7 @@ def failed(laws: Laws) -> set[tuple[str, str]]:
     return {key for key, verdict in laws.items() if verdict.failed}
 
 
+@pytest.mark.service
 async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
     laws = await examined(engine, published=0)
     assert not failed(laws)

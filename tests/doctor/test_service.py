@@ -42,6 +42,7 @@ def sessions(service: str) -> list[dict[str, Any]]:
     return list(httpx.get(f"{service}/rl/v1/sessions").json())
 
 
+@pytest.mark.service
 async def test_a_real_service_is_sound_and_undisturbed(service: str) -> None:
     run, verdicts = await service_laws(service, None)
     assert run is not None and run.state == "training"

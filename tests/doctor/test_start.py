@@ -7,7 +7,11 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
 from tests.support.real_parts import environment, write_config
+
+pytestmark = pytest.mark.service
 
 
 def test_a_broken_law_ends_the_start(

@@ -16,6 +16,8 @@ from any_agent.launcher.engines import require_weights
 from any_agent.runtime.ports import free_port
 from tests.support.real_parts import embedded_engine
 
+pytestmark = pytest.mark.service
+
 NOBODY = "http://127.0.0.1:9"
 
 

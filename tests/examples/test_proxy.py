@@ -6,11 +6,15 @@ import re
 import sys
 from pathlib import Path
 
+import pytest
+
 from any_agent import GRPOConfig, get_custom_dataset
 from any_agent.config import load_config
 from tests.support.areal.calculator import calculator
 from tests.support.areal.training import settings, tasks, trained
 from tests.support.examples import EXAMPLES
+
+pytestmark = pytest.mark.service
 
 FOLDER = EXAMPLES / "experimental" / "proxy"
 NAMED = ["scheduler.type=local", "workflow=my_agent.MathAgent"]

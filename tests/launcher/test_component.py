@@ -20,6 +20,8 @@ from any_agent.launcher.component import Component, RestartPolicy, describe_exit
 from any_agent.launcher.process import Command, SupervisedProcess
 from tests.support.launcher.children import until
 
+pytestmark = pytest.mark.service
+
 POLICY = RestartPolicy()
 SERVES = "import os, signal\nprint(f'serves as {os.getpid()}', flush=True)\nsignal.pause()"
 FAILS = """

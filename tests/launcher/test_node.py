@@ -22,6 +22,8 @@ from any_agent.runtime.ports import listen
 from tests.support.launcher.children import is_alive, until
 from tests.support.launcher.stand_ins import Lab, checked_until, flag, kill_and_wait
 
+pytestmark = pytest.mark.service
+
 ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
 
 

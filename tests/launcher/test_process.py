@@ -19,6 +19,8 @@ from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.rundir.layout import RunDir
 from tests.support.launcher.children import is_alive, until
 
+pytestmark = pytest.mark.service
+
 
 def run(process: SupervisedProcess) -> str:
     """What it prints until it ends."""

@@ -14,6 +14,8 @@ from any_agent.launcher.shutdown import Terminated, terminate
 from tests.support.launcher.children import until
 from tests.support.launcher.stand_ins import Lab, checked_until
 
+pytestmark = pytest.mark.service
+
 DRAINED, AT_ONCE = 143, 130
 """How a stand-in ends at SIGTERM and at SIGINT."""
 

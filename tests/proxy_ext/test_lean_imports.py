@@ -9,6 +9,8 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from any_agent.chat import load_chat_format
 from any_agent.chat.format_probes import SYSTEM, TOOLS, USER
 from tests.support.families import family, names
@@ -43,6 +45,7 @@ def run(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[s
     )
 
 
+@pytest.mark.service
 def test_every_family_is_read_without_torch_as_with_it() -> None:
     folders = [str(family(name).model_dir) for name in names()]
     ended = run(RANK, *folders)

@@ -5,6 +5,8 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 _SOURCE = """
 import asyncio, logging
 from any_agent.runtime.logs import set_up_logging
@@ -22,6 +24,7 @@ asyncio.run(main())
 """
 
 
+@pytest.mark.service
 def test_what_it_logs_goes_through_our_form_without_keys() -> None:
     done = subprocess.run(
         [sys.executable, "-c", _SOURCE],

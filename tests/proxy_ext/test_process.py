@@ -13,6 +13,8 @@ import pytest
 from tests.support.real_parts import environment, write_config
 from tests.support.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.service
+
 
 def run(config: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
     """A start that is expected to fail, before LiteLLM is imported."""

@@ -23,6 +23,8 @@ from any_agent.runtime.ports import reserve
 from tests.support.real_parts import await_url, environment, write_config
 from tests.support.router import FakeRank
 
+pytestmark = pytest.mark.service
+
 SECRET = "operator-secret-4711"
 
 

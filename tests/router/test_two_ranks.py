@@ -170,6 +170,7 @@ async def opened(http: httpx.AsyncClient, **fields: Any) -> SessionStarted:
 # -- sessions ----------------------------------------------------------------------------------
 
 
+@pytest.mark.service
 async def test_a_thousand_sessions_and_a_new_router(start: Start) -> None:
     pair = await start("rollout.max_concurrent=1000", "rollout.batch_size=1000")
     await pair.admit(1000)

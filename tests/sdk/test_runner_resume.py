@@ -22,6 +22,8 @@ from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk.runner_killed import GROUP
 from tests.support.sdk_fixtures import Served
 
+pytestmark = pytest.mark.service
+
 
 def runner(file: Path, **settings: Any) -> AgentRunner:
     return AgentRunner(

@@ -21,6 +21,8 @@ from tests.support.proxy import Proxy
 from tests.support.workflow.agents import HELLO, Alarmed, MyAgent, MySyncAgent, Plain
 from tests.workflow.conftest import ADMIN
 
+pytestmark = pytest.mark.service
+
 
 @pytest.fixture(scope="module", autouse=True)
 def _processes() -> Iterator[None]:

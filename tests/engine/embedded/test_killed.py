@@ -20,6 +20,8 @@ from tests.support.engine.process import EngineProcess
 from tests.support.engine.sglang import joined, until
 from tests.support.other_weights import publish_other
 
+pytestmark = pytest.mark.service
+
 BUDGET = 500
 TEMPERATURE = 0.8
 

@@ -136,6 +136,7 @@ async def test_seeds_beyond_64_bits(engine: EmbeddedEngine, seed: int) -> None:
     assert (await whole(engine, request("y", prompt(4), seed=limit)))[0]
 
 
+@pytest.mark.service
 def test_two_processes_agree_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
     """With one request at a time, also if they come in another order."""
     outputs = []

@@ -285,6 +285,7 @@ async def test_what_it_says_about_itself(engine: EmbeddedEngine, serve: Serve) -
     assert version == {"weight_version": "0"}
 
 
+@pytest.mark.service
 def test_a_process_of_its_own(tiny_model_dir: Path) -> None:
     import urllib.request
 

@@ -126,6 +126,7 @@ async def test_without_training_calls_are_nobodys(start: Start) -> None:
     assert not proxy.service.sessions.live
 
 
+@pytest.mark.service
 async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     """Rejected and counted, never trained on; others are graded all the same."""
     grader = "tests.support.graders.misbehaves"

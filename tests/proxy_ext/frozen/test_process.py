@@ -20,6 +20,8 @@ from tests.support.proxy import HELLO
 from tests.support.real_parts import proxy_process, write_config
 from tests.support.scripted_engine import ScriptedEngine
 
+pytestmark = pytest.mark.service
+
 LIMIT = 60.0
 
 

@@ -91,6 +91,7 @@ async def agent(proxy: Proxy, number: int) -> tuple[str, str | None]:
     return session["session_id"], session["group_id"]
 
 
+@pytest.mark.service
 async def test_the_same_agents_get_the_same_names_and_seeds(
     tmp_path: Path, chat: ChatFormat
 ) -> None:

@@ -224,6 +224,7 @@ async def test_a_grader_may_be_async_and_give_names(start: Start) -> None:
     assert [entry["name"] for entry in now["reward_history"]] == ["correct", "format"]
 
 
+@pytest.mark.service
 async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     """Never trained on, the reason says why, and the next one is graded all the same."""
     proxy = await grading_proxy(start, "misbehaves", "sessions.grader_timeout=8")
@@ -371,6 +372,7 @@ def test_settings_of_graders() -> None:
             load_config(None, settings, {})
 
 
+@pytest.mark.service
 def test_workers_die_with_their_proxy(tmp_path: Path) -> None:
     """Also one whose grader hangs, and also of a kill -9."""
     script = (

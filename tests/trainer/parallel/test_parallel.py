@@ -32,6 +32,8 @@ from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.policy import Policy
 from trainer.sharded_optimizer import moments
 
+pytestmark = pytest.mark.service
+
 CASES = 16
 SAVING: list[dict[str, Any]] = [
     {"gradient_checkpointing": True},

@@ -21,6 +21,8 @@ from trainer.parallel.__main__ import interface_of
 from trainer.policy import Policy, PolicyConfig
 from trainer.world import follows, join, leave, require_processes, started_together
 
+pytestmark = pytest.mark.service
+
 
 def config_of(*settings: str) -> Config:
     return load_config(None, list(settings), environ={})

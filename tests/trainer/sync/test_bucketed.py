@@ -50,6 +50,7 @@ async def sums_of(url: str) -> Any:
     return answer["ranks"][0]["checksums"]
 
 
+@pytest.mark.service
 async def test_an_engine_that_dies_leaves_and_comes_back(
     processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -138,6 +139,7 @@ async def test_one_that_never_comes_back(
     assert fleet.proxies[1].events == []
 
 
+@pytest.mark.service
 async def test_a_trainer_killed_amid_a_bucket(
     processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
