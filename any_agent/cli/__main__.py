@@ -1,11 +1,10 @@
 """`python -m any_agent.cli`: the same as `any-agent`."""
 
-import os
 import sys
 
 from any_agent.cli.main import main
+from any_agent.runtime.command_line import share_module_path
 
 if __name__ == "__main__":
-    # Child processes import the packages that this process found, installed or not.
-    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    share_module_path()
     sys.exit(main())

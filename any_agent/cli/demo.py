@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from any_agent.runtime.command_line import count
+from any_agent.runtime.command_line import count, option
 
 _count = count(10**9)
 
@@ -15,17 +16,16 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "demo",
         help="create a tiny model, serve it, and train it on what agents do; downloads nothing",
     )
-    add = demo.add_argument
-    add("--seed", type=int, default=0, help="seed of the model and the prompts (default 0)")
-    add("--steps", type=_count, help="number of optimizer steps (default 25)")
-    add("--ranks", type=_count, help="number of engines, each with a proxy (default 2)")
-    add("--json", metavar="FILE", help="write the figures to this file")
-    add("--keep", metavar="DIR", help="keep the run's files here (default: a new folder)")
+    add = partial(option, demo)
+    add("--seed N", "seed of the model and the prompts (default 0)", type=int, default=0)
+    add("--steps N", "number of optimizer steps (default 25)", type=_count)
+    add("--ranks N", "number of engines, each with a proxy (default 2)", type=_count)
+    add("--json FILE", "write the figures to this file")
+    add("--keep DIR", "keep the run's files here (default: a new folder)")
     add(
         "--permute-rewards",
-        action="store_true",
-        help="control experiment: give each session another session's rewards, so that nothing can "
-        "be learned",
+        "control experiment: give each session another session's rewards, so that nothing can be "
+        "learned",
     )
     demo.set_defaults(run=_run)
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import argparse
+from functools import partial
 
-from any_agent.runtime.command_line import add_setting_arguments
+from any_agent.runtime.command_line import add_setting_arguments, option
 
 _DESCRIPTION = """\
 Check the laws that exact training depends on, for a model and its chat template, for the engines
@@ -31,13 +32,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    add = parser.add_argument
-    add("--engine", action="append", metavar="URL", help="an engine of the model (repeatable)")
-    add("--url", metavar="URL", help="a running service: its router or one rank")
-    add("--key", metavar="KEY", help="the service's key; safer in the environment")
-    add("--renderer", metavar="NAME", help="short for model.renderer=NAME")
-    add("--quick", action="store_true", help="run only the checks without an engine (two seconds)")
-    add("--json", action="store_true", help="print JSON")
+    add = partial(option, parser)
+    add("--engine URL", "an engine of the model (repeatable)", action="append")
+    add("--url URL", "a running service: its router or one rank")
+    add("--key KEY", "the service's key; safer in the environment")
+    add("--renderer NAME", "short for model.renderer=NAME")
+    add("--quick", "run only the checks without an engine (two seconds)")
+    add("--json", "print JSON")
     add_setting_arguments(
         parser,
         ("experiment", "trial"),

@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import signal
 import sys
 import threading
 from collections.abc import Coroutine
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast
 
-from any_agent.runtime.command_line import count, number, seconds
+from any_agent.errors import (
+    ConfigError,
+    Forbidden,
+    ServiceUnavailable,
+    Unauthenticated,
+    WrongService,
+)
+from any_agent.runtime.atomic_files import write_atomic
+from any_agent.runtime.command_line import count, number, option, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.evaluation import EvalOptions, EvaluatedRun
@@ -42,95 +52,52 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         description=_DESCRIPTION,
         epilog=_EPILOG,
     )
-    add = parser.add_argument
-    add(
-        "--agent",
-        required=True,
-        metavar="NAME",
-        help="the agent, a class or a function, like my_module.MyAgent",
-    )
-    add(
-        "--data",
-        required=True,
-        metavar="FILE",
-        help="the dataset: JSONL, or Parquet with the extra [data]",
-    )
+    add = partial(option, parser)
+    add("--agent NAME", "the agent, a class or a function, like my_module.MyAgent", required=True)
+    add("--data FILE", "the dataset: JSONL, or Parquet with the extra [data]", required=True)
     where = parser.add_mutually_exclusive_group()
-    where.add_argument(
-        "--model",
-        metavar="RUN",
-        help="the model: experiment/trial, experiment/trial@VERSION, or a folder; the command "
-        "serves "
-        "it during the evaluation",
+    option(
+        where,
+        "--model RUN",
+        "the model: experiment/trial, experiment/trial@VERSION, or a folder; the command serves it "
+        "during the evaluation",
     )
-    where.add_argument(
-        "--url",
-        help="a running service, or file:///... for a file that holds its URL (default: "
-        "ANY_AGENT_URL, else OPENAI_BASE_URL)",
+    option(
+        where,
+        "--url URL",
+        "a running service, or file:///... for a file that holds its URL (default: ANY_AGENT_URL, "
+        "else OPENAI_BASE_URL)",
     )
     add(
-        "--version",
-        type=_version,
-        metavar="N",
-        help="with --url: the weight version that every token must have; 'any' allows versions to "
+        "--version N",
+        "with --url: the weight version that every token must have; 'any' allows versions to "
         "change while the service trains (default: the version that it serves)",
+        type=_version,
     )
-    add("-n", "--n", type=_count, default=1, metavar="N", help="runs of each item (default 1)")
+    add("-n,--n N", "runs of each item (default 1)", type=_count, default=1)
+    add("--k K,K", "the values of k for pass@k (default: 1, 2, 4, ... up to --n)", type=_counts)
+    add("--pass-at REWARD", "the least reward that passes (default 1)", type=number, default=1.0)
     add(
-        "--k",
-        type=_counts,
-        metavar="K,K",
-        help="the values of k for pass@k (default: 1, 2, 4, ... up to --n)",
-    )
-    add(
-        "--pass-at",
+        "--reward-on-failure REWARD",
+        "the score of a run that fails (default: left out)",
         type=number,
-        default=1.0,
-        metavar="REWARD",
-        help="the least reward that passes (default 1)",
     )
+    add("--limit N", "take the first N items only", type=_count)
+    add("--concurrency N", "concurrent runs (default 32)", type=_count, default=32)
+    add("--timeout SECONDS", "time limit of a run (default 600)", type=seconds, default=600.0)
+    retries = count(100_000, least=0)
+    add("--retries N", "further attempts at a run that fails (default 0)", type=retries, default=0)
     add(
-        "--reward-on-failure",
-        type=number,
-        metavar="REWARD",
-        help="the score of a run that fails (default: it is left out)",
-    )
-    add("--limit", type=_count, metavar="N", help="take the first N items only")
-    add("--concurrency", type=_count, default=32, metavar="N", help="concurrent runs (default 32)")
-    add(
-        "--timeout",
-        type=seconds,
-        default=600.0,
-        metavar="SECONDS",
-        help="time limit of a run (default 600)",
-    )
-    add(
-        "--retries",
-        type=count(100_000, least=0),
-        default=0,
-        metavar="N",
-        help="further attempts at a run that fails (default 0)",
-    )
-    add(
-        "--agent-arg",
+        "--agent-arg NAME=VALUE",
+        "an argument for the constructor of the agent's class (repeatable)",
         action="append",
         default=[],
-        metavar="NAME=VALUE",
-        help="an argument for the constructor of the agent's class (repeatable)",
     )
-    add(
-        "--out",
-        metavar="FILE",
-        help="write a JSON line for each run; the same command resumes from this file",
-    )
-    add(
-        "--json",
-        metavar="FILE",
-        help="write the figures to this file; -: print them instead of the table",
-    )
-    add("--api-key-file", metavar="FILE", help="a file that holds the key of the service at --url")
-    add("--keep", metavar="DIR", help="with --model: keep the records and logs in this folder")
-    add(
+    add("--out FILE", "write a JSON line for each run; the same command resumes from this file")
+    add("--json FILE", "write the figures to this file; -: print them instead of the table")
+    add("--api-key-file FILE", "a file that holds the key of the service at --url")
+    add("--keep DIR", "with --model: keep the records and logs in this folder")
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key=value",
@@ -140,7 +107,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    from any_agent.errors import Forbidden, ServiceUnavailable, Unauthenticated, WrongService
     from any_agent.runtime.signals import exit_by_signal, handle_signals
 
     try:
@@ -153,7 +119,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _evaluate(arguments: argparse.Namespace) -> int:
-    from any_agent.errors import ConfigError
     from any_agent.sdk.evaluation import evaluate
 
     if arguments.model is None:
@@ -212,7 +177,6 @@ def _options(arguments: argparse.Namespace) -> EvalOptions:
 
 
 def _agent(arguments: argparse.Namespace) -> Any:
-    from any_agent.errors import ConfigError
     from any_agent.runtime.import_string import import_string
     from any_agent.sdk.agent_callable import AgentCallable, callable_of
 
@@ -233,8 +197,6 @@ def _agent(arguments: argparse.Namespace) -> Any:
 
 def _keywords(texts: list[str]) -> dict[str, Any]:
     import yaml
-
-    from any_agent.errors import ConfigError
 
     out = {}
     for text in texts:
@@ -266,11 +228,6 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[ServiceAddr
 
 
 def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], items: int) -> None:
-    import json
-
-    from any_agent.errors import ConfigError
-    from any_agent.runtime.atomic_files import write_atomic
-
     evaluation = done.evaluation
     model = f"{done.model}, {evaluation.describe_versions()}"
     if arguments.model is not None:
@@ -300,8 +257,6 @@ def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], it
 
 def _require_writable(path: str | None) -> None:
     """Raise ConfigError before the runs instead of after them."""
-    from any_agent.errors import ConfigError
-
     if path in (None, "-"):
         return
     folder = Path(path or "").absolute().parent

@@ -11,8 +11,16 @@ import datetime
 import os
 import sys
 import time
+from functools import partial
 
-from any_agent.runtime.command_line import UNIT_SECONDS, add_trial_arguments, count, number
+from any_agent.runtime.command_line import (
+    UNIT_SECONDS,
+    add_trial_arguments,
+    count,
+    number,
+    option,
+    share_module_path,
+)
 
 _DESCRIPTION = """\
 Write the recorded sessions as JSON lines, from the journals and archives of all ranks, whether the
@@ -53,50 +61,39 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the options of the export."""
-    add = parser.add_argument
+    add = partial(option, parser)
+    rank = count(999_999, least=0)
+    add("--rank N", "only this rank's sessions (repeatable)", type=rank, action="append")
     add(
-        "--rank",
-        type=count(999_999, least=0),
-        action="append",
-        metavar="N",
-        help="only this rank's sessions (repeatable)",
-    )
-    add(
-        "--state",
+        "--state STATE",
+        f"only sessions in this state (repeatable): {', '.join(_STATES)}",
         action="append",
         choices=_STATES,
-        metavar="STATE",
-        help=f"only sessions in this state (repeatable): {', '.join(_STATES)}",
     )
-    add("--task", metavar="ID", help="only sessions of this task_id")
+    add("--task ID", "only sessions of this task_id")
     add(
-        "--since",
+        "--since TIME",
+        "only sessions opened since this time: 2026-01-31, 2026-01-31T12:00, or an age like 90m, "
+        "12h, 7d; a time without a zone is local",
         type=_moment,
-        metavar="TIME",
-        help="only sessions opened since this time: 2026-01-31, 2026-01-31T12:00, or an age like "
-        "90m, 12h, 7d; a time without a zone is local",
     )
-    add(
+    parser.add_argument(
         "--style",
         choices=("individual", "concat", "messages"),
         help="one row for each model call, for each token-exact conversation, or for each "
         "conversation's messages",
     )
     add(
-        "--discount",
+        "--discount X",
+        "discount of rewards per turn, with --style (default: the run's train.discount)",
         type=_discount,
-        metavar="X",
-        help="discount of rewards per turn, with --style (default: the run's train.discount)",
     )
-    add(
-        "--out", default="-", metavar="FILE", help="the file to write (default: -, standard output)"
-    )
+    add("--out FILE", "the file to write (default: -, standard output)", default="-")
     add_trial_arguments(parser)
 
 
 def _run(_: argparse.Namespace) -> int:
-    # The child imports the packages that this process found, installed or not.
-    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+    share_module_path()
     arguments = sys.argv[sys.argv.index("export") + 1 :]
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export", *arguments])

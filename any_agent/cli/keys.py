@@ -17,6 +17,7 @@ from any_agent.runtime.command_line import (
     UNIT_SECONDS,
     add_trial_arguments,
     count,
+    option,
     overrides_of,
     positive,
 )
@@ -43,7 +44,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     below = keys.add_subparsers(
         dest="keys_command", required=True, metavar="COMMAND", help="the action"
     )
-    _add_create(below)
+    create = _add(below, "create", "create a key and print it, only this once")
+    scopes = ("admin", "trainer", "tenant")
+    scope_help = "the routes that the key may use"
+    create.add_argument("--scope", required=True, choices=scopes, help=scope_help)
+    option(create, "--tenant NAME", "the tenant that gets the key; for --scope tenant")
+    for limit in _LIMITS:
+        option(
+            create,
+            f"--{limit.replace('_', '-')} N",
+            f"the tenant's limit for the whole service (default: server.tenant_{limit})",
+            type=count(10**12) if limit == "open_sessions" else positive,
+        )
+    lifetime = "lifetime, like 90s, 12h or 30d (default: unlimited)"
+    option(create, "--expires-in TIME", lifetime, type=_duration)
     _add(below, "list", "show every key: id, scope, tenant, state, limits; never the key itself")
     revoke = _add(
         below, "revoke", "revoke a key; a tenant's open sessions go on with their own keys"
@@ -54,45 +68,17 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "rotate",
         "sign session keys with a new secret; keys signed with earlier secrets stay valid",
     )
-    rotate.add_argument(
-        "--drop-old", action="store_true", help="invalidate all earlier session keys"
-    )
+    option(rotate, "--drop-old", "invalidate all earlier session keys")
     for parser in below.choices.values():
-        # Behind the positional arguments of one command.
+        # The positional arguments of one command come first.
         add_trial_arguments(parser)
-
-
-def _add_create(below: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    create = _add(below, "create", "create a key and print it, only this once")
-    create.add_argument(
-        "--scope",
-        required=True,
-        choices=("admin", "trainer", "tenant"),
-        help="the routes that the key may use",
-    )
-    create.add_argument(
-        "--tenant", metavar="NAME", help="the tenant that gets the key; for --scope tenant"
-    )
-    for limit in _LIMITS:
-        create.add_argument(
-            f"--{limit.replace('_', '-')}",
-            type=count(10**12) if limit == "open_sessions" else positive,
-            metavar="N",
-            help=f"the tenant's limit for the whole service (default: server.tenant_{limit})",
-        )
-    create.add_argument(
-        "--expires-in",
-        type=_duration,
-        metavar="TIME",
-        help="lifetime, like 90s, 12h or 30d (default: unlimited)",
-    )
 
 
 def _add(
     below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str
 ) -> argparse.ArgumentParser:
     parser = below.add_parser(name, help=help, description=help, epilog=_EPILOG)
-    parser.add_argument("--json", action="store_true", help="print JSON")
+    option(parser, "--json", "print JSON")
     parser.set_defaults(run=run)
     return parser
 

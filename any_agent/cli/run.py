@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import shutil
 import sys
 import tempfile
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
-from any_agent.runtime.command_line import count, seconds
+from any_agent.errors import ConfigError
+from any_agent.runtime.atomic_files import write_atomic
+from any_agent.runtime.command_line import count, option, printable, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.program.reward import RewardSource
@@ -39,64 +44,47 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         epilog=_EPILOG,
         usage="%(prog)s [options] -- COMMAND [ARGUMENT ...]",
     )
-    add = parser.add_argument
+    add = partial(option, parser)
+    add("--n N", "run the program N times, as one group (default 1)", type=_count, default=1)
     add(
-        "--n",
-        type=_count,
-        default=1,
-        metavar="N",
-        help="run the program N times, as one group (default 1)",
+        "--url URL",
+        "the service, or file:///... for a file that holds its URL (default: ANY_AGENT_URL, else "
+        "OPENAI_BASE_URL)",
     )
-    add(
-        "--url",
-        help="the service, or file:///... for a file that holds its URL (default: ANY_AGENT_URL, "
-        "else OPENAI_BASE_URL)",
-    )
-    add("--api-key-file", metavar="FILE", help="a file that holds the key that opens sessions")
-    add(
-        "--task",
-        metavar="ID",
-        help="the task's name, for reports; with --n 1 also the name of its group",
-    )
-    add(
-        "--mode",
-        choices=("train", "eval"),
-        default="train",
-        help="the mode of the sessions (default: train)",
-    )
-    add("--metadata", metavar="JSON", help="an object to store with the session; graders see it")
+    add("--api-key-file FILE", "a file that holds the key that opens sessions")
+    add("--task ID", "the task's name, for reports; with --n 1 also the name of its group")
+    mode_help = "the mode of the sessions (default: train)"
+    parser.add_argument("--mode", choices=("train", "eval"), default="train", help=mode_help)
+    add("--metadata JSON", "an object to store with the session; graders see it")
     rewards = parser.add_mutually_exclusive_group()
-    rewards.add_argument(
-        "--reward-cmd",
-        metavar="CMD",
-        help="a shell command, run after the program, that prints the reward as its last line; it "
+    option(
+        rewards,
+        "--reward-cmd CMD",
+        "a shell command, run after the program, that prints the reward as its last line; it "
         "reads the program's standard output as its input",
     )
-    rewards.add_argument(
-        "--reward-file",
-        metavar="FILE",
-        help="a file that the program writes the reward into; {run} stands for the run's number",
+    option(
+        rewards,
+        "--reward-file FILE",
+        "a file that the program writes the reward into; {run} stands for the run's number",
     )
-    rewards.add_argument(
-        "--grader",
-        metavar="MODULE.FUNCTION",
-        help="a Python function that takes the session and returns the reward, as sessions.grader",
+    option(
+        rewards,
+        "--grader MODULE.FUNCTION",
+        "a Python function that takes the session and returns the reward, as sessions.grader",
     )
     add(
-        "--reward-on-failure",
-        metavar="REWARD",
-        help="the reward of a run that fails or takes too long (default: its session is aborted)",
+        "--reward-on-failure REWARD",
+        "the reward of a run that fails or takes too long (default: its session is aborted)",
     )
-    limit: dict[str, Any] = {"type": seconds, "metavar": "SECONDS"}
-    add("--timeout", default=3600.0, help="time limit of a run (default 3600)", **limit)
-    add("--reward-timeout", default=60.0, help="time limit of its reward (default 60)", **limit)
-    add("--wait", default=300.0, help="time to wait for a free slot (default 300)", **limit)
-    add(
-        "--concurrency", type=_count, metavar="N", help="concurrent runs (default: all, at most 32)"
-    )
-    add("--logs", metavar="DIR", help="keep the runs' output here (default: only that of failures)")
-    add("--json", metavar="FILE", help="write the results of the runs to this file")
-    add(
+    limit = partial(option, parser, type=seconds)
+    limit("--timeout SECONDS", "time limit of a run (default 3600)", default=3600.0)
+    limit("--reward-timeout SECONDS", "time limit of its reward (default 60)", default=60.0)
+    limit("--wait SECONDS", "time to wait for a free slot (default 300)", default=300.0)
+    add("--concurrency N", "concurrent runs (default: all, at most 32)", type=_count)
+    add("--logs DIR", "keep the runs' output here (default: only that of failures)")
+    add("--json FILE", "write the results of the runs to this file")
+    parser.add_argument(
         "program",
         nargs=argparse.REMAINDER,
         metavar="COMMAND",
@@ -125,9 +113,6 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
-    import os
-
-    from any_agent.errors import ConfigError
     from any_agent.sdk.find_service import service_of_options
     from any_agent.sdk.program.run import RunOptions
 
@@ -161,8 +146,6 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
 
 
 def _source(arguments: argparse.Namespace) -> RewardSource:
-    import os
-
     from any_agent.sdk.program.reward import RewardSource
     from any_agent.sdk.program.run import without_ours
 
@@ -176,10 +159,6 @@ def _source(arguments: argparse.Namespace) -> RewardSource:
 
 
 def _metadata(text: str | None) -> dict[str, Any]:
-    import json
-
-    from any_agent.errors import ConfigError
-
     try:
         value = json.loads(text) if text is not None else {}
     except (ValueError, RecursionError) as error:
@@ -190,7 +169,6 @@ def _metadata(text: str | None) -> dict[str, Any]:
 
 
 def _failure_reward(text: str | None) -> float | dict[str, float] | None:
-    from any_agent.errors import ConfigError
     from any_agent.sdk.program.reward import reward_of
 
     try:
@@ -204,10 +182,8 @@ def _failure_reward(text: str | None) -> float | dict[str, float] | None:
 
 def _report_failure(run: ProgramRun) -> None:
     """Report a failed run among several as soon as it has failed."""
-    from any_agent.sdk.program.report import plain
-
     if run.state == "failed":
-        print(f"run {run.run} failed: {plain(run.error or '')}", file=sys.stderr, flush=True)
+        print(f"run {run.run} failed: {printable(run.error or '')}", file=sys.stderr, flush=True)
 
 
 def _report(runs: ProgramGroup, folder: _Folder) -> None:
@@ -223,9 +199,6 @@ def _report(runs: ProgramGroup, folder: _Folder) -> None:
 
 
 def _write(name: str, text: str) -> None:
-    from any_agent.errors import ConfigError
-    from any_agent.runtime.atomic_files import write_atomic
-
     try:
         write_atomic(Path(name), text)
     except OSError as error:
@@ -246,7 +219,6 @@ class _Folder:
         return self._given is None
 
     def __enter__(self) -> Self:
-        from any_agent.errors import ConfigError
 
         try:
             if self.made:

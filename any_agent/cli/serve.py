@@ -10,7 +10,7 @@ from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.command_line import add_service_arguments, overrides_of
+from any_agent.runtime.command_line import add_service_arguments, option, overrides_of
 
 if TYPE_CHECKING:
     from any_agent.config import Config
@@ -25,10 +25,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "is given, trainer",
     )
     add_service_arguments(serve)
-    serve.add_argument(
+    option(
+        serve,
         "--no-train",
-        action="store_true",
-        help="serve only; with --experiment and --trial of an earlier run, its latest checkpoint",
+        "serve only; with --experiment and --trial of an earlier run, its latest checkpoint",
     )
     serve.set_defaults(run=_serve)
     train = commands.add_parser(

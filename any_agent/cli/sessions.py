@@ -7,9 +7,17 @@ import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from any_agent.runtime.command_line import count
+from any_agent.errors import (
+    AnyAgentError,
+    ConfigError,
+    Forbidden,
+    ServiceUnavailable,
+    Unauthenticated,
+)
+from any_agent.runtime.command_line import count, option, printable
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -54,17 +62,13 @@ def add_parser(
     shown = _add(
         below, "list", "list sessions, newest first, including those that have ended", _LISTED
     )
-    shown.add_argument("--state", metavar="STATE", help="only sessions in this state, e.g. open")
-    shown.add_argument("--task", metavar="ID", help="only sessions of this task_id")
-    shown.add_argument("--group", metavar="ID", help="only sessions of this group")
-    shown.add_argument("--tenant", metavar="NAME", help="only this tenant's sessions")
-    shown.add_argument(
-        "--limit",
-        type=count(10**9, least=0),
-        default=50,
-        metavar="N",
-        help="list at most N sessions (default 50); 0: all",
-    )
+    add = partial(option, shown)
+    add("--state STATE", "only sessions in this state, e.g. open")
+    add("--task ID", "only sessions of this task_id")
+    add("--group ID", "only sessions of this group")
+    add("--tenant NAME", "only this tenant's sessions")
+    limit = count(10**9, least=0)
+    add("--limit N", "list at most N sessions (default 50); 0: all", type=limit, default=50)
     shown.set_defaults(action=_list)
     show = _add(below, "show", "show every detail of sessions, with their rewards")
     show.add_argument("ids", nargs="+", metavar="ID")
@@ -73,12 +77,8 @@ def add_parser(
         parser = _add(below, name, help)
         parser.add_argument("ids", nargs="+", metavar="ID")
         if reason is not None:
-            parser.add_argument(
-                "--reason",
-                default=reason,
-                metavar="TEXT",
-                help=f"the recorded reason (default: {reason})",
-            )
+            text = f"the recorded reason (default: {reason})"
+            option(parser, "--reason TEXT", text, default=reason)
         parser.set_defaults(action=_change)
 
 
@@ -86,9 +86,9 @@ def _add(
     below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str, more: str = ""
 ) -> argparse.ArgumentParser:
     parser = below.add_parser(name, help=help, description=f"{help}{more}", epilog=_EPILOG)
-    parser.add_argument("--url", default=_URL, help=f"the service (default {_URL})")
-    parser.add_argument("--key", help="an operator's or a tenant's key; safer in the environment")
-    parser.add_argument("--json", action="store_true", help="print JSON, one line for each session")
+    option(parser, "--url URL", f"the service (default {_URL})", default=_URL)
+    option(parser, "--key KEY", "an operator's or a tenant's key; safer in the environment")
+    option(parser, "--json", "print JSON, one line for each session")
     parser.set_defaults(run=_run)
     return parser
 
@@ -97,7 +97,6 @@ def _run(arguments: argparse.Namespace) -> int:
     import asyncio
 
     from any_agent.client.rl_client import RLClient
-    from any_agent.errors import Forbidden, Unauthenticated
 
     key, key_from = _key(arguments.key)
     action: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.action
@@ -165,8 +164,6 @@ def _check(model: type[BaseModel], fields: dict[str, Any]) -> None:
     """Raise ConfigError for options that the service would refuse."""
     from pydantic import ValidationError
 
-    from any_agent.errors import ConfigError
-
     try:
         model(**fields)
     except ValidationError as error:
@@ -183,12 +180,12 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
             return
         for name, value in details.model_dump(exclude={"rewards", "reward_history"}).items():
             if value is not None:
-                print(f"{name + ':':<17} {_plain(_readable(name, value))}")
+                print(f"{name + ':':<17} {printable(_readable(name, value))}")
         for entry in details.reward_history:
             target = entry.interaction_id or "the session"
             name = f" ({entry.name})" if entry.name else ""
             print(
-                f"{'reward:':<17} {entry.value:g}{name} for {target}, by {_plain(entry.by)} at "
+                f"{'reward:':<17} {entry.value:g}{name} for {target}, by {printable(entry.by)} at "
                 f"{_date(entry.at)}"
             )
         if details.content == "archived":
@@ -223,14 +220,6 @@ async def _change(client: RLClient, arguments: argparse.Namespace) -> int:
 
 async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
     """Act on every session, also after one has failed; return the exit code."""
-    from any_agent.errors import (
-        AnyAgentError,
-        ConfigError,
-        Forbidden,
-        ServiceUnavailable,
-        Unauthenticated,
-    )
-
     code = 0
     for id in ids:
         try:
@@ -291,8 +280,8 @@ def _row(line: SessionLine) -> tuple[str, ...]:
         "-" if line.final_reward is None else f"{line.final_reward:g}",
         "-" if line.step is None else str(line.step),
         _age(time.time() - line.created_at),
-        _plain(line.group_id or line.task_id or "-"),
-        _plain(", ".join(filter(None, notes))),
+        printable(line.group_id or line.task_id or "-"),
+        printable(", ".join(filter(None, notes))),
     )
 
 
@@ -320,8 +309,3 @@ def _readable(name: str, value: Any) -> str:
 
 def _date(at: float) -> str:
     return time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(at))
-
-
-def _plain(text: str) -> str:
-    """Replace characters that could control the terminal: agents write some of these texts."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

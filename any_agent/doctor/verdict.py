@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 
 from any_agent.errors import AnyAgentError
+from any_agent.runtime.command_line import printable
 
 
 class CheckOutcome(StrEnum):
@@ -74,16 +75,16 @@ def broken(verdicts: Iterable[Verdict]) -> list[Verdict]:
 
 def as_text(subject: Mapping[str, str], verdicts: Sequence[Verdict]) -> str:
     """Return a table, then each failure with its advice."""
-    lines = [f"{name:<10} {_printable(value)}" for name, value in subject.items()]
+    lines = [f"{name:<10} {printable(value)}" for name, value in subject.items()]
     rows = [
         ("LAW", "CASE", "VERDICT", "SEEN"),
-        *((v.law, v.case, v.outcome.value, _printable(v.seen)) for v in verdicts),
+        *((v.law, v.case, v.outcome.value, printable(v.seen)) for v in verdicts),
     ]
     widths = [max(len(row[k]) for row in rows) for k in range(3)]
     lines += ["", *("  ".join((*map(str.ljust, row, widths), row[3])).rstrip() for row in rows)]
     for failure in broken(verdicts):
-        lines += ["", f"FAILED {failure.law}, {failure.case}: {_printable(failure.seen)}"]
-        lines.append(f"to do: {_printable(failure.do)}")
+        lines += ["", f"FAILED {failure.law}, {failure.case}: {printable(failure.seen)}"]
+        lines.append(f"to do: {printable(failure.do)}")
     counts = Counter(v.outcome for v in verdicts)
     totals = ", ".join(f"{counts[each]} {each.value}" for each in CheckOutcome if counts[each])
     return "\n".join([*lines, "", totals])
@@ -97,8 +98,3 @@ def as_json(subject: Mapping[str, str], verdicts: Sequence[Verdict]) -> str:
     ]
     data = {"sound": not broken(verdicts), "subject": dict(subject), "verdicts": rows}
     return json.dumps(data, indent=2)
-
-
-def _printable(text: str) -> str:
-    """Return the text on one line without control characters, which some models write."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)

@@ -13,7 +13,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.command_line import guarded
+from any_agent.runtime.command_line import guarded, share_module_path
 
 SERVICE_SCRIPT = "any_agent_grpo.py"
 """The trainer's own script, which serves and trains."""
@@ -75,11 +75,6 @@ def _run(arguments: Sequence[str]) -> int:
     script = find_script(arguments[0])
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, str(script), *arguments[1:]])
-
-
-def share_module_path() -> None:
-    """Let child processes find the packages that this process found, installed or not."""
-    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
 
 
 if __name__ == "__main__":

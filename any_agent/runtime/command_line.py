@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 import sys
 from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import Any
 
 from any_agent.errors import AnyAgentError
 
@@ -23,10 +25,10 @@ UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
 def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argparse.Namespace:
-    """Parse like ``parser.parse_args``, but let a list of arguments go on behind an option.
+    """Parse like ``parser.parse_args``, but let a list of arguments continue after an option.
 
-    argparse takes what stands before the option for all of the list, even if that is nothing, and
-    its own remedy (parse_intermixed_args) does not support subcommands.
+    argparse ends the list at the option, and its parse_intermixed_args does not support
+    subcommands.
     """
     arguments, rest = parser.parse_known_args(argv)
     name = next((name for name in _LISTS if hasattr(arguments, name)), None)
@@ -51,8 +53,8 @@ def one_line_errors(*, debug: bool = False) -> None:
     """Print an uncaught AnyAgentError of this script as commands do: one line and its exit code.
 
     The exit code is the error's own: 2 for settings, 1 for failures. All other errors keep their
-    traceback, and with ``debug`` (`log_level=debug`) these do, too. Where another hook is installed
-    already (a notebook's, a debugger's), or the interpreter is interactive, nothing changes.
+    traceback; with ``debug`` (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in
+    an interactive interpreter, or where another hook is installed (a notebook's, a debugger's).
     """
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if debug and sys.excepthook is _print_one_line:
@@ -107,6 +109,26 @@ def overrides_of(arguments: argparse.Namespace) -> list[str]:
     given = {setting: getattr(arguments, option, None) for option, (_, setting) in _SHORT.items()}
     named = [f"{setting}={value}" for setting, value in given.items() if value is not None]
     return [*named, *arguments.overrides]
+
+
+def option(parser: argparse._ActionsContainer, name: str, help: str, **settings: Any) -> None:
+    """Add an option; ``name`` is ``--name METAVAR``, or ``--name`` for a switch."""
+    flag, _, metavar = name.partition(" ")
+    if metavar:
+        settings["metavar"] = metavar
+    else:
+        settings.setdefault("action", "store_true")
+    parser.add_argument(*flag.split(","), help=help, **settings)
+
+
+def share_module_path() -> None:
+    """Let child processes find the packages that this process found, installed or not."""
+    os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
+
+
+def printable(text: str) -> str:
+    """Return the text on one line without control characters, which agents and models write."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
 
 
 def count(most: int, *, least: int = 1) -> Callable[[str], int]:

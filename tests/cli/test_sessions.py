@@ -15,8 +15,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from any_agent.auth.key_store import create_key
-from any_agent.cli.sessions import _age, _plain
+from any_agent.cli.sessions import _age
 from any_agent.launcher.trial import trial_dir
+from any_agent.runtime.command_line import printable
 from tests.support.archives import archive_now
 from tests.support.proxy import Proxy
 from tests.support.proxy_fixtures import Start
@@ -203,4 +204,4 @@ def test_ages(seconds: float, said: str) -> None:
 
 
 def test_plain() -> None:
-    assert _plain("ok é ☃ \t\r\n\x9b") == "ok é ☃ " + "\ufffd" * 4
+    assert printable("ok é ☃ \t\r\n\x9b") == "ok é ☃ " + "\ufffd" * 4

@@ -20,7 +20,7 @@ from any_agent.auth.access import require_key
 from any_agent.config import Config, load_config
 from any_agent.config.foreign_settings import SCHEDULER
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.local import SERVICE_SCRIPT, find_script, is_service, share_module_path
+from any_agent.launcher.local import SERVICE_SCRIPT, find_script, is_service
 from any_agent.launcher.reachability import LISTENING
 from any_agent.launcher.slurm.head_node import run_job
 from any_agent.launcher.slurm.job import SlurmJob, current_job, require_program, run_slurm
@@ -28,7 +28,13 @@ from any_agent.launcher.slurm.plan import plan
 from any_agent.launcher.trial import check_model, newest_weights, resolve_config, trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
-from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
+from any_agent.runtime.command_line import (
+    add_service_arguments,
+    guarded,
+    overrides_of,
+    parse,
+    share_module_path,
+)
 from any_agent.runtime.logs import set_up_logging
 
 _SUBMIT_TIMEOUT = 60.0

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import asdict
 from typing import Any
 
+from any_agent.runtime.command_line import printable
 from any_agent.sdk.program.run import UNUSABLE, ProgramGroup, ProgramRun
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE, INTERRUPTED = 0, 1, 2, 3, 130
@@ -72,14 +73,9 @@ def _row(run: ProgramRun) -> tuple[str, ...]:
         "-" if run.calls is None else str(run.calls),
         "-" if run.exit_code is None else str(run.exit_code),
         "-" if run.seconds is None else f"{run.seconds:.1f}",
-        plain(run.error or "")[:_MAX_NOTE],
+        printable(run.error or "")[:_MAX_NOTE],
     )
 
 
 def _number(value: float | None) -> str:
     return "-" if value is None else f"{value:g}"
-
-
-def plain(text: str) -> str:
-    """Return the text without characters that would move a terminal's cursor."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
