@@ -1,4 +1,4 @@
-"""Training: the loop, the algorithms, and the trainer that a researcher's script uses."""
+"""Training: the loop, the algorithms, and the trainer for a researcher's script."""
 
 from __future__ import annotations
 

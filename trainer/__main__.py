@@ -49,8 +49,7 @@ def _train(config: Config, host: str) -> int:
     transformers.utils.logging.disable_progress_bar()
     launched = os.getpid()
     if started_together() > 1:
-        # They are in sessions of their own: nothing else ends them with the process that started
-        # them.
+        # The processes are in sessions of their own, so nothing else ends them with their parent.
         launched = os.getppid()
         die_with_parent(launched, signal.SIGKILL)
     world = join_processes(config.train)
@@ -66,7 +65,7 @@ def _lead(config: Config, host: str, group: TrainerGroup | None, launched: int) 
     from trainer.metrics_server import TrainerHeartbeat
 
     trainer = TrainingLoop(config, group=group)
-    # It ends after the current step, with a checkpoint.
+    # SIGTERM ends training after the current step, with a checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
     heartbeat = TrainerHeartbeat(
         trainer.dir.registry,
@@ -83,5 +82,5 @@ def _lead(config: Config, host: str, group: TrainerGroup | None, launched: int) 
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # Without the interpreter's shutdown: unloading torch takes seconds that a stop lacks.
+    # Skip the interpreter's shutdown: unloading torch takes seconds that a stop does not have.
     os._exit(code)

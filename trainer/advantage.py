@@ -1,6 +1,6 @@
-"""Advantage estimators by name. GRPO's: each interaction's reward against its group's mean.
+"""Advantage estimators by name. GRPO's compares each interaction's reward with its group's mean.
 
-No torch here: rewards are few, float64, and the arithmetic is to be read.
+It needs no torch: rewards are few, float64, and the arithmetic should be readable.
 """
 
 from __future__ import annotations
@@ -16,16 +16,16 @@ from any_agent.runtime.import_string import NamedRegistry
 STD_FLOOR = 1e-4
 """Added to the standard deviation before dividing, as in TRL."""
 _SAME = 1e-8
-"""Scores whose spread is below this share of their size are equal: the rest is rounding."""
+"""Scores whose spread is below this share of their size count as equal: the rest is rounding."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionRewards:
     """One session's interactions, in any fixed order.
 
-    ``rewards`` are r(i), after they ran back through the tree. ``counted`` marks the interactions
+    ``rewards`` are r(i), after propagation through the tree. ``counted`` marks the interactions
     that are trainable in kind and not discarded; only those make the score and get an advantage.
-    Staleness plays no part here: it is masked later.
+    Staleness does not matter here: it is masked later.
     """
 
     rewards: Sequence[float]
@@ -43,7 +43,7 @@ class SessionRewards:
         """The mean of r over the counted interactions; None if none counts.
 
         Such a session has no information about the policy, so it enters neither the baseline nor
-        the standard deviation, rather than as an invented 0.
+        the standard deviation.
         """
         counted = [r for r, c in zip(self.rewards, self.counted, strict=True) if c]
         return math.fsum(counted) / len(counted) if counted else None
@@ -63,14 +63,14 @@ class GroupAdvantages:
     baseline: float | None
     std: float | None
     zero_variance: bool
-    """There is nothing to learn from: the caller drops the group and refills. Its advantages are
-    all 0."""
+    """True if there is nothing to learn from: the caller drops the group and takes another one. All
+    its advantages are 0."""
 
 
 AdvantageEstimator: TypeAlias = Callable[
     [Sequence[Sequence[SessionRewards]], TrainConfig], list[GroupAdvantages]
 ]
-"""Returns the advantages of every group of one batch, in their order."""
+"""A function that returns the advantages of every group of one batch, in their order."""
 ESTIMATORS: NamedRegistry[AdvantageEstimator] = NamedRegistry(
     "advantage estimator", "train.advantage_estimator"
 )

@@ -1,6 +1,6 @@
 """Start the whole service on this machine and train: ``any_agent_grpo.py --config my.yaml``.
 
-The script that clusters launch; ``any-agent serve`` is the same for people.
+Clusters launch this script; ``any-agent serve`` is the same for people.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--exit-when-done",
         action="store_true",
-        help="end after the last step instead of serving the trained model on",
+        help="end after the last step instead of continuing to serve the trained model",
     )
     arguments = parser.parse_args(argv)
     return guarded(

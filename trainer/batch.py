@@ -7,6 +7,7 @@ A session is a leased :class:`Trajectory`, whose tree is still to be scored, or 
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
@@ -31,25 +32,25 @@ Group: TypeAlias = Sequence[Session]
 
 @dataclass(slots=True)
 class TrainingBatch:
-    """The rows of one step, and what became of its sessions."""
+    """The rows of one step, and the fate of its sessions."""
 
     rows: list[Row] = field(default_factory=list)
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """The other sessions, and why: `stale` or `too_long` (they count in their baseline), or
-    `untrainable`."""
+    """The other sessions with their reasons: `stale` or `too_long` (they count in their baseline),
+    or `untrainable`."""
     sampled: set[str] = field(default_factory=set)
-    """The sessions of both that a workflow of this process returned; ranks have the others."""
+    """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     """The optimizer steps between each trained token's version and this step."""
 
 
 def session_rewards(session: Session, discount: float) -> SessionRewards:
-    """Return each interaction's reward after propagation through the tree, and whether it counts.
+    """Return each interaction's reward after propagation through the tree, and if it counts.
 
-    Rewards have a row's precision. Those of a sampled session's rows are propagated already.
+    Rewards have a row's precision. A sampled session's rewards are propagated already.
     """
     if isinstance(session, SampledSession):
         return SessionRewards(
@@ -76,7 +77,7 @@ def training_batch(
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction.
 
-    Stale tokens are masked. ``temperature`` is that of rows that do not state their own.
+    Stale tokens are masked. ``temperature`` applies to rows that do not state their own.
     """
     rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
     estimates = estimate_advantages(rewards, config)
@@ -115,7 +116,7 @@ def training_batch(
 
 
 def in_stable_order(group: Group) -> Group:
-    """Sort a group's sessions by their tokens: the numbers of concurrent runs are chance."""
+    """Sort a group's sessions by their tokens, since the order of concurrent runs is random."""
     return sorted(group, key=_tokens_of)
 
 
@@ -133,7 +134,7 @@ def tokens_of(batch: TrainingBatch) -> list[int]:
 
 
 def sampled_in(groups: Sequence[Group], temperature: float) -> list[SampledSession]:
-    """Return the sessions that no rank has; ``temperature`` is that of rows without their own."""
+    """Return the sessions that no rank has; ``temperature`` applies to rows without their own."""
     return [
         replace(one, temperatures=[temperature if t is None else t for t in one.temperatures])
         for group in groups
@@ -143,7 +144,7 @@ def sampled_in(groups: Sequence[Group], temperature: float) -> list[SampledSessi
 
 
 def versions_in(groups: Sequence[Group]) -> set[int]:
-    """Return every weight version that sampled one of their tokens."""
+    """Return every weight version that sampled one of the groups' tokens."""
     sampled: list[npt.NDArray[np.int32]] = []
     for session in (session for group in groups for session in group):
         if isinstance(session, SampledSession):
@@ -177,3 +178,51 @@ def _plain_rows(
     tree = InteractionTree.from_interactions(session.interactions)
     for node, r in zip(session.interactions, rewards.rewards, strict=True):
         yield interaction_row(tree, node.id, r), node.gconfig.temperature
+
+
+class ZeroVarianceGroups:
+    """Counts consecutive groups that were left out, by reason."""
+
+    def __init__(self, config: TrainConfig) -> None:
+        self._config = config
+        self.consecutive = 0
+        self._reasons: Counter[str] = Counter()
+        self._score: float | None = None
+        """The score of the last group whose runs all scored the same."""
+
+    def reject_reason(self, group: Group) -> str | None:
+        """Return why a group has nothing to learn from, and count it; None for a useful group.
+
+        `untrainable`: no interaction counts; `zero_variance`: all sessions have the same score.
+        """
+        rewards = [session_rewards(session, self._config.discount) for session in group]
+        scores = [r.score for r in rewards if r.score is not None]
+        if not scores:
+            reason = "untrainable"
+        elif estimate_advantages([rewards], self._config)[0].zero_variance:
+            reason = "zero_variance"
+        else:
+            self.reset()
+            return None
+        if scores:
+            self._score = scores[0]
+        self.count(reason)
+        return reason
+
+    def reset(self) -> None:
+        """Restart the count, after a group that can be trained on."""
+        self.consecutive = 0
+        self._reasons.clear()
+        self._score = None
+
+    def count(self, reason: str) -> None:
+        """Count one more group that was left out for ``reason``."""
+        self.consecutive += 1
+        self._reasons[reason] += 1
+
+    def __str__(self) -> str:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
+        text = f"{self.consecutive} groups in a row had nothing to learn from ({reasons})"
+        if self._score is not None:
+            text += f": all runs of an item score the same, in the last group {self._score:g}"
+        return text

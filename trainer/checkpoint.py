@@ -1,16 +1,16 @@
-"""Checkpoints: all that is needed to go on bit for bit, and weights that anyone can load.
+"""Checkpoints: the complete state for a bit-exact resume, in Hugging Face's layout.
 
 ::
 
     step-00000012/            model, configuration, tokenizer: Hugging Face's layout
-      trainer/                kept apart: engines load every *.safetensors beside the model
+      trainer/                a folder, because engines load every *.safetensors beside the model
         optimizer.safetensors   moments by parameter name
-        optimizer/              those of divided weights, a file of each process
+        optimizer/              moments of divided weights, one file per process
         rng.safetensors         torch's generators
         state.json              steps, optimizer scalars, Python's and numpy's generators,
-                                and what the caller counts
+                                and the caller's state
       manifest.json           every other file with its size, written last
-    latest                    the name of the newest one
+    latest                    the name of the newest checkpoint
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _NAME = re.compile(r"step-(\d{8,})")
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """One whole checkpoint. ``step`` is the number of optimizer steps behind it."""
+    """One complete checkpoint. ``step`` is the number of optimizer steps behind it."""
 
     path: Path
     step: int
@@ -63,11 +63,11 @@ def save_checkpoint(
 ) -> Path:
     """Write ``root/step-{policy.steps:08d}``, point ``latest`` at it, prune to ``keep``.
 
-    ``state`` is what the caller counts (versions, consumed session ids, ...): JSON. A folder of
-    the same step, left by a history that was given up, is replaced.
+    ``state`` is the caller's own (versions, consumed session ids, ...): JSON. A folder of the same
+    step from an abandoned history is replaced.
 
-    Where several processes train together the leading one calls it, and the others write their
-    shares of the optimizer's state; any number of processes can go on from that.
+    If several processes train together the leading one calls it, and the others write their
+    shares of the optimizer's state; any number of processes can resume from it.
     """
     target = root / f"step-{policy.steps:08d}"
     document = _state_document(policy, state)
@@ -88,16 +88,15 @@ def save_checkpoint(
 def load_checkpoint(
     path: Path, config: PolicyConfig | None = None, *, world: World | None = None
 ) -> tuple[Policy, dict[str, Any]]:
-    """A policy that goes on exactly where :func:`save_checkpoint` was called, and its ``state``.
+    """Return the policy exactly as :func:`save_checkpoint` saw it, and its ``state``.
 
-    The optimizer's settings are those saved (the learning rate may be under a schedule); from
-    ``config`` come the device, chunks and the like. Restores the generators of torch, Python and
-    numpy. All processes of a ``world`` must call it together. Raises NotFound if the folder is not
-    a whole checkpoint, StartupError if it does not fit.
+    The optimizer's settings are the saved ones (the learning rate may follow a schedule); device,
+    chunks and the like come from ``config``. Restores the generators of torch, Python and numpy.
+    All processes of a ``world`` must call it together. Raises NotFound if the folder is not a
+    complete checkpoint, StartupError if it does not fit.
     """
-    problem = checkpoint_problem(path)
-    if problem:
-        raise NotFound(f"{path} is not a whole checkpoint: {problem}")
+    if problem := checkpoint_problem(path):
+        raise NotFound(f"{path} is not a complete checkpoint: {problem}")
     policy = Policy.load(path, config, world)
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
@@ -111,25 +110,25 @@ def load_checkpoint(
 
 
 def list_checkpoints(root: Path) -> list[Checkpoint]:
-    """The whole checkpoints by step, ascending. Broken ones are left out, and a warning says so."""
+    """Return the complete checkpoints by step, ascending; broken ones are logged and skipped."""
     out = []
     for path in sorted(root.iterdir()) if root.is_dir() else []:
         match = _NAME.fullmatch(path.name)
         if not match:
             continue
         if problem := checkpoint_problem(path):
-            logger.warning("checkpoint %s is not whole and is passed over: %s", path, problem)
+            logger.warning("checkpoint %s is not complete and is skipped: %s", path, problem)
         else:
             out.append(Checkpoint(path, int(match[1])))
     return sorted(out, key=lambda c: c.step)
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """The checkpoint to resume from: the one that ``latest`` names.
+    """Return the checkpoint to resume from: the one that ``latest`` names.
 
-    If that one is broken, the newest whole one before it, with a warning; never a later one, which
-    would belong to a history that was given up by resuming from an earlier step. Without a
-    readable ``latest``, the newest whole one.
+    If that one is broken, it is the newest complete one before it, with a warning; never a later
+    one, which belongs to an abandoned history. Without a readable ``latest`` it is the newest
+    complete one.
     """
     limit = _latest_step(root)
     whole = [c for c in list_checkpoints(root) if limit is None or c.step <= limit]
@@ -144,9 +143,9 @@ def latest_checkpoint(root: Path) -> Path | None:
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Path]:
-    """Remove all but the ``keep`` newest of the history that ``latest`` ends; returns the removed.
+    """Remove all but the ``keep`` newest of the history that ``latest`` ends; return the removed.
 
-    Later steps than ``latest`` belong to a history that was given up and go too.
+    Later steps than ``latest`` belong to an abandoned history and are removed, too.
     """
     if keep < 1:
         raise ValueError("at least one checkpoint must be kept")
@@ -178,7 +177,7 @@ def _write_manifest(folder: Path) -> None:
 
 
 def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
-    """In the optimizer's order."""
+    """Return the trained parameters in the optimizer's order."""
     return [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
 
 
@@ -191,13 +190,13 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
         shares.mkdir()
         with policy.group.saving(shares) if policy.group is not None else nullcontext():
             save_shard(policy, shares)
-        # What all processes have alike: the steps that each parameter has seen.
+        # Equal in all processes: the steps that each parameter has seen.
         state = {name: t for name, t in state.items() if not is_divided(t)}
     save_file({name: t.contiguous() for name, t in state.items()}, folder / "optimizer.safetensors")
 
 
 def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]]) -> None:
-    """The moments of this process's parameters, whoever wrote them."""
+    """Load the moments of this process's parameters, whichever process wrote them."""
     from trainer.sharded_optimizer import load_shards, names_in
 
     plain = folder / "optimizer.safetensors"

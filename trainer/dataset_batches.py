@@ -11,13 +11,12 @@ from typing import Any, Protocol
 from any_agent.config import Config
 from any_agent.data import DatasetCursor, as_dataset
 from any_agent.errors import TrainingError
-from any_agent.protocol.rl import Capacity
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
-from trainer.batch import Group
+from trainer.batch import Group, ZeroVarianceGroups
+from trainer.batch_source import BatchSource
 from trainer.manifests import Manifest
-from trainer.zero_variance import ZeroVarianceGroups
 
 GROUP = "data-"
 """The prefix of a sampled group's id; its item's position follows."""
@@ -31,8 +30,8 @@ class TrainingDataset(Protocol):
     def __getitem__(self, index: int, /) -> Any: ...
 
 
-class DatasetBatches:
-    """A :class:`BatchSource` of sessions that a workflow samples, in an order that survives stops.
+class DatasetBatches(BatchSource):
+    """A source of sessions that a workflow samples, in an order that survives stops.
 
     Each position of the dataset is finished once: by the step that took its group, or because it
     gave nothing to train on. Runs under way when the trainer ended are repeated.
@@ -53,7 +52,7 @@ class DatasetBatches:
         self._workflow = workflow
         self._accept = None if accept is None else partial(self._accepted, accept)
         self._zero_variance = ZeroVarianceGroups(config.train)
-        self.executor = executor
+        super().__init__(executor)
         self.started = False
         self._positions = DatasetCursor(
             len(self._dataset),
@@ -64,14 +63,6 @@ class DatasetBatches:
         self._left_out: set[int] = set()
         """Finished positions that no manifest has yet."""
         self._lock = threading.Lock()
-
-    @property
-    def rejected(self) -> Mapping[str, int]:
-        return self.executor.rejected
-
-    @property
-    def capacity(self) -> Capacity | None:
-        return self.executor.capacity
 
     @property
     def epoch(self) -> float | None:
@@ -97,9 +88,6 @@ class DatasetBatches:
                 timeout=timeout,
             )
         )
-
-    def interrupt(self) -> None:
-        self.executor.interrupt()
 
     @contextmanager
     def updating(self, version: int) -> Iterator[None]:
@@ -139,8 +127,6 @@ class DatasetBatches:
     def load(self, state: Mapping[str, Any] | None) -> None:
         if state is not None:
             self._positions.load(dict(state))
-
-    # ------------------------------------------------------------------------------------------
 
     def _items(self) -> Iterator[tuple[int, dict[str, Any]]]:
         for position, index in self._positions:

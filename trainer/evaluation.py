@@ -1,4 +1,4 @@
-"""Evaluation: what the policy does on the validation dataset, between two steps."""
+"""Evaluation of the policy on the validation dataset, between two steps."""
 
 from __future__ import annotations
 
@@ -6,8 +6,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -23,20 +22,21 @@ from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.atomic_files import append_line
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
+from trainer.metrics import without_counts
 
 log = logging.getLogger(__name__)
 
 _SCOPE = "eval-rollout"
 _AHEAD = 1024
-"""Items that are handed to the executor before the results of the first of them are taken."""
+"""Items that are submitted to the executor before the first one's results are taken."""
 
 
 @dataclass(slots=True)
 class EvaluationFigures:
-    """What an evaluation found."""
+    """The scores and failures of one evaluation."""
 
     scores: list[list[float]] = field(default_factory=list)
-    """Of each item, those of its runs that have one."""
+    """Each item's scores, one for each run that has one."""
     failed: Counter[str] = field(default_factory=Counter)
     """Runs without a score, by reason."""
 
@@ -48,17 +48,17 @@ class EvaluationFigures:
 
     @property
     def ci95(self) -> tuple[float, float] | None:
-        """Where it lies with 95 % confidence, had the items been others of their kind.
+        """The reward's 95 % confidence interval over other items of the same kind.
 
-        Student's interval of the mean over items, the runs of one being no independent draws; None
-        for fewer than two items.
+        It is Student's interval of the mean over items, because the runs of one item are no
+        independent draws; None for fewer than two items.
         """
         found = self._estimate()
         return found.interval if found is not None else None
 
     @property
     def best(self) -> float | None:
-        """The mean over items of their best run; of a group of k and rewards 0 and 1: pass@k."""
+        """The mean over items of their best run; with k runs and rewards of 0 and 1: pass@k."""
         best = [max(scores) for scores in self.scores if scores]
         return float(np.mean(best)) if best else None
 
@@ -66,7 +66,7 @@ class EvaluationFigures:
         return estimate([float(np.mean(scores)) for scores in self.scores if scores])
 
     def line(self) -> dict[str, Any]:
-        """As `metrics.jsonl` has it."""
+        """Return the figures as `metrics.jsonl` has them."""
         return {
             "reward": self.reward,
             "ci95": self.ci95,
@@ -78,11 +78,11 @@ class EvaluationFigures:
 
 
 class TrialEvaluation:
-    """Runs a workflow on every item of a dataset when it is due, and tells what came of it.
+    """Runs a workflow on every item of a dataset when it is due, and reports the figures.
 
-    ``opened`` gives the executor that it runs on, for the time of an evaluation. Nothing of it is
-    trained on; training waits meanwhile, so all of it has the same weights. A run that fails, or is
-    not there after ``eval.timeout`` seconds, is counted by its reason and left out of the means.
+    ``executor`` returns the executor to run on. No run is trained on. Training waits meanwhile, so
+    all runs have the same weights. A run that fails, or has not ended after ``eval.timeout``
+    seconds, is counted by its reason and left out of the means.
     """
 
     def __init__(
@@ -90,41 +90,39 @@ class TrialEvaluation:
         config: EvalConfig,
         dataset: RowDataset,
         workflow: WorkflowLike,
-        kwargs: Mapping[str, Any] | None,
-        opened: Callable[[], AbstractContextManager[WorkflowExecutor]],
+        executor: Callable[[], WorkflowExecutor],
         *,
         metrics: Path,
-        reported: Callable[[dict[str, Any]], None],
+        report: Callable[[dict[str, Any]], None],
     ) -> None:
-        """``metrics``: the run's `metrics.jsonl`, which gets a line; ``reported`` is given it."""
+        """``metrics``: the run's `metrics.jsonl`; its new line is passed to ``report``, too."""
         self._config = config
         self._dataset = dataset
         self._workflow = workflow
-        self._kwargs = kwargs
-        self._opened = opened
+        self._make_executor = executor
         self._metrics = metrics
-        self._reported = reported
+        self._report = report
         self._done = evaluated_steps(metrics)
         self._executor: WorkflowExecutor | None = None
         self._interrupted = False
 
     def __call__(self, step: int, last: bool) -> None:
-        """Evaluate, if it is due after so many steps, and was not done before a restart.
+        """Evaluate if an evaluation is due after ``step`` steps and was not made before a restart.
 
         Raises InterruptedError when training is interrupted.
         """
         if self._is_due(step, last) and step not in self._done:
-            with self._opened() as self._executor:
+            self._executor = self._make_executor()
+            try:
                 if self._interrupted:
                     raise InterruptedError("training was interrupted")
-                try:
-                    self._evaluate(step, self._executor)
-                finally:
-                    self._executor = None
+                self._evaluate(step, self._executor)
+            finally:
+                self._executor = None
             self._done.add(step)
 
     def interrupt(self) -> None:
-        """End it by InterruptedError, now and from now on; safe in a signal handler."""
+        """End this and any later evaluation by InterruptedError; safe in a signal handler."""
         self._interrupted = True
         if self._executor is not None:
             self._executor.interrupt()
@@ -136,26 +134,22 @@ class TrialEvaluation:
         return c.every > 0 and (last or step % c.every == 0)
 
     def _evaluate(self, step: int, executor: WorkflowExecutor) -> None:
-        begun = time.monotonic()
+        started = time.monotonic()
         stats = stats_tracker.get(_SCOPE)
         stats.export(reset=True)
-        figures = self._run(executor, begun + self._config.timeout)
+        figures = self._run(executor, started + self._config.timeout)
         line = {
             "time": time.time(),
             "step": step,
             "version": executor.version,
             "eval": figures.line()
             | {
-                "seconds": round(time.monotonic() - begun, 3),
-                "stats": {
-                    name: value
-                    for name, value in stats.export(reset=True).items()
-                    if not name.endswith("__count")
-                },
+                "seconds": round(time.monotonic() - started, 3),
+                "stats": without_counts(stats.export(reset=True)),
             },
         }
         append_line(self._metrics, json.dumps(line))
-        self._reported(line)
+        self._report(line)
         log.info("%s", format_evaluation(line))
 
     def _run(self, executor: WorkflowExecutor, deadline: float) -> EvaluationFigures:
@@ -169,7 +163,6 @@ class TrialEvaluation:
                         executor.submit(
                             self._dataset[item],
                             self._workflow,
-                            self._kwargs,
                             group_size=size,
                             task_id=item,
                             is_eval=True,
@@ -186,7 +179,7 @@ class TrialEvaluation:
             missing = len(self._dataset) - len(figures.scores)
             figures.failed["timeout"] += missing * size
             log.warning(
-                "an evaluation was ended after eval.timeout=%g s, without %d of its %d items",
+                "the evaluation ended after eval.timeout=%g s without %d of its %d items",
                 *(self._config.timeout, missing, len(self._dataset)),
             )
             return figures
@@ -195,22 +188,22 @@ class TrialEvaluation:
 
 
 def score(run: TensorDict) -> float:
-    """One run's: the mean reward of its rows that have sampled tokens, as in training."""
+    """Return a run's score: the mean reward of its rows with sampled tokens, as in training."""
     rewards = np.asarray(run["rewards"], dtype=np.float64).reshape(-1)
     counted = np.asarray(run["loss_mask"]).reshape(len(rewards), -1).any(axis=1)
     return float(rewards[counted].mean() if counted.any() else rewards.mean())
 
 
 def evaluated_steps(path: Path) -> set[int]:
-    """The steps that `metrics.jsonl` has an evaluation of; a line half-written is passed over."""
+    """Return the steps that `metrics.jsonl` has an evaluation of; incomplete lines are skipped."""
     steps = set()
     for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
         if '"eval"' not in line:
             continue
         try:
-            told = json.loads(line)
-            if "eval" in told:
-                steps.add(int(told["step"]))
+            found = json.loads(line)
+            if "eval" in found:
+                steps.add(int(found["step"]))
         except (ValueError, KeyError, TypeError):
             continue
     return steps

@@ -95,7 +95,7 @@ def seed_all(seed: int) -> None:
 
 
 def agent_service(c: Config, run_dir: RunDir, url: str) -> AgentService:
-    """Return where agents' calls go, with the run's own key, also after its secret was changed."""
+    """Return the service for agents' calls; its key is the run's current own key."""
     signer = signer_of(run_dir)
     return AgentService(
         url,
@@ -109,7 +109,7 @@ def agent_service(c: Config, run_dir: RunDir, url: str) -> AgentService:
 
 
 def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor:
-    """Return the executor of resolved workflows on running engines; it is not started yet."""
+    """Return the executor of resolved workflows on running engines, not started yet."""
     tokenizer = load_hf_tokenizer(str(tokenizer_of(c.model.path)))
     pool = EnginePool(
         engine_urls,
@@ -139,7 +139,7 @@ def _dump_tokenizer(c: Config, tokenizer: Any) -> Any:
 
 
 def _dtype(wanted: str, device: str) -> torch.dtype | None:
-    """Return the type that passes compute in; None: float32, as the weights."""
+    """Return the type that passes compute in; None: float32, like the weights."""
     if wanted == "auto":
         wanted = "bfloat16" if device == "cuda" else "float32"
     return torch.bfloat16 if wanted == "bfloat16" else None

@@ -1,4 +1,4 @@
-"""What a researcher's script calls: the service and the training of one run, in one object."""
+"""The trainer of a researcher's script: the service and the training of one run in one object."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack, nullcontext
-from functools import partial
-from types import TracebackType
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass
 from typing import Any, Self
 
 from transformers.utils import logging as transformers_logging
@@ -19,13 +18,12 @@ from any_agent.data import as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.trial import require_same_trial
-from any_agent.rollout import LeaseExecutor
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
-from trainer.batch_source import BatchSource, LeasedBatches
+from trainer.batch_source import LeasedBatches
 from trainer.dataset_batches import DatasetBatches, TrainingDataset
 from trainer.evaluation import TrialEvaluation
 from trainer.from_config import (
@@ -48,8 +46,18 @@ def _print(line: str) -> None:
     print(line, flush=True)
 
 
+@dataclass(frozen=True, slots=True)
+class _Workflows:
+    """The workflows of one call of :meth:`GRPOTrainer.train`, with their arguments."""
+
+    train: WorkflowLike | None
+    train_kwargs: Mapping[str, Any] | None
+    eval: WorkflowLike | None
+    eval_kwargs: Mapping[str, Any] | None
+
+
 class GRPOTrainer:
-    """Serves a model and trains it, on a dataset or on what external agents do.
+    """Serves a model and trains it, on a dataset or on the sessions of external agents.
 
     ::
 
@@ -57,18 +65,16 @@ class GRPOTrainer:
         with GRPOTrainer(config, train_dataset=dataset) as trainer:
             trainer.train(workflow="my_agent.MathAgent")
 
-    Entering it starts the run's service (engines, proxies, router) as processes of this one, and
-    leaving it ends them. With a ``train_dataset`` it is :meth:`train` that starts it, once it has
-    seen that the workflow can be run, or whoever asks for the ``url`` before. Started again with
-    the same experiment and trial it goes on from the latest checkpoint, and makes the steps after
-    it again just as they were.
+    Entering it starts the run's service (engines, proxies, router) as child processes, and leaving
+    it ends them. With a ``train_dataset`` the service starts later: at the first use of ``url``, or
+    in :meth:`train` once the workflow is known to be runnable. A new start with the same experiment
+    and trial resumes from the latest checkpoint, and repeats the steps after it exactly.
 
     Under torchrun, with as many processes as `train.processes` says, all of them train together:
     the first one does everything else, and in the others :meth:`train` returns when the first one
     leaves the trainer.
 
-    ``say`` gets one line for whatever a person wants to know: what is started, each step, what is
-    waited for.
+    ``say`` gets the lines for a person: the parts that start, each step, each wait.
     """
 
     def __init__(
@@ -81,8 +87,8 @@ class GRPOTrainer:
     ) -> None:
         if not isinstance(config, Config):
             raise ConfigError(
-                f"the trainer's config is a {type(config).__name__}: give it what "
-                "load_expr_config(sys.argv[1:], GRPOConfig) returns first"
+                f"the trainer's config is a {type(config).__name__}: pass the first value that "
+                "load_expr_config(sys.argv[1:], GRPOConfig) returns"
             )
         one_line_errors(debug=config.log_level == "debug")
         self.config = config
@@ -103,9 +109,8 @@ class GRPOTrainer:
 
     @property
     def url(self) -> str:
-        """The service's public one, for agents and for whoever wants to try the model; empty in a
-        process that is led by another one."""
-        if self._led:
+        """The service's public URL; empty in a process that follows another one."""
+        if self._follows:
             return ""
         if self._entered:
             self._serve()
@@ -116,15 +121,15 @@ class GRPOTrainer:
         import_plugins(self.config)
         require_algorithm(self.config.train)
         policy_config(self.config.train)
-        # The lines of a run are its steps.
+        # The console is for the lines of the run's steps.
         transformers_logging.disable_progress_bar()
         self._world = join_processes(self.config.train)
-        if self._led:
+        if self._follows:
             self._entered = True
             return self
-        # Before anything is encoded: the children are forked from a process that has.
+        # Set before the first use of a tokenizer, which warns in processes forked after it.
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
-        self._signals.take()
+        self._signals.install()
         self._entered = True
         try:
             self._group = self._stack.enter_context(lead(self._world))
@@ -135,21 +140,16 @@ class GRPOTrainer:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._entered = False
-        if self._led:
+        if self._follows:
             return
         self._signals.ignore()
         try:
             self._service.stop(drain=isinstance(error, StopRequested) and error.gently)
         finally:
             self._stack.close()
-            self._signals.give_back()
+            self._signals.restore()
 
     def train(
         self,
@@ -159,38 +159,35 @@ class GRPOTrainer:
         eval_workflow_kwargs: Mapping[str, Any] | None = None,
         dynamic_filter_fn: Callable[[dict[str, Any]], bool] | None = None,
     ) -> bool:
-        """Train until the configured steps or epochs are done; True then.
+        """Train until the configured steps or epochs are done; return True then.
 
-        ``workflow`` is run on the items of the dataset: a RolloutWorkflow, an agent with
+        ``workflow`` runs on the items of the dataset: a RolloutWorkflow, an agent with
         ``async def run(data, **extra_kwargs)``, a class of either, which gets
-        ``workflow_kwargs``, or its dotted name. Without a dataset and a workflow the service's
-        external agents are trained on. ``dynamic_filter_fn`` looks at an item's trajectories, as
-        one batch of tensors, and says whether they are to be trained on.
+        ``workflow_kwargs``, or its dotted name. Without a dataset and a workflow the sessions of
+        external agents are trained on. ``dynamic_filter_fn`` gets an item's trajectories as one
+        batch of tensors, and returns True if they are to be trained on.
 
-        Where ``eval.every`` says so, ``eval_workflow`` (else ``workflow``) runs on all items of the
-        validation dataset, with ``eval_workflow_kwargs``, before training goes on.
+        After every ``eval.every`` steps ``eval_workflow`` (else ``workflow``) runs on all items of
+        the validation dataset, with ``eval_workflow_kwargs``, before training continues.
 
-        What is not given here is what the settings `workflow` and `eval_workflow` name.
+        The settings `workflow` and `eval_workflow` name the workflows that are not given here.
 
-        Raises ConfigError for what cannot be run, and for two different workflows, before anything
-        is started for it, TrainingError when nothing but failures comes of it, or nothing to learn
-        from, StartupError when a part of the service ends for good, and Stopped, a SystemExit, when
-        Ctrl-C or SIGTERM ended it, after the step under way and with a checkpoint.
+        Raises ConfigError, before anything is started, for a workflow that cannot be run or that
+        contradicts the settings; TrainingError when only failures come of it, or nothing to learn
+        from; StartupError when a part of the service ends for good; and StopRequested, a
+        SystemExit, when Ctrl-C or SIGTERM ended it, after the current step and with a checkpoint.
         """
-        workflow = chosen_workflow(self.config, "workflow", workflow)
-        eval_workflow = chosen_workflow(self.config, "eval_workflow", eval_workflow)
-        self._require_runnable(workflow, workflow_kwargs, eval_workflow, eval_workflow_kwargs)
-        if self._led:
-            return self._follow()
-        self._serve()
-        loop = self._make_loop(
-            workflow,
+        workflows = _Workflows(
+            chosen_workflow(self.config, "workflow", workflow),
             workflow_kwargs,
-            dynamic_filter_fn,
-            eval_workflow,
+            chosen_workflow(self.config, "eval_workflow", eval_workflow),
             eval_workflow_kwargs,
         )
-        self._loop = loop
+        self._require_runnable(workflows)
+        if self._follows:
+            return self._follow()
+        self._serve()
+        self._loop = loop = self._make_loop(workflows, dynamic_filter_fn)
         self._signals.stop = self._stop
         with ExitStack() as stack:
             stack.callback(self._trained)
@@ -203,8 +200,8 @@ class GRPOTrainer:
                 )
             )
             done = loop.train()
-        if self._signals.asked is not None and not done:
-            raise StopRequested(self._signals.asked)
+        if self._signals.received is not None and not done:
+            raise StopRequested(self._signals.received)
         if done:
             self._say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
         return done
@@ -212,46 +209,40 @@ class GRPOTrainer:
     # ------------------------------------------------------------------------------------------
 
     @property
-    def _led(self) -> bool:
+    def _follows(self) -> bool:
         return self._world is not None and not self._world.leads
 
     def _follow(self) -> bool:
-        """Until the leader has left its trainer; at once if it has."""
+        """Execute the leader's commands until it has left its trainer."""
         if self._world is not None and not self._followed:
             self._followed = True
             follow(self._world, self.config.train)
         return True
 
     def _serve(self) -> None:
-        """Start the service, if it is not there."""
+        """Start the service if it does not run."""
         if not self._serving:
             self._service.start()
             self._serving = True
             self._stack.enter_context(self._logging())
             self._say(listening(self._service.url))
 
-    def _require_runnable(
-        self,
-        workflow: WorkflowLike | None,
-        kwargs: Mapping[str, Any] | None,
-        eval_workflow: WorkflowLike | None,
-        eval_kwargs: Mapping[str, Any] | None,
-    ) -> None:
-        """ConfigError for a workflow without data, data without one, and what is no workflow."""
-        if (workflow is None) != (self.train_dataset is None):
+    def _require_runnable(self, given: _Workflows) -> None:
+        """Raise ConfigError for a workflow without data, data without one, or no workflow."""
+        if (given.train is None) != (self.train_dataset is None):
             has, lacks = ("workflow", "train_dataset")
-            if workflow is None:
+            if given.train is None:
                 has, lacks = lacks, has
             raise ConfigError(
-                f"a {has} was given, but no {lacks}: a workflow is run on the items of a dataset, "
+                f"a {has} was given, but no {lacks}: a workflow runs on the items of a dataset, "
                 "GRPOTrainer(config, train_dataset=...).train(workflow=...), or the setting "
-                "workflow=my_agent.MyAgent. With neither, agents outside are trained on"
+                "workflow=my_agent.MyAgent. With neither, external agents are trained on"
             )
-        if workflow is not None:
-            require_workflow(workflow, kwargs)
-        if eval_workflow is not None:
-            require_workflow(eval_workflow, eval_kwargs)
-        nothing_to_run = workflow is None and eval_workflow is None
+        if given.train is not None:
+            require_workflow(given.train, given.train_kwargs)
+        if given.eval is not None:
+            require_workflow(given.eval, given.eval_kwargs)
+        nothing_to_run = given.train is None and given.eval is None
         if self._evaluates and (self.valid_dataset is None or nothing_to_run):
             lacks = "valid_dataset" if self.valid_dataset is None else "eval_workflow"
             raise ConfigError(
@@ -263,89 +254,73 @@ class GRPOTrainer:
     def _evaluates(self) -> bool:
         return self.config.eval.every > 0 or self.config.eval.at_start
 
-    def _make_loop(
-        self,
-        workflow: WorkflowLike | None,
-        kwargs: Mapping[str, Any] | None,
-        accept: Callable[[Any], bool] | None,
-        eval_workflow: WorkflowLike | None,
-        eval_kwargs: Mapping[str, Any] | None,
-    ) -> TrainingLoop:
+    def _make_loop(self, given: _Workflows, accept: Callable[[Any], bool] | None) -> TrainingLoop:
         dataset = self.train_dataset
-        # Before the model is loaded: what cannot be run is told at once.
-        runs, eval_runs = self._resolve(workflow, kwargs, eval_workflow, eval_kwargs)
+        # Before the model is loaded, so that a workflow that cannot be run fails at once.
+        workflow, eval_workflow = self._resolve(given)
         source: DatasetBatches | None = None
-        if runs is not None and dataset is not None:
-            source = DatasetBatches(self.config, dataset, runs, accept, self._make_executor())
-        self._evaluation = self._make_evaluation(eval_runs, source)
-        make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches
-        if source is not None:
-            make_source = partial(_given, source)
+        if workflow is not None and dataset is not None:
+            source = DatasetBatches(self.config, dataset, workflow, accept, self._make_executor())
+        self._evaluation = self._make_evaluation(eval_workflow, source)
         return TrainingLoop(
             self.config,
-            make_source=make_source,
+            make_source=LeasedBatches if source is None else lambda _: source,
             say=self._say,
             evaluate=self._evaluation or (lambda step, last: None),
             group=self._group,
         )
 
-    def _resolve(
-        self,
-        workflow: WorkflowLike | None,
-        kwargs: Mapping[str, Any] | None,
-        eval_workflow: WorkflowLike | None,
-        eval_kwargs: Mapping[str, Any] | None,
-    ) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
-        """What is trained on and what is evaluated; one object where both are the same.
+    def _resolve(self, given: _Workflows) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
+        """Return the workflows to train on and to evaluate; one object where both are the same.
 
         Without a workflow of its own an evaluation runs the one that is trained, with its arguments
         unless it has others.
         """
         agents = agent_service(self.config, self.dir, self._service.local_url)
-        runs = None
-        if workflow is not None:
-            runs = resolve_workflow(workflow, kwargs, agents=agents)
-        if eval_workflow is None:
-            eval_workflow, eval_kwargs = workflow, kwargs if eval_kwargs is None else eval_kwargs
-        if eval_workflow is None or (eval_workflow == workflow and eval_kwargs is kwargs):
-            return runs, runs
-        return runs, resolve_workflow(eval_workflow, eval_kwargs, agents=agents)
+        workflow = None
+        if given.train is not None:
+            workflow = resolve_workflow(given.train, given.train_kwargs, agents=agents)
+        evaluated, kwargs = given.eval, given.eval_kwargs
+        if evaluated is None:
+            evaluated, kwargs = given.train, given.train_kwargs if kwargs is None else kwargs
+        if evaluated is None or (evaluated == given.train and kwargs is given.train_kwargs):
+            return workflow, workflow
+        return workflow, resolve_workflow(evaluated, kwargs, agents=agents)
 
     def _make_evaluation(
         self, workflow: RolloutWorkflow | None, source: DatasetBatches | None
     ) -> TrialEvaluation | None:
-        c = self.config.eval
         if self.valid_dataset is None or workflow is None:
             return None
         if not self._evaluates:
             self._say("eval      never: set eval.every to a number of steps")
             return None
 
-        def opened() -> AbstractContextManager[WorkflowExecutor]:
-            if source is not None and source.started:
-                return nullcontext(source.executor)
-            return nullcontext(self._own_executor())
+        def executor() -> WorkflowExecutor:
+            running = source is not None and source.started
+            return source.executor if source is not None and running else self._own_executor()
 
-        def reported(line: dict[str, Any]) -> None:
+        def report(line: dict[str, Any]) -> None:
             assert self._loop is not None
-            self._loop.metrics.evaluated(line)
+            self._loop.metrics.record_evaluation(line)
 
         return TrialEvaluation(
-            c,
+            self.config.eval,
             as_dataset(self.valid_dataset, "valid_dataset"),
             workflow,
-            None,
-            opened,
+            executor,
             metrics=self.dir.metrics,
-            reported=reported,
+            report=report,
         )
 
     def _make_executor(self) -> WorkflowExecutor:
         return workflow_executor(self.config, self._service.engine_urls)
 
     def _own_executor(self) -> WorkflowExecutor:
-        """Of evaluations where nothing else runs workflows: one for all, as these may hold on to
-        its event loop."""
+        """Return the executor of evaluations where nothing else runs workflows.
+
+        One serves all evaluations, because workflows may keep its event loop.
+        """
         if self._evaluator is None:
             self._evaluator = self._make_executor().start()
         if self._loop is not None:
@@ -377,29 +352,25 @@ class GRPOTrainer:
             self._evaluator = None
 
     def _service_failed(self, error: BaseException) -> None:
-        """In the service's thread: training must not wait for what will not come."""
+        """End training, from the service's thread: it would wait for ever."""
         if self._loop is not None:
             self._loop.fail(error)
         if self._evaluation is not None:
             self._evaluation.interrupt()
-        if self._signals.taken:
-            # A wait that knows nothing of it ends, too: the handler raises the error.
+        if self._signals.installed:
+            # This ends any other wait, too: the handler raises the error.
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
 def _checked(data: TrainingDataset | None, name: str) -> TrainingDataset | None:
-    """The same; DatasetError, before anything is started, for items that nothing can run on."""
+    """Return the dataset; DatasetError, before anything is started, for unusable items."""
     if data is not None:
         rows = as_dataset(data, name)
-        # What others read or compute each item for is looked at once only.
+        # All items of a list, but only the first of a dataset that reads or computes each one.
         for k in range(len(rows) if isinstance(data, list) else 1):
             _ = rows[k]
     return data
 
 
-def _given(source: BatchSource, _: LeaseExecutor) -> BatchSource:
-    return source
-
-
 PPOTrainer = GRPOTrainer
-"""Its documented name at AReaL."""
+"""The name that AReaL documents."""

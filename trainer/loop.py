@@ -27,6 +27,7 @@ from any_agent.workflow import ProxyWorkflow
 from trainer.batch import (
     Group,
     TrainingBatch,
+    ZeroVarianceGroups,
     in_stable_order,
     sampled_in,
     tokens_of,
@@ -42,13 +43,11 @@ from trainer.checkpoint import (
 )
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
-from trainer.metrics import TrainerMetrics, last_reported
+from trainer.metrics import TrainerMetrics, describe_step, last_reported, step_line
 from trainer.parallel.trainer_group import TrainerGroup
 from trainer.policy import Policy, StepResult
 from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
-from trainer.step_report import describe_step, step_line
 from trainer.weight_folders import tokenizer_of
-from trainer.zero_variance import ZeroVarianceGroups
 
 log = logging.getLogger(__name__)
 
@@ -65,7 +64,7 @@ class TrainingLoop:
     ``make_source`` gets the executor of the ranks; by default external agents are trained on.
     ``say`` gets the lines for the console. ``evaluate`` is called at the start, after every step,
     and at the end, with the number of steps behind the served weights, and True if no more steps
-    follow. ``group`` are the processes that train with this one.
+    follow. ``group`` has the processes that train with this one.
     """
 
     def __init__(
@@ -263,7 +262,7 @@ class TrainingLoop:
                 batch.rows, self.config.train.micro_batch_tokens, self._loss, entropy=True
             )
         except FloatingPointError as error:
-            # No step was made, so none is to be repeated.
+            # No step was made, so a restart must repeat none.
             self._manifests.remove(taken.step)
             self._failed_steps += 1
             if self._failed_steps >= _MAX_FAILED_STEPS:
@@ -288,7 +287,7 @@ class TrainingLoop:
 
     def _publish(self) -> None:
         self._publisher.publish(self.policy, self._tokenizer)
-        self.metrics.now(step=self.policy.steps, version=self._publisher.version)
+        self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
 
     def _settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
         """Record the sessions that this step, or no step, consumed; acknowledge them."""
@@ -299,7 +298,7 @@ class TrainingLoop:
             reasons = [Rejection(session_id=id, reason=why) for id, why in refused.items()]
             self._executor.ack(leased, reasons, step=step)
         self._source.settle(taken, step)
-        self.metrics.settled(batch.trained, batch.rejected)
+        self.metrics.record_sessions(batch.trained, batch.rejected)
 
     def _wait(self) -> list[Group]:
         """Wait for the next batch; empty if there will be no more."""
@@ -320,7 +319,7 @@ class TrainingLoop:
     def _announce(self, *lines: str) -> None:
         for line in lines:
             self._say(line)
-        # For another process that watches the run. A failed write does not end training.
+        # Another process that watches the run reads it. A failed write does not end training.
         with suppress(OSError):
             write_atomic(self.dir.waiting, "\n".join(lines) + "\n")
 
@@ -348,10 +347,10 @@ class TrainingLoop:
         self._publisher.resume(
             self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
         )
-        self.metrics.now(step=self.policy.steps, version=self._publisher.version)
+        self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
         if replayed:
             for step, (batch, taken) in replayed.items():
-                # A step that is not finite was none.
+                # A step whose loss was not finite was not made.
                 self._settle(batch, taken, step if batch.trained else None)
             self._say(f"trainer   repeated {_steps(list(replayed))} from the manifests")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
@@ -378,7 +377,8 @@ class TrainingLoop:
         if result is not None and taken.step > self._reported:
             # The trainer was killed before it could report this step.
             self._report(batch, result, wait=0, train=0, publish=0)
-        return replace(batch, rows=[], ages=[]), taken  # kept until all are published
+        # Without the rows, which would fill memory until all steps are published.
+        return replace(batch, rows=[], ages=[]), taken
 
     # -- weights, checkpoints, files -----------------------------------------------------------
 
@@ -419,7 +419,7 @@ class TrainingLoop:
         self._saved_step = self.policy.steps
         self._saved_state = state.get("dataset")
         self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
-        log.info("checkpoint %s", self.checkpoint)
+        log.info("wrote checkpoint %s", self.checkpoint)
 
     def _state(self) -> Mapping[str, Any]:
         """Return what a checkpoint stores beside weights and optimizer."""
@@ -429,11 +429,11 @@ class TrainingLoop:
 
     @property
     def _status(self) -> RunStatus:
-        whole = list_checkpoints(self.dir.checkpoints)
+        checkpoints = list_checkpoints(self.dir.checkpoints)
         return RunStatus(
             step=self.policy.steps,
             checkpoint=str(self.checkpoint) if self.checkpoint else None,
-            oldest_step=whole[0].step if whole else None,
+            oldest_step=checkpoints[0].step if checkpoints else None,
         )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
@@ -441,7 +441,7 @@ class TrainingLoop:
         version = self._publisher.versions.highest
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))
-        self.metrics.stepped(line)
+        self.metrics.record_step(line)
         log.info("%s", describe_step(line))
 
 

@@ -1,26 +1,29 @@
-"""Losses by name, over a flat list of trained tokens. GRPO's is the clipped policy loss:
+"""Log-probabilities of trained tokens, and losses by name. GRPO's is the clipped policy loss:
 
 ``L = -(1/N) sum_t w_t * min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t)`` with
 ``rho = pi_theta / pi_prox`` and ``w = stop_grad(min(pi_prox / mu, C))``: PPO's clip
 (arXiv 1707.06347) around a proximal policy that differs from the behaviour policy mu
 (decoupled PPO, arXiv 2110.00641), asymmetric (DAPO, arXiv 2503.14476), truncated
-importance weights for what engine and trainer compute differently.
+importance weights for the differences between engine and trainer.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, fields
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import NamedRegistry
+from trainer.packing import TrainedTokens
 
 _LOG_RATIO_LIMIT = 20.0
-"""Bounds the mismatch, a gauge: one absurd token shows in it, and does not make it infinite."""
+"""The bound of a log ratio in the mismatch gauge, so that one token cannot make it infinite."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -193,3 +196,60 @@ def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> N
         raise FloatingPointError(
             f"the {name} at {place(k)} is {float(values[k])} ({count} of {values.numel()} tokens)"
         )
+
+
+def logprobs_of(
+    model: Any,
+    ids: Tensor,
+    tokens: TrainedTokens,
+    temperatures: Tensor,
+    entropy: bool,
+    head_chunk: int,
+) -> tuple[Tensor, Tensor | None]:
+    """Return ``log_softmax(logits / T)`` [n] of the trained tokens and, if wanted, the entropies.
+
+    ``ids`` is int64 [batch, seq_len], padded on the right; ``temperatures`` [n]. The head runs on
+    ``head_chunk`` tokens at a time, and again in the backward pass.
+    """
+    # Right padding and causal attention: no trained token sees padding, so no mask is needed,
+    # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
+    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    selected = hidden[tokens.rows, tokens.sources]
+    head = model.get_output_embeddings()
+    logprobs, entropies = [], []
+    parts = (selected, tokens.labels, temperatures)
+    for h, labels, t in zip(*(torch.split(part, head_chunk) for part in parts), strict=True):
+        arguments = (h, head.weight, getattr(head, "bias", None), labels, t, entropy)
+        if torch.is_grad_enabled():
+            lp, ent = checkpoint(
+                _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
+            )
+        else:
+            lp, ent = _label_logprobs(*arguments)
+        logprobs.append(lp)
+        entropies.append(ent)
+    if not len(tokens):
+        empty = selected.new_zeros(0)
+        return empty, empty if entropy else None
+    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+
+
+def _label_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    labels: Tensor,
+    temperatures: Tensor,
+    entropy: bool,
+) -> tuple[Tensor, Tensor | None]:
+    """Return one chunk's log-softmax(logits / T) [n] of the labels, and the entropies."""
+    logits = functional.linear(hidden, weight, bias)
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    logits = logits / temperatures.to(logits.dtype)[:, None]
+    normaliser = logits.logsumexp(-1)
+    logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
+    if not entropy:
+        return logprobs, None
+    with torch.no_grad():
+        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
+    return logprobs, entropies

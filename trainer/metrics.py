@@ -1,14 +1,19 @@
-"""What the trainer shows at `/metrics`: counts since it started, gauges of its latest step."""
+"""The trainer's metrics at `/metrics`, and a step's line of `metrics.jsonl`."""
 
 from __future__ import annotations
 
 import json
+import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
+from any_agent import stats_tracker
 from any_agent.runtime.metrics import Exposition, Metric, Reading
+from trainer.batch import TrainingBatch
+from trainer.batch_source import BatchSource
+from trainer.policy import StepResult
 
 STEP = Metric("any_agent_train_step", "gauge", "Optimizer steps made in this trial.")
 VERSION = Metric(
@@ -31,43 +36,48 @@ REJECTED = Metric(
     "Sessions that were not trained on, by reason; zero_variance: all of their group scored alike.",
     ("reason",),
 )
-REWARD = Metric("any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions.")
-STALENESS_MEAN = Metric(
-    "any_agent_train_staleness_mean_steps",
-    "gauge",
-    "Optimizer steps by which the tokens that the latest step trained on were behind, mean.",
-)
-STALENESS_MAX = Metric(
-    "any_agent_train_staleness_max_steps", "gauge", "As the mean, of the oldest token."
-)
-GRAD_NORM = Metric(
-    "any_agent_train_grad_norm", "gauge", "The gradient's norm before clipping, latest step."
-)
-LOSS = Metric("any_agent_train_loss", "gauge", "The policy loss of the latest step.")
-MISMATCH = Metric(
-    "any_agent_train_logprob_mismatch",
-    "gauge",
-    "E[r - log r - 1], r the trainer's over the engine's probability of a sampled token, latest "
-    "step: how far engine and trainer disagree (nats). Near 0, but for staleness.",
-)
+_STEP_GAUGES: Mapping[str, Metric] = {
+    "reward": Metric(
+        "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
+    ),
+    "staleness_mean": Metric(
+        "any_agent_train_staleness_mean_steps",
+        "gauge",
+        "Optimizer steps by which the tokens that the latest step trained on were behind, mean.",
+    ),
+    "staleness_max": Metric(
+        "any_agent_train_staleness_max_steps", "gauge", "The same of the oldest token."
+    ),
+    "grad_norm": Metric(
+        "any_agent_train_grad_norm", "gauge", "The gradient's norm before clipping, latest step."
+    ),
+    "loss": Metric("any_agent_train_loss", "gauge", "The policy loss of the latest step."),
+    "mismatch": Metric(
+        "any_agent_train_logprob_mismatch",
+        "gauge",
+        "E[r - log r - 1], r the trainer's over the engine's probability of a sampled token, "
+        "latest step: how far engine and trainer disagree (nats). Near 0, but for staleness.",
+    ),
+    "is_capped": Metric(
+        "any_agent_train_capped_ratio",
+        "gauge",
+        "Share of the latest step's tokens whose importance weight was capped.",
+    ),
+    "weight": Metric(
+        "any_agent_train_importance_weight_mean",
+        "gauge",
+        "Mean importance weight (trainer's over engine's probability, capped), latest step.",
+    ),
+    "entropy": Metric(
+        "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
+    ),
+}
+"""Gauges of the latest step, by their names in its line of metrics.jsonl."""
 CLIPPED = Metric(
     "any_agent_train_clipped_ratio",
     "gauge",
     "Share of the latest step's tokens whose probability ratio was clipped, at either side.",
     ("side",),
-)
-CAPPED = Metric(
-    "any_agent_train_capped_ratio",
-    "gauge",
-    "Share of the latest step's tokens whose importance weight was capped.",
-)
-WEIGHT = Metric(
-    "any_agent_train_importance_weight_mean",
-    "gauge",
-    "Mean importance weight (trainer's over engine's probability, capped), latest step.",
-)
-ENTROPY = Metric(
-    "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
 )
 EVAL_STEP = Metric("any_agent_eval_step", "gauge", "The step that was evaluated last.")
 EVAL_REWARD = Metric(
@@ -76,75 +86,64 @@ EVAL_REWARD = Metric(
 EVAL_CI95 = Metric(
     "any_agent_eval_reward_ci95",
     "gauge",
-    "Where that mean lies with 95 % confidence; bound: low or high.",
+    "The 95 % confidence interval of that mean; bound: low or high.",
     ("bound",),
 )
 EVAL_EPISODES = Metric(
     "any_agent_eval_episodes_total",
     "counter",
-    "Runs of evaluations by outcome: scored, or why there is no score.",
+    "Runs of evaluations by outcome: scored, or the reason for no score.",
     ("outcome",),
 )
 EVAL_SECONDS = Metric("any_agent_eval_seconds_total", "counter", "Seconds spent on evaluations.")
 
-METRICS = tuple(value for value in globals().values() if isinstance(value, Metric))
-PHASES = ("wait", "train", "publish")
-_LATEST: Mapping[str, Metric] = {
-    "reward": REWARD,
-    "staleness_mean": STALENESS_MEAN,
-    "staleness_max": STALENESS_MAX,
-    "grad_norm": GRAD_NORM,
-    "loss": LOSS,
-    "mismatch": MISMATCH,
-    "is_capped": CAPPED,
-    "weight": WEIGHT,
-    "entropy": ENTROPY,
-}
-"""By their names in a line of metrics.jsonl."""
+_TOTALS = (TOKENS, INTERACTIONS, TRAINED, EVAL_SECONDS)
+_LABELLED_TOTALS = (SECONDS, REJECTED, EVAL_EPISODES)
+METRICS = (
+    *(STEP, VERSION, SECONDS, TOKENS, INTERACTIONS, TRAINED, REJECTED),
+    *(*_STEP_GAUGES.values(), CLIPPED),
+    *(EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
+)
 
 
 class TrainerMetrics:
-    """Plain numbers; the loop writes them, a scrape in another thread reads them.
+    """Counts since the trainer's start, and the latest step's line.
 
-    ``rejected_early``: sessions rejected before they came into a batch, by reason.
+    The loop writes them, and a scrape in another thread reads them. ``rejected_early`` returns the
+    numbers of sessions that were rejected before they came into a batch, by reason.
     """
 
     def __init__(self, rejected_early: Callable[[], Mapping[str, int]]) -> None:
         self._rejected_early = rejected_early
         self.version = 0
         self._step = 0
-        self._seconds: Counter[str] = Counter()
-        self._tokens = 0
-        self._interactions = 0
-        self._trained = 0
-        self._rejected: Counter[str] = Counter()
+        self._totals: dict[Metric, float] = dict.fromkeys(_TOTALS, 0)
+        self._labelled: dict[Metric, Counter[str]] = {m: Counter() for m in _LABELLED_TOTALS}
+        self._labelled[SECONDS].update(wait=0, train=0, publish=0)
         self._latest: Mapping[str, Any] = {}
         self._evaluated: Mapping[str, Any] = {}
-        self._episodes: Counter[str] = Counter()
-        self._eval_seconds = 0.0
 
-    def now(self, *, step: int, version: int) -> None:
-        """Where training stands, also right after a resume."""
+    def record_position(self, *, step: int, version: int) -> None:
+        """Record where training stands; also right after a resume."""
         self._step, self.version = step, version
 
-    def stepped(self, line: Mapping[str, Any]) -> None:
-        """A step is over; its line of metrics.jsonl."""
-        for phase, seconds in line["seconds"].items():
-            self._seconds[phase] += seconds
-        self._tokens += int(line["tokens"])
-        self._interactions += line["interactions"]
+    def record_step(self, line: Mapping[str, Any]) -> None:
+        """Record a finished step from its line of metrics.jsonl."""
+        self._labelled[SECONDS].update(line["seconds"])
+        self._totals[TOKENS] += int(line["tokens"])
+        self._totals[INTERACTIONS] += line["interactions"]
         self._latest = line
 
-    def settled(self, trained: Iterable[str], rejected: Mapping[str, str]) -> None:
-        """What became of a batch's sessions; those rejected with their reasons."""
-        self._trained += len(list(trained))
-        self._rejected.update(rejected.values())
+    def record_sessions(self, trained: Collection[str], rejected: Mapping[str, str]) -> None:
+        """Record the fate of a batch's sessions; ``rejected`` has the reasons."""
+        self._totals[TRAINED] += len(trained)
+        self._labelled[REJECTED].update(rejected.values())
 
-    def evaluated(self, line: Mapping[str, Any]) -> None:
-        """An evaluation is over; its line of metrics.jsonl."""
+    def record_evaluation(self, line: Mapping[str, Any]) -> None:
+        """Record a finished evaluation from its line of metrics.jsonl."""
         found = line["eval"]
-        self._episodes.update({"scored": found["episodes"], **found["failed"]})
-        self._eval_seconds += found["seconds"]
+        self._labelled[EVAL_EPISODES].update({"scored": found["episodes"], **found["failed"]})
+        self._totals[EVAL_SECONDS] += found["seconds"]
         self._evaluated = line
 
     def exposition(self) -> Exposition:
@@ -153,25 +152,20 @@ class TrainerMetrics:
     def _read(self) -> Iterable[Reading]:
         yield STEP, self._step
         yield VERSION, self.version
-        yield SECONDS, {(phase,): self._seconds[phase] for phase in PHASES}
-        yield TOKENS, self._tokens
-        yield INTERACTIONS, self._interactions
-        yield TRAINED, self._trained
-        # Copies: the loop may add a reason meanwhile.
-        rejected = Counter(dict(self._rejected)) + Counter(dict(self._rejected_early()))
-        yield REJECTED, {(reason,): number for reason, number in rejected.items()}
-        latest = self._latest
+        yield from self._totals.items()
+        for metric, counts in self._labelled.items():
+            # Copies: the loop may add a reason meanwhile.
+            copy = Counter(dict(counts))
+            if metric is REJECTED:
+                copy.update(dict(self._rejected_early()))
+            yield metric, {(label,): number for label, number in copy.items()}
+        latest, evaluated = self._latest, self._evaluated
         if latest:
-            yield from ((metric, latest[name]) for name, metric in _LATEST.items())
+            yield from ((metric, latest[name]) for name, metric in _STEP_GAUGES.items())
             yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
-        yield from self._read_evaluation()
-
-    def _read_evaluation(self) -> Iterable[Reading]:
-        yield EVAL_EPISODES, {(outcome,): n for outcome, n in dict(self._episodes).items()}
-        yield EVAL_SECONDS, self._eval_seconds
-        if self._evaluated:
-            found = self._evaluated["eval"]
-            yield EVAL_STEP, self._evaluated["step"]
+        if evaluated:
+            found = evaluated["eval"]
+            yield EVAL_STEP, evaluated["step"]
             if found["reward"] is not None:
                 yield EVAL_REWARD, found["reward"]
             if found["ci95"] is not None:
@@ -179,7 +173,7 @@ class TrainerMetrics:
 
 
 def last_reported(path: Path) -> int:
-    """The step of the last line of `metrics.jsonl` that was written whole; 0 for none."""
+    """Return the step of the last complete line of `metrics.jsonl`; 0 without one."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     for line in reversed(lines):
         try:
@@ -187,3 +181,47 @@ def last_reported(path: Path) -> int:
         except (ValueError, KeyError, TypeError):
             continue
     return 0
+
+
+def step_line(
+    step: int,
+    version: int,
+    batch: TrainingBatch,
+    result: StepResult,
+    source: BatchSource,
+    seconds: Mapping[str, float],
+) -> dict[str, Any]:
+    """Return a step's line as plain data; it takes the statistics that workflows have recorded."""
+    now = source.capacity
+    return {
+        "time": time.time(),
+        "step": step,
+        "version": version,
+        "reward": sum(batch.scores) / max(1, len(batch.scores)),
+        "sessions": len(batch.trained),
+        "left_out": dict(Counter(batch.rejected.values())),
+        "rejected": dict(source.rejected),
+        "interactions": len(batch.rows),
+        "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
+        "staleness_max": max(batch.ages, default=0),
+        "grad_norm": result.grad_norm,
+        **result.stats.means(),
+        "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
+        "capacity": now.model_dump() if now else None,
+        "epoch": source.epoch,
+        "stats": without_counts(stats_tracker.export_all()),
+    }
+
+
+def describe_step(line: Mapping[str, Any]) -> str:
+    """Return a step's line as text for the log."""
+    return (
+        f"step {line['step']}: reward {line['reward']:.3f}, {line['sessions']} sessions, "
+        f"{line['tokens']} tokens, staleness {line['staleness_mean']:.2f}, "
+        f"version {line['version']}"
+    )
+
+
+def without_counts(stats: Mapping[str, float]) -> dict[str, float]:
+    """Return statistics without the numbers of values behind them."""
+    return {name: value for name, value in stats.items() if not name.endswith("__count")}

@@ -1,7 +1,4 @@
-"""Tells the other parts of the run that the trainer lives, and serves its metrics to them.
-
-Both in threads of their own: the trainer's own is busy with steps.
-"""
+"""The trainer's registry entry and its `/metrics`, in threads beside the one that trains."""
 
 from __future__ import annotations
 
@@ -14,7 +11,6 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from socketserver import TCPServer
-from types import TracebackType
 from typing import Any, Self
 
 from any_agent import keys
@@ -31,9 +27,9 @@ log = logging.getLogger(__name__)
 class TrainerHeartbeat:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
-    ``signer`` knows the run's own key, which metrics need. ``ready`` tells whether the trainer has
-    what it needs, or is still starting. ``host`` is an address that the router reaches. ``pid`` is
-    the process that the launcher started, where that is not this one.
+    ``signer`` checks the run's own key, which metrics need. ``ready`` returns False while the
+    trainer still starts. ``host`` is an address that the router reaches. ``pid`` is the process
+    that the launcher started, if that is not this one.
     """
 
     def __init__(
@@ -65,18 +61,13 @@ class TrainerHeartbeat:
             thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: object, trace: object) -> None:
         self._over.set()
         self._server.shutdown()
         for thread in self._threads:
             thread.join(5)
         self._server.server_close()
-        # A trainer that failed is missed until it is back; one that is done is not.
+        # The run waits for a trainer that failed, but not for one that is done.
         if kind is None:
             self._write(state="stopping")
 
@@ -87,14 +78,16 @@ class TrainerHeartbeat:
                 return
 
     def _write(self, **changes: Any) -> None:
-        """Whatever fails is told once and tried again: who falls silent is taken for dead."""
+        """Write the registry entry; a failure is logged once, and the next beat tries again."""
         try:
             publish(self._folder, self._entry().model_copy(update=changes))
         except Exception as error:
             if not self._failed:
                 fault = not isinstance(error, OSError)
                 log.warning(
-                    "cannot tell that the trainer is alive, trying again: %s", error, exc_info=fault
+                    "cannot write the trainer's registry entry, trying again: %s",
+                    *(error,),
+                    exc_info=fault,
                 )
             self._failed = True
         else:
@@ -112,7 +105,7 @@ class TrainerHeartbeat:
 
 
 class _Server(TCPServer):
-    """One request at a time: only the router asks. (HTTPServer would look its own name up.)"""
+    """Serves one request at a time: only the router sends any. HTTPServer would do a DNS lookup."""
 
     allow_reuse_address = True
 
@@ -123,23 +116,23 @@ class _Server(TCPServer):
         super().__init__((host, 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.exception("a scrape of the metrics failed")
+        log.exception("a scrape of the trainer's metrics failed")
 
 
 class _Handler(BaseHTTPRequestHandler):
     server: _Server
     timeout = 2.0
-    """Seconds that a client may keep the others waiting."""
+    """Seconds that a client may delay the others."""
 
     def do_GET(self) -> None:
         try:
-            self._check()
-            self._answer(200, CONTENT_TYPE, self.server.render())
+            self._authorize()
+            self._reply(200, CONTENT_TYPE, self.server.render())
         except AnyAgentError as error:
-            self._answer(error.status, "text/plain; charset=utf-8", f"{error.message}\n".encode())
+            self._reply(error.status, "text/plain; charset=utf-8", f"{error.message}\n".encode())
 
-    def _check(self) -> None:
-        """The router alone asks here, with the run's own key; whoever else may, asks the router."""
+    def _authorize(self) -> None:
+        """Require the run's own key, which the router has; others read the router's metrics."""
         headers = self.headers
         bearer = keys.bearer_of(
             headers.get_all("Authorization", []), headers.get_all("X-Api-Key", [])
@@ -147,9 +140,9 @@ class _Handler(BaseHTTPRequestHandler):
         if not self.server.signer.is_run_key(bearer):
             raise Unauthenticated("the trainer's metrics are part of the router's /metrics")
         if self.path.partition("?")[0] != "/metrics":
-            raise NotFound("only /metrics is here")
+            raise NotFound("this server has no path but /metrics")
 
-    def _answer(self, status: int, kind: str, body: bytes) -> None:
+    def _reply(self, status: int, kind: str, body: bytes) -> None:
         self.send_response(status)
         self.send_header("Content-Type", kind)
         self.send_header("Content-Length", str(len(body)))
@@ -160,4 +153,4 @@ class _Handler(BaseHTTPRequestHandler):
         return "any-agent"
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Nothing: no access log, as everywhere."""
+        """Write no access log."""

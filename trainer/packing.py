@@ -1,4 +1,4 @@
-"""From interactions to micro-batches: padding, splitting, the staleness mask, and the shift.
+"""Micro-batches of interactions: padding, splitting, the staleness mask, and the shift.
 
 An interaction's tensors have shape [seq_len], a batch's [batch, seq_len], padded on the right:
 
@@ -13,8 +13,8 @@ An interaction's tensors have shape [seq_len], a batch's [batch, seq_len], padde
 ``temperatures``  float32    scalar, per batch [batch]; what the tokens were sampled at
 ================  =========  =========================================================
 
-Everything is **unshifted**: entry t of every tensor speaks of token t. That token t is predicted
-at position t - 1 is known in one place, :attr:`TrainedTokens.sources`.
+Everything is **unshifted**: entry t of every tensor is about token t. Only
+:attr:`TrainedTokens.sources` shifts: token t is predicted at position t - 1.
 """
 
 from __future__ import annotations
@@ -37,31 +37,30 @@ Batch: TypeAlias = dict[str, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class TrainedTokens:
-    """Where a batch's n trained tokens lie, row by row. All tensors int64, shape [n]."""
+    """The places of a batch's n trained tokens, row by row. All tensors int64, shape [n]."""
 
     rows: Tensor
     positions: Tensor
-    """Of the token itself."""
     labels: Tensor
 
     @property
     def sources(self) -> Tensor:
-        """The position whose hidden state predicts the token: the one before it."""
+        """The positions whose hidden states predict the tokens: one before each."""
         return self.positions - 1
 
     def __len__(self) -> int:
         return self.rows.numel()
 
     def gather(self, per_token: Tensor) -> Tensor:
-        """The entries [n] of an unshifted [batch, seq_len] tensor."""
+        """Return the tokens' entries [n] of an unshifted [batch, seq_len] tensor."""
         return per_token[self.rows, self.positions]
 
     def spread(self, per_row: Tensor) -> Tensor:
-        """A [batch] tensor's entry for each token: [n]."""
+        """Return a [batch] tensor's entry for each token: [n]."""
         return per_row[self.rows]
 
     def place(self, k: int) -> str:
-        """Where token k lies, for an error message."""
+        """Return the place of token k for an error message."""
         return f"row {int(self.rows[k])}, position {int(self.positions[k])}"
 
 
@@ -83,12 +82,12 @@ def trained_tokens(batch: Batch) -> TrainedTokens:
 
 
 def count_trained(rows: Sequence[Row | Batch]) -> int:
-    """N of the loss, for these rows."""
+    """Return the number of trained tokens, N of the loss."""
     return sum(int(row["loss_mask"].sum()) for row in rows)
 
 
 def with_training_signal(row: Row, *, advantage: float, temperature: float) -> Row:
-    """The row plus what the loss needs to know of it."""
+    """Return the row with its advantage and temperature, which the loss needs."""
     if not temperature > 0:
         raise ValueError(f"temperature {temperature}: greedy tokens have no behaviour probability")
     return row | {
@@ -137,13 +136,13 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
     """Take tokens older than ``eta`` optimizer steps out of the loss; the row itself is kept.
 
-    ``step`` counts the optimizer steps made so far, ``step_of_version`` says after how many a
+    ``step`` counts the optimizer steps made so far, ``step_of_version`` has the count at which each
     version was published: its tokens' age is the difference. Tokens of a later step than ``step``
-    (sampled by a history that a resume gave up) have a negative age and stay; their importance
+    (sampled in a history that a resume abandoned) have a negative age and stay; their importance
     weight is capped as any other's.
 
-    To be called after scores, baselines and advantages are computed. Works on rows and batches.
-    Raises ValueError for a trained token whose version is not in ``step_of_version``.
+    Call it after scores, baselines and advantages are computed, for rows or batches. Raises
+    ValueError for a trained token whose version is not in ``step_of_version``.
     """
     mask, versions = row["loss_mask"], row["versions"]
     trained = mask.bool()
@@ -163,8 +162,8 @@ def _too_old(age: int, eta: int) -> bool:
 def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     """Divide rows so that each part has about as many tokens; those without a loss are left out.
 
-    The longest row goes to the part with the fewest tokens so far, and so on: no part has more than
-    a third above what the best division could do (R. L. Graham, 1969). Equal rows keep their order,
+    Each row, the longest first, goes to the part with the fewest tokens so far: no part exceeds the
+    best possible division by more than a third (R. L. Graham, 1969). Equal rows keep their order,
     so the same rows are always divided alike.
     """
     wanted = [row for row in rows if bool(row["loss_mask"].any())]
@@ -179,9 +178,9 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
 
 
 def idle_batch() -> Batch:
-    """The smallest batch there is, to go through the motions with while others have work.
+    """Return the smallest batch, for a process that has no rows left while others have some.
 
-    Two tokens, one of them trained, so that every parameter takes part; its loss is not counted.
+    Of its two tokens one is trained, so that every parameter takes part; the loss does not count.
     """
     return {
         "input_ids": torch.zeros(1, 2, dtype=torch.int32),

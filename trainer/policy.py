@@ -14,8 +14,7 @@ from torch import Tensor, nn
 
 from any_agent.engine.alignment import align
 from any_agent.errors import ConfigError, StartupError
-from trainer.logprobs import logprobs_of
-from trainer.loss import LOSSES, LossConfig, LossStats
+from trainer.loss import LOSSES, LossConfig, LossStats, logprobs_of
 from trainer.packing import (
     Batch,
     Row,
@@ -31,7 +30,7 @@ from trainer.world import World, alone, in_turn
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
-    """How the policy is held and optimised.
+    """The settings of a policy's memory, computation and optimizer.
 
     ``head_chunk`` is the number of trained tokens whose logits [head_chunk, vocab] exist at a
     time, forward and backward. ``threads`` None leaves torch's choice; one is best for tiny
@@ -47,9 +46,9 @@ class PolicyConfig:
     attention: str = "sdpa"
     gradient_checkpointing: bool = False
     dtype: torch.dtype | None = None
-    """What passes compute in; None: in the weights' own type."""
+    """The type that passes compute in; None: the weights' own type."""
     offload: bool = False
-    """Weights, gradients and optimizer stay in the machine's memory between their uses."""
+    """Keep weights, gradients and optimizer in the machine's memory between their uses."""
     device: str = "cpu"
     threads: int | None = None
 
@@ -60,12 +59,12 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprobs:
-    """What the policy says of a batch's n trained tokens: float, shape [n], nats."""
+    """The policy's log-probabilities of a batch's n trained tokens: float, shape [n], nats."""
 
     tokens: TrainedTokens
     logprobs: Tensor
     entropies: Tensor | None
-    """Without gradient."""
+    """The entropies, without gradient."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +77,7 @@ class StepResult:
 
 
 class PolicyGroup(Protocol):
-    """The processes that train one policy together, as the leading one commands them."""
+    """The group of processes that train one policy, commanded by the leading one."""
 
     def train(
         self,
@@ -99,21 +98,21 @@ class PolicyGroup(Protocol):
 
 
 class GradientNotFinite(FloatingPointError):
-    """Of a step all of whose log-probabilities are finite on this process."""
+    """A gradient that is not finite, although this process's log-probabilities are."""
 
 
 class Policy:
-    """A causal language model, its AdamW, and how many optimizer steps it has made.
+    """A causal language model, its AdamW, and the number of optimizer steps made.
 
     ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
-    the policy trained must be the one that sampled. Nothing in here draws random numbers: the same
+    the trained policy must be the one that sampled. No method draws random numbers: the same
     weights, optimizer state and batches give the same step, bit for bit (on one kind of machine,
     with one number of processes).
 
-    In a ``world`` of several processes each has its share of the weights, of gradients and of the
+    In a ``world`` of several processes each has a share of the weights, the gradients and the
     optimizer, and all must call :meth:`step` together, each with its own batches; the leading
-    one starts that through its ``group``. A single process divides nothing, unless ``config`` needs
-    it. ``model`` may be what :func:`prepared` made of one.
+    one starts that through its ``group``. A single process divides nothing unless ``config`` needs
+    it. ``model`` may be a result of :func:`prepared`.
     """
 
     def __init__(
@@ -138,16 +137,16 @@ class Policy:
         )
         self.steps = 0
         self._cause: FloatingPointError | None = None
-        """What this process came upon in the step under way that is not finite."""
+        """The first value of the current step on this process that is not finite."""
         self._require_plain_head()
 
     @classmethod
     def load(
         cls, source: str | Path, config: PolicyConfig | None = None, world: World | None = None
     ) -> Policy:
-        """From a local folder or a hub name, safetensors only, in float32.
+        """Load from a local folder or a hub name, safetensors only, in float32.
 
-        Raises StartupError where weights are missing: transformers would draw them at random.
+        Raises StartupError for missing weights, which transformers would draw at random.
         """
         from transformers import AutoModelForCausalLM
 
@@ -173,23 +172,18 @@ class Policy:
     def device(self) -> torch.device:
         return self.world.device if self.world is not None else torch.device(self.config.device)
 
-    def set_lr(self, lr: float) -> None:
-        """For schedules: the rate of the next steps."""
-        for group in self.optimizer.param_groups:
-            group["lr"] = lr
-
     def buckets(self, nbytes: int, dtype: torch.dtype | None = None) -> Iterator[Bucket]:
-        """The weights as ``(name, tensor)`` under a checkpoint's names, whole, tied ones once.
+        """Yield the weights as whole ``(name, tensor)`` by a checkpoint's names, tied ones once.
 
         A bucket has at most ``nbytes``, and one tensor at least. Floating-point tensors come in
         ``dtype``, default as trained (float32), on this policy's device, without gradient. They
-        may be the policy's own: neither change them nor keep them over a step. It may be left
-        before its end.
+        may be the policy's own: neither change them nor keep them over a step. The iterator may be
+        closed early.
         """
         return in_buckets(self.model, nbytes, dtype, self._lead_gather)
 
     def gathered(self, names: Sequence[str]) -> list[Tensor]:
-        """These stored tensors, whole. All processes must call it together."""
+        """Return these stored tensors, whole. All processes must call it together."""
         stored = stored_tensors(self.model)
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
 
@@ -199,11 +193,11 @@ class Policy:
     def token_logprobs(
         self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
     ) -> TokenLogprobs:
-        """``log_softmax(logits / T)`` of every trained token; if asked, the entropies as well.
+        """Return ``log_softmax(logits / T)`` of every trained token and, if wanted, the entropies.
 
         ``temperature`` is one for all or [batch]. The head runs only where the next token is
         trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
-        never exist at once. At least float32, whatever the model computes in.
+        never exist at once. The results are at least float32, whatever the model computes in.
         """
         tokens = trained_tokens(batch)
         if not isinstance(temperature, Tensor):
@@ -219,10 +213,10 @@ class Policy:
         return TokenLogprobs(tokens, logprobs, entropies)
 
     def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """``work(model, *arguments)`` where the weights it uses are whole."""
+        """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
         out = self.whole(work, *arguments)
         if self.world is not None and not torch.is_grad_enabled():
-            # No backward pass comes that would divide the last of them again.
+            # No backward pass follows that would divide the last of them again.
             self.whole.reshard()
         return out
 
@@ -234,9 +228,9 @@ class Policy:
         *,
         entropy: bool = False,
     ) -> StepResult:
-        """One optimizer step on these rows, on all processes: see :meth:`step`.
+        """Make one optimizer step on these rows, on all processes: see :meth:`step`.
 
-        ``token_budget`` is that of one process's forward pass.
+        ``token_budget`` bounds one process's forward pass.
         """
         if self.group is not None:
             return self.group.train(self, rows, token_budget, config or LossConfig(), entropy)
@@ -253,14 +247,14 @@ class Policy:
         entropy: bool = False,
         reference: Policy | None = None,
     ) -> StepResult:
-        """One optimizer step over all micro-batches: accumulate, clip, update.
+        """Make one optimizer step over all micro-batches: accumulate, clip, update.
 
         ``batches`` carry ``advantages`` and ``temperatures``; ``total_tokens`` is N over all
-        micro-batches and ranks. pi_prox is the policy before the step. The result does not depend
-        on how rows are split into batches, but for rounding.
+        micro-batches and ranks. pi_prox is the policy before the step. But for rounding the result
+        does not depend on how rows are split into batches.
 
-        All processes of a world must bring equally many batches; where one has too few, idle ones
-        (:func:`trainer.packing.idle_batch`). The statistics are those of all.
+        All processes of a world must bring equally many batches, idle ones if need be
+        (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
 
         Raises ValueError without batches; FloatingPointError, the weights untouched, where a
         log-probability, the loss or the gradient is not finite, on every process of a world.
@@ -321,7 +315,7 @@ class Policy:
         batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
         now = self.token_logprobs(batch, batch["temperatures"], entropy=entropy)
         if "logprobs" not in batch:
-            # An idle process's: it takes part in what all do together, and adds nothing.
+            # An idle batch takes part in the collective operations, and adds nothing.
             return 0.0 * now.logprobs.sum(), LossStats()
         ref = None
         if reference is not None and config.kl_coef:
@@ -341,12 +335,12 @@ class Policy:
         except FloatingPointError as error:
             if self.world is None:
                 raise
-            # The others wait for this one's gradient: it is to tell them all.
+            # The others wait for this process's gradient: NaN tells them all.
             self._cause = self._cause or error
             return math.nan * now.logprobs.sum(), LossStats()
 
     def _require_plain_head(self) -> None:
-        """Some models bend their logits after the head (soft caps, scales); they would be wrong."""
+        """Raise StartupError for a model that changes its logits after the head, as by a cap."""
         vocabulary = self.model.get_output_embeddings().weight.shape[0]
         ids = torch.arange(1, 5, device=self.device)[None] % vocabulary
         with torch.no_grad():
@@ -360,14 +354,14 @@ class Policy:
 
 
 def world_for(config: PolicyConfig, world: World | None) -> World | None:
-    """The processes to divide weights among: this one alone where the configuration needs it."""
+    """Return the world to divide weights in: this process alone if the configuration needs one."""
     if world is None and (config.dtype is not None or config.offload):
         return alone(config.device)
     return world
 
 
 def prepared(model: Any, config: PolicyConfig, world: World | None) -> UnshardedModel:
-    """The model as it is trained: without dropout, where it computes, divided if it is to be."""
+    """Prepare a model for training: no dropout, on its device, divided among the processes."""
     whole = UnshardedModel(model)
     model.eval()
     if world is None:

@@ -25,11 +25,11 @@ from trainer.weight_folders import holds_weights, prune, publish_to_disk
 log = logging.getLogger(__name__)
 
 TIMEOUT = 120.0
-"""Seconds that the trainer waits for a proxy that restarts."""
+"""Seconds that the trainer waits for a proxy to restart."""
 _ANNOUNCE_TIMEOUT = 5.0
 """Seconds that a rank may take to accept the announcement of a checkpoint."""
 _BUCKET_BYTES = 256 * 2**20
-"""Bytes that are sent at once; no more of sharded weights is ever whole in one place."""
+"""Bytes of weights in one bucket; no more of sharded weights is ever whole in one place."""
 _MAX_REMEMBERED = 4096
 """Versions whose optimizer steps are recorded."""
 _LONG_AGO = -(10**9)
@@ -40,7 +40,7 @@ TrainingState: TypeAlias = Literal["training", "finished"]
 class WeightVersions:
     """Weight versions of one run, and how many optimizer steps each has behind it.
 
-    They are in the run's `state.json`, so that a resumed run continues above the highest.
+    The run's `state.json` stores them, so that a resumed run continues above the highest.
     """
 
     def __init__(self, path: Path) -> None:
@@ -52,7 +52,7 @@ class WeightVersions:
         }
 
     def at_least(self, version: int) -> None:
-        """Continue above a version that an engine serves, wherever it comes from."""
+        """Continue above a version that an engine serves, whatever its origin."""
         self.highest = max(self.highest, version)
 
     def reserve(self, step: int) -> int:
@@ -104,7 +104,7 @@ class Publisher:
         sync.prepare(new)
         with self._updating(new.version):
             sync.update(self._executor.ranks, new)
-        # Engines that restart load it from there.
+        # Engines that restart load the weights from this folder.
         new.write()
         prune(self._folder, self._config.train.keep_weights)
 
@@ -129,7 +129,7 @@ class Publisher:
         versions = self._served_versions()
         self.versions.at_least(max(versions))
         if len(set(versions)) == 1 and self._holds(policy, tokenizer, versions[0], fresh=fresh):
-            # One may be paused: an earlier trainer may have died in the middle of an update.
+            # One may be paused, if an earlier trainer died in the middle of an update.
             ranks = self._executor.ranks
             resume = ranks.all(lambda rank: ranks.clients[rank].resume())
             self._executor.call(resume, timeout=2 * TIMEOUT)
@@ -169,7 +169,7 @@ class Publisher:
     def _holds(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
         """Return True if the weights of this version are the policy's."""
         if self._config.engine.urls:
-            # An engine that was started elsewhere may have any weights.
+            # An engine that any-agent did not start may have any weights.
             return False
         if version == 0:
             return fresh
@@ -215,8 +215,7 @@ def announce(executor: LeaseExecutor, state: TrainingState, status: RunStatus) -
 
 
 def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:
-    """Announce a new checkpoint, which decides nothing urgent: a rank that is away delays nothing,
-    and gets the next announcement."""
+    """Announce a new checkpoint; a rank that is away delays nothing and gets the next one."""
     ranks = executor.ranks
 
     async def send(rank: int) -> None:

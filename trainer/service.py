@@ -22,7 +22,7 @@ _POLL_INTERVAL = 0.1
 class LocalService:
     """A :class:`Node` without a trainer of its own, in a thread.
 
-    ``failed`` is called, in that thread, with what ended the service once it was there.
+    ``failed`` is called, in that thread, with the error that ended the running service.
     """
 
     def __init__(
@@ -40,16 +40,16 @@ class LocalService:
         self._drains = False
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self.error: BaseException | None = None
-        """What ended it, if it did not end as it should."""
+        """The error that ended the service, if one did."""
 
     @property
     def url(self) -> str:
-        """The public one."""
+        """The public URL."""
         return self._node.url
 
     @property
     def local_url(self) -> str:
-        """The same service's, as this machine reaches it."""
+        """The URL at which this machine reaches the service."""
         return self._node.local_url
 
     @property
@@ -57,12 +57,12 @@ class LocalService:
         return self._node.engine_urls
 
     def start(self) -> None:
-        """Return when all parts are ready; ConfigError or StartupError if one cannot be."""
+        """Return when all parts are ready; raise ConfigError or StartupError if one cannot be."""
         self._thread.start()
         try:
             self._ready.wait()
         except BaseException:
-            # Ctrl-C, say: nothing may stay that was started so far.
+            # Such as Ctrl-C: no part that was started so far may stay.
             self.stop()
             raise
         if self.error is not None:
@@ -70,7 +70,7 @@ class LocalService:
             raise self.error
 
     def stop(self, *, drain: bool = False) -> None:
-        """End every process, within seconds; ``drain``: calls under way may end first."""
+        """End every process, within seconds; with ``drain`` running calls may end first."""
         self._drains = drain
         self._over.set()
         if self._thread.ident is not None:
@@ -96,10 +96,10 @@ class LocalService:
             self._ready.set()
 
     def _watch(self, node: Node) -> None:
-        """Keep the parts running, and show the steps, until it is to end."""
+        """Keep the parts running, and show the steps, until the service is to end."""
         progress = TrainingProgress(node.dir.metrics, node.config.train.steps)
         while True:
-            # Looked at before the lines are read: so those of the last step are shown, too.
+            # Checked before the lines are read, so that those of the last step are shown, too.
             over = self._over.wait(_POLL_INTERVAL)
             for line in progress.new_lines():
                 node.options.say(line)
@@ -109,11 +109,11 @@ class LocalService:
 
 
 class _ServiceEnded(Exception):
-    """The service is to end before it was there."""
+    """The service was stopped before it was ready."""
 
 
 class _Node(Node):
-    """Whose start can be given up."""
+    """A node whose start can be abandoned."""
 
     def __init__(self, config: Config, options: NodeOptions, over: threading.Event) -> None:
         super().__init__(config, options)

@@ -1,8 +1,8 @@
 """The optimizer's state of divided weights: each process writes and reads its own share.
 
 Files are those of `torch.distributed.checkpoint` in safetensors, so that any number of processes
-reads what any other number has written. Each process plans for itself: what the library would
-exchange for a common plan it pickles, and every process knows its share anyway.
+reads the files of any other number. Each process plans for itself: the library would pickle the
+messages for a common plan, and every process knows its share anyway.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from trainer.policy import Policy
 
 
 def moments(policy: Policy) -> dict[str, Tensor]:
-    """The optimizer's tensors as `<parameter>/<what>`, divided as the parameters are."""
+    """Return the optimizer's tensors as `<parameter>/<key>`, divided as the parameters are."""
     out = {}
     for name, parameter in policy.model.named_parameters():
         for key, value in policy.optimizer.state.get(parameter, {}).items():
@@ -40,14 +40,14 @@ def moments(policy: Policy) -> dict[str, Tensor]:
 
 
 def save_shard(policy: Policy, folder: Path) -> None:
-    """Write this process's share into ``folder``; nothing of what all processes have alike.
+    """Write this process's share into ``folder``, without the values that all processes share.
 
-    TrainingError where that fails.
+    Raises TrainingError if that fails.
     """
     assert policy.world is not None
     mine = {name: t for name, t in moments(policy).items() if _has_part(t)}
     if mine:
-        with _by_itself(f"{folder}: the optimizer's state cannot be written"):
+        with _translated_errors(f"{folder}: the optimizer's state cannot be written"):
             state_dict_saver.save(
                 dict(mine),
                 storage_writer=_ShardWriter(str(folder), policy.world.rank),
@@ -57,9 +57,9 @@ def save_shard(policy: Policy, folder: Path) -> None:
 
 
 def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
-    """Fill these tensors, or this process's shares of them, from what ``folder``'s files hold.
+    """Fill these tensors, or this process's shares of them, from the files in ``folder``.
 
-    StartupError where one of them is not there, or has another shape.
+    Raises StartupError for a tensor that is missing or has another shape.
     """
     reader = HuggingFaceStorageReader(str(folder))
     there = reader.read_metadata().state_dict_metadata
@@ -73,12 +73,12 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
             )
     wanted = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) or _has_part(t)}
     if wanted:
-        with _by_itself(f"{folder}: the optimizer's state cannot be read"):
+        with _translated_errors(f"{folder}: the optimizer's state cannot be read"):
             state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
 
 
 def names_in(folder: Path) -> set[str]:
-    """What the files in ``folder`` hold."""
+    """Return the names of the tensors in the files of ``folder``."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
         with safe_open(path, framework="pt") as file:
@@ -87,8 +87,8 @@ def names_in(folder: Path) -> set[str]:
 
 
 @contextmanager
-def _by_itself(problem: str) -> Iterator[None]:
-    """What the library says of a process that plans for itself: nothing, and errors as ours."""
+def _translated_errors(problem: str) -> Iterator[None]:
+    """Silence the warning about a process that plans alone; raise errors as TrainingError."""
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "torch.distributed is disabled")
@@ -103,7 +103,7 @@ def _has_part(tensor: Tensor) -> bool:
 
 
 class _ShardWriter(HuggingFaceStorageWriter):
-    """Files named by the process that writes them."""
+    """Names files by the process that writes them."""
 
     def __init__(self, path: str, rank: int) -> None:
         super().__init__(path, save_distributed=True)
@@ -114,7 +114,7 @@ class _ShardWriter(HuggingFaceStorageWriter):
 
 
 class _ShardPlanner(DefaultSavePlanner):
-    """Of one share: that shares make up whole tensors is seen at reading."""
+    """Plans one share; whether the shares make up whole tensors is checked at reading."""
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
         self.global_plan = all_plans

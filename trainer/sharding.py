@@ -15,10 +15,10 @@ from trainer.world import World
 
 
 class UnshardedModel(nn.Module):
-    """A model, and whatever is computed with it: in here all weights that it uses are whole.
+    """A module around a model, in whose forward all weights that are used are whole.
 
-    FSDP2 gathers weights when a module's forward begins. Log-probabilities take the body and the
-    head by themselves, so both have to run within the forward of one module around them.
+    FSDP2 gathers weights when a module's forward begins. Log-probabilities use the body and the
+    head separately, so both must run within the forward of one module around them.
     """
 
     def __init__(self, model: Any) -> None:
@@ -26,19 +26,18 @@ class UnshardedModel(nn.Module):
         self.model = model
 
     def forward(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """``work(model, *arguments)``; tensors that a gradient flows through it returns in a tuple,
-        or alone."""
+        """Return ``work(model, *arguments)``: a tensor, or a tuple of tensors with gradients."""
         return work(self.model, *arguments)
 
 
 def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, offload: bool) -> None:
-    """Divide each decoder layer, and what is left, among the processes, in place.
+    """Divide each decoder layer, and the remaining weights, among the processes, in place.
 
-    What a process holds is in the master type; ``dtype`` is what passes compute in, None: the same.
+    Shares have the master type; ``dtype`` is the type that passes compute in, None: the same.
     Gradients are summed over the processes, in the master type, and never averaged: the loss is
-    divided by the tokens of all of them.
+    divided by the tokens of all processes.
     """
-    # A second of imports that a process by itself does without.
+    # Imported here: it takes a second that a single process need not spend.
     from torch.distributed.fsdp import (
         CPUOffloadPolicy,
         FSDPModule,
@@ -53,7 +52,7 @@ def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, off
         # Temperatures would lose digits that the log-probabilities need.
         cast_forward_inputs=False,
     )
-    # What is moved to a GPU and back has to lie in pages that stay where they are.
+    # Memory that is moved to a GPU and back must be pinned.
     pinned = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
     for module in [*_layers(whole.model), whole]:
@@ -65,22 +64,22 @@ def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, off
 
 
 def is_divided(tensor: Tensor) -> bool:
-    """Whether this process has a share of it only: a DTensor."""
+    """Return True if this process has only a share of the tensor: a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
 def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:
-    """A divided tensor as one; all processes must ask for it together. Others: as they are."""
+    """Return a divided tensor as one, any other as it is; all processes must call it together."""
     if not is_divided(tensor):
         return tensor
-    # What is offloaded travels by the fast way, too.
+    # Offloaded tensors are gathered by the fast backend, too.
     here = tensor if tensor.device.type == device.type else tensor.to(device)
     full: Tensor = here.full_tensor()  # type: ignore[attr-defined]
     return full
 
 
 def summed(stats: LossStats, world: World) -> LossStats:
-    """Over all processes; each must call it."""
+    """Return the statistics summed over all processes; each must call it."""
     names = [f.name for f in fields(stats)]
     values = torch.tensor([float(getattr(stats, name)) for name in names], dtype=torch.float64)
     values = values.to(world.device)
@@ -91,6 +90,6 @@ def summed(stats: LossStats, world: World) -> LossStats:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """The blocks that the model says are not to be split."""
+    """Return the blocks that the model declares as not to be split."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]

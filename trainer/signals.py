@@ -1,4 +1,4 @@
-"""Ctrl-C and SIGTERM in a training script: the first one ends training well, the next at once."""
+"""Ctrl-C and SIGTERM in a training script: the first ends the current step, the next ends now."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _NUMBERS = (signal.SIGINT, signal.SIGTERM)
 
 
 class StopRequested(SystemExit):
-    """The script was told to end, and its training has: with the exit code that shells expect."""
+    """A signal ended training; the exit code is the one that shells expect."""
 
     def __init__(self, number: int) -> None:
         super().__init__(128 + number)
@@ -19,53 +19,53 @@ class StopRequested(SystemExit):
 
     @property
     def gently(self) -> bool:
-        """Whether what others have under way may end first."""
+        """True if calls under way may end first."""
         return self.number == signal.SIGTERM
 
 
 class StopSignals:
-    """What the process does with the two signals between :meth:`take` and :meth:`give_back`.
+    """Handles the two signals between :meth:`install` and :meth:`restore`.
 
-    Nothing of it outside the main thread, where no signal arrives.
+    Outside the main thread, where no signal arrives, it does nothing.
     """
 
     def __init__(self, say: Callable[[str], None]) -> None:
         self._say = say
         self._before: dict[int, signal.Handlers | Callable[..., object] | int | None] = {}
         self.stop: Callable[[], None] | None = None
-        """Ends what is under way as it should be ended; None while there is nothing to keep."""
+        """Ends training after the current step; None while there is nothing to save."""
         self.failure: Callable[[], BaseException | None] = lambda: None
-        """What the process was interrupted for, if no person did it."""
-        self.asked: int | None = None
-        """The signal that came first."""
+        """Returns the error that interrupted the process, if it was no person."""
+        self.received: int | None = None
+        """The first signal."""
 
     @property
-    def taken(self) -> bool:
+    def installed(self) -> bool:
         return bool(self._before)
 
-    def take(self) -> None:
+    def install(self) -> None:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._came) for number in _NUMBERS}
+            self._before = {number: signal.signal(number, self._handle) for number in _NUMBERS}
 
-    def give_back(self) -> None:
+    def restore(self) -> None:
         for number, before in self._before.items():
             signal.signal(number, before)
         self._before = {}
 
     def ignore(self) -> None:
-        """Nothing may keep the service's end from happening."""
+        """Ignore both signals, so that neither interrupts the service's end."""
         for number in self._before:
             signal.signal(number, signal.SIG_IGN)
 
-    def _came(self, number: int, frame: FrameType | None) -> None:
+    def _handle(self, number: int, frame: FrameType | None) -> None:
         failure = self.failure()
         if failure is not None:
             raise failure
-        if self.stop is None or self.asked is not None:
+        if self.stop is None or self.received is not None:
             raise StopRequested(number)
-        self.asked = number
+        self.received = number
         self._say(
-            "trainer   stopping: the step under way is ended and a checkpoint kept; the same again "
-            "stops at once, and what came after the last checkpoint is made again then"
+            "trainer   stopping after the current step, with a checkpoint; the same signal again "
+            "stops at once, and the next start repeats the steps after the last checkpoint"
         )
         self.stop()

@@ -12,9 +12,9 @@ Bucket = list[tuple[str, Tensor]]
 
 
 def stored_tensors(model: Any) -> dict[str, Tensor]:
-    """What a checkpoint holds, by the model's own names: tied weights once, under their source's.
+    """Return a checkpoint's tensors by the model's names: tied weights once, under their source's.
 
-    Parameters and persistent buffers themselves, no copies; shards where the model is sharded.
+    They are the parameters and persistent buffers themselves, no copies; shards if it is sharded.
     """
     state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
@@ -37,19 +37,20 @@ def in_buckets(
     dtype: torch.dtype | None,
     gather: Callable[[list[str]], list[Tensor]],
 ) -> Iterator[Bucket]:
-    """All stored tensors, about in the model's order; at most ``nbytes`` each, but one at least.
+    """Yield all stored tensors, roughly in the model's order, in buckets of at most ``nbytes``.
 
-    ``gather`` gives whole tensors for the model's names. Floating-point ones come in ``dtype``,
-    None: as they are. Names and layout are those of the model's published checkpoint, which may
-    split what the model holds as one, and have as one what the model has split: that is never torn.
+    A bucket has one tensor at least. ``gather`` returns whole tensors for the model's names.
+    Floating-point tensors come in ``dtype``, None: as they are. Names and layout are those of the
+    model's published checkpoint, which may split or fuse the model's tensors: those that belong
+    together come in one bucket.
     """
     if nbytes < 1:
-        raise ValueError("a bucket must have room for a byte")
+        raise ValueError(f"a bucket must have room for a byte, not {nbytes}")
     stored = stored_tensors(model)
     names: list[str] = []
     room = nbytes
     for fused in _fused(model, stored):
-        size = sum(stored[n].numel() * _kept(stored[n], dtype).itemsize for n in fused)
+        size = sum(stored[n].numel() * _target_dtype(stored[n], dtype).itemsize for n in fused)
         if names and size > room:
             yield _bucket(model, names, gather(names), dtype)
             names, room = [], nbytes
@@ -60,9 +61,9 @@ def in_buckets(
 
 
 def _fused(model: Any, names: Iterable[str]) -> list[list[str]]:
-    """The names, those of one tensor of a checkpoint together, in the order of the first of each.
+    """Return the names, grouped by the checkpoint's tensors, in the order of each group's first.
 
-    By the same steps as in transformers' ``revert_weight_conversion``.
+    The steps are those of transformers' ``revert_weight_conversion``.
     """
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, apply_converters
@@ -85,9 +86,9 @@ def _bucket(
 ) -> Bucket:
     from transformers.core_model_loading import revert_weight_conversion
 
-    cast = {n: t.to(_kept(t, dtype)) for n, t in zip(names, tensors, strict=True)}
+    cast = {n: t.to(_target_dtype(t, dtype)) for n, t in zip(names, tensors, strict=True)}
     return [(name, t.contiguous()) for name, t in revert_weight_conversion(model, cast).items()]
 
 
-def _kept(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
+def _target_dtype(tensor: Tensor, dtype: torch.dtype | None) -> torch.dtype:
     return dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype

@@ -19,7 +19,7 @@ from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
 
 _BUCKET = 4 << 30
-"""Bytes of weights that are whole in memory at a time, and in one file."""
+"""Bytes of weights that are whole in memory at once, and that one file has."""
 _NAME = re.compile(r"v(\d{8,})")
 _TOKENIZER_FILES = (
     "added_tokens.json",
@@ -42,7 +42,7 @@ def publish_to_disk(
     *,
     dtype: torch.dtype | None = None,
 ) -> Path:
-    """Write ``root/v{version:08d}``: weights, configuration and tokenizer, whole or not at all.
+    """Write ``root/v{version:08d}``: weights, configuration and tokenizer, all or nothing.
 
     ``tokenizer`` is a folder whose tokenizer files are copied unchanged, or a tokenizer to save.
     Floating-point weights are written in ``dtype``, default as trained (float32). Raises Conflict
@@ -58,7 +58,7 @@ def publish_to_disk(
 
 
 def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:
-    """Whether a published folder's weights are the policy's, bit for bit, in ``dtype``."""
+    """Return True if a published folder's weights are the policy's, bit for bit, in ``dtype``."""
     with ExitStack() as stack:
         stored: dict[str, Any] = {}
         for path in sorted(folder.glob("*.safetensors")):
@@ -78,7 +78,7 @@ def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = N
 
 
 def tokenizer_of(model: str) -> Path:
-    """The folder of a model's tokenizer files; of a hub name, its cached copy."""
+    """Return the folder of a model's tokenizer files; for a hub name, its cached copy."""
     if Path(model).is_dir():
         return Path(model)
     from huggingface_hub import snapshot_download
@@ -87,7 +87,7 @@ def tokenizer_of(model: str) -> Path:
 
 
 def published_versions(root: Path) -> list[int]:
-    """The versions in ``root``, ascending."""
+    """Return the versions in ``root``, ascending."""
     if not root.is_dir():
         return []
     names = (_NAME.fullmatch(path.name) for path in root.iterdir())
@@ -95,7 +95,7 @@ def published_versions(root: Path) -> list[int]:
 
 
 def prune(root: Path, keep: int) -> list[int]:
-    """Remove all but the ``keep`` (at least one) newest versions; returns the removed ones."""
+    """Remove all but the ``keep`` (at least one) newest versions; return the removed ones."""
     if keep < 1:
         raise ValueError("at least one version must be kept")
     removed = published_versions(root)[:-keep]
@@ -112,16 +112,16 @@ def save_pretrained(
     dtype: torch.dtype | None = None,
     shard_bytes: int = _BUCKET,
 ) -> None:
-    """Model (safetensors), configuration and tokenizer as ``AutoModelForCausalLM`` loads them.
+    """Write model (safetensors), configuration and tokenizer for ``AutoModelForCausalLM``.
 
-    Weights beyond ``shard_bytes`` go to several files with an index: no more of them than that are
-    in memory beside the model.
+    Weights beyond ``shard_bytes`` go to several files with an index, so that no more than these
+    bytes are in memory beside the model.
     """
     policy.model.config.save_pretrained(folder)
     generation = getattr(policy.model, "generation_config", None)
     if generation is not None:
         generation.save_pretrained(folder)
-    # What a configuration says is the type that the model computes in, not that of these tensors.
+    # The configuration states the type that the model computes in; these tensors have another.
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["architectures"] = [type(policy.model).__name__]
@@ -136,7 +136,7 @@ def save_pretrained(
 def _save_weights(
     policy: Policy, folder: Path, dtype: torch.dtype | None, shard_bytes: int
 ) -> torch.dtype:
-    """Write all buckets; the type of the first floating-point tensor."""
+    """Write all buckets; return the type of the first floating-point tensor."""
     files: list[list[str]] = []
     total, kind = 0, dtype
     for bucket in policy.buckets(shard_bytes, dtype):
@@ -160,6 +160,9 @@ def _save_weights(
 def _copy_tokenizer(source: Path, folder: Path) -> None:
     found = [source / name for name in _TOKENIZER_FILES if (source / name).is_file()]
     if not found:
-        raise StartupError(f"{source} holds no tokenizer files")
+        raise StartupError(
+            f"{source} has no tokenizer files: add the model's tokenizer.json, or "
+            "set model.path to a folder that has one"
+        )
     for path in found:
         shutil.copyfile(path, folder / path.name)

@@ -15,7 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from any_agent.errors import ConfigError, StartupError
 
 TIMEOUT = 600.0
-"""Seconds that one process waits for the others in one exchange: then one of them is lost."""
+"""Seconds that one process waits for the others in one exchange before one counts as lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,7 @@ class World:
     mesh: DeviceMesh
     """One dimension: the processes that weights are divided among."""
     timeout: float = TIMEOUT
-    """Seconds that this process waits for what another one says."""
+    """Seconds that this process waits for another one's message."""
 
     @property
     def leads(self) -> bool:
@@ -36,7 +36,7 @@ class World:
 
 
 def started_together(environment: Mapping[str, str] = os.environ) -> int:
-    """How many processes torchrun has started with this one; 1 for one by itself."""
+    """Return the number of processes that torchrun started together; 1 without torchrun."""
     try:
         return int(environment.get("WORLD_SIZE", "1"))
     except ValueError:
@@ -44,24 +44,24 @@ def started_together(environment: Mapping[str, str] = os.environ) -> int:
 
 
 def follows(environment: Mapping[str, str] = os.environ) -> bool:
-    """Whether this process is led by another one."""
+    """Return True if another process leads this one."""
     return started_together(environment) > 1 and environment.get("RANK", "0") != "0"
 
 
 def require_processes(wanted: int, environment: Mapping[str, str] = os.environ) -> None:
-    """ConfigError where more processes are configured than torchrun started on this machine."""
+    """Raise ConfigError unless torchrun started as many processes here as are configured."""
     here = 1
     if started_together(environment) > 1:
         here = int(environment.get("LOCAL_WORLD_SIZE", "1"))
     if wanted not in (1, here):
         raise ConfigError(
-            f"train.processes={wanted}, but here {here} were started: start the script by "
+            f"train.processes={wanted}, but this machine runs {here}: start the script by "
             f"torchrun --nproc-per-node {wanted}, or set train.processes={here}"
         )
 
 
 def join(device: str) -> World:
-    """Meet the others; StartupError where they do not come.
+    """Meet the other processes; StartupError if they do not come.
 
     ``device`` is `cpu`, for gloo, or `cuda`, for NCCL: each process takes the GPU of its number on
     its machine.
@@ -78,13 +78,13 @@ def join(device: str) -> World:
 
 @contextmanager
 def in_turn(world: World | None) -> Iterator[None]:
-    """One process of each machine after the other, so that only one of them has a whole model."""
+    """Run the body in one process of each machine after the other, so that one loads at a time."""
     if world is None or world.size == 1:
         yield
         return
     here = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     mine = int(os.environ.get("LOCAL_RANK", "0"))
-    # On the CPU also with GPUs: NCCL's calls return before the others are there.
+    # On the CPU even with GPUs: NCCL's calls return before the other processes arrive.
     most = torch.tensor(here)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     for turn in range(int(most)):
@@ -94,7 +94,7 @@ def in_turn(world: World | None) -> Iterator[None]:
 
 
 def alone(device: str) -> World:
-    """A world of this process only, without a network: for what divided weights can do alone."""
+    """Return a world of this process only, without a network, for features of divided weights."""
     here = torch.device(device)
     if not dist.is_initialized():
         backend = "gloo" if here.type == "cpu" else "cpu:gloo,cuda:nccl"
@@ -104,7 +104,7 @@ def alone(device: str) -> World:
 
 
 def leave() -> None:
-    """Forget the others."""
+    """Leave the process group."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
@@ -115,8 +115,8 @@ def _device(kind: str) -> torch.device:
     number, there = int(os.environ.get("LOCAL_RANK", "0")), torch.cuda.device_count()
     if number >= there:
         raise ConfigError(
-            f"train.processes: process {number + 1} of this machine has no GPU, there are {there}; "
-            f"set train.processes={there}"
+            f"train.processes: process {number + 1} of this machine has no GPU, because there are "
+            f"{there}; set train.processes={there}"
         )
     torch.cuda.set_device(number)
     return torch.device("cuda", number)

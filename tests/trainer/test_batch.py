@@ -12,11 +12,11 @@ from any_agent.types import SampledSession, Trajectory
 from tests.support.trainer.episodes import interaction, pair, session
 from trainer.batch import (
     TrainingBatch,
+    ZeroVarianceGroups,
     in_stable_order,
     training_batch,
     versions_in,
 )
-from trainer.zero_variance import ZeroVarianceGroups
 
 CONFIG = TrainConfig(normalize_std=False)
 

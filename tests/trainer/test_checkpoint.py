@@ -58,7 +58,7 @@ def test_going_on_equals_never_having_stopped_bit_for_bit(
 ) -> None:
     policy = Policy.load(tiny_model_dir, CONFIG)
     train(policy, range(3))
-    policy.set_lr(5e-4)
+    policy.optimizer.param_groups[0]["lr"] = 5e-4
     consumed = {"consumed": ["s-1", "s-2"], "versions": {"3": 2}}
     path = save_checkpoint(tmp_path, policy, tiny_model_dir, consumed)
     expected_draws = draws()
@@ -146,7 +146,7 @@ def test_a_broken_one_is_passed_over_and_said_so(
     with caplog.at_level(logging.WARNING):
         assert latest_checkpoint(root) == root / "step-00000002"
     assert "step-00000003" in caplog.text and "falling back" in caplog.text
-    with pytest.raises(NotFound, match="not a whole checkpoint"):
+    with pytest.raises(NotFound, match="not a complete checkpoint"):
         load_checkpoint(root / "step-00000003")
 
 

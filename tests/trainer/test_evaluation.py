@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -45,10 +45,9 @@ class Lab:
             config,
             as_dataset(items(count), "valid_dataset"),
             workflow,
-            None,
-            lambda: nullcontext(self.executor),  # type: ignore[arg-type,return-value]
+            lambda: self.executor,  # type: ignore[arg-type,return-value]
             metrics=self.metrics,
-            reported=self.reported.append,
+            report=self.reported.append,
         )
 
     @property
@@ -213,7 +212,7 @@ def test_it_is_in_the_metrics_and_seen_by_people(tmp_path: Path) -> None:
         progress = TrainingProgress(lab.metrics, 10)
         lab.evaluation(by_item({0: 1.0, 1: 0.0, 2: RuntimeError("x")}), 3)(2, False)
     assert progress.new_lines() == lab.said
-    metrics.evaluated(lab.reported[0])
+    metrics.record_evaluation(lab.reported[0])
     text = metrics.exposition().render().decode()
     assert "any_agent_eval_step 2" in text
     assert "any_agent_eval_reward_mean 0.5" in text
@@ -232,18 +231,18 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
         if steps is None:
             continue
         lab = DataLab(config_of([*settings, f"train.steps={steps}"]), items=12, before=lab)
-        workflow = Alternating()
+        workflow, ended = Alternating(), ExitStack()
         evaluation = TrialEvaluation(
             EvalConfig(every=2, at_start=True),  # type: ignore[call-arg]
             as_dataset(items(3), "valid_dataset"),
             workflow,
-            None,
-            partial(opened, lab.source),
+            partial(executor_of, lab.source, ended),
             metrics=lab.trainer.dir.metrics,
-            reported=lab.trainer.metrics.evaluated,
+            report=lab.trainer.metrics.record_evaluation,
         )
         lab.trainer._evaluate = evaluation
-        assert lab.trainer.train()
+        with ended:
+            assert lab.trainer.train()
     assert lab is not None
     lines = [json.loads(line) for line in lab.trainer.dir.metrics.read_text().splitlines()]
     order = [("eval" if "eval" in line else "step", line["step"]) for line in lines]
@@ -257,8 +256,9 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             assert stop_after or line["step"] == 5 or line["version"] == line["step"]
 
 
-def opened(source: DatasetBatches) -> AbstractContextManager[WorkflowExecutor]:
+def executor_of(source: DatasetBatches, ended: ExitStack) -> WorkflowExecutor:
     """The trainer's executor, or a fresh one after its end."""
     if source.started:
-        return nullcontext(source.executor)
-    return WorkflowExecutor(None, source.executor._config)
+        executor: WorkflowExecutor = source.executor
+        return executor
+    return ended.enter_context(WorkflowExecutor(None, source.executor._config))

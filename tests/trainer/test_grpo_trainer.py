@@ -18,6 +18,7 @@ from any_agent.config.script import GRPOConfig
 from any_agent.errors import ConfigError, StartupError
 from any_agent.workflow import RolloutWorkflow
 from trainer import GRPOTrainer, grpo_trainer
+from trainer.loop import TrainingLoop
 from trainer.signals import StopRequested
 
 LIMIT = 60.0
@@ -129,6 +130,18 @@ def test_more_processes_than_were_started_are_refused(config: Config, fakes: Non
     several = config.model_copy(update={"train": config.train.model_copy(update={"processes": 2})})
     with pytest.raises(ConfigError, match="torchrun --nproc-per-node 2"), GRPOTrainer(several):
         pass
+
+
+@pytest.mark.parametrize("setting", ["preset", "advantage_estimator", "loss"])
+def test_an_unknown_algorithm_is_refused_before_anything_starts(
+    config: Config, fakes: None, setting: str
+) -> None:
+    train = config.train.model_copy(update={setting: "gppo"})
+    unknown = config.model_copy(update={"train": train})
+    with pytest.raises(ConfigError, match=r"gppo.*known are grpo"), GRPOTrainer(unknown):
+        pass
+    with pytest.raises(ConfigError, match=r"gppo.*known are grpo"):
+        TrainingLoop(unknown)
 
 
 def test_what_is_no_config() -> None:
@@ -264,7 +277,9 @@ def test_which_workflow_is_evaluated(
     config: Config, fakes: None, kwargs: Any, evaluated: Any, eval_kwargs: Any, x: int, same: bool
 ) -> None:
     with GRPOTrainer(config) as trainer:
-        runs, eval_runs = trainer._resolve(Numbered, kwargs, evaluated, eval_kwargs)
+        runs, eval_runs = trainer._resolve(
+            grpo_trainer._Workflows(Numbered, kwargs, evaluated, eval_kwargs)
+        )
     assert isinstance(eval_runs, Numbered) and eval_runs.x == x
     assert (runs is eval_runs) == same
 
@@ -278,9 +293,9 @@ def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: Non
     runs: list[Any] = []
 
     class Noting(GRPOTrainer):
-        def _make_loop(self, workflow: Any, *rest: Any) -> Any:
-            runs.append((workflow, rest[2]))
-            self._signals.asked = None
+        def _make_loop(self, given: Any, accept: Any) -> Any:
+            runs.append((given.train, given.eval))
+            self._signals.received = None
             return SimpleNamespace(metrics=None, loaded=True, train=lambda: True)
 
     with Noting(named(config, workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer:

@@ -55,7 +55,7 @@ def test_the_entry_lives_as_long_as_the_trainer(
         assert (first.url, first.pid, first.state) == (presence.url, os.getpid(), "starting")
         loaded.set()
         until(lambda: (entry_in(tmp_path) or first).state == "ready")
-        metrics.now(step=4, version=7)
+        metrics.record_position(step=4, version=7)
         until(lambda: (entry_in(tmp_path) or first).version == 7)
         assert get(f"{presence.url}/metrics").status_code == 200
     last = entry_in(tmp_path)

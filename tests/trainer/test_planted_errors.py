@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 import trainer.advantage
-import trainer.logprobs
 import trainer.loss
 import trainer.packing
 import trainer.policy
@@ -49,7 +48,7 @@ LAWS: dict[str, Callable[[], None]] = {
 
 original_policy_loss = trainer.loss.policy_loss
 original_trained_tokens = trainer.packing.trained_tokens
-original_label_logprobs = trainer.logprobs._label_logprobs
+original_label_logprobs = trainer.loss._label_logprobs
 
 
 def no_shift(tokens: TrainedTokens) -> Tensor:
@@ -123,13 +122,13 @@ PLANTS = {
         "TRL's loss and gradients", trainer.policy, "trained_tokens", mask_shifted
     ),
     "missing temperature": Plant(
-        "dense gradients", trainer.logprobs, "_label_logprobs", no_temperature
+        "dense gradients", trainer.loss, "_label_logprobs", no_temperature
     ),
     "missing temperature, against TRL": Plant(
-        "TRL's loss and gradients", trainer.logprobs, "_label_logprobs", no_temperature
+        "TRL's loss and gradients", trainer.loss, "_label_logprobs", no_temperature
     ),
     "one temperature for all rows": Plant(
-        "dense gradients", trainer.logprobs, "_label_logprobs", one_temperature_for_all
+        "dense gradients", trainer.loss, "_label_logprobs", one_temperature_for_all
     ),
     "baseline over turns": Plant("the worked example", trainer.advantage, "_pool", over_turns),
     "deviation not offset": Plant("TRL's loss and gradients", trainer.advantage, "STD_FLOOR", 1e-2),

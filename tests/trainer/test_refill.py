@@ -12,7 +12,7 @@ from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.workflow import ProxyWorkflow
 from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
-from trainer.zero_variance import ZeroVarianceGroups
+from trainer.batch import ZeroVarianceGroups
 
 
 class One(RankClients):

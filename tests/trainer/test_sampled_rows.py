@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.errors import TrainingError
 from any_agent.types import Row, SampledSession
-from trainer.sampled_rows import read_sessions, write_sessions
+from trainer.manifests import read_sessions, write_sessions
 
 
 def row(length: int, reward: float) -> Row:

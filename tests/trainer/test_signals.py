@@ -18,9 +18,9 @@ SAID: list[str] = []
 def signals() -> Iterator[StopSignals]:
     SAID.clear()
     signals = StopSignals(SAID.append)
-    signals.take()
+    signals.install()
     yield signals
-    signals.give_back()
+    signals.restore()
 
 
 @pytest.mark.parametrize(
@@ -32,7 +32,7 @@ def test_the_first_and_the_second(
     stopped: list[bool] = []
     signals.stop = lambda: stopped.append(True)
     signal.raise_signal(number)
-    assert (stopped, signals.asked) == ([True], number)
+    assert (stopped, signals.received) == ([True], number)
     (line,) = SAID
     assert "checkpoint" in line and "again" in line
     with pytest.raises(StopRequested) as ended:
@@ -56,16 +56,16 @@ def test_a_part_that_is_gone_is_told_by_its_error(signals: StopSignals) -> None:
 def test_what_was_before_is_given_back() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     signals = StopSignals(SAID.append)
-    signals.take()
-    assert signals.taken
-    signals.give_back()
-    assert not signals.taken
+    signals.install()
+    assert signals.installed
+    signals.restore()
+    assert not signals.installed
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
 def test_in_another_thread_nothing_is_taken() -> None:
     signals = StopSignals(SAID.append)
-    thread = threading.Thread(target=signals.take)
+    thread = threading.Thread(target=signals.install)
     thread.start()
     thread.join()
-    assert not signals.taken
+    assert not signals.installed

@@ -11,7 +11,7 @@ from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
 from trainer import loop
-from trainer.zero_variance import ZeroVarianceGroups
+from trainer.batch import ZeroVarianceGroups
 
 
 def alike(reward: float) -> Episode:

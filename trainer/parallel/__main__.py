@@ -1,7 +1,7 @@
 """One machine's training processes: ``python -m trainer.parallel --processes N -- ARGUMENTS``.
 
-What `torchrun` does, by its own means, for ``python -m trainer ARGUMENTS``; it ends as the first of
-them that failed did, so that whoever started it can tell a wrong setting from a crash.
+It starts ``python -m trainer ARGUMENTS`` by torchrun's own functions, and ends like the first
+process that failed, so that the launcher can distinguish a wrong setting from a crash.
 """
 
 from __future__ import annotations
@@ -20,21 +20,22 @@ from any_agent.runtime.ports import free_port
 _STOPPED = 143
 _SIOCGIFADDR = 0x8915
 _MEET_TIMEOUT = 900
-"""Seconds for the first of several machines to be there."""
+"""Seconds that the other machines wait for the first one."""
 _END_TIMEOUT = 3600
-"""Seconds for the step under way and a checkpoint after SIGTERM, if whoever sent it is so patient:
-when this process is killed, the others are."""
+"""Seconds for the current step and a checkpoint after SIGTERM; if the sender's patience ends
+earlier and it kills this process, the others end with it."""
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer.parallel", description=__doc__)
-    parser.add_argument("--processes", type=int, required=True, help="on this machine")
-    parser.add_argument("--machines", type=int, default=1, help="that train together")
-    parser.add_argument("--machine", type=int, default=0, help="which of them this one is, from 0")
-    parser.add_argument("--address", default="127.0.0.1", help="of the first one")
-    parser.add_argument("--port", type=int, default=0, help="where they meet; 0: any, if alone")
-    parser.add_argument("--host", default="127.0.0.1", help="this machine's address for the others")
-    parser.add_argument("arguments", nargs="*", help="of each process, behind --")
+    add = parser.add_argument
+    add("--processes", type=int, required=True, help="number of processes on this machine")
+    add("--machines", type=int, default=1, help="number of machines that train together")
+    add("--machine", type=int, default=0, help="number of this machine, from 0")
+    add("--address", default="127.0.0.1", help="address of the first machine")
+    add("--port", type=int, default=0, help="port of the first machine; 0: any free one, if alone")
+    add("--host", default="127.0.0.1", help="this machine's address for the others")
+    add("arguments", nargs="*", help="arguments of each process, after --")
     args = parser.parse_args()
 
     from torch.distributed.elastic.multiprocessing.api import SignalException
@@ -45,7 +46,7 @@ def main() -> int:
     if interface is not None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
         if args.machines > 1:
-            # Alone it needs none, and engines elsewhere may have to reach it.
+            # A single machine must not fix it: engines on others may use another interface.
             os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(_END_TIMEOUT))
     port = args.port or free_port(args.address)
@@ -54,11 +55,11 @@ def main() -> int:
         max_nodes=args.machines,
         nproc_per_node=args.processes,
         run_id="trainer",
-        # The other backends exchange pickled states.
+        # The other backends exchange pickled data.
         rdzv_backend="static",
         rdzv_endpoint=f"{args.address}:{port}",
         rdzv_configs={"rank": args.machine, "timeout": _MEET_TIMEOUT},
-        # All of them are started again by who started this.
+        # The launcher restarts this process, and so all of them.
         max_restarts=0,
         monitor_interval=0.2,
     )
@@ -72,10 +73,10 @@ def main() -> int:
 
 
 def interface_of(host: str) -> str | None:
-    """The interface with this IPv4 address; None where none is found, and the libraries choose.
+    """Return the interface with this IPv4 address; None if none is found: the libraries choose.
 
-    By themselves they take the address that the machine's own name stands for, which may be another
-    network's, or one that no other machine reaches.
+    They choose the address of the machine's own host name, which may be in another network or
+    unreachable for the other machines.
     """
     try:
         address = ipaddress.IPv4Address(host)
@@ -101,7 +102,7 @@ def _address_of(interface: str) -> ipaddress.IPv4Address | None:
 if __name__ == "__main__":
     code = main()
     if code < 0:
-        # As its child, by a signal.
+        # End by the same signal as the child.
         if -code != signal.SIGKILL:
             signal.signal(-code, signal.SIG_DFL)
         os.kill(os.getpid(), -code)

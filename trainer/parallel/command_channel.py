@@ -1,4 +1,4 @@
-"""Commands of the leading process and replies of the others: JSON and tensors by gloo.
+"""Commands of the leading process and replies of the others: JSON and tensors over gloo.
 
 ::
 
@@ -7,8 +7,8 @@
       send_rows(rank, rows) ──────── each its own ────▶  receive_rows()
       replies()             ◀──── one from each ────────  reply()
 
-Nothing is pickled. Every wait ends: when a process is gone its connections break, and a process
-that is silent for `World.timeout` is lost, too: TrainingError. So while there is nothing to do, the
+Nothing is pickled. Every wait ends with a TrainingError when a process is gone, because its
+connections break, or when it is silent for `World.timeout`. So while there is nothing to do, the
 leader sends a heartbeat command.
 """
 
@@ -33,13 +33,12 @@ from trainer.world import World
 log = logging.getLogger(__name__)
 
 _HEARTBEAT_INTERVAL = 10.0
-"""Seconds."""
 
 Rows = Sequence[Mapping[str, Tensor]]
 
 
 class CommandChannel:
-    """The messages of one process, in a process group of their own: none mixes with gradients."""
+    """The messages of one process, in a process group of their own, apart from the gradients."""
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -148,8 +147,7 @@ class Leader:
                 found.append(reply["not_finite"])
 
     def stop(self) -> None:
-        """Stop the others, once. After a failure in the middle of a command they no longer listen:
-        they end with this process."""
+        """Stop the others, once; after a failed command they do not listen, and end with this."""
         self._over.set()
         self._thread.join(self.channel.world.timeout)
         with self._lock:
@@ -158,7 +156,7 @@ class Leader:
                 try:
                     self.channel.broadcast_command({"do": "stop"})
                 except TrainingError as error:
-                    log.warning("%s", error.message)
+                    log.warning("cannot stop the other training processes: %s", error.message)
 
     def _send_heartbeats(self) -> None:
         while not self._over.wait(self._interval):
@@ -167,14 +165,14 @@ class Leader:
                     pass
             except Exception as error:
                 if not self._over.is_set():
-                    log.error("%s", error)
+                    log.error("the heartbeat of the training processes failed: %s", error)
                     self.lost(error)
                 return
 
 
 @contextmanager
 def _translated_errors() -> Iterator[None]:
-    """Raise gloo's errors, of a broken connection or a wait that is over, as TrainingError."""
+    """Raise gloo's errors, a broken connection or a timeout, as TrainingError."""
     try:
         yield
     except RuntimeError as error:

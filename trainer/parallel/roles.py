@@ -48,7 +48,7 @@ def follow(world: World, train: TrainConfig) -> None:
 
 @contextmanager
 def lead(world: World | None) -> Iterator[TrainerGroup | None]:
-    """Give the group that this process leads, None without other processes; stop it at the end."""
+    """Yield the group that this process leads, None without other processes; stop it at the end."""
     if world is None:
         yield None
         return
@@ -63,8 +63,8 @@ def lead(world: World | None) -> Iterator[TrainerGroup | None]:
 class Follower:
     """Follows the leader of its world.
 
-    A failure while all processes exchange tensors ends this process, and with it all others: they
-    would wait for it.
+    A failure while all processes exchange tensors ends this process, and with it all others, which
+    would otherwise wait for it.
     """
 
     def __init__(self, world: World, settings: PolicyConfig, train: TrainConfig) -> None:
@@ -76,11 +76,11 @@ class Follower:
 
     def follow(self) -> None:
         """Return when the leader sends `stop`; TrainingError when the leader is gone."""
-        actions: dict[str, Callable[[Mapping[str, Any]], None]] = {
+        actions: dict[str, Callable[[Mapping[str, Any]], object]] = {
             "nothing": lambda command: None,
             "load": self._load,
             "step": self._step,
-            "gather": lambda command: self._gather(command["names"]),
+            "gather": lambda command: self.policy.gathered(command["names"]),
             "save": lambda command: self._save(Path(command["folder"])),
         }
         while (command := self._channel.receive_command())["do"] != "stop":
@@ -94,7 +94,7 @@ class Follower:
             except (AnyAgentError, OSError) as error:
                 if command["do"] != "save":
                     raise
-                log.error("%s", error)
+                log.error("this process's share of the checkpoint cannot be saved: %s", error)
                 reply["error"] = str(error)
             self._channel.reply(reply)
 
@@ -120,6 +120,3 @@ class Follower:
         from trainer.sharded_optimizer import save_shard
 
         save_shard(self.policy, folder)
-
-    def _gather(self, names: list[str]) -> None:
-        self.policy.gathered(names)

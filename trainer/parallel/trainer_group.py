@@ -26,7 +26,7 @@ class TrainerGroup:
         self._leader = Leader(CommandChannel(world))
 
     def when_lost(self, callback: Callable[[BaseException], None]) -> None:
-        """Call back, in another thread, when a process is gone while all are idle."""
+        """Call ``callback``, in another thread, when a process is gone while all are idle."""
         self._leader.lost = callback
 
     def load(self, source: str | Path, settings: PolicyConfig) -> Policy:
@@ -54,7 +54,7 @@ class TrainerGroup:
         """Make one step, each process on its part of the rows; see :meth:`Policy.step`."""
         total = count_trained(rows)
         if not total:
-            # Before the others get the command: their step would fail, and end them.
+            # Checked before the others get the command: their step would fail and end them.
             raise ValueError("there is nothing to train on")
         parts = balanced(rows, self.world.size)
         count = max(len(micro_batches(part, token_budget)) for part in parts)
