@@ -19,7 +19,7 @@ from proxy_ext.sessions.state_machine import Event
 from tests.support.proxy import our_app
 
 ROOT = Path(__file__).resolve().parents[2]
-DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md"]
+DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"]
 DOCUMENTS += sorted(str(file.relative_to(ROOT)) for file in (ROOT / "docs").rglob("*.md"))
 
 PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
@@ -138,9 +138,19 @@ def test_the_queries_are_of_metrics_that_exist(generate: ModuleType) -> None:
 @pytest.mark.parametrize("name", DOCUMENTS)
 def test_links_lead_somewhere(name: str) -> None:
     text = (ROOT / name).read_text()
-    links = re.findall(r"\]\((?!https?:|#)([^)#]+)(?:#[^)]*)?\)", text)
-    missing = [link for link in links if not (ROOT / name).parent.joinpath(link).exists()]
+    missing = []
+    for link, anchor in re.findall(r"\]\((?!https?:)([^)#]*)(?:#([^)]*))?\)", text):
+        target = (ROOT / name).parent / link if link else ROOT / name
+        if not target.exists() or (anchor and anchor not in anchors(target)):
+            missing.append(f"{link}#{anchor}")
     assert not missing
+
+
+@cache
+def anchors(page: Path) -> set[str]:
+    """Return the anchors that GitHub gives to the headings of a page."""
+    headings = re.findall(r"^#+ (.+)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", h.lower()).replace(" ", "-") for h in headings}
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
