@@ -70,7 +70,7 @@ def find_parent(
         )
     begun, digest = None, None
     if tree is not None:
-        begun, digest = tree.seen.look(messages, [call.tools, template.hex()])
+        begun, digest = tree.seen.find(messages, [call.tools, template.hex()])
     known = begun.messages if begun is not None else 0
     new = messages[known:]
     characters = _characters(new) + (begun.characters if begun is not None else 0)
@@ -147,13 +147,13 @@ class _Search:
         return None, 0
 
     def _compare_reasoning(self, key: bytes, message: Any) -> None:
-        said = self._tree.that_said(key)
+        said = self._tree.with_messages(key)
         thought = reasoning_of(message) if said else ""
         if thought:
             self.unlike |= {i.id for i in said if not _reasoned_so(i, thought)}
 
     def _at(self, key: bytes) -> Interaction | None:
-        said = self._tree.that_said(key)
+        said = self._tree.with_messages(key)
         same = [i for i in said if self._tree.key(i.id) == key]
         # What was cut off is not what the agent holds, so nothing can extend it.
         whole = [i for i in same if i.finish_reason != "abort"]

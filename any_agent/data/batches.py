@@ -1,4 +1,4 @@
-"""Items of a batch, as data loaders give them: lists of items, or columns put together by torch."""
+"""Items of a data loader's batch, which is a list of items or torch's columns of them."""
 
 from __future__ import annotations
 
@@ -8,22 +8,21 @@ from typing import Any
 from any_agent.errors import DatasetError
 
 _EXACT = ("torch.int64", "torch.float64", "torch.bool")
-"""The dtypes that torch makes of Python's own numbers."""
+"""The dtypes to which torch converts Python's own numbers."""
 _FIX = "give the DataLoader collate_fn=lambda items: items"
 
 
 def items_of(batch: Any) -> list[dict[str, Any]]:
-    """The items of a batch: mappings one by one, or the columns that torch's default collate makes
-    of them.
+    """Return the items of a batch: a list of mappings, or the columns of torch's default collate.
 
-    Columns are turned back into numbers, strings, lists and mappings; fields that were tensors or
-    arrays of one dimension or more stay tensors. Raises DatasetError naming the field that cannot
-    be turned back, TypeError for what is no batch.
+    Columns are converted back into numbers, strings, lists and mappings; fields that were tensors
+    or arrays of one dimension or more stay tensors. Raises DatasetError naming a field that cannot
+    be converted, TypeError for a value that is not a batch.
     """
     if isinstance(batch, Mapping):
         return _of_columns(batch)
     if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
-        raise TypeError(f"a batch is a list of dictionaries, or their columns: not {_kind(batch)}")
+        raise TypeError(f"a batch is a list of dictionaries, or their columns, not {_kind(batch)}")
     items = list(batch)
     for k, item in enumerate(items):
         if not isinstance(item, Mapping):
@@ -31,12 +30,12 @@ def items_of(batch: Any) -> list[dict[str, Any]]:
                 f"item {k} of the batch is {_kind(item)}: items are dictionaries (a DataLoader of "
                 "torch: collate_fn=lambda items: items)"
             )
-    # As they are: rows of our datasets say where they stand.
+    # Rows of our datasets stay as they are, because they know their file and line.
     return [item if isinstance(item, dict) else dict(item) for item in items]
 
 
 def gives_columns(loader: Any) -> bool:
-    """Say if a loader's mappings are batches: torch's own collation makes columns of items."""
+    """Return whether a loader uses torch's own collation, which makes columns of items."""
     collate = getattr(loader, "collate_fn", None)
     of_torch = str(getattr(collate, "__module__", "")).startswith("torch.utils.data")
     return of_torch and getattr(collate, "__name__", "") == "default_collate"
@@ -46,21 +45,21 @@ def _of_columns(columns: Mapping[Any, Any]) -> list[dict[str, Any]]:
     lengths = {str(name): _length(value, str(name)) for name, value in columns.items()}
     known = {length for length in lengths.values() if length is not None}
     if len(known) != 1:
-        told = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no field"
-        raise DatasetError(f"the batch's columns do not say how many items it has ({told}): {_FIX}")
+        found = ", ".join(f"{name}: {length}" for name, length in lengths.items()) or "no field"
+        raise DatasetError(f"the batch's columns differ in their number of items ({found}): {_FIX}")
     (count,) = known
     return [{name: _item(value, k) for name, value in columns.items()} for k in range(count)]
 
 
 def _length(value: Any, where: str) -> int | None:
-    """How many items a column is of; None for one of empty lists or mappings."""
+    """Return the number of items in a column; None for a column of empty lists or mappings."""
     if hasattr(value, "detach"):
         if not value.dim():
             raise DatasetError(f"{where} is one number for all items: {_FIX}")
         if value.dim() == 1 and str(value.dtype) not in _EXACT:
-            # Such as whole numbers and fractions, which were made one type.
+            # For example whole numbers and fractions that were converted to one type.
             raise DatasetError(
-                f"{where} is {value.dtype}: the items' own numbers cannot be told from it; {_FIX}"
+                f"{where} is {value.dtype}: the items' own numbers cannot be recovered; {_FIX}"
             )
         return int(value.shape[0])
     if isinstance(value, Mapping):
@@ -70,7 +69,7 @@ def _length(value: Any, where: str) -> int | None:
             return len(value)
         parts = {f"{where}[{k}]": part for k, part in enumerate(value)}
     else:
-        raise DatasetError(f"{where} is {_kind(value)}, which is no column: {_FIX}")
+        raise DatasetError(f"{where} is {_kind(value)}, which is not a column: {_FIX}")
     lengths = {_length(part, name) for name, part in parts.items()} - {None}
     if len(lengths) > 1:
         raise DatasetError(f"{where} has columns of {sorted(map(str, lengths))} items: {_FIX}")
@@ -78,7 +77,7 @@ def _length(value: Any, where: str) -> int | None:
 
 
 def _item(value: Any, k: int) -> Any:
-    """The k-th item's part of a column."""
+    """Return the k-th item's value of a column."""
     if hasattr(value, "detach"):
         return value[k].item() if value.dim() == 1 else value[k]
     if isinstance(value, Mapping):

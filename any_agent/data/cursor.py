@@ -1,4 +1,4 @@
-"""Which item of a dataset comes next, over passes, stops and starts."""
+"""The order of a dataset's items over passes and restarts, and batches of them."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from any_agent.data.rows import DataRow, as_dataset
 
 
 class DatasetCursor:
-    """Counts through passes over ``length`` items: position p is an item of pass p // length.
+    """A counter through passes over ``length`` items: position p is an item of pass p // length.
 
-    Iterating gives ``(position, index of the item)`` of what is neither consumed nor handed out
-    yet. ``shuffle`` draws each pass's order from ``seed`` and the pass's number; without ``epochs``
-    there is always another pass. :meth:`state` is what a checkpoint keeps: after :meth:`load`,
-    positions that were handed out but not consumed come again, the consumed ones never. One thread
-    may iterate while another one consumes.
+    Iterating yields ``(position, index of the item)`` for positions that are neither consumed nor
+    handed out yet. ``shuffle`` draws each pass's order from ``seed`` and the pass's number; without
+    ``epochs`` there is always another pass. A checkpoint stores :meth:`state`: after :meth:`load`,
+    positions that were handed out but not consumed come again, consumed ones never. One thread may
+    iterate while another one consumes.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class DatasetCursor:
         self._next = 0
         self._low = 0
         self._beyond: set[int] = set()
-        """Consumed positions from the low-water mark on; all before it are consumed."""
+        """Consumed positions above the low-water mark; all positions below it are consumed."""
         self._lock = threading.Lock()
         self._order = lru_cache(maxsize=2)(self._drawn)
 
@@ -59,21 +59,21 @@ class DatasetCursor:
 
     @property
     def epoch(self) -> float:
-        """How many passes are consumed, up to the first item that is not."""
+        """Number of consumed passes, up to the first item that is not consumed."""
         return self._low / self.length
 
     @property
     def done(self) -> bool:
-        """Every position of every pass is consumed."""
+        """True if every position of every pass is consumed."""
         return self.end is not None and self._low >= self.end
 
     def index(self, position: int) -> int:
-        """The item that a position stands for, 0 to ``length`` - 1."""
+        """Return the item at a position, 0 to ``length`` - 1."""
         epoch, place = divmod(position, self.length)
         return int(self._order(epoch)[place]) if self.shuffle else place
 
     def consumed(self, positions: int | Iterable[int]) -> None:
-        """These are trained on or given up: they never come again. Twice is as good as once."""
+        """Record positions that were trained on or given up, which never come again; idempotent."""
         several = [positions] if isinstance(positions, int) else positions
         with self._lock:
             self._beyond.update(position for position in several if position >= self._low)
@@ -82,13 +82,13 @@ class DatasetCursor:
                 self._low += 1
             self._next = max(self._next, self._low)
 
-    def hand_out_again(self) -> None:
-        """Whatever was handed out and not consumed comes again: nobody works on it any more."""
+    def requeue(self) -> None:
+        """Hand out again every position that was not consumed."""
         with self._lock:
             self._next = self._low
 
     def state(self) -> dict[str, Any]:
-        """Plain data for a checkpoint; its size follows from what is consumed out of order."""
+        """Return plain data for a checkpoint; its size depends on what is consumed out of order."""
         with self._lock:
             return {
                 "length": self.length,
@@ -99,10 +99,10 @@ class DatasetCursor:
             }
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a :meth:`state`, in the order that it was made with.
+        """Continue from a :meth:`state`, in its order.
 
-        One with ``beyond`` alone says what is consumed, and goes on in this order. Raises
-        ConfigError where the dataset has another length: its items would be mistaken for others.
+        A state with ``beyond`` alone lists the consumed positions and keeps this cursor's order.
+        Raises ConfigError if the dataset has another length.
         """
         if state.get("length", self.length) != self.length:
             raise ConfigError(
@@ -116,22 +116,22 @@ class DatasetCursor:
             self._order.cache_clear()
             self._low, self._beyond = state.get("low", 0), set()
         self.consumed(state["beyond"])
-        self.hand_out_again()
+        self.requeue()
 
     def _drawn(self, epoch: int) -> npt.NDArray[np.int64]:
-        # The light install reads datasets, too, and has no numpy.
+        # The light installation reads datasets, too, and has no numpy.
         import numpy as np
 
-        # RandomState, because numpy promises never to change what it draws.
+        # numpy promises that the numbers of RandomState never change.
         words = [self.seed & 0xFFFFFFFF, self.seed >> 32 & 0xFFFFFFFF, epoch]
         return np.random.RandomState(words).permutation(self.length)
 
 
 class ItemLoader:
-    """Lists of ``batch_size`` items. Each iteration is one pass, in an order of its own.
+    """Lists of ``batch_size`` items for ``prepare_batch``; each iteration is one pass.
 
-    The last list of a pass may be shorter. Like a stateful data loader it tells where it is
-    (:meth:`state_dict`), and goes on there (:meth:`load_state_dict`).
+    Each pass has its own order, and its last list may be shorter. As with a stateful data loader,
+    :meth:`state_dict` returns the position, and :meth:`load_state_dict` continues there.
     """
 
     def __init__(
@@ -144,7 +144,7 @@ class ItemLoader:
         self._positions = DatasetCursor(len(self.dataset), seed=seed, shuffle=shuffle)
 
     def __len__(self) -> int:
-        """Lists in one pass."""
+        """Return the number of lists in one pass."""
         return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[DataRow]]:
@@ -156,9 +156,9 @@ class ItemLoader:
             yield [self.dataset[index] for _, index in taken]
 
     def state_dict(self) -> dict[str, Any]:
-        """Plain data: after which item it stands."""
+        """Return the position as plain data."""
         return self._positions.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on after the item at which :meth:`state_dict` was called."""
+        """Continue after the item at which :meth:`state_dict` was called."""
         self._positions.load(state)

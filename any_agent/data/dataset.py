@@ -1,4 +1,4 @@
-"""Datasets by their settings: files, folders, and what Hugging Face's `datasets` reads."""
+"""Datasets read from JSONL and Parquet files, from folders, and by Hugging Face's `datasets`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from any_agent.errors import DatasetError
 log = logging.getLogger(__name__)
 
 _SAVED = ("dataset_dict.json", "dataset_info.json", "state.json")
-"""Files that `save_to_disk` leaves in a folder."""
+"""Files that `save_to_disk` writes into a folder."""
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
 JSONL = (".jsonl", ".ndjson", ".json")
 PARQUET = (".parquet",)
@@ -24,10 +24,7 @@ INSTALL = 'pip install "any-agent-rl[data]"'
 
 
 def read_file(path: Path) -> RowDataset:
-    """All rows of one file, by its ending.
-
-    Raises DatasetError naming the file and, in JSONL, the line.
-    """
+    """Read a file by its ending; DatasetError names the file and, for JSONL, the line."""
     if path.suffix in JSONL:
         return _read_jsonl(path)
     if path.suffix in PARQUET:
@@ -36,7 +33,7 @@ def read_file(path: Path) -> RowDataset:
 
 
 def read_files(paths: list[Path]) -> RowDataset:
-    """The rows of several files, one after the other."""
+    """Return the rows of several files, one file after the other."""
     parts = [read_file(path) for path in paths]
     if len(parts) == 1:
         return parts[0]
@@ -46,10 +43,10 @@ def read_files(paths: list[Path]) -> RowDataset:
 
 
 def files_of(folder: Path, name: str, split: str | None) -> list[Path]:
-    """The files of a split in a folder that is laid out by hand, or as on the Hugging Face hub.
+    """Return the files of a split, in a folder laid out by hand or as on the Hugging Face hub.
 
     They are ``<split>.<ending>`` or ``<split>-*.<ending>`` in the folder itself, in its folder
-    ``name``, or in its folder ``data``. Raises DatasetError that names the splits there are.
+    ``name``, or in its folder ``data``. Raises DatasetError naming the splits that exist.
     """
     places = [folder / name] if name else [folder, folder / "data"]
     splits: dict[str, list[Path]] = {}
@@ -66,15 +63,13 @@ def files_of(folder: Path, name: str, split: str | None) -> list[Path]:
 
 
 def chosen(splits: Mapping[str, object], split: str | None, where: object) -> str:
-    """The split that was asked for, or the only one."""
+    """Return the requested split, or the only one."""
     if split is None and len(splits) == 1:
         return next(iter(splits))
-    if split in splits:
-        assert split is not None
+    if split is not None and split in splits:
         return split
-    there = ", ".join(sorted(splits))
-    asked = f"has no split {split!r}" if split else "has several splits"
-    raise DatasetError(f"{where} {asked}: set `split` to one of {there}")
+    problem = f"has no split {split!r}" if split else "has several splits"
+    raise DatasetError(f"{where} {problem}: set `split` to one of {', '.join(sorted(splits))}")
 
 
 def _split_of(path: Path) -> str:
@@ -114,14 +109,14 @@ def _check(line: bytes, where: str) -> None:
     try:
         value = json.loads(line.decode())
     except UnicodeDecodeError:
-        raise DatasetError(f"{where} is no UTF-8 text") from None
+        raise DatasetError(f"{where} is not UTF-8 text") from None
     except json.JSONDecodeError as error:
         hint = "; JSONL has one whole object on each line" if line.strip() in (b"[", b"{") else ""
         raise DatasetError(
-            f"{where} is no JSON: {error.msg} at column {error.colno}{hint}"
+            f"{where} is not JSON: {error.msg} at column {error.colno}{hint}"
         ) from None
     except ValueError as error:
-        # A number of thousands of digits, say.
+        # For example a number of thousands of digits.
         raise DatasetError(f"{where} cannot be read: {error}") from None
     except RecursionError:
         raise DatasetError(f"{where} is nested too deeply") from None
@@ -155,14 +150,14 @@ def get_custom_dataset(
     limit: int | None = None,
     fields: tuple[str, ...] = (),
 ) -> RowDataset:
-    """The items of a dataset; each is a dictionary.
+    """Return the items of a dataset; each is a dictionary.
 
-    ``dataset_config`` is ``config.train_dataset`` or ``config.valid_dataset``; what is given beside
-    it takes its place. ``fields`` must be in every item. ``max_length`` needs the ``tokenizer``,
-    and leaves out items whose prompt is longer: the field ``messages`` as the chat template writes
-    it, else the text in ``prompt`` or ``question``.
+    ``dataset_config`` is ``config.train_dataset`` or ``config.valid_dataset``; the other arguments
+    take precedence over it. ``fields`` must be in every item. ``max_length`` needs the
+    ``tokenizer``, and leaves out items whose prompt is longer: the field ``messages`` as the chat
+    template writes it, else the text in ``prompt`` or ``question``.
 
-    Raises DatasetError naming the file and the line, the missing field, or the splits there are.
+    Raises DatasetError naming the file and the line, the missing field, or the existing splits.
     """
     given = {
         "split": split,
@@ -182,7 +177,7 @@ def get_custom_dataset(
     if c.limit is not None:
         dataset = dataset[: c.limit]
     if c.max_length is not None:
-        dataset = _short_ones(dataset, tokenizer, c.max_length)
+        dataset = _limit_prompts(dataset, tokenizer, c.max_length)
     if not len(dataset):
         raise DatasetError(f"{c.path} has no items{' that are left' if c.max_length else ''}")
     return dataset
@@ -230,7 +225,7 @@ def _of_datasets(c: DatasetConfig, *, saved: bool) -> RowDataset:
     return RowDataset(found, lambda k: f"{where} row {k + 1}")
 
 
-def _short_ones(dataset: RowDataset, tokenizer: Any, most: int) -> RowDataset:
+def _limit_prompts(dataset: RowDataset, tokenizer: Any, most: int) -> RowDataset:
     if tokenizer is None:
         raise DatasetError("max_length counts tokens: pass get_custom_dataset a tokenizer")
     kept = dataset.filter(lambda row: _prompt_tokens(row, tokenizer) <= most)

@@ -1,4 +1,4 @@
-"""A dataset whose rows know where they come from."""
+"""A dataset whose rows know their file and line."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class MissingField(KeyError):
 
 
 class DataRow(dict[str, Any]):
-    """One item: a dictionary, which says its file and line when a field is missing."""
+    """One item: a dictionary that names its file and line when a field is missing."""
 
     __slots__ = ("where",)
 
@@ -35,8 +35,7 @@ class DataRow(dict[str, Any]):
 
 
 class RowSource(Protocol):
-    """Whatever tells its length and gives its k-th row: a list, a `datasets.Dataset`, a map-style
-    dataset of torch."""
+    """An object with a length and an index: a list, a `datasets.Dataset`, a map-style dataset."""
 
     def __len__(self) -> int: ...
 
@@ -44,10 +43,10 @@ class RowSource(Protocol):
 
 
 class RowDataset(Sequence[DataRow]):
-    """Items that can be indexed, as :func:`get_custom_dataset` gives them.
+    """Items that can be indexed, as :func:`get_custom_dataset` returns them.
 
     ``where`` names the place of the source's k-th row, for errors. ``map``, ``filter``, ``select``
-    and ``remove_columns`` mean what they mean in `datasets`, and return another dataset.
+    and ``remove_columns`` work as in `datasets`, and return a new dataset.
     """
 
     def __init__(
@@ -77,33 +76,33 @@ class RowDataset(Sequence[DataRow]):
         return DataRow(fields, where)
 
     def where(self, k: int) -> str:
-        """Where the k-th item stands: its file and line, or what else there is to say."""
+        """Return the place of the k-th item, usually its file and line."""
         return self._name(self._at[k])
 
     @property
     def column_names(self) -> list[str]:
-        """The fields of the first item; others may have others."""
+        """The fields of the first item; other items may have other fields."""
         return list(self[0]) if len(self) else []
 
     def select(self, indices: Iterable[int]) -> RowDataset:
-        """The items at these places, in this order."""
+        """Return the items at these places, in this order."""
         return RowDataset(self._source, self._name, at=[self._at[k] for k in indices])
 
     def map(self, function: Callable[[DataRow], Mapping[str, Any]]) -> RowDataset:
-        """Each item with what ``function`` returns for it added, or put in a field's place."""
+        """Return each item with the fields that ``function`` returns for it added or replaced."""
         return self._made([{**row, **self._call(function, row)} for row in self])
 
     def filter(self, function: Callable[[DataRow], bool]) -> RowDataset:
-        """The items for which ``function`` returns true."""
+        """Return the items for which ``function`` returns true."""
         return self.select(k for k, row in enumerate(self) if self._call(function, row))
 
     def remove_columns(self, names: str | Sequence[str]) -> RowDataset:
-        """The items without these fields."""
+        """Return the items without these fields."""
         gone = {names} if isinstance(names, str) else set(names)
         return self._made([{f: v for f, v in row.items() if f not in gone} for row in self])
 
     def require(self, *fields: str) -> RowDataset:
-        """The same, once it is known that every item has these fields; else DatasetError."""
+        """Return this dataset; DatasetError unless every item has these fields."""
         if fields:
             for row in self:
                 self._call(lambda row: [row[field] for field in fields], row)
@@ -125,10 +124,7 @@ class RowDataset(Sequence[DataRow]):
 
 
 def as_dataset(data: Any, name: str) -> RowDataset:
-    """Return a caller's data (see :class:`RowSource`) as a dataset of this name.
-
-    Raises DatasetError where it cannot be indexed, or is empty.
-    """
+    """Return data (see :class:`RowSource`) as a dataset; DatasetError if empty or not indexable."""
     if isinstance(data, RowDataset):
         dataset = data
     elif isinstance(data, Mapping | str) or not all(

@@ -1,4 +1,4 @@
-"""What was recorded: the tree of a session's interactions, its rewards, its exported forms."""
+"""The record of a session: its tree of interactions, their rewards, and their exported forms."""
 
 from __future__ import annotations
 

@@ -27,11 +27,11 @@ from any_agent.types import (
 )
 
 FORMAT = 4
-"""Raised when the fields change; other numbers are refused."""
+"""The format's number, which grows when the fields change; other numbers are refused."""
 OLDER_FORMAT = 3
-"""The same without what bends the distribution: no interaction of older journals had any of it."""
+"""The format of older journals, which had no parameters that bend the distribution."""
 NAMED_FORMAT = 2
-"""Interactions as mappings with their fields' names, versions one by one: of older journals."""
+"""The format of older journals whose interactions are mappings, with one version per token."""
 
 T = TypeVar("T")
 _INT, _FLOAT = np.dtype("<i4"), np.dtype("<f4")
@@ -68,44 +68,36 @@ _BENDING: dict[str, tuple[type, ...]] = {
 }
 _NEUTRAL = [getattr(GenerationHyperparameters(), name) for name in _BENDING]
 FIELDS = (*_PLAIN, *_IDS, "output_logprobs", "output_versions", *_JSON, "continuation", "gconfig")
-"""The order of an interaction's values."""
+"""An interaction's fields in the order of their values."""
 _GCONFIG_FIELDS = (*_GCONFIG, *_GCONFIG_LISTS)
 _TRAJECTORY = {f.name for f in fields(Trajectory)}
 
 
 def pack_interaction(interaction: Interaction) -> bytes:
-    """One interaction as a journal row."""
+    """Pack one interaction as a journal row."""
     return _pack({"format": FORMAT, "interaction": _interaction_to_list(interaction)})
 
 
 def unpack_interaction(data: bytes) -> Interaction:
-    """The inverse of :func:`pack_interaction`.
-
-    Raises:
-        ValueError: naming the field that is missing, unknown or wrong.
-    """
+    """Invert :func:`pack_interaction`; ValueError names a missing, unknown or wrong field."""
     plain = _unpack(data, "interaction", OLDER_FORMAT, NAMED_FORMAT)
     return _interaction(plain, "interaction")
 
 
 def pack_trajectories(trajectories: list[Trajectory]) -> bytes:
-    """A lease's body."""
+    """Pack the body of a lease."""
     plain = [_trajectory_to_dict(t) for t in trajectories]
     return _pack({"format": FORMAT, "trajectories": plain})
 
 
 def unpack_trajectories(data: bytes) -> list[Trajectory]:
-    """The inverse of :func:`pack_trajectories`.
-
-    Raises:
-        ValueError: naming the field that is missing, unknown or wrong.
-    """
+    """Invert :func:`pack_trajectories`; ValueError names a missing, unknown or wrong field."""
     items = _typed(_unpack(data, "trajectories"), (list,), "trajectories")
     return [_trajectory_from_dict(t, f"trajectories[{i}]") for i, t in enumerate(items)]
 
 
 def _interaction_to_list(interaction: Interaction) -> list[Any]:
-    """Plain values that msgpack takes, in the order of :data:`FIELDS`."""
+    """Return plain values for msgpack, in the order of :data:`FIELDS`."""
     i = interaction
     return [
         *[getattr(i, name) for name in _PLAIN],
@@ -119,18 +111,18 @@ def _interaction_to_list(interaction: Interaction) -> list[Any]:
 
 
 def _gconfig_to_list(gconfig: GenerationHyperparameters) -> list[Any]:
-    """Its values in order; what bends the distribution only where something does."""
+    """Return the values in order; those that bend the distribution only if one of them does."""
     values = [getattr(gconfig, name) for name in _GCONFIG_FIELDS]
     bending = [getattr(gconfig, name) for name in _BENDING]
     return values if bending == _NEUTRAL else values + bending
 
 
 def _runs(values: IdArray) -> bytes:
-    """Pairs: how many equal values follow each other, and which."""
+    """Encode the values as pairs: the length of a run of equal values, and the value."""
     v = np.asarray(values, _INT)
     n, plain = len(v), v.tobytes()
     if plain == plain[:4] * n:
-        # Nearly always: weights seldom change amid a call.
+        # The usual case: weights seldom change during a call.
         return n.to_bytes(4, "little") + plain[:4] if n else b""
     starts = np.flatnonzero(v[1:] != v[:-1]) + 1
     lengths = np.diff(starts, prepend=0, append=n)
@@ -140,17 +132,17 @@ def _runs(values: IdArray) -> bytes:
 def _from_runs(value: Any, length: int, where: str) -> IdArray:
     runs = _array(value, _INT, where)
     if len(runs) % 2:
-        raise ValueError(f"{where}: half a run")
+        raise ValueError(f"{where}: a run lacks its value")
     lengths, values = runs[::2].astype(np.int64), runs[1::2].astype(np.int32)
     if (lengths < 1).any() or lengths.sum() != length:
         raise ValueError(f"{where}: one value per output token is needed")
     if (values[1:] == values[:-1]).any():
-        raise ValueError(f"{where}: a run that is cut in two")
+        raise ValueError(f"{where}: two adjacent runs have the same value")
     return np.repeat(values, lengths)
 
 
 def _interaction(plain: Any, where: str) -> Interaction:
-    """The inverse of :func:`_interaction_to_list`; ValueError names the field."""
+    """Invert :func:`_interaction_to_list`; ValueError names the field."""
     named = isinstance(plain, dict)
     plain = _fields(plain, set(FIELDS), where) if named else _by_name(plain, FIELDS, where)
     values: dict[str, Any] = {
@@ -230,7 +222,7 @@ def _biases(pairs: list[Any], where: str) -> tuple[tuple[int, float], ...]:
     out = []
     for i, pair in enumerate(pairs):
         if not isinstance(pair, list) or len(pair) != 2:
-            raise ValueError(f"{where}[{i}] is no pair")
+            raise ValueError(f"{where}[{i}] is not a pair")
         token, bias = _typed(pair[0], (int,), where), _typed(pair[1], (float, int), where)
         out.append((token, bias))
     return tuple(out)
@@ -268,7 +260,7 @@ def _fields(plain: Any, names: set[str], where: str) -> dict[str, Any]:
 
 
 def _typed(value: Any, types: tuple[type, ...], where: str) -> Any:
-    # bool is an int to isinstance, but not to us.
+    # isinstance takes a bool for an int.
     if not isinstance(value, types) or (isinstance(value, bool) and bool not in types):
         raise ValueError(f"{where} is {type(value).__name__}")
     return value
@@ -296,7 +288,7 @@ def _to_json(value: Any) -> str:
     try:
         return orjson.dumps(value).decode()
     except TypeError:
-        # An integer beyond 64 bits, a lone surrogate: rare, and worth five times as long.
+        # orjson takes no integer beyond 64 bits and no lone surrogate; json is five times slower.
         return json.dumps(value, ensure_ascii=False, separators=(",", ":"))
 
 

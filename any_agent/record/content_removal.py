@@ -1,7 +1,7 @@
-"""Interactions without what was said in them (`sessions.store_content=false`).
+"""Interactions without their texts (`sessions.store_content=false`).
 
-Token ids, log-probabilities and versions stay, and so does everything that training and exact
-continuation need: a request is known by its key, an answer's reasoning by its digest.
+Token ids, log-probabilities and versions stay, with everything that training and exact continuation
+need: a request is identified by its key, an answer's reasoning by its digest.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from any_agent.types import Interaction, Message
 
 REASONING_DIGEST = "reasoning_digest"
 _WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced", "matched_stop", "order"}
-"""What a request's record keeps: numbers and digests."""
+"""The fields that a request's record keeps: numbers and digests."""
 
 
 def strip_content(interaction: Interaction) -> Interaction:
-    """A copy without messages, tools, stop strings, a grammar, and what was only recorded."""
-    said = interaction.output_message
-    kept: Message = {"role": said.get("role", "assistant")}
-    if reasoning := said.get("reasoning_content"):
+    """Return a copy without messages, tools, stop strings, grammar and merely recorded fields."""
+    answer = interaction.output_message
+    kept: Message = {"role": answer.get("role", "assistant")}
+    if reasoning := answer.get("reasoning_content"):
         kept[REASONING_DIGEST] = _digest(reasoning)
     return replace(
         interaction,
@@ -33,18 +33,15 @@ def strip_content(interaction: Interaction) -> Interaction:
 
 
 def lacks_texts(interaction: Interaction) -> bool:
-    """Whether they were left out."""
+    """Return whether the interaction's texts were left out."""
     return "content" not in interaction.output_message
 
 
 def has_reasoning(message: Message, reasoning: str) -> bool:
-    """Whether this is the reasoning of an answer, whose texts may have been left out.
-
-    White space around it does not count.
-    """
-    said = message.get("reasoning_content")
-    if isinstance(said, str):
-        return said.strip() == reasoning.strip()
+    """Compare an answer's reasoning, or its digest, with a text; outer white space is ignored."""
+    own = message.get("reasoning_content")
+    if isinstance(own, str):
+        return own.strip() == reasoning.strip()
     return bool(message.get(REASONING_DIGEST) == _digest(reasoning))
 
 

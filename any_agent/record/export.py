@@ -1,4 +1,4 @@
-"""Interactions to the rows that a trainer eats."""
+"""Rows for a trainer, made from interactions."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ Style = Literal["individual", "concat"]
 
 
 def interaction_row(tree: InteractionTree, interaction_id: str, reward: float) -> Row:
-    """One interaction as a row; its output is masked out if it is not trainable."""
+    """Return one interaction as a row; its output is masked out if it is not trainable."""
     node = tree[interaction_id]
     trained = {node.id} if node.trainable else set[str]()
     return _row(tree, interaction_id, reward, shown={node.id}, trained=trained)
 
 
 def individual_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str, Row]:
-    """Every interaction one row, by id; a discarded one has an empty loss mask."""
+    """Return a row for each interaction, by id; a discarded one has an empty loss mask."""
     gone = discarded(tree)
     return {
         n.id: _row(
@@ -41,12 +41,10 @@ def individual_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict
 
 
 def concat_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str, Row]:
-    """One row per leaf, by its id, with a loss mask on every trained output of its path.
+    """Return a row for each leaf, by its id, with a loss mask on each trained output of its path.
 
-    The row's reward is its leaf's. Discarded leaves are left out.
-
-    Raises:
-        Unprocessable: a path is not token-exact; says which interaction and why.
+    The row's reward is its leaf's. Discarded leaves are left out. Raises Unprocessable, naming the
+    interaction and the reason, if a path is not token-exact.
     """
     gone = discarded(tree)
     going_on = {n.parent_id for n in tree if n.id not in gone}
@@ -60,8 +58,8 @@ def concat_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str
         if root.continuation is Continuation.BRANCH:
             raise Unprocessable(
                 f"interaction {root.id} could not continue its conversation exactly "
-                f"({root.branch_reason or 'no reason recorded'}), so its path is no single "
-                "token sequence: export with style individual",
+                f"({root.branch_reason or 'no reason recorded'}), so its path is not one token "
+                "sequence: export with style individual",
                 details={"interaction_id": root.id},
             )
         shown = {n.id for n in path}
@@ -70,11 +68,9 @@ def concat_rows(tree: InteractionTree, rewards: Mapping[str, float]) -> dict[str
 
 
 def export_rows(tree: InteractionTree, rewards: Mapping[str, float], style: str) -> dict[str, Row]:
-    """Rows by interaction id in one of the two styles.
+    """Return rows by interaction id in one of the two styles.
 
-    Raises:
-        InvalidRequest: there is no such style.
-        Unprocessable: as :func:`concat_rows`.
+    Raises InvalidRequest for an unknown style, and Unprocessable as :func:`concat_rows`.
     """
     if style == "individual":
         return individual_rows(tree, rewards)
@@ -84,21 +80,21 @@ def export_rows(tree: InteractionTree, rewards: Mapping[str, float], style: str)
 
 
 def to_tensors(row: Row) -> dict[str, torch.Tensor]:
-    """The same row as torch tensors of the same types."""
+    """Return the row as torch tensors of the same types."""
     import torch
 
     return {name: torch.from_numpy(np.array(values)) for name, values in row.items()}
 
 
 def to_json(row: Row) -> dict[str, Any]:
-    """The same row as lists and a float."""
+    """Return the row as lists and a float."""
     return {name: values.tolist() for name, values in row.items()}
 
 
 def _row(
     tree: InteractionTree, leaf_id: str, reward: float, *, shown: set[str], trained: set[str]
 ) -> Row:
-    """The path to a leaf; logprobs and versions on ``shown`` outputs, loss on ``trained`` ones."""
+    """Return the path to a leaf as a row: logprobs on ``shown`` outputs, loss on ``trained``."""
     path = tree.path(leaf_id)
     input_ids = np.concatenate(
         [a for n in path for a in (n.prompt_delta_ids, n.output_ids)], dtype=np.int32

@@ -1,4 +1,4 @@
-"""One recorded model call as workflows hand it on: its tokens, its reward, what was said."""
+"""Recorded model calls as workflows and exports use them: messages, tokens and rewards."""
 
 from __future__ import annotations
 
@@ -27,28 +27,27 @@ _ENDINGS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 
 @dataclass(eq=False)
 class CompletionWithTokenLogpReward:
-    """One model call's output, without its place among the others of its session.
+    """The output of one model call.
 
-    An :class:`~any_agent.record.InteractionWithTokenLogpReward` also knows its prompt and its
-    parent.
+    An :class:`InteractionWithTokenLogpReward` also has its prompt and its parent.
     """
 
     id: str
     text: str
     token_ids: list[int]
-    """The output's, shape [output length]."""
+    """Token ids of the output, shape [output length]."""
     logprobs: list[float]
-    """These tokens', in nats, shape [output length]."""
+    """Log-probabilities of these tokens in nats, shape [output length]."""
     reward: float | None = None
-    """Its own, before anything runs back through the session."""
+    """The call's own reward, before rewards are propagated through the session."""
     versions: list[int] = field(default_factory=list)
-    """The version that sampled each token, shape [output length]; empty: not known."""
+    """The version that sampled each token, shape [output length]; empty if unknown."""
     messages: list[Message] = field(default_factory=list)
-    """The request's; empty: not known."""
+    """Messages of the request; empty if unknown."""
 
     @classmethod
     def of(cls, interaction: Interaction, messages: Sequence[Message] = ()) -> Self:
-        """The output of a recorded call; ``messages`` are its whole request's."""
+        """Return the output of a recorded call; ``messages`` are all those of its request."""
         return cls(
             interaction.id,
             str(interaction.output_message.get("content") or ""),
@@ -61,14 +60,15 @@ class CompletionWithTokenLogpReward:
 
 
 def chat_completion_of(interaction: Interaction, prompt_tokens: int) -> dict[str, Any] | None:
-    """A recorded call as an object of OpenAI's chat completions; None if its texts were not kept.
+    """Return a recorded call as OpenAI's chat completion; None if its texts were not kept.
 
-    Its one choice has the index 0. An aborted answer has the finish reason ``length``, and one that
-    ended in a way that OpenAI does not know ``stop``.
+    Its one choice has the index 0. An aborted answer gets the finish reason ``length``; a reason
+    that OpenAI does not know becomes ``stop``.
     """
     if lacks_texts(interaction):
         return None
     output = len(interaction.output_ids)
+    message = {"content": None, "refusal": None, **interaction.output_message, "role": "assistant"}
     reason = interaction.finish_reason
     if reason not in _ENDINGS:
         reason = "length" if reason == "abort" else "stop"
@@ -77,19 +77,7 @@ def chat_completion_of(interaction: Interaction, prompt_tokens: int) -> dict[str
         "object": "chat.completion",
         "created": int(interaction.created_at),
         "model": interaction.model,
-        "choices": [
-            {
-                "index": 0,
-                "message": {
-                    "content": None,
-                    "refusal": None,
-                    **interaction.output_message,
-                    "role": "assistant",
-                },
-                "finish_reason": reason,
-                "logprobs": None,
-            }
-        ],
+        "choices": [{"index": 0, "message": message, "finish_reason": reason, "logprobs": None}],
         "usage": {
             "prompt_tokens": prompt_tokens,
             "completion_tokens": output,
@@ -111,9 +99,9 @@ _DTYPES: Mapping[str, Any] = {
 class InteractionWithTokenLogpReward:
     """An interaction with its token ids, log-probabilities and reward.
 
-    Exports make them (:meth:`of_tree`, :meth:`from_tensors`); whoever samples by hand makes one of
-    an engine's response. In the style ``concat`` it is a path's leaf, and its row is the whole
-    path's. What is not known is None, or empty.
+    Exports make them (:meth:`of_tree`, :meth:`from_tensors`); a workflow that samples itself makes
+    one from an engine's response. In the style ``concat`` it is the leaf of a path, and its row
+    covers the whole path. Unknown fields are None or empty.
     """
 
     def __init__(
@@ -132,21 +120,21 @@ class InteractionWithTokenLogpReward:
         rewards: Mapping[str, float] | None = None,
         parent_id: str | None = None,
     ) -> None:
-        """``row``: its tensors' values; without it they are those of ``model_response``.
+        """Without ``row``, the tensors' values come from ``model_response``.
 
-        ``interaction``, ``tree`` and ``rewards`` (r by id) are the record that the other fields are
-        read from where they are not given.
+        ``interaction``, ``tree`` and ``rewards`` (propagated, by id) are the record from which
+        missing fields are read.
         """
         if interaction_id is None:
             interaction_id = completion.id if completion is not None else ""
         self.interaction_id = interaction_id
         self.reward = reward
-        """r: its own reward and what ran back from its children; None counts as 0."""
+        """The propagated reward: its own, plus that of its children; None counts as 0."""
         self.interaction = interaction
         self.tree = tree
         self.rewards = rewards or {}
         self.parent_id = parent_id if interaction is None else interaction.parent_id
-        """The id of the interaction that it goes on from."""
+        """The id of the interaction that it continues."""
         given = {
             "model_response": model_response,
             "parent": parent,
@@ -155,14 +143,14 @@ class InteractionWithTokenLogpReward:
             "completion": completion,
             "row": row,
         }
-        # In the places of the cached properties below.
+        # Given values take the places of the cached properties below.
         self.__dict__.update({k: value for k, value in given.items() if value is not None})
 
     @classmethod
     def of_tree(
         cls, tree: InteractionTree, rewards: Mapping[str, float], style: str
     ) -> dict[str, Self]:
-        """What a session exports, by id; raises as :func:`any_agent.record.export_rows`."""
+        """Export a session, by id; raises as :func:`any_agent.record.export_rows`."""
         return {
             id: cls._recorded(tree, rewards, id, row)
             for id, row in export_rows(tree, rewards, style).items()
@@ -193,10 +181,10 @@ class InteractionWithTokenLogpReward:
         model_response: ModelResponse | Mapping[str, Any] | None = None,
         parent_id: str | None = None,
     ) -> Self:
-        """One that was exported as tensors or arrays, of the shape [seq_len] or [1, seq_len].
+        """Return an interaction from exported tensors or arrays, [seq_len] or [1, seq_len].
 
-        The other fields may come as they stand in JSON; :meth:`link` finds parents by
-        ``parent_id``. Raises InvalidTrajectory where a field is missing.
+        The other fields may have their JSON form; :meth:`link` finds parents by ``parent_id``.
+        Raises InvalidTrajectory for a missing field.
         """
         row: Row = {}
         for name, dtype in _DTYPES.items():
@@ -219,7 +207,7 @@ class InteractionWithTokenLogpReward:
     def link(
         interactions: dict[str, InteractionWithTokenLogpReward],
     ) -> dict[str, InteractionWithTokenLogpReward]:
-        """The same dictionary, each one's ``parent`` set to the one in it that it goes on from."""
+        """Return the dictionary with each ``parent`` set to the interaction that it continues."""
         for one in interactions.values():
             if one.parent is None and one.parent_id in interactions:
                 one.parent = interactions[one.parent_id]
@@ -227,9 +215,9 @@ class InteractionWithTokenLogpReward:
 
     @cached_property
     def row(self) -> Row:
-        """Its tensors' values as numpy arrays, unshifted, shapes [seq_len], ``rewards`` [].
+        """The tensors' values as numpy arrays, unshifted, shapes [seq_len], ``rewards`` [].
 
-        InvalidTrajectory where there is no response to make them of, or its lengths differ.
+        Raises InvalidTrajectory without a response, or if its lengths differ.
         """
         response = self.model_response
         if response is None:
@@ -244,7 +232,7 @@ class InteractionWithTokenLogpReward:
 
     @cached_property
     def messages(self) -> list[Message]:
-        """The request's."""
+        """The messages of the request."""
         return [] if self.tree is None else self.tree.messages(self.interaction_id)
 
     @cached_property
@@ -254,7 +242,7 @@ class InteractionWithTokenLogpReward:
 
     @cached_property
     def completion(self) -> ChatCompletion | None:
-        """The answer as OpenAI's client gives it; None without the package ``openai``, too."""
+        """The answer as OpenAI's client returns it; None also without the package ``openai``."""
         if self.interaction is None or self.tree is None:
             return None
         prompt = len(self.tree.prompt_ids(self.interaction.id))
@@ -262,7 +250,7 @@ class InteractionWithTokenLogpReward:
 
     @cached_property
     def parent(self) -> InteractionWithTokenLogpReward | None:
-        """The interaction that it goes on from; None for a root."""
+        """The interaction that it continues; None for a root."""
         if self.interaction is None or self.tree is None or self.interaction.parent_id is None:
             return None
         id = self.interaction.parent_id
@@ -271,7 +259,7 @@ class InteractionWithTokenLogpReward:
 
     @cached_property
     def model_response(self) -> ModelResponse | None:
-        """Prompt and answer as an engine gives them."""
+        """The prompt and the answer as an engine returns them."""
         node = self.interaction
         if node is None or self.tree is None:
             return None
@@ -285,18 +273,15 @@ class InteractionWithTokenLogpReward:
 
     @property
     def temperature(self) -> float | None:
-        """The one that its tokens were sampled at, where its record is known."""
+        """The sampling temperature of its tokens, if its record is known."""
         return None if self.interaction is None else self.interaction.gconfig.temperature
 
     def rewarded_row(self) -> Row:
-        """The row with :attr:`reward` as it is now: whoever exported it may have changed that."""
+        """Return the row with the current :attr:`reward`, which may have changed since."""
         return self.row | {"rewards": np.asarray(self.reward or 0.0, np.float32)}
 
     def to_tensor_dict(self) -> dict[str, torch.Tensor]:
-        """The row, with the reward as it is now, as torch tensors of the same types.
-
-        Shapes: [seq_len], ``rewards`` [1].
-        """
+        """Return the row with the current reward as torch tensors, [seq_len], ``rewards`` [1]."""
         tensors = to_tensors(self.rewarded_row())
         return tensors | {"rewards": tensors["rewards"].reshape(1)}
 

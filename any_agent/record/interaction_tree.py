@@ -14,11 +14,11 @@ from any_agent.record.reward_propagation import was_received
 from any_agent.types import Continuation, IdArray, Interaction, Message
 
 _MOST = 4
-"""Paths: agents of one session may take turns."""
+"""Number of cached paths: several agents of one session may take turns."""
 
 
 class TokenPathCache:
-    """Prompt + output of a few interactions, by id; may be used from any thread."""
+    """Token ids of the paths that are likely to be continued next, by id; thread-safe."""
 
     def __init__(self) -> None:
         self._ids: OrderedDict[str, IdArray] = OrderedDict()
@@ -29,7 +29,7 @@ class TokenPathCache:
         return self._ids.get(interaction_id)
 
     def put(self, interaction_id: str, ids: IdArray, *, instead_of: str | None) -> None:
-        """Keep a path, which begins with another one that need not be kept any more."""
+        """Store a path in place of the shorter one that it extends."""
         ids.setflags(write=False)
         with self._lock:
             if instead_of is not None:
@@ -47,14 +47,14 @@ class TokenPathCache:
 
 
 _MESSAGES = 16
-"""Bytes of a key that stand for the messages."""
+"""Number of bytes of a key that identify the messages."""
 
 
 class InteractionTree:
-    """Holds interactions by id, and by the keys of their conversations.
+    """Interactions by id, and by the keys of their conversations.
 
-    A node keeps only what it adds to its parent, so a path of N turns costs O(tokens); prompts
-    and messages are put together on demand, without recursion.
+    A node stores only what it adds to its parent, so a path of N turns costs O(tokens); prompts
+    and messages are assembled on demand, without recursion.
     """
 
     def __init__(self) -> None:
@@ -70,25 +70,21 @@ class InteractionTree:
     def from_interactions(
         cls, interactions: Iterable[Interaction], keys: Iterable[bytes | None] | None = None
     ) -> InteractionTree:
-        """A tree of recorded interactions, parents before children; ``keys`` in their order."""
+        """Return a tree of interactions, parents before children; ``keys`` in their order."""
         tree = cls()
-        if keys is None:
-            for interaction in interactions:
-                tree.add(interaction)
-        else:
-            for interaction, key in zip(interactions, keys, strict=True):
-                tree.add(interaction, key)
+        recorded = list(interactions)
+        all_keys = [None] * len(recorded) if keys is None else keys
+        for interaction, key in zip(recorded, all_keys, strict=True):
+            tree.add(interaction, key)
         return tree
 
     def add(self, interaction: Interaction, key: bytes | None = None) -> None:
         """Append one interaction; its parent must be there already.
 
-        ``key`` is the running hash over its messages and its output message, by which what
-        continues it is recognised; without one nothing does. Its first 16 bytes stand for the
-        messages, the others for the system prompt and the tools.
-
-        Raises:
-            ValueError: a known id, an unknown parent, or a continuation that contradicts it.
+        ``key`` is the running hash over its messages and its output message, which identifies a
+        request that continues it; without a key no request does. Its first 16 bytes identify the
+        messages, the others the system prompt and the tools. Raises ValueError for a known id, an
+        unknown parent, or a continuation that contradicts the parent.
         """
         if interaction.id in self._nodes:
             raise ValueError(f"interaction {interaction.id} is recorded already")
@@ -106,26 +102,26 @@ class InteractionTree:
         if key is not None:
             same = self._by_key.setdefault(key[:_MESSAGES], [])
             if same:
-                # A request seen before may mean another one of them: their reasoning tells.
+                # A known request may continue another one of them: only the reasoning decides.
                 self.seen.forget()
             same.append(interaction)
             self._heads.add(key[_MESSAGES:])
 
-    def that_said(self, key: bytes) -> Sequence[Interaction]:
-        """The interactions whose messages, without the system prompt, are those of the key.
+    def with_messages(self, key: bytes) -> Sequence[Interaction]:
+        """Return the interactions with the key's messages, in the order of their creation.
 
-        In the order of their creation; their system prompts and tools may be other ones.
+        Their system prompts and tools may differ from the key's.
         """
         return self._by_key.get(key[:_MESSAGES], ())
 
     def knows_head(self, key: bytes) -> bool:
-        """Whether something was recorded with the key's system prompt and tools."""
+        """Return whether an interaction has the key's system prompt and tools."""
         return key[_MESSAGES:] in self._heads
 
     def path_ids(self, interaction_id: str) -> IdArray:
-        """The prompt's and the output's token ids, int32, shape [length]; not to be written to.
+        """Return the token ids of prompt and output, int32, shape [length], read-only.
 
-        Kept for a while: of the next turn only what it adds has to be put to it.
+        They are cached, so that the next turn only appends what it adds.
         """
         node = self._nodes[interaction_id]
         known = self._hot.get(interaction_id)
@@ -145,17 +141,17 @@ class InteractionTree:
 
     @property
     def extra_bytes(self) -> int:
-        """What it keeps, about, to be quick about the next calls."""
+        """The approximate size of the caches that speed up the next calls."""
         return self._hot.nbytes + len(self.seen) * ENTRY_BYTES
 
     def prompt_ids(self, interaction_id: str) -> IdArray:
-        """The prompt's token ids, int32, shape [prompt length]."""
+        """Return the prompt's token ids, int32, shape [prompt length]."""
         *past, node = self.path(interaction_id)
         parts = [a for p in past for a in (p.prompt_delta_ids, p.output_ids)]
         return np.concatenate([*parts, node.prompt_delta_ids], dtype=np.int32)
 
     def messages(self, interaction_id: str) -> list[Message]:
-        """The request's messages, without the output message."""
+        """Return the request's messages, without the output message."""
         *past, node = self.path(interaction_id)
         out: list[Message] = []
         for p in past:
@@ -163,25 +159,24 @@ class InteractionTree:
         return out + node.message_delta
 
     def path(self, interaction_id: str) -> list[Interaction]:
-        """From the root to the interaction, both included."""
+        """Return the interactions from the root to this one, both included."""
         out = [self._nodes[interaction_id]]
         while (parent := out[-1].parent_id) is not None:
             out.append(self._nodes[parent])
         return out[::-1]
 
     def children(self, interaction_id: str | None) -> list[Interaction]:
-        """In the order of their creation; of None: the roots."""
+        """Return the children in the order of their creation; for None the roots."""
         return [self._nodes[i] for i in self._children.get(interaction_id, ())]
 
     def leaves(self) -> list[Interaction]:
-        """Those without children, in the order of their creation."""
+        """Return the interactions without children, in the order of their creation."""
         return [node for node in self if not self._children.get(node.id)]
 
     def last(self) -> Interaction:
-        """The latest that reached the agent, which a reward without an id means; else the latest.
+        """Return the latest interaction that reached the agent, else the latest of all.
 
-        Raises:
-            LookupError: the tree is empty.
+        A reward without an id is for this one. Raises LookupError if the tree is empty.
         """
         newest_first = list(reversed(self._nodes.values()))
         if not newest_first:
@@ -189,7 +184,7 @@ class InteractionTree:
         return next((n for n in newest_first if was_received(n)), newest_first[0])
 
     def key(self, interaction_id: str) -> bytes | None:
-        """The key it was added with, from which a child's keys go on."""
+        """Return the key with which the interaction was added."""
         return self._keys[interaction_id]
 
     def get(self, interaction_id: str) -> Interaction | None:
@@ -205,21 +200,21 @@ class InteractionTree:
         return len(self._nodes)
 
     def __iter__(self) -> Iterator[Interaction]:
-        """In the order of their creation: parents before children."""
+        """Iterate in the order of creation: parents before children."""
         return iter(self._nodes.values())
 
 
 FROZEN_MODEL = "frozen_model"
-"""Why none of them is trained on."""
+"""The reason why no call of a frozen model is trained on."""
 _PREFIX = "frozen-"
-"""What their ids begin with, and no others."""
+"""The prefix of the ids of these calls alone."""
 
 
 def frozen_id() -> str:
-    """A new one's."""
+    """Return a new id for a call of a frozen model."""
     return f"{_PREFIX}{secrets.token_hex(16)}"
 
 
 def is_frozen(interaction: Interaction) -> bool:
-    """Whether it is one of them: it has no token ids, and no parent."""
+    """Return whether it is a call of a frozen model, which has no token ids and no parent."""
     return interaction.untrainable_reason == FROZEN_MODEL

@@ -1,8 +1,7 @@
-"""The beginnings of earlier requests, known again by their raw bytes.
+"""A cache of earlier requests of a session, which are recognised by their raw bytes.
 
-An agent sends its whole conversation with every call. Nearly all of it is, byte for byte, an
-earlier request of its session, and what was found out about that need not be found out again: only
-the messages that follow are normalised, hashed and checked.
+An agent sends its whole conversation with every call. Nearly all of it repeats, byte for byte, an
+earlier request of its session, so only the messages that follow are normalised, hashed and checked.
 """
 
 from __future__ import annotations
@@ -17,48 +16,50 @@ from typing import Any
 import orjson
 
 _MOST = 8
-"""Requests that are remembered: agents of one session may take turns."""
+"""Number of cached requests: several agents of one session may take turns."""
 _SLICE = 64
-"""Messages that are written at once."""
+"""Number of messages that are serialized at once."""
 _PLAIN = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
 ENTRY_BYTES = 500
-"""Of one that is remembered, about."""
+"""The approximate size of one cached request."""
 
 
 @dataclass(frozen=True, slots=True)
 class RequestPrefix:
-    """What was found out about a request."""
+    """The known facts about a request."""
 
     messages: int
-    """How many it has."""
+    """Number of messages."""
     key: bytes
-    """Its chain key."""
+    """The request's chain key."""
     characters: int
-    """Of its texts."""
+    """Number of characters in its texts."""
     json_size: int
-    """Bytes of its messages, all that is in them."""
+    """Size of its messages in bytes, as JSON."""
     parent: tuple[bytes, int] | None
-    """The key of the longest recorded prefix, and how many messages that covers."""
+    """The key of the longest recorded prefix, and the number of messages that it covers."""
     unlike: frozenset[str]
-    """Interactions that it does not continue, because they reasoned otherwise."""
+    """Interactions that it does not continue, because their reasoning differs."""
 
 
 class RequestPrefixCache:
-    """A few beginnings of one session's requests; may be used from any thread."""
+    """The latest requests of one session; thread-safe."""
 
     def __init__(self) -> None:
         self._known: OrderedDict[bytes, RequestPrefix] = OrderedDict()
         self._forgotten = 0
-        """How often; in the digests, so that what is noted late is never found again."""
+        """Number of times that the cache was cleared. It is part of each digest, so that a request
+        that is noted late is never found again."""
         self._lock = Lock()
 
     def __len__(self) -> int:
         return len(self._known)
 
-    def look(self, messages: Sequence[Any], head: Any) -> tuple[RequestPrefix | None, bytes | None]:
-        """The longest known beginning, and the digest to :meth:`note` this request under.
+    def find(self, messages: Sequence[Any], head: Any) -> tuple[RequestPrefix | None, bytes | None]:
+        """Return the longest cached prefix, and the digest under which to :meth:`note` the request.
 
-        ``head``: what the messages belong to (tools, template). None for what JSON cannot write.
+        ``head``: the tools and the template of the messages. The digest is None if JSON cannot
+        represent them.
         """
         with self._lock:
             counts = {b.messages for b in self._known.values() if b.messages <= len(messages)}
@@ -70,7 +71,7 @@ class RequestPrefixCache:
                 while at < count:
                     end = min(count, at + _SLICE)
                     data = orjson.dumps(messages[at:end], option=_PLAIN)
-                    # Without brackets: however it is cut, the digest is the same.
+                    # Without brackets the digest does not depend on the slices.
                     digest.update(memoryview(data)[1:-1])
                     digest.update(b",")
                     at = end
@@ -79,16 +80,16 @@ class RequestPrefixCache:
             return None, None
         return found, digest.digest()
 
-    def note(self, digest: bytes, beginning: RequestPrefix) -> None:
-        """Remember a request that was found to be valid."""
+    def note(self, digest: bytes, request: RequestPrefix) -> None:
+        """Cache a valid request."""
         with self._lock:
-            self._known[digest] = beginning
+            self._known[digest] = request
             self._known.move_to_end(digest)
             if len(self._known) > _MOST:
                 self._known.popitem(last=False)
 
     def forget(self) -> None:
-        """Something was recorded that may be the better one to continue."""
+        """Clear the cache: a new interaction may be the better one to continue."""
         with self._lock:
             self._forgotten += 1
             self._known.clear()

@@ -1,15 +1,15 @@
-"""Rewards run back through a session's tree.
+"""The propagation of rewards through a session's tree.
 
 ``r(parent) = own(parent) + discount * mean(r(children))``; the session's final reward is added to
-every leaf. Two kinds of interactions have no part in it, because nothing came of them:
+every leaf. Two kinds of interactions are discarded, because the agent made no use of them:
 
-- of several answers to one request (siblings with the same new messages and tools: the choices of
-  one ``n > 1`` call, or a retry beside the call that it repeats) those that nobody continued while
-  another one was continued;
-- what never reached the agent (the client left, or it was aborted) and was neither continued nor
-  rewarded by name.
+- among several answers to one request (siblings with the same new messages and tools: the choices
+  of one ``n > 1`` call, or a retry beside the call that it repeats) those that were not continued
+  while another one was;
+- answers that never reached the agent (the client left, or the call was aborted) and were neither
+  continued nor rewarded by name.
 
-Their parent's mean is taken over the others; a parent with no others is a leaf.
+The mean of a parent is taken over its other children; a parent without others is a leaf.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ _NOT_RECEIVED = {"undelivered", "aborted"}
 
 
 def was_received(interaction: Interaction) -> bool:
-    """Whether the agent got the whole answer."""
+    """Return whether the agent got the whole answer."""
     return (
         interaction.finish_reason != "abort" and interaction.untrainable_reason not in _NOT_RECEIVED
     )
 
 
 def discarded(interactions: Iterable[Interaction]) -> set[str]:
-    """The ids of the interactions that nothing came of; parents before children."""
+    """Return the ids of the discarded interactions; ``interactions``: parents before children."""
     nodes = list(interactions)
     continued = {n.parent_id for n in nodes}
     out: set[str] = set()
@@ -53,7 +53,7 @@ def propagate_rewards(
     discount: float = 1.0,
     final_reward: float | None = None,
 ) -> dict[str, float]:
-    """r of every interaction, by id; parents before children, as recorded.
+    """Return r of every interaction, by id; parents before children, as recorded.
 
     A missing reward counts as 0. A discarded interaction keeps its own reward.
     """
@@ -78,7 +78,7 @@ def propagate_rewards(
 def session_score(
     interactions: Iterable[Interaction], rewards: Mapping[str, float]
 ) -> float | None:
-    """The mean of r over the interactions that are trainable and not discarded; None for none."""
+    """Return the mean of r over the trainable interactions that are not discarded, or None."""
     nodes = list(interactions)
     gone = discarded(nodes)
     values = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
@@ -90,8 +90,8 @@ def _answers_to_one_request(
 ) -> dict[tuple[str | None, str, str], list[Interaction]]:
     out: defaultdict[tuple[str | None, str, str], list[Interaction]] = defaultdict(list)
     for n in nodes:
-        # Without its texts a request is known by its ids.
-        asked = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
+        # Without its texts a request is identified by its ids.
+        messages = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
         tools = json.dumps(n.tools, sort_keys=True)
-        out[n.parent_id, asked or n.prompt_delta_ids.tobytes().hex(), tools].append(n)
+        out[n.parent_id, messages or n.prompt_delta_ids.tobytes().hex(), tools].append(n)
     return out

@@ -1,16 +1,16 @@
-"""Where the files of a run lie: ``<root>/<user>/<experiment>/<trial>/``.
+"""The folder of a run: ``<root>/<user>/<experiment>/<trial>/``.
 
 ::
 
     config.yaml       the settings that training was last started with, without secrets
-    resolved.yaml     those of the last start, for its processes
+    resolved.yaml     the settings of the last start, for its processes
     secret.key        signs session keys, one secret a line, the first one signs; mode 0600
     keys.json         the keys of operators, trainers and tenants, hashed; mode 0600
     audit/            who did what to the run and to sessions, and who was refused
     trainer.epoch     how often training was started
     lock              held while a service uses the folder
     format            the layout's number, so that another version's folder is refused by name
-    registry/         who serves where, written by each part itself
+    registry/         the addresses of the live parts, written by each part itself
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
     journal/          the durable record of each rank's sessions, unless `server.journal_dir` is
@@ -20,8 +20,9 @@
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
     logs/             one file per process; mode 0700
-    shared            what a job's nodes know the folder by
-    url               where agents reach the service that runs now, or ran last
+    shared            a token by which a job's nodes recognise the folder
+    waiting.txt       the condition that the trainer has been waiting for, after a minute
+    url               the URL for agents of the service that runs now, or ran last
 """
 
 from __future__ import annotations
@@ -45,12 +46,22 @@ from any_agent.runtime.atomic_files import fsync, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
 FORMAT = 2
-"""Of the folder's layout and of what its files mean."""
+"""The version of the folder's layout and of the meaning of its files."""
 
 
 def weights_folder(root: Path, version: int) -> Path:
-    """Where a published version's weights lie in ``root``, a :attr:`RunDir.weights`."""
+    """Return the folder of a published version's weights in ``root``, a :attr:`RunDir.weights`."""
     return root / f"v{version:08d}"
+
+
+class _Below:
+    """The path of a file or folder in a run's folder."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __get__(self, run: RunDir, kind: type[RunDir]) -> Path:
+        return run.path / self._name
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,65 +70,33 @@ class RunDir:
 
     path: Path
     journals: Path | None = None
-    """Where its journals lie, if not in its own folder."""
+    """The folder of its journals, if that is not in its own folder."""
+
+    weights = _Below("weights")
+    checkpoints = _Below("checkpoints")
+    manifests = _Below("manifests")
+    logs = _Below("logs")
+    registry = _Below("registry")
+    metrics = _Below("metrics.jsonl")
+    waiting = _Below("waiting.txt")
+    resolved = _Below("resolved.yaml")
+    shared = _Below("shared")
+    url = _Below("url")
+    state = _Below("state.json")
+    archive = _Below("archive")
+    _format = _Below("format")
+    secret = _Below("secret.key")
+    keys = _Below("keys.json")
+    audit = _Below("audit")
 
     @classmethod
     def of(
         cls, root: Path, user: str, experiment: str, trial: str, journal_dir: Path | None = None
     ) -> RunDir:
-        """``journal_dir`` is to `journals` as ``root`` is to `path`."""
+        """Return a trial's paths; with ``journal_dir``, its journals lie below that folder."""
         names = Path(user, experiment, trial)
         journals = None if journal_dir is None else _absolute(journal_dir) / names
         return cls(_absolute(root) / names, journals)
-
-    @property
-    def weights(self) -> Path:
-        return self.path / "weights"
-
-    @property
-    def checkpoints(self) -> Path:
-        return self.path / "checkpoints"
-
-    @property
-    def manifests(self) -> Path:
-        return self.path / "manifests"
-
-    @property
-    def logs(self) -> Path:
-        return self.path / "logs"
-
-    @property
-    def registry(self) -> Path:
-        return self.path / "registry"
-
-    @property
-    def metrics(self) -> Path:
-        return self.path / "metrics.jsonl"
-
-    @property
-    def waiting(self) -> Path:
-        """What the trainer has been waiting for, in its words, where that took a minute."""
-        return self.path / "waiting.txt"
-
-    @property
-    def resolved(self) -> Path:
-        return self.path / "resolved.yaml"
-
-    @property
-    def shared(self) -> Path:
-        return self.path / "shared"
-
-    @property
-    def url(self) -> Path:
-        return self.path / "url"
-
-    @property
-    def state(self) -> Path:
-        return self.path / "state.json"
-
-    @property
-    def archive(self) -> Path:
-        return self.path / "archive"
 
     def journal(self, rank: int) -> Path:
         return (self.journals or self.path / "journal") / f"rank-{rank}{JOURNAL_SUFFIX}"
@@ -127,11 +106,11 @@ class RunDir:
         return f"sqlite://{quote(str(self.journal(rank).absolute()))}"
 
     def create(self) -> None:
-        """Make what is missing; ConfigError for a folder of another layout."""
+        """Create what is missing; ConfigError for a folder of another layout."""
         self.check_format()
         for folder in (self.weights, self.checkpoints, self.manifests, self.registry):
             folder.mkdir(parents=True, exist_ok=True)
-        # What agents and models said is nobody else's on this machine, unless its owner says so.
+        # Other users of this machine cannot read agents' and models' texts unless the owner allows.
         self.make_journals()
         for folder in (self.archive, self.logs):
             folder.mkdir(mode=0o700, exist_ok=True)
@@ -139,8 +118,10 @@ class RunDir:
             write_atomic(self._format, f"{FORMAT}\n")
 
     def make_journals(self) -> None:
-        """Their folder. Elsewhere than in the run's own it is on a disk that others use, too: it
-        must be this user's, and written by nobody else; ConfigError."""
+        """Create the journals' folder.
+
+        Raises ConfigError for a folder outside the run's own that others own or may write to.
+        """
         folder = self.journal(0).parent
         mine = "set server.journal_dir to a folder of your own, such as /var/tmp/any-agent-$USER"
         try:
@@ -151,7 +132,7 @@ class RunDir:
             if self.journals is None:
                 raise
             raise ConfigError(
-                f"the journals' folder {folder} cannot be made ({error.strerror}): {mine}"
+                f"the journals' folder {folder} cannot be created ({error.strerror}): {mine}"
             ) from None
         ours = stat.S_ISDIR(found.st_mode) and found.st_uid == os.geteuid()
         if self.journals is not None and (not ours or found.st_mode & 0o022):
@@ -159,33 +140,26 @@ class RunDir:
                 f"the journals' folder {folder} is not yours, or others may write in it: {mine}"
             )
 
-    @property
-    def _format(self) -> Path:
-        return self.path / "format"
-
     def check_format(self) -> None:
-        """ConfigError for a folder that holds a run of another layout.
-
-        One without the file was written before there were formats.
-        """
+        """Raise ConfigError for a run of another layout; a run without the file is of format 1."""
         if self._format.exists():
             found = self._format.read_text(encoding="utf-8", errors="replace").strip()
         elif (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists():
-            # Journals elsewhere may be those of a run of this name that was removed.
+            # Journals in another folder may belong to a removed run of this name.
             found = "1"
         else:
             return
         if found != str(FORMAT):
             raise ConfigError(
                 f"{self.path} is of format {found[:20]!r}, this version reads {FORMAT}; choose "
-                "another --trial, or go on with the version of any-agent that wrote it"
+                "another --trial, or use the version of any-agent that wrote it"
             )
 
     @contextmanager
     def lock(self) -> Iterator[int]:
-        """Hold the folder for one service; StartupError if another one has it.
+        """Lock the folder for one service; StartupError if another service has it.
 
-        Yields the locked file's descriptor; processes that inherit it hold the lock, too.
+        Yields the locked file's descriptor; processes that inherit it keep the lock.
         """
         with open(self.path / "lock", "w") as file:
             if not locked(file):
@@ -195,42 +169,30 @@ class RunDir:
             yield file.fileno()
 
     def next_epoch(self) -> int:
-        """The number of a start of the trainer, above every earlier one; on disk when it returns.
+        """Return a number above that of every earlier start of the trainer, stored durably.
 
-        By it the ranks tell a trainer from the ones before it. Whoever removes the file removes
-        the ranks' journals, too, or counts on from what they have heard of.
+        The ranks distinguish trainers by it. A user who removes the file must remove the ranks'
+        journals, too, or continue above the numbers in them.
         """
         path = self.path / "trainer.epoch"
         with open(self.path / "trainer.lock", "w") as file:
-            # Two trainers of one trial are one too many, but never one number.
+            # Even two trainers that run at once get two numbers.
             fcntl.flock(file, fcntl.LOCK_EX)
             text = path.read_text(encoding="utf-8") if path.exists() else "0"
             if not text.strip().isdecimal():
-                raise StartupError(f"{path} holds no number")
+                raise StartupError(f"{path} holds no number: remove it with the run's journals")
             epoch = int(text) + 1
             write_atomic(path, f"{epoch}\n")
         return epoch
 
-    @property
-    def secret(self) -> Path:
-        return self.path / "secret.key"
-
-    @property
-    def keys(self) -> Path:
-        return self.path / "keys.json"
-
-    @property
-    def audit(self) -> Path:
-        return self.path / "audit"
-
     def signing_secrets(self) -> Sequence[bytes]:
-        """The secrets behind session keys: the first one signs, all of them verify.
+        """Return the secrets behind session keys: the first one signs, all of them verify.
 
-        One is made at the first call; the file is the owner's alone.
+        The first call creates one, in a file that only its owner can read.
         """
         if not self.secret.exists():
             self.path.mkdir(parents=True, exist_ok=True)
-            # Whole or not at all: keys signed with half a secret could be forged.
+            # Written completely or not at all: keys signed with half a secret could be forged.
             fd, temporary = tempfile.mkstemp(prefix="secret.", dir=self.path)
             with os.fdopen(fd, "w") as file:
                 file.write(secrets.token_hex(32))
@@ -244,12 +206,12 @@ class RunDir:
             return parse_secrets(self.secret.read_bytes())
         except ValueError:
             raise StartupError(
-                f"{self.secret} holds no secret; delete it, and the session keys of this trial "
-                "are void"
+                f"{self.secret} holds no secret; delete it, which makes the session keys of this "
+                "trial invalid"
             ) from None
 
     def signing_secret(self) -> bytes:
-        """The one that signs."""
+        """Return the secret that signs."""
         return self.signing_secrets()[0]
 
 
@@ -258,20 +220,20 @@ def _absolute(path: Path) -> Path:
 
 
 def parse_secrets(content: bytes) -> Sequence[bytes]:
-    """Secrets as `secret.key` holds them, one a line; ValueError for anything else."""
+    """Parse the secrets in `secret.key`, one on each line; ValueError for anything else."""
     lines = content.decode("ascii", errors="replace").split()
     if not lines or any(re.fullmatch("[0-9a-f]{64}", line) is None for line in lines):
-        raise ValueError("not one secret of 64 hexadecimal digits a line")
+        raise ValueError("each line must be a secret of 64 hexadecimal digits")
     return tuple(map(bytes.fromhex, lines))
 
 
 def write_json(path: Path, data: Any) -> None:
-    """Replace a JSON file: durable, and never seen half-written."""
+    """Replace a JSON file durably; a reader sees the old or the new one."""
     write_atomic(path, json.dumps(data))
 
 
 def read_json(path: Path, default: Any = None) -> Any:
-    """A JSON file's data, or ``default`` where there is none."""
+    """Return a JSON file's data, or ``default`` without a file."""
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -279,7 +241,7 @@ def read_json(path: Path, default: Any = None) -> Any:
 
 
 def checkpoint_problem(folder: Path) -> str | None:
-    """Why this folder is not a whole checkpoint; None if it is. Its manifest is written last."""
+    """Return why a folder is not a complete checkpoint, else None. Its manifest is written last."""
     try:
         manifest = json.loads((folder / "manifest.json").read_text(encoding="utf-8"))
         sizes: dict[str, int] = dict(manifest["files"])
@@ -297,14 +259,17 @@ def checkpoint_problem(folder: Path) -> str | None:
 
 
 def locked(file: IO[str]) -> bool:
-    """Lock an open file unless somebody else has. StartupError where there are no locks."""
+    """Lock an open file; return False if it is locked already.
+
+    Raises StartupError on a file system without locks.
+    """
     try:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     except OSError as error:
         raise StartupError(
-            f"{file.name} cannot be locked ({error.strerror}): choose a root on a file system that "
-            "has locks (Lustre: mounted with flock)"
+            f"{file.name} cannot be locked ({error.strerror}): choose a root on a file system with "
+            "locks (Lustre: mounted with flock)"
         ) from None
     return True

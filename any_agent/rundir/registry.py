@@ -1,4 +1,4 @@
-"""Who serves where: each part of a run writes its own entry, the others read them all.
+"""The registry of a run's live parts: each part writes its own entry, and the others read all.
 
 ::
 
@@ -6,12 +6,11 @@
     registry/router.json    the public URL
     registry/trainer.json   the trainer's metrics
 
-An entry is replaced whole, several times a minute at least, so a reader that sees no change for
-``SILENT_AFTER`` seconds knows that its writer is gone. Only the writer's boot id tells one life
-of a part from its next.
+An entry is replaced as a whole, every second, so a reader that sees no change for ``SILENT_AFTER``
+seconds knows that its writer is gone. A part has another boot id after each start.
 
-Where the folder is on a network file system, what one machine is told of a file may be old by a
-minute, unless the file is opened: so entries are opened, and what is open is looked at.
+A network file system may report a minute-old state of a file that is not open, so each check opens
+the entries.
 """
 
 from __future__ import annotations
@@ -35,38 +34,38 @@ SILENT_AFTER = 10.0
 
 
 class PartLoad(BaseModel):
-    """What a rank is busy with."""
+    """The load of a rank."""
 
     model_config = ConfigDict(frozen=True)
 
     open: int = 0
     """Open sessions."""
     waiting: int = 0
-    """Slots that opens wait for."""
+    """Slots for which openings of sessions wait."""
     calls: int = 0
-    """Model calls under way."""
+    """Running model calls."""
 
 
 class RegistryEntry(BaseModel):
-    """One part of a run, as it describes itself."""
+    """The description of one part of a run, written by that part."""
 
     model_config = ConfigDict(frozen=True)
 
     name: str
-    """`rank-<number>`, `router` or `trainer`; also the file's."""
+    """`rank-<number>`, `router` or `trainer`; also the file's name."""
     boot_id: str
-    """Another one each time the part starts."""
+    """An id that is new at each start of the part."""
     url: str
-    """Where it is reached by the other parts."""
+    """The URL at which other parts reach it."""
     pid: int
     state: Literal["starting", "ready", "stopping"] = "ready"
     engine_url: str | None = None
-    """The rank's engine."""
+    """The URL of the rank's engine."""
     version: int = 0
     """The weight version that the rank serves."""
     load: PartLoad = PartLoad()
     store_full: bool = False
-    """The rank's journal has no room: it can be read, and takes nothing."""
+    """True if the disk of the rank's journal is full: it can be read, but not written."""
 
 
 def rank_name(rank: int) -> str:
@@ -74,23 +73,23 @@ def rank_name(rank: int) -> str:
 
 
 def publish(folder: Path, entry: RegistryEntry) -> None:
-    """Replace an entry; readers see the old or the new one, never half of it.
+    """Replace an entry; readers see the old or the new one.
 
-    Not fsynced: after a crash of the machine nobody in it is alive.
+    It is not fsynced: no part survives a crash of the machine.
     """
     target = folder / f"{entry.name}.json"
-    # The process's own temporary name: an earlier life may still be writing.
+    # The temporary name is the process's own: an earlier process may still be writing.
     temporary = folder / f".{entry.name}.{os.getpid()}"
     temporary.write_text(entry.model_dump_json(), encoding="utf-8")
     temporary.replace(target)
 
 
 Stamp = tuple[int, int, bytes]
-"""Modification time, inode and content of an entry's file: another one after each write."""
+"""Modification time, inode and content of an entry's file, which differ after each write."""
 
 
 def read_stamp(folder: Path, name: str) -> Stamp | None:
-    """Of an entry as it is now; None if it cannot be read."""
+    """Return the current stamp of an entry; None if it cannot be read."""
     try:
         with open(folder / f"{name}.json", "rb") as file:
             stat = os.fstat(file.fileno())
@@ -101,23 +100,23 @@ def read_stamp(folder: Path, name: str) -> Stamp | None:
 
 @dataclass(slots=True)
 class RegistrySnapshot:
-    """A reader's knowledge of a part."""
+    """A reader's last copy of an entry."""
 
     stamp: Stamp
     at: float
-    """Monotonic."""
+    """The time of reading, in monotonic seconds."""
     entry: RegistryEntry | None
 
 
 class Registry:
-    """A reader's view. The last good copy of an entry is kept when a file cannot be read."""
+    """A reader's view of all entries; it keeps the last good copy of an unreadable file."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._seen: dict[str, RegistrySnapshot] = {}
 
     def refresh(self) -> None:
-        """Read what changed: some small files, and nothing of the network but these."""
+        """Read the entries that changed."""
         try:
             with os.scandir(self._folder) as files:
                 names = [f.name.removesuffix(".json") for f in files if f.name[:1] != "."]
@@ -132,21 +131,21 @@ class Registry:
             self._seen[name] = RegistrySnapshot(stamp, time.monotonic(), entry)
 
     def get(self, name: str) -> RegistryEntry | None:
-        """The last good copy, whether or not its writer still lives."""
+        """Return the last good copy of an entry; its writer may be dead."""
         seen = self._seen.get(name)
         return seen.entry if seen is not None else None
 
     def entries(self) -> list[RegistryEntry]:
-        """All of them, as :meth:`get` gives each."""
+        """Return the last good copies of all entries."""
         return [seen.entry for seen in self._seen.values() if seen.entry is not None]
 
     def heard(self, name: str) -> float:
-        """When a write of this part was last noticed, in monotonic seconds; 0.0 for never."""
+        """Return when a write of this part was last noticed, in monotonic seconds; 0.0: never."""
         seen = self._seen.get(name)
         return seen.at if seen is not None else 0.0
 
     def alive(self, name: str) -> bool:
-        """Whether the part is ready and has written lately."""
+        """Return whether the part is ready and has written lately."""
         seen = self._seen.get(name)
         return (
             seen is not None
@@ -168,17 +167,19 @@ log = logging.getLogger(__name__)
 
 
 class Heartbeat:
-    """Writes the part's entry now, at each heartbeat, and once more when the part stops.
+    """Writes the part's entry at the start, at each heartbeat, and once more when the part stops.
 
-    Whatever fails meanwhile is told once and tried again: who falls silent is taken for dead.
+    The event loop makes each beat and a thread writes it, so no call waits for the disk, and a loop
+    that hangs falls silent, as it should. A failed write is logged once and repeated, because a
+    silent part is taken for dead.
     """
 
     def __init__(self, folder: Path, describe: Callable[[], RegistryEntry]) -> None:
         self._folder = folder
         self._describe = describe
-        self._over = False
+        self._ended = False
         self._stopping = False
-        self._hurry = asyncio.Event()
+        self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._failed = False
 
@@ -187,12 +188,12 @@ class Heartbeat:
         self._task = asyncio.create_task(self._beat())
 
     def stopping(self) -> None:
-        """It ends what is under way: from now on, and at once, it says so."""
+        """Publish the state `stopping` at once and from now on."""
         self._stopping = True
-        self._hurry.set()
+        self._wake.set()
 
     async def end(self) -> None:
-        self._over = True
+        self._ended = True
         self.stopping()
         if self._task is not None:
             # Not cancelled: a write under way would come after the last one.
@@ -200,10 +201,10 @@ class Heartbeat:
         await self._write()
 
     async def _beat(self) -> None:
-        while not self._over:
+        while not self._ended:
             with suppress(TimeoutError):
-                await asyncio.wait_for(self._hurry.wait(), HEARTBEAT)
-            self._hurry.clear()
+                await asyncio.wait_for(self._wake.wait(), HEARTBEAT)
+            self._wake.clear()
             await self._write()
 
     async def _write(self) -> None:
@@ -215,11 +216,9 @@ class Heartbeat:
         except Exception as error:
             if not self._failed:
                 fault = not isinstance(error, OSError)
-                log.warning(
-                    "cannot tell that this part is alive, trying again: %s", error, exc_info=fault
-                )
+                log.warning("cannot write the registry entry; retrying: %s", error, exc_info=fault)
             self._failed = True
         else:
             if self._failed:
-                log.info("it can be told again that this part is alive")
+                log.info("the registry entry can be written again")
             self._failed = False

@@ -1,6 +1,6 @@
-"""Folders and files that are there whole or not at all, also after a crash.
+"""Folders and files that are written completely or not at all, even after a crash.
 
-One process writes into a parent folder at a time: what a killed writer left there is removed.
+One process writes into a parent folder at a time: leftovers of a killed writer are removed.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ _PREFIX = ".partial-"
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     """Yield an empty folder next to ``target`` that becomes ``target`` on leaving.
 
-    On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. After
-    an exception in the body nothing but the old state is left. An existing ``target`` is replaced
-    at the very end if ``replace``, else FileExistsError is raised.
+    On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. An
+    exception in the body leaves the old state. An existing ``target`` is replaced at the very end
+    if ``replace``; otherwise FileExistsError is raised.
     """
     target.parent.mkdir(parents=True, exist_ok=True)
     for leftover in target.parent.glob(f"{_PREFIX}*"):
@@ -39,27 +39,27 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
-    # From here on the new folder is whole and is never removed, whatever interrupts the renames.
+    # From here on the new folder is complete and is never removed, whatever interrupts the renames.
     if target.exists():
-        doomed = _doomed(target)
+        removed = _removed(target)
         try:
-            target.rename(doomed)
+            target.rename(removed)
             temporary.rename(target)
         except BaseException:
             if not target.exists():
-                # Under its own name: the next writer removes what is left under others.
-                doomed.rename(target)
+                # Restore its name: the next writer removes folders with a temporary name.
+                removed.rename(target)
             raise
-        shutil.rmtree(doomed)
+        shutil.rmtree(removed)
     else:
         temporary.rename(target)
     fsync(target.parent)
 
 
 def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
-    """Write a file by way of a temporary one, fsync and rename; text as UTF-8.
+    """Write a temporary file, fsync it and rename it; text is written as UTF-8.
 
-    ``mode``: its permissions, whatever the process's umask is.
+    ``mode``: the file's permissions, independent of the process's umask.
     """
     temporary = target.with_name(f"{_PREFIX}{target.name}")
     try:
@@ -75,7 +75,7 @@ def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None)
 
 
 def append_line(target: Path, line: str) -> None:
-    """Add a line to a text file; half a line that a killed writer left there is ended first."""
+    """Append a line to a text file; first end a line that a killed writer left incomplete."""
     with open(target, "ab+") as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
@@ -84,13 +84,13 @@ def append_line(target: Path, line: str) -> None:
 
 
 def remove_folder(target: Path) -> None:
-    """Remove a folder so that no half of it is ever seen under its name."""
-    doomed = _doomed(target)
-    target.rename(doomed)
-    shutil.rmtree(doomed)
+    """Remove a folder so that it never appears incomplete under its name."""
+    removed = _removed(target)
+    target.rename(removed)
+    shutil.rmtree(removed)
 
 
-def _doomed(target: Path) -> Path:
+def _removed(target: Path) -> Path:
     path = target.with_name(f"{_PREFIX}removed-{target.name}")
     shutil.rmtree(path, ignore_errors=True)
     return path

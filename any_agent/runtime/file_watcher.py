@@ -1,4 +1,4 @@
-"""A small file's content, read again when it changes: settings that change while a service runs."""
+"""A small file's content, read again when it changes while a service runs."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ Mark = tuple[int, int, int]
 
 
 class WatchedFile(Generic[T]):
-    """What ``parse`` makes of a file, or ``missing`` where there was none from the start.
+    """The result of ``parse`` for a file, or ``missing`` if there was no file from the start.
 
-    A look opens the file, and there is at most one in ``every`` seconds. A file that is broken,
-    or gone after it had been there, is said once and keeps the last good content: to take it for
-    an empty one could open what it closes. One that cannot be read is tried again at each look.
-    The first reading raises what ``parse`` raises.
+    The file is checked, by opening it, at most once in ``every`` seconds. If it is broken, or
+    vanishes later, that is logged once and the last good content stays: an empty one could grant
+    what the file denies. A file that cannot be read is tried again at each check. The first reading
+    raises the errors of ``parse``.
     """
 
     def __init__(
@@ -32,30 +32,30 @@ class WatchedFile(Generic[T]):
         self._path = path
         self._parse = parse
         self._every = every
-        self._looked = time.monotonic()
+        self._checked_at = time.monotonic()
         self._complaint = ""
         self._mark = self._find()
         self._value = missing if self._mark is None else parse(path.read_bytes())
 
     def get(self, *, within: float | None = None) -> T:
-        """The content, as it was at most ``within`` (default: ``every``) seconds ago."""
+        """Return the content of at most ``within`` (default: ``every``) seconds ago."""
         now = time.monotonic()
-        if now - self._looked >= (self._every if within is None else within):
-            self._looked = now
-            self._look()
+        if now - self._checked_at >= (self._every if within is None else within):
+            self._checked_at = now
+            self._refresh()
         return self._value
 
-    def _look(self) -> None:
+    def _refresh(self) -> None:
         try:
             mark = self._find()
             if mark == self._mark:
                 return
-            # Before the reading: a change in the middle of it is seen by the next look.
+            # Set before reading, so that the next check sees a change during the reading.
             self._mark = mark
             self._value = self._parse(self._path.read_bytes())
         except (OSError, ValueError, AnyAgentError) as error:
             if isinstance(error, OSError):
-                # The next look may do better: what the file says must not be missed for good.
+                # Read again at the next check.
                 self._mark = None
             self._complain(str(error))
         else:
@@ -63,13 +63,13 @@ class WatchedFile(Generic[T]):
 
     def _complain(self, what: str) -> None:
         if what != self._complaint:
-            log.error("%s cannot be used, and goes on as it was: %s", self._path, what)
+            log.error("cannot use %s; keeping its earlier content: %s", self._path, what)
         self._complaint = what
 
     def _find(self) -> Mark | None:
         try:
-            # Opened each time: what a network file system says of a file that is not open may be
-            # some time old, and a revoked key would be good for as long.
+            # A network file system may report outdated attributes of a file that is not open, and
+            # a revoked key would stay valid for as long.
             with open(self._path, "rb") as file:
                 found = os.fstat(file.fileno())
         except (FileNotFoundError, NotADirectoryError):

@@ -1,4 +1,4 @@
-"""Classes, functions and objects by their dotted names."""
+"""Imports by dotted names, and registries of named implementations."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from any_agent.errors import ConfigError
 
 
 def import_string(name: str, what: str = "workflow") -> Any:
-    """What ``package.module.Name`` stands for; ``what`` it is to be, for errors.
+    """Import ``package.module.Name``; ``what`` names its purpose in errors.
 
-    Raises ConfigError: there is no such module, it fails while it is imported, or has no such name.
+    Raises ConfigError if the module is missing, fails while it is imported, or lacks the name.
     """
     if ":" in name:
-        raise ConfigError(f"{what} {name!r}: a dot, not a colon: {name.replace(':', '.')}")
+        raise ConfigError(f"{what} {name!r}: write a dot, not a colon: {name.replace(':', '.')}")
     module_name, dot, attribute = name.rpartition(".")
     if not dot and name.isidentifier() and find_spec(name) is not None:
         raise _no_class(name, what)
@@ -28,7 +28,7 @@ def import_string(name: str, what: str = "workflow") -> Any:
         )
     module = import_by_setting(module_name, f"{what} {name!r}")
     found = getattr(module, attribute, None)
-    # A package has those of its modules only that were imported.
+    # A package has only those of its modules as attributes that were imported.
     unloaded = found is None and hasattr(module, "__path__") and find_spec(name) is not None
     if isinstance(found, ModuleType) or unloaded:
         raise _no_class(name, what)
@@ -71,7 +71,7 @@ def _no_class(name: str, what: str) -> ConfigError:
 
 
 def _classes_of(module: ModuleType) -> list[str]:
-    """Those that are written there, or in a package's own modules."""
+    """Return the public classes that the module, or a package's own modules, define."""
     return [
         name
         for name, value in vars(module).items()

@@ -1,8 +1,7 @@
-"""Logging of every process: one line an event, to standard error, without secrets.
+"""Logging of every process: one line for each event, to standard error, without secrets.
 
-As text for people, or as JSON, one object a line: ``time`` (UTC), ``level``, ``logger``,
-``message``, ``part`` (``rank-0``, ``router``, ...), ``pid``, ``exception`` where there is one, and
-what the call gave as ``extra``.
+Lines are text, or JSON objects with ``time`` (UTC), ``level``, ``logger``, ``message``, ``part``
+(``rank-0``, ``router``, ...), ``pid``, ``exception`` if there is one, and the call's ``extra``.
 """
 
 from __future__ import annotations
@@ -33,11 +32,11 @@ _PLAIN = frozenset(logging.makeLogRecord({}).__dict__) | {
     "color_message",
     "litellm_redacted",
 }
-"""What every record has; the rest is somebody's ``extra``."""
+"""Attributes of every record; all others are a call's ``extra``."""
 
 
 class Redactor:
-    """Cuts out whatever looks like a key, and the given secrets in whatever form they appear."""
+    """Removes session keys, and the given secrets in every form in which they may appear."""
 
     def __init__(self, secrets: Iterable[str] = ()) -> None:
         forms = {
@@ -51,7 +50,7 @@ class Redactor:
             )
             if form
         }
-        # The longest first: a key that is a part of another one must not leave the rest of it.
+        # The longest first: a secret that is part of another one must not leave its rest.
         ordered = sorted(forms, key=len, reverse=True)
         self._given = re.compile("|".join(map(re.escape, ordered))) if ordered else None
 
@@ -61,7 +60,7 @@ class Redactor:
         return _SESSION_KEY.sub("sk-***", text)
 
     def data(self, value: Any, depth: int = 0) -> Any:
-        """The value as JSON can carry it, every text in it redacted."""
+        """Return the value in JSON's types, with every text in it redacted."""
         match value:
             case None | bool() | int():
                 return value
@@ -115,7 +114,7 @@ class _Json(logging.Formatter):
 
 
 def _settle(record: logging.LogRecord) -> None:
-    """Make sure that the message can be formatted: logging's own report has the bare arguments."""
+    """Make the message formattable: logging's own report would show the raw arguments."""
     try:
         record.getMessage()
     except Exception:
@@ -128,7 +127,7 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 
 class _Handler(logging.StreamHandler[Any]):
     def handleError(self, record: logging.LogRecord) -> None:
-        """Nothing: logging's own would write the record's arguments as they are."""
+        """Do nothing: logging's own handler would print the raw arguments."""
 
 
 def set_up_logging(
@@ -140,14 +139,14 @@ def set_up_logging(
 ) -> None:
     """Log to standard error, uncaught exceptions and warnings included.
 
-    ``part`` is the process's name in JSON lines; ``secrets`` are cut out wherever they appear.
+    ``part`` is the process's name in JSON lines; ``secrets`` are removed wherever they appear.
     """
     handler = _Handler()
     handler.setFormatter(_formatter(log_format, part, secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "urllib3", "transformers"):
         logging.getLogger(name).setLevel(logging.WARNING)
-    # It tells each of its retries, and twice; what they came to is told by whoever asked.
+    # It logs each retry twice; the caller reports the result.
     logging.getLogger("huggingface_hub.utils._http").setLevel(logging.ERROR)
     logging.captureWarnings(True)
     sys.excepthook = _log_uncaught
@@ -164,9 +163,9 @@ def logging_to(
     part: str = "",
     secrets: Iterable[str] = (),
 ) -> Iterator[None]:
-    """Write what these loggers say to a file, in a program that has a logging of its own, or none.
+    """Write the records of these loggers to a file, in a program that may set up its own logging.
 
-    In one that has none their warnings are on standard error, too.
+    If it does not, their warnings also go to standard error.
     """
     with open(file, "a", encoding="utf-8") as out:
         handlers: list[logging.Handler] = [_Handler(out)]

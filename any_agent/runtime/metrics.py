@@ -1,7 +1,7 @@
 """Prometheus metrics: their descriptions, their exposition, and the lag of the event loop.
 
-What is measured keeps plain numbers, which become metrics when they are scraped. So a model call
-pays for a few additions, and a scrape always sees one moment.
+The code that is measured counts in plain numbers, which become metrics when they are scraped. So a
+model call costs a few additions, and a scrape sees a single moment.
 """
 
 from __future__ import annotations

@@ -7,15 +7,15 @@ import os
 import signal
 
 _PR_SET_PDEATHSIG = 1
-# Looked up at import: between fork and exec a lock that another thread had taken is never released,
-# and the loader of libraries takes some.
+# Looked up at import: after a fork, a lock of the library loader that another thread holds is never
+# released.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
 
 
 def die_with_parent(parent: int, number: int) -> None:
     """Ask for this signal when ``parent`` dies; call it in the child, before its program starts.
 
-    Only Linux offers this; elsewhere whoever ends the parent must end the child.
+    Only Linux offers this; elsewhere the child must be ended with its parent by hand.
     """
     # A shell starts background jobs with SIGINT ignored, which would be inherited.
     signal.signal(signal.SIGINT, signal.SIG_DFL)

@@ -8,7 +8,7 @@ from any_agent.errors import ConfigError
 
 
 def listen(host: str, port: int) -> socket.socket:
-    """A bound socket, 0 for any free port; ConfigError when something else has the port."""
+    """Return a bound socket; port 0 is any free one. ConfigError if the port is in use."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -21,7 +21,7 @@ def listen(host: str, port: int) -> socket.socket:
 
 
 def accept_on(bound: socket.socket, backlog: int) -> None:
-    """Have a bound socket listen; ConfigError when something else was faster."""
+    """Have a bound socket listen; ConfigError if another process listens there by now."""
     try:
         bound.listen(backlog)
     except OSError as error:
@@ -31,22 +31,22 @@ def accept_on(bound: socket.socket, backlog: int) -> None:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot listen on {host}:{port}: {error.strerror}; stop what uses it, or set "
-        "server.port to another one (0 picks a free one)"
+        f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or set "
+        "server.port to another port (0 picks a free one)"
     )
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Keep a port (0: any free one) for a child that will listen on it, now and again later.
+    """Reserve a port (0: any free one) on which a child will listen, perhaps several times.
 
-    The socket is bound and never listens: nothing else gets the port, no outgoing connection
-    either, but a child that sets SO_REUSEADDR may listen there for as long as it is open.
+    The socket is bound and never listens: no other program or outgoing connection gets the port,
+    but a child that sets SO_REUSEADDR may listen there while the socket is open.
     """
     return listen(host, port)
 
 
 def free_port(host: str) -> int:
-    """A port that nothing listened on a moment ago."""
+    """Return a port that was free a moment ago."""
     with listen(host, 0) as listener:
         return int(listener.getsockname()[1])
 

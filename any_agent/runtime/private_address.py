@@ -1,4 +1,4 @@
-"""Whoever reaches an engine may use it: so it is only where the world does not come."""
+"""Checks that engines have private addresses: every client that reaches an engine may use it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _PRIVATE = tuple(
 
 
 def is_private(address: str) -> bool:
-    """Whether an IP address is one of a machine itself or of a private network."""
+    """Return whether an IP address belongs to a machine itself or to a private network."""
     try:
         ip = ipaddress.ip_address(address.partition("%")[0])
     except ValueError:
@@ -29,32 +29,32 @@ def is_private(address: str) -> bool:
 
 
 def require_private_url(url: str) -> None:
-    """ConfigError unless all addresses of the URL's host are private. It may ask the name service.
+    """Raise ConfigError unless all addresses of the URL's host are private.
 
-    A host that has none now is left to whoever connects to it.
+    It may ask the name service. A host without an address passes: connecting to it will fail.
     """
     try:
         host = urlsplit(url).hostname
     except ValueError:
         host = None
     if not host or not url.startswith(("http://", "https://")):
-        raise ConfigError(f"{url!r} is no URL of an engine, as http://10.0.0.5:30000 is one")
+        raise ConfigError(f"{url!r} is no URL of an engine: write it like http://10.0.0.5:30000")
     for address in _addresses(host):
         if not is_private(address):
             raise ConfigError(
-                f"the engine {host} has the public address {address}: whoever reaches an engine "
-                "may use it and change its weights, so have it listen on a private one (loopback, "
-                "10/8, 172.16/12, 192.168/16, link-local, fc00::/7)"
+                f"the engine {host} has the public address {address}: every client that reaches "
+                "an engine may use it and change its weights, so have it listen on a private one "
+                "(loopback, 10/8, 172.16/12, 192.168/16, link-local, fc00::/7)"
             )
 
 
 def require_private_host(host: str) -> None:
-    """ConfigError for an address to listen on that the world may reach, all interfaces included."""
+    """Raise ConfigError for a public address to listen on, all interfaces included."""
     addresses = _addresses(host)
     if not addresses or not all(map(is_private, addresses)):
         raise ConfigError(
-            f"an engine must not listen on {host}: whoever reaches it may use it and change its "
-            "weights; give it a private address of this machine, such as 127.0.0.1"
+            f"an engine must not listen on {host}: every client that reaches it may use it and "
+            "change its weights; give it a private address of this machine, such as 127.0.0.1"
         )
 
 

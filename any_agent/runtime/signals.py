@@ -1,4 +1,4 @@
-"""Signals: run until one arrives, with time to clean up, and handlers for the time of a block."""
+"""Signals: run until one arrives, with time to clean up, and handle them inside a block."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Handler = signal.Handlers | Callable[[int, FrameType | None], Any]
 def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> int | None:
     """Run a coroutine to its end; return the number of the signal that ended it, else None.
 
-    Ctrl-C, SIGTERM and SIGHUP cancel it. A second Ctrl-C interrupts also its clean-up.
+    Ctrl-C, SIGTERM and SIGHUP cancel it. A second Ctrl-C also interrupts its clean-up.
     """
     caught: list[int] = []
 
@@ -48,7 +48,7 @@ def run_until_signal(coroutine: Coroutine[Any, Any, None]) -> int | None:
 
 @contextmanager
 def handle_signals(handler: Handler, *numbers: int) -> Iterator[None]:
-    """Handle these signals with ``handler`` inside the block, and as before behind it.
+    """Handle these signals with ``handler`` inside the block, and as before after it.
 
     Outside the main thread, where no signal arrives, nothing changes.
     """

@@ -92,7 +92,7 @@ class ImplicitTask:
         self, messages: Sequence[Message], tools: Any, template: bytes
     ) -> ConversationQuery:
         """Hash the messages but for a prefix that an earlier call had; thread-safe."""
-        begun, digest = self._prefixes.look(messages, [tools, template.hex()])
+        begun, digest = self._prefixes.find(messages, [tools, template.hex()])
         known = begun.messages if begun is not None else 0
         keys = chain_keys(
             messages[known:],

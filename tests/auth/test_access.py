@@ -195,7 +195,7 @@ def test_damaged_keys_are_told_though_nobody_uses_one(
     trial_dir(config).keys.write_text("{broken")
     for _ in range(3):
         access.refresh()
-    assert len([r for r in caplog.records if "goes on as it was" in r.getMessage()]) == 1
+    assert len([r for r in caplog.records if "keeping its earlier content" in r.getMessage()]) == 1
 
 
 def test_what_a_start_says_of_keys(configured: Callable[..., Config]) -> None:

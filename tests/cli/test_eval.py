@@ -178,7 +178,7 @@ async def test_what_is_refused_before_anything_runs(
         ((), {"agent": "counting_eval_agent.Countin"}, "did you mean"),
         ((), {"agent": "counting_eval_agent.Workflow"}, "samples from a trainer's engines"),
         ((), {"agent": "counting_eval_agent.two"}, "an unknown argument 'more'"),
-        ((), {"data": "broken.jsonl"}, "broken.jsonl line 2 is no JSON"),
+        ((), {"data": "broken.jsonl"}, "broken.jsonl line 2 is not JSON"),
         ((), {"data": "none.jsonl"}, "there is no file none.jsonl"),
         (("--agent-arg", "every"), {}, "write NAME=VALUE"),
         (("--agent-arg", "often=3"), {}, "cannot be instantiated with the arguments often"),

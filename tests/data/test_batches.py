@@ -54,10 +54,10 @@ def test_tensors_stay_tensors() -> None:
     [
         ({"a": {"b": torch.tensor([1.0])}}, r"a\.b is torch.float32: the items' own numbers"),
         ({"a": torch.tensor(1)}, "a is one number for all items: give .* collate_fn=lambda"),
-        ({"a": torch.tensor([1, 2]), "b": ["x"]}, r"how many items it has \(a: 2, b: 1\)"),
+        ({"a": torch.tensor([1, 2]), "b": ["x"]}, r"number of items \(a: 2, b: 1\)"),
         ({"a": [("x", "y"), ("z",)]}, "a has columns of .* items"),
-        ({"a": None, "b": ["x"]}, "a is NoneType None, which is no column"),
-        ({"a": []}, r"how many items it has \(a: None\)"),
+        ({"a": None, "b": ["x"]}, "a is NoneType None, which is not a column"),
+        ({"a": []}, r"number of items \(a: None\)"),
         ({}, "no field"),
     ],
 )

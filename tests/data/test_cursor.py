@@ -64,7 +64,7 @@ def test_nobody_works_on_it_any_more() -> None:
     positions = DatasetCursor(5, shuffle=False, epochs=1)
     assert len(list(positions)) == 5
     positions.consumed([0, 3])
-    positions.hand_out_again()
+    positions.requeue()
     assert [position for position, _ in positions] == [1, 2, 4]
 
 

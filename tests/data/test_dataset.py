@@ -49,13 +49,13 @@ def test_the_documented_way(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "says"),
     [
-        ('{"a": 1', "line 3 is no JSON: Expecting ',' delimiter at column 8"),
-        ("{", "line 3 is no JSON: .*; JSONL has one whole object on each line"),
+        ('{"a": 1', "line 3 is not JSON: Expecting ',' delimiter at column 8"),
+        ("{", "line 3 is not JSON: .*; JSONL has one whole object on each line"),
         ('{"a": ' + "9" * 5000 + "}", "line 3 cannot be read: Exceeds the limit"),
         ("[1, 2]", "line 3 is an array: each line must be one JSON object"),
         ("7", "line 3 is a single value"),
         ("[" * 100_000, "line 3 is nested too deeply"),
-        ("\udcff\udcfe", "line 3 is no UTF-8 text"),
+        ("\udcff\udcfe", "line 3 is not UTF-8 text"),
     ],
 )
 def test_a_broken_line_is_named(tmp_path: Path, line: str, says: str) -> None:

@@ -69,8 +69,8 @@ def test_what_said_the_same(make: Make) -> None:
     tree.add(make("b"), said + other)
     tree.add(make("c"), b"n" * 16 + head)
     tree.add(make("d"))
-    assert [i.id for i in tree.that_said(said + head)] == ["a", "b"]
-    assert [i.id for i in tree.that_said(b"x" * 32)] == []
+    assert [i.id for i in tree.with_messages(said + head)] == ["a", "b"]
+    assert [i.id for i in tree.with_messages(b"x" * 32)] == []
     assert tree.knows_head(b"x" * 16 + head)
     assert not tree.knows_head(said + b"x" * 16)
     assert (tree.key("a"), tree.key("d")) == (said + head, None)

@@ -34,7 +34,7 @@ def test_it_is_looked_at_no_more_often_than_asked_for(
     path.write_text("1")
     watched = WatchedFile(path, number, 0, every=3600.0)
     looks = []
-    monkeypatch.setattr(watched, "_look", lambda: looks.append(1))
+    monkeypatch.setattr(watched, "_refresh", lambda: looks.append(1))
     for _ in range(100):
         watched.get()
     assert not looks

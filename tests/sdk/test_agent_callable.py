@@ -87,7 +87,7 @@ def test_its_name_says_what_is_called() -> None:
         (lambda item, session, tools: 1.0, {}, "unknown argument 'tools'"),
         ("no_such_module.Agent", {}, "agent 'no_such_module.Agent': there is no module"),
         (f"{__name__}.Trainee", {}, "did you mean"),
-        (f"{__name__}:Trained", {}, "a dot, not a colon"),
+        (f"{__name__}:Trained", {}, "write a dot, not a colon"),
     ],
 )
 def test_what_is_no_agent(agent: Any, kwargs: dict[str, Any], said: str) -> None:

@@ -427,7 +427,7 @@ def test_settings_that_are_no_good(settings: dict[str, Any], named: str) -> None
 async def test_datasets_that_are_no_good(served: Served, tmp_path: Path) -> None:
     broken = tmp_path / "items.jsonl"
     broken.write_text('{"question": "a"}\n\n{"question": \n')
-    with pytest.raises(DatasetError, match=r"items\.jsonl line 3 is no JSON"):
+    with pytest.raises(DatasetError, match=r"items\.jsonl line 3 is not JSON"):
         await runner().arun(_never, broken)
     for data, named in (
         ([], "empty"),
