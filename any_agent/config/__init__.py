@@ -1,4 +1,4 @@
-"""One configuration tree; a section's meaning is told where it is defined."""
+"""All settings, as one tree of sections."""
 
 from any_agent.config.base import LOOPBACK, NAME_PATTERN, Name
 from any_agent.config.cluster import ClusterConfig

@@ -1,4 +1,4 @@
-"""What every section of the settings is made of."""
+"""The base class and the types of every section of the settings."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 
 
 class Section(BaseModel):
-    """Settings under one name: unknown ones are refused, and none changes once it is read."""
+    """Settings under one name, immutable; unknown names are refused."""
 
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
 def listed(value: object) -> object:
-    """A list of texts: on a command line they are separated by commas."""
+    """Split a text at its commas, as a list is written on a command line."""
     if not isinstance(value, str):
         return value
     return [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]

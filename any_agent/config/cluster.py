@@ -1,4 +1,4 @@
-"""Settings of a service on several machines that Slurm gives."""
+"""Settings of a service on several machines of a Slurm job."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ _OURS = (
 
 
 class ClusterConfig(Section):
-    """The machines of a Slurm job, and what each of them does; not used elsewhere."""
+    """The machines of a Slurm job and their roles; not used elsewhere."""
 
     nodes: int = Field(1, ge=1, le=1000)
-    """Nodes to ask for. Inside a job it is those that the job has."""
+    """Nodes to request. Inside a job, the job's own number counts."""
     gpus_per_node: int = Field(0, ge=0, le=64)
-    """GPUs to ask for on each node. Inside a job it is those that the job has."""
+    """GPUs to request on each node. Inside a job, the job's own number counts."""
     training_nodes: int = Field(1, ge=1)
-    """Of several nodes, how many train; the others have engines and proxies, and the first of these
-    the router. A job of one node does all of it there."""
+    """Number of nodes that train, out of several; the others have engines and proxies, and the
+    first of these the router. A job of one node does everything there."""
     ranks_per_node: int | None = Field(None, ge=1)
-    """Engines, with a proxy each, on each node that has some. null: as many as `engine.gpus` allows
-    for its GPUs; without GPUs, `server.ranks` divided by those nodes."""
+    """Engines, each with a proxy, on each node that has engines. null: as many as `engine.gpus`
+    allows for its GPUs; without GPUs, `server.ranks` divided by those nodes."""
     network: str | None = None
     """The network by which the nodes reach each other, such as `10.1.0.0/16`. null: the address by
     which Slurm knows each node."""
     sbatch: tuple[str, ...] = ()
     """More options of sbatch, such as `--partition=gpu,--time=1-00:00:00,--account=mine`."""
     warning: int = Field(300, ge=60, le=3600)
-    """Seconds before its time limit at which a job is warned. It keeps a checkpoint then, ends, and
-    is queued again. For the longest step with its checkpoint, and a minute more."""
+    """Seconds before its time limit at which a job is warned. It then writes a checkpoint, ends,
+    and is queued again. Allow for the longest step with its checkpoint, and a minute more."""
     requeue: bool = True
-    """Whether it is queued again after that warning, to go on where it was."""
+    """Queue the job again after that warning; it resumes from its checkpoint."""
     start_timeout: float = Field(1800.0, gt=0)
-    """Seconds that the other nodes may take until their parts are ready."""
+    """Seconds that the other nodes have until their parts are ready."""
 
     @field_validator("sbatch", mode="before")
     @classmethod
@@ -55,11 +55,11 @@ class ClusterConfig(Section):
             name = re.split("[= ]", option, maxsplit=1)[0]
             if not option.startswith("-") or "\n" in option:
                 raise ValueError(
-                    f"{option[:80]!r} is no option of sbatch: one is like --partition=gpu"
+                    f"{option[:80]!r} is no option of sbatch: write it like --partition=gpu"
                 )
             if name in _OURS:
                 raise ValueError(
-                    f"{name} is not set here: it follows from experiment and trial, cluster.nodes, "
+                    f"remove {name}: it follows from experiment and trial, cluster.nodes, "
                     "cluster.gpus_per_node, cluster.warning and cluster.requeue"
                 )
         return options

@@ -1,4 +1,4 @@
-"""Settings under AReaL's names: taken where they mean what ours do, else answered with ours."""
+"""Settings under AReaL's names: accepted if they mean the same, else refused with ours."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 from any_agent.errors import ConfigError
 
 SCHEDULER: ContextVar[str] = ContextVar("scheduler", default="local")
-"""The value of `scheduler.type` that says what is so anyway."""
+"""The value of `scheduler.type` that describes the running launcher."""
 
 ALIASES: Mapping[str, str] = {
     "experiment_name": "experiment",
@@ -50,10 +50,10 @@ ALIASES: Mapping[str, str] = {
     "evaluator.eval_before_train": "eval.at_start",
     "sglang.context_length": "engine.context_length",
 }
-"""Names that are taken, and the settings that they are."""
+"""Names that are accepted, and the settings that they set."""
 
 _SESSIONS = "rollout.batch_size, which counts sessions: items times sessions.group_size"
-_SAVED = "train.checkpoint_every; train.keep_checkpoints says how many are kept"
+_SAVED = "train.checkpoint_every; train.keep_checkpoints sets how many are kept"
 CALLED_HERE: Mapping[str, str] = {
     "actor.eps_clip": "train.eps_low and train.eps_high",
     "actor.eps_clip_higher": "train.eps_high",
@@ -98,33 +98,33 @@ CALLED_HERE: Mapping[str, str] = {
     "model.name_or_path": "model.path",
     "model_name_or_path": "model.path",
 }
-"""AReaL's other names, and usual ones, and ours: they do not mean quite the same."""
+"""Other names of AReaL, and usual ones, with ours, which mean something slightly different."""
 
 _NO_CRITIC = "leave it out: GRPO learns no values, a group's mean is its baseline"
-_NO_GAE = f"only 1 is known: an answer's tokens share one advantage; {_NO_CRITIC}"
-_NO_KL = "only 0 is known: there is no KL term to a reference model"
+_NO_GAE = f"only 1 is supported: an answer's tokens share one advantage; {_NO_CRITIC}"
+_NO_KL = "only 0 is supported: there is no KL term to a reference model"
 _NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
 _SCRIPT = (
-    "it is for a script with a dataset, as examples/experimental/proxy/train.py, whose settings "
-    "are a GRPOConfig; agents outside need none"
+    "it is for a script with a dataset, such as examples/experimental/proxy/train.py, whose "
+    "settings are a GRPOConfig; agents outside need none"
 )
 NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.kl_ctl": ((0,), _NO_KL),
     "actor.kl_estimator": (("k1",), _NO_KL),
     "actor.gae_lambda": ((1,), _NO_GAE),
     "actor.discount": ((1,), _NO_GAE),
-    "actor.ppo_n_minibatches": ((1,), "only 1 is known: a batch is one optimizer step"),
-    "actor.reward_scaling": ((1,), "only 1 is known: rewards are trained on as they are given"),
-    "actor.reward_bias": ((0,), "only 0 is known: rewards are trained on as they are given"),
-    "actor.importance_sampling_level": (("token",), "only token is known"),
+    "actor.ppo_n_minibatches": ((1,), "only 1 is supported: a batch is one optimizer step"),
+    "actor.reward_scaling": ((1,), "only 1 is supported: rewards are trained on as they are given"),
+    "actor.reward_bias": ((0,), "only 0 is supported: rewards are trained on as they are given"),
+    "actor.importance_sampling_level": (("token",), "only token is supported"),
     "actor.dynamic_sampling": (
         (True,),
         "leave it out: groups whose rewards are all the same are always left out",
     ),
-    "actor.optimizer.type": (("adam", "adamw"), "only AdamW is known"),
-    "actor.optimizer.lr_scheduler_type": (("constant",), "only a constant rate is known"),
-    "gconfig.greedy": ((False,), "only false is known: greedy answers teach nothing"),
-    "gconfig.min_new_tokens": ((0,), "only 0 is known: a minimum bends the distribution"),
+    "actor.optimizer.type": (("adam", "adamw"), "only AdamW is supported"),
+    "actor.optimizer.lr_scheduler_type": (("constant",), "only a constant rate is supported"),
+    "gconfig.greedy": ((False,), "only false is supported: greedy answers teach nothing"),
+    "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
     "actor.c_clip": ((), _NO_OTHER),
     "actor.use_sapo_loss": ((False,), _NO_OTHER),
     "actor.use_m2po_loss": ((False,), _NO_OTHER),
@@ -135,11 +135,11 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "reward_model": ((), "leave it out: rewards are what agents, or reward functions, give"),
     "teacher": ((), "leave it out: nothing is distilled from another model"),
 }
-"""Names that are taken with these values (and null), which say what is so anyway; and what is to
-be done about another value."""
+"""Names that are accepted with these values (and null), which change nothing, and the advice about
+another value."""
 
 NOT_HERE: Mapping[str, str] = {
-    "allocation_mode": "leave it out: server.ranks says how many engines there are",
+    "allocation_mode": "leave it out: server.ranks is the number of engines",
     "rollout.backend": "leave it out: engine.urls names engines that run already, else ours start",
     "actor.backend": "leave it out: the trainer has one",
     "stats_logger": "leave it out: every step is a line of the run's metrics.jsonl, and /metrics",
@@ -147,18 +147,18 @@ NOT_HERE: Mapping[str, str] = {
     "eval_workflow": _SCRIPT,
     **{name: what for name, (_, what) in NEUTRAL.items()},
 }
-"""AReaL's settings and sections that nothing here corresponds to, and what to do."""
+"""AReaL's settings and sections without a counterpart, and the advice about them."""
 
 SPECIAL = ("async_training", "scheduler.type", "tokenizer_path")
-"""Names that only say what other settings say: :func:`settle` compares them."""
+"""Names that repeat other settings; :func:`settle` compares them."""
 
 _FOREIGN = {n.split(".")[0] for n in (*ALIASES, *CALLED_HERE, *NOT_HERE, *SPECIAL) if "." in n}
 
 
 def ours(name: str, value: object, own: Callable[[str], bool]) -> str | None:
-    """The name here of a setting that may be AReaL's; None for a value that changes nothing.
+    """Return our name of a setting that may be AReaL's; None for a value that changes nothing.
 
-    ``own`` tells of a name whether it is a setting of the script's own.
+    ``own`` returns whether a name is a setting of the script itself.
     """
     if own(name):
         return name
@@ -171,14 +171,14 @@ def ours(name: str, value: object, own: Callable[[str], bool]) -> str | None:
 
 
 def is_taken(name: str) -> bool:
-    """Say if it is a name of AReaL's that is taken here."""
+    """Return whether it is an accepted name of AReaL."""
     return name in ALIASES or name in NEUTRAL or name in SPECIAL
 
 
 def translate(data: dict[str, Any], own: Callable[[str], bool]) -> None:
-    """Put what a file has under AReaL's names in the places of ours.
+    """Move a file's settings from AReaL's names to ours.
 
-    Raises ConfigError for a setting that stands there under two names, with two values.
+    Raises ConfigError for a setting that has two names and two values.
     """
     given: dict[str, tuple[str, Any]] = {}
     for name in (*ALIASES, *NEUTRAL):
@@ -195,8 +195,7 @@ def translate(data: dict[str, Any], own: Callable[[str], bool]) -> None:
 
 
 def once(given: dict[str, tuple[str, Any]], key: str, name: str, value: Any) -> None:
-    """Note that a source has a setting under a name; ConfigError if under another with another
-    value."""
+    """Record a setting's name and value; ConfigError for another name with another value."""
     before, other = given.setdefault(key, (name, value))
     if other != value and before != name:
         raise ConfigError(
@@ -206,7 +205,7 @@ def once(given: dict[str, tuple[str, Any]], key: str, name: str, value: Any) -> 
 
 
 def settle(data: dict[str, Any], own: Callable[[str], bool]) -> None:
-    """Take out the names that only repeat what other settings say; ConfigError if they do not."""
+    """Remove the names that repeat other settings; ConfigError if they contradict them."""
     found: dict[str, Any] = {}
     for name in SPECIAL:
         there, value = _at(data, name)
@@ -227,8 +226,8 @@ def _settle_tokenizer(data: dict[str, Any], path: object) -> None:
         return
     raise ConfigError(
         f"tokenizer_path={path} is not model.path={model}: a model is trained with its own "
-        "tokenizer, whose ids its weights know; leave it out (rollout.tokenizer_path is what "
-        "dumped episodes are decoded with)"
+        "tokenizer, whose ids its weights know; leave it out (rollout.tokenizer_path decodes "
+        "dumped episodes)"
     )
 
 
@@ -236,12 +235,12 @@ def _settle_async(data: dict[str, Any], wanted: object) -> None:
     if wanted is None:
         return
     if not isinstance(wanted, bool):
-        raise ConfigError(f"async_training is {wanted!r}: it is true or false")
+        raise ConfigError(f"async_training is {wanted!r}: set true or false")
     there, eta = _at(data, "rollout.eta")
     if there and isinstance(eta, int) and wanted is not (eta > 0):
         raise ConfigError(
             f"async_training={str(wanted).lower()} and rollout.eta={eta} contradict each other: "
-            "training is asynchronous where tokens may be older than 0 steps; leave one of them out"
+            "training is asynchronous if tokens may be older than 0 steps; leave one of them out"
         )
     if not wanted:
         put(data, "rollout.eta", 0)
@@ -249,20 +248,20 @@ def _settle_async(data: dict[str, Any], wanted: object) -> None:
 
 def _other_scheduler(kind: str) -> str:
     if SCHEDULER.get() == "slurm":
-        return f"scheduler.type={kind}: in Slurm's launcher it is slurm; or leave it out"
+        return f"scheduler.type={kind}: in Slurm's launcher set slurm, or leave it out"
     if kind == "slurm":
         return (
-            "scheduler.type=slurm: a job is submitted by `python3 -m any_agent.launcher.slurm "
-            "any_agent_grpo.py --config FILE`; what starts here runs on this machine (local)"
+            "scheduler.type=slurm: `python3 -m any_agent.launcher.slurm any_agent_grpo.py --config "
+            "FILE` submits a job; this command runs everything on this machine (local)"
         )
     return (
-        f"scheduler.type={kind} is not known: parts of a service reach each other over HTTP on one "
-        "machine (local), or on the nodes of a Slurm job (slurm)"
+        f"scheduler.type={kind} is not known: a service runs on one machine (local), or on the "
+        "nodes of a Slurm job (slurm)"
     )
 
 
 def suggest_setting(key: str, value: Any) -> list[str]:
-    """Lines about an unknown setting, or a section of them, that is another one here, or none."""
+    """Return lines of advice about an unknown setting, or a section of them; perhaps none."""
     lines = []
     for name in _leaves(key, value):
         reason = next(
@@ -286,7 +285,7 @@ def _leaves(key: str, value: Any) -> Iterator[str]:
 
 
 def _at(data: Mapping[str, Any], name: str) -> tuple[bool, Any]:
-    """Look up a dotted name: if it is there, and its value."""
+    """Return whether a dotted name exists, and its value."""
     *sections, leaf = name.split(".")
     for section in sections:
         part = data.get(section)
@@ -297,7 +296,7 @@ def _at(data: Mapping[str, Any], name: str) -> tuple[bool, Any]:
 
 
 def _drop(data: MutableMapping[str, Any], name: str) -> None:
-    """Take it out, and sections that are empty then."""
+    """Remove a dotted name, and sections that are empty then."""
     section, _, rest = name.partition(".")
     if not rest:
         del data[section]

@@ -1,10 +1,9 @@
-"""Reading the settings: command line > environment > YAML > default.
+"""The loading of settings: command line > environment > YAML > default.
 
 A setting's name is its dotted path (``train.lr``). In the environment it is
-``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. Unknown names are refused with the
-nearest known one. AReaL's (:mod:`any_agent.config.foreign_settings`) are taken where they mean
-the same.
-In a file ``${model.path}`` is the value of that setting (:mod:`any_agent.config.load`).
+``ANY_AGENT_TRAIN__LR``, on the command line ``train.lr=1e-3``. An error about an unknown name
+suggests the nearest known one. AReaL's names (:mod:`any_agent.config.foreign_settings`) are
+accepted where they mean the same. In a file, ``${model.path}`` is the value of that setting.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from any_agent.runtime.import_string import import_by_setting
 
 ENV_PREFIX = "ANY_AGENT_"
 SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
-"""Settings that go from process to process by the environment, never by a file."""
+"""Variables of the settings that pass from process to process by the environment only."""
 
 _WHOLE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:")
@@ -37,7 +36,7 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Every dotted setting name."""
+    """Yield the dotted name of every setting."""
     for name, info in model.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
@@ -90,9 +89,9 @@ def load_config(
     *,
     kind: type[Config] = Config,
 ) -> Config:
-    """Merge YAML, environment and ``key=value`` overrides into a ``kind`` of settings.
+    """Merge YAML, environment and ``key=value`` overrides into settings of the class ``kind``.
 
-    Raises ConfigError naming the file, the key and what to do.
+    Raises ConfigError that names the file and the key, and says what to do.
     """
     own = partial(_is_own, kind)
     environ = os.environ if environ is None else environ
@@ -103,7 +102,7 @@ def load_config(
             key = elsewhere.ours(name, value, own)
             if key is not None:
                 elsewhere.once(given, key, name, value)
-                # A later one must stand behind a section that an earlier one names.
+                # A later setting must come after a section that an earlier one names.
                 changes.pop(key, None)
                 changes[key] = value
 
@@ -160,7 +159,7 @@ def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[s
         return {}
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
-    # A copy in which nothing is held twice, as an anchor of YAML and its aliases are.
+    # Make a copy in which no object occurs twice, as YAML's anchors and aliases would.
     data = _resolve_references(data, path, _variable, changed)
     # A section whose lines are all commented out reads as null.
     return {key: value for key, value in data.items() if value is not None}
@@ -171,7 +170,7 @@ def _from_environ(environ: Mapping[str, str], kind: type[BaseModel]) -> Iterator
     for name, value in sorted(environ.items()):
         if name.startswith(ENV_PREFIX):
             key = name.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-            # A lone word is a tool's own switch unless it names a setting: the root's are few.
+            # A name without a section may be a variable of another tool.
             if "." in key or key in kind.model_fields or elsewhere.is_taken(key):
                 yield key, _value(key, value, kind)
             elif key in flat:
@@ -188,14 +187,14 @@ def _from_overrides(overrides: Sequence[str], kind: type[BaseModel]) -> Iterator
 
 
 def _is_own(kind: type[BaseModel], name: str) -> bool:
-    """Say if the class has this setting, or one that it is a part of."""
+    """Return whether the class has this setting, or one that contains it."""
     known = _names(kind)
     parts = name.split(".")
     return any(".".join(parts[: k + 1]) in known for k in range(len(parts)))
 
 
 def _value(key: str, text: str, kind: type[BaseModel]) -> Any:
-    """What a setting's text means; names and keys are taken as they are, also `007` and `on`."""
+    """Parse a setting's text; names and keys stay texts, also `007` and `on`."""
     key = key if _is_own(kind, key) else elsewhere.ALIASES.get(key, key)
     return text if key in _texts(kind) and text not in ("", "null") else _scalar(text)
 
@@ -217,7 +216,7 @@ def _scalar(text: str) -> Any:
 
 
 def _alike(key: str, other: str) -> bool:
-    """Say if the last parts of two names are alike, as their sections alone are no likeness."""
+    """Return whether the last parts of two names are alike; equal sections do not count."""
     last, known = (name.rpartition(".")[2] for name in (key, other))
     return difflib.SequenceMatcher(None, last, known).ratio() >= _LIKENESS
 
@@ -262,7 +261,7 @@ def _resolve_references(
 
     def resolved(value: Any, key: str, trail: tuple[str, ...]) -> Any:
         if isinstance(value, Mapping):
-            # In a copy: what is named twice must not be held twice.
+            # Copied, so that an object that is named twice does not occur twice.
             return {k: resolved(one, f"{key}.{k}", trail) for k, one in value.items()}
         if isinstance(value, list):
             return [resolved(one, key, trail) for one in value]

@@ -1,7 +1,7 @@
-"""The models beside the policy: LiteLLM's `model_list`, as an operator writes it.
+"""Frozen models beside the policy: LiteLLM's `model_list`, as an operator writes it.
 
-Keys of providers are named, never written: `os.environ/NAME`, as in LiteLLM's own configuration. So
-what a run's folder and its logs show of the list holds none.
+The list names providers' keys (`os.environ/NAME`, as in LiteLLM's own configuration) and never
+holds them, so no key gets into a run's folder or its logs.
 """
 
 from __future__ import annotations
@@ -33,19 +33,19 @@ _NOT_HERE = {
         "frozen.max_calls, frozen.session_usd and frozen.tenant_usd bound what is used",
     ),
     "litellm_credential_name": "name the key itself, as os.environ/NAME",
-    "stream": "the client's to say",
+    "stream": "the client of a call chooses it",
 }
 _AMBIENT = {
     "aws_": ("AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN", "AWS_BEARER_TOKEN_BEDROCK"),
     "vertex_": (),
 }
-"""Of the cloud that parameters begin so the host may have credentials: in which variables."""
+"""The variables that hold the host's credentials, by the prefix of a cloud's parameters."""
 _MIN_SECRET = 6
-"""Characters; what is shorter is cut out of no log: too much else would be."""
+"""The fewest characters of a secret that is removed from logs; shorter texts are too common."""
 
 
 def check_model_list(value: object) -> ModelList:
-    """The list, if it can be used; ValueError says what is wrong with which of its entries."""
+    """Return the list; ValueError names the first entry that is wrong, and the reason."""
     if value is None or value == "":
         return ()
     if not isinstance(value, list | tuple):
@@ -54,24 +54,23 @@ def check_model_list(value: object) -> ModelList:
 
 
 def names(model_list: Iterable[Mapping[str, Any]]) -> list[str]:
-    """What clients call the models, each once, in order."""
+    """Return the names of the models, each once, in order."""
     return list(dict.fromkeys(entry["model_name"] for entry in model_list))
 
 
 def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str, Any]]:
-    """The list with the values that it refers to; ConfigError for those that are not there."""
+    """Replace references by their values; ConfigError for variables that are not set."""
     missing = sorted({name for name in _references(list(model_list)) if not environ.get(name)})
     if missing:
         raise ConfigError(
             f"frozen.model_list refers to {', '.join(missing)}, which the environment does not "
-            "have: set it where the service is started"
+            "hold: set it where the service is started"
         )
     return [_resolved(entry, environ) for entry in model_list]
 
 
 def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
-    """The values that the list refers to, or that a cloud's calls are signed with: they must appear
-    in no log."""
+    """Return the values that the list refers to, or that sign a cloud's calls, for redaction."""
     names = set(_references(list(model_list)))
     for entry in model_list:
         for prefix, variables in _AMBIENT.items():
@@ -87,13 +86,13 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
     name, params = entry.get("model_name"), entry.get("litellm_params")
     if not isinstance(name, str) or not _NAME.fullmatch(name):
         raise ValueError(
-            f"{where}: model_name must be letters, digits and . _ : / @ -, at most 128, and begin "
-            "with a letter or a digit; patterns such as openai/* are not served"
+            f"{where}: model_name must have at most 128 letters, digits and . _ : / @ -, and begin "
+            "with a letter or a digit; patterns such as openai/* are not supported"
         )
     where = f"{where} ({name})"
     if unknown := sorted(map(str, entry.keys() - _ENTRY)):
         raise ValueError(
-            f"{where}: unknown key {unknown[0]}; there are {', '.join(sorted(_ENTRY))}"
+            f"{where}: unknown key {unknown[0]}; known keys are {', '.join(sorted(_ENTRY))}"
         )
     if not isinstance(params, Mapping) or not isinstance(params.get("model"), str):
         raise ValueError(f"{where}: litellm_params needs a model, e.g. openai/gpt-4o-mini")
@@ -102,7 +101,7 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
         raise ValueError(f"{where}: model_info must be a mapping")
     for key, why in _NOT_HERE.items():
         if key in params:
-            raise ValueError(f"{where}: litellm_params.{key} has no place here: {why}")
+            raise ValueError(f"{where}: remove litellm_params.{key}: {why}")
     _check_secrets(where, params)
     _check_base(where, params)
     _check_key(where, params)
@@ -114,13 +113,13 @@ def _checked(entry: object, where: str) -> dict[str, Any]:
 
 
 def _check_key(where: str, params: Mapping[str, Any]) -> None:
-    """Else LiteLLM takes one from the environment, which nobody cuts out of logs."""
-    said = any(params.get(name) for name in ("api_key", "api_base", "base_url"))
-    if not said and not any(str(key).startswith(tuple(_AMBIENT)) for key in params):
+    """Require a key: LiteLLM would take one from the environment, which no log is redacted of."""
+    named = any(params.get(name) for name in ("api_key", "api_base", "base_url"))
+    if not named and not any(str(key).startswith(tuple(_AMBIENT)) for key in params):
         raise ValueError(
             f"{where}: litellm_params names no key: write api_key: {_REFERENCE}NAME, the variable "
-            "that holds the provider's (or api_base, of a server that needs none; or aws_... or "
-            "vertex_..., where the host's credentials are used)"
+            "that holds the provider's key (or api_base for a server that needs none; or aws_... "
+            "or vertex_... to use the host's credentials)"
         )
 
 
@@ -130,12 +129,12 @@ def _with_prices(where: str, values: Mapping[Any, Any]) -> dict[str, Any]:
         if out.get(key) is None:
             continue
         try:
-            # YAML reads 1e-6 as a text.
+            # YAML reads 1e-6 as text.
             price = float(out[key])
         except (TypeError, ValueError):
             price = -1.0
         if isinstance(out[key], bool) or not 0 <= price < 1e3:
-            raise ValueError(f"{where}: {key} must be USD for one token, 0 or more")
+            raise ValueError(f"{where}: {key} must be the price of one token in USD, 0 or more")
         out[key] = price
     return out
 
@@ -154,7 +153,7 @@ def _check_base(where: str, params: Mapping[str, Any]) -> None:
         if "@" in parts.netloc:
             raise ValueError(f"{where}: {name} must hold no password; use api_key: os.environ/NAME")
         if parts.query:
-            # Some providers take a key there.
+            # Some providers accept a key there.
             raise ValueError(f"{where}: {name} must have no query; use api_key: os.environ/NAME")
 
 
@@ -173,12 +172,12 @@ def _check_secrets(where: str, value: object, name: str = "litellm_params") -> N
     secret = _SECRET.search(last) and not _PRICES.search(last)
     if isinstance(value, str) and value.startswith(_REFERENCE):
         if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
-            raise ValueError(f"{where}: {name} names no variable of the environment")
+            raise ValueError(f"{where}: {name} must name a variable of the environment")
     elif secret or str(value).startswith("sk-"):
-        # Without the value: a configuration's errors are shown and logged.
+        # The value is left out: a configuration's errors are shown and logged.
         raise ValueError(
-            f"{where}: {name} must not stand in a file: write {_REFERENCE}NAME, and set NAME in "
-            "the environment of the service"
+            f"{where}: {name} must not be written in a file: write {_REFERENCE}NAME, and set NAME "
+            "in the environment of the service"
         )
 
 

@@ -1,4 +1,4 @@
-"""The tree of all settings."""
+"""The root of all settings."""
 
 from __future__ import annotations
 
@@ -31,20 +31,20 @@ def _user() -> str:
 
 
 class Config(Section):
-    """Every setting of a run; made by :func:`load_config`."""
+    """Every setting of a run; :func:`load_config` makes it."""
 
     experiment: Name = "my-exp"
-    """With `trial`, the name that a run's files are kept under."""
+    """The experiment's name; with `trial` it names the run's folder."""
     trial: Name = "trial-1"
-    """One run of the experiment; starting it again goes on with it."""
+    """One run of the experiment; another start of the trial continues it."""
     user: Name = Field(default_factory=_user)
-    """Default: the user of the operating system."""
+    """The user's name in the run's folder; by default the operating system's user."""
     root: Path = Path("runs")
-    """Everything a run keeps lies under `<root>/<user>/<experiment>/<trial>`."""
+    """The folder of all runs; a run's files lie in `<root>/<user>/<experiment>/<trial>`."""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """Of the files in the run's `logs` folder."""
+    """The least severe level that is written to the run's `logs` folder."""
     log_format: Literal["text", "json"] = "text"
-    """Of the same files: lines for people, or one JSON object each."""
+    """The form of these logs: lines of text, or one JSON object on each line."""
     plugins: tuple[str, ...] = ()
     """Modules, by dotted names, that each process of the service and the trainer imports when it
     starts. They register what is yours: APIs, engines, advantage estimators and losses."""
@@ -100,19 +100,16 @@ class Config(Section):
         return self
 
     def base(self) -> Config:
-        """The same without the fields that a subclass added: what other processes know."""
+        """Return the settings without a subclass's fields, as other processes know them."""
         return Config.model_validate({name: getattr(self, name) for name in Config.model_fields})
 
     def dump(self) -> dict[str, Any]:
-        """Plain data with every secret left out, fit for a file or a log.
-
-        Fields that a subclass added are left out: no other process knows them.
-        """
+        """Return plain data for files and logs, without secrets and without a subclass's fields."""
         data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
         return {key: value for key, value in data.items() if key in Config.model_fields}
 
     def secrets(self) -> list[str]:
-        """What must appear in no log."""
+        """Return the secrets, which must appear in no log."""
         key = self.server.admin_key
         own = [key.get_secret_value()] if key is not None else []
         return own + secrets_of(self.frozen.model_list, os.environ)

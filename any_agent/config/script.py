@@ -1,4 +1,4 @@
-"""The settings of a researcher's own script: ``python train.py --config my.yaml train.lr=1e-5``."""
+"""The settings of a training script: ``python train.py --config my.yaml train.lr=1e-5``."""
 
 from __future__ import annotations
 
@@ -20,27 +20,28 @@ if TYPE_CHECKING:
 class GRPOConfig(Config):
     """Every setting of a run, as a training script reads it.
 
-    A script that has settings of its own derives a class, whose fields may then stand in the YAML
-    file, in the environment and on the command line like all others::
+    A script with its own settings derives a class, whose fields can then be set in the YAML file,
+    in the environment and on the command line like all others::
 
         class MyConfig(GRPOConfig):
             max_turns: int = 8
     """
 
     workflow: str = ""
-    """The dotted name of what `trainer.train()` runs on the dataset, such as `my_agent.MyAgent`."""
+    """The dotted name of the workflow that `trainer.train()` runs on the dataset, such as
+    `my_agent.MyAgent`."""
     eval_workflow: str = ""
-    """The same of evaluations. Empty: what is trained."""
+    """The dotted name of the workflow of evaluations. Empty: that of training."""
 
     @property
     def async_training(self) -> bool:
-        """True if tokens may be older than the step that trains on them (`rollout.eta`). Given as a
+        """True if tokens may be older than the step that trains on them (`rollout.eta`). As a
         setting, false means `rollout.eta=0`."""
         return self.rollout.eta > 0
 
     @property
     def tokenizer_path(self) -> str:
-        """Where the policy's tokenizer is: with the model."""
+        """The folder or hub name of the policy's tokenizer, which is the model's."""
         return self.model.path
 
     @property
@@ -53,13 +54,12 @@ class GRPOConfig(Config):
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
-        """How train sessions are sampled, as a request to an engine says it."""
+        """The sampling parameters of train sessions."""
         return sampling_of(self)
 
 
 def sampling_of(config: Config, temperature: float | None = None) -> GenerationHyperparameters:
-    """Return how workflows sample where they say nothing else; ``temperature``: instead of the
-    run's."""
+    """Return the default sampling parameters of workflows; ``temperature`` replaces the run's."""
     from any_agent.types import GenerationHyperparameters
 
     c = config.sampling
@@ -77,18 +77,18 @@ _ConfigT = TypeVar("_ConfigT", bound=Config)
 def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_ConfigT, str]:
     """Read a script's settings from its arguments (``sys.argv[1:]``), the environment and a file.
 
-    ``argv``: ``--config FILE``, which may be missing, and any number of ``key=value``. Returns the
-    settings and the file's path, empty if there was none. From here on the script ends by errors of
-    ours in one line, unless ``log_level=debug``, which keeps their traces, and what settings name
-    (`workflow`) is also found in the current folder, after all other places.
+    ``argv``: an optional ``--config FILE``, and any number of ``key=value``. Returns the settings
+    and the file's path, which is empty without a file. From here on an uncaught AnyAgentError ends
+    the script with one line, unless ``log_level=debug``, which keeps its traceback; and names in
+    settings (`workflow`) are also found in the current folder, after all other places.
 
     Raises ConfigError naming the setting and what to do; SystemExit for ``--help``.
     """
     one_line_errors()
     if dataclasses.is_dataclass(config_cls):
         raise ConfigError(
-            f"take @dataclass off {config_cls.__name__}: a class derived from GRPOConfig has its "
-            "annotated attributes as settings already"
+            f"remove @dataclass from {config_cls.__name__}: the annotated attributes of a class "
+            "derived from GRPOConfig are settings already"
         )
     if not (isinstance(config_cls, type) and issubclass(config_cls, Config)):
         raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
@@ -112,5 +112,5 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _without_script(argv: Sequence[str]) -> list[str]:
-    """Some pass all of ``sys.argv``, whose first is the script itself."""
+    """Drop the script's own name, for callers that pass all of ``sys.argv``."""
     return list(argv[1:] if argv and argv[0].endswith(".py") else argv)

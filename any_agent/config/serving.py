@@ -1,4 +1,4 @@
-"""Settings of what serves: the model, its engine, the public address, models beside the policy."""
+"""Settings of serving: the model, its engine, the public address, and frozen models."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from any_agent.keys import KEY_PREFIXES
 _OURS: Mapping[str, str] = {
     "--model-path": "model.path is served, and the newest weights after a restart",
     "--model": "model.path is served, and the newest weights after a restart",
-    "--tokenizer-path": "texts are only matched with stop strings: it must be the model's own",
+    "--tokenizer-path": "stop strings are matched with the model's own tokenizer",
     "--weight-version": "the run counts its versions",
-    "--host": "an engine listens where only its proxy and the trainer reach it",
-    "--port": "the service finds a free one",
+    "--host": "only its proxy and the trainer may reach an engine",
+    "--port": "the service finds a free port",
     "--dtype": "set model.dtype",
     "--context-length": "set engine.context_length",
     "--max-running-requests": "set engine.max_running_requests",
@@ -35,8 +35,8 @@ _OURS: Mapping[str, str] = {
     "--pipeline-parallel-size": "set engine.gpus: all of them compute each layer together",
     "--dp-size": "set server.ranks: each has an engine",
     "--data-parallel-size": "set server.ranks: each has an engine",
-    "--base-gpu-id": "the service deals out the GPUs, by CUDA_VISIBLE_DEVICES",
-    "--gpu-id-step": "the service deals out the GPUs, by CUDA_VISIBLE_DEVICES",
+    "--base-gpu-id": "the service assigns the GPUs, by CUDA_VISIBLE_DEVICES",
+    "--gpu-id-step": "the service assigns the GPUs, by CUDA_VISIBLE_DEVICES",
     "--nnodes": "an engine is on one machine; set server.ranks for more engines",
     "--node-rank": "an engine is on one machine; set server.ranks for more engines",
     "--dist-init-addr": "an engine is on one machine; set server.ranks for more engines",
@@ -48,10 +48,10 @@ _OURS: Mapping[str, str] = {
 
 
 def option_words(value: object) -> object:
-    """A command line's words from a list, a text, or a mapping of options to their values.
+    """Return a command line's words from a list, a text, or a mapping of options to values.
 
     ``{"mem-fraction-static": 0.8, "enable-metrics": True}`` becomes ``--mem-fraction-static 0.8
-    --enable-metrics``; what is False or None is left out. Anything else is returned as it is.
+    --enable-metrics``; False and None are left out. Any other value is returned unchanged.
     """
     if isinstance(value, str):
         text = value.strip()
@@ -77,10 +77,7 @@ def _words_of(options: Mapping[str, object]) -> Iterator[str]:
 
 
 def require_free_options(words: Sequence[str]) -> None:
-    """ValueError for an option that the service sets itself, with what to set instead.
-
-    Also for the beginning of its name, which an engine takes for the whole.
-    """
+    """Raise ValueError for an option that the service sets itself, or an abbreviation of one."""
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
         if not name.startswith("--") or name == "--":
@@ -94,21 +91,22 @@ class ModelConfig(Section):
     path: str = ""
     """The policy: a local folder or a hub name in Hugging Face's layout."""
     name: str = "policy"
-    """What `/v1/models` calls it."""
+    """The policy's name in `/v1/models`."""
     renderer: str = "auto"
-    """What turns messages into ids. auto: the tokenizer's own chat template; or one of PyPI's
-    `renderers`, by name."""
+    """The renderer that turns messages into ids. auto: the tokenizer's own chat template; or one of
+    PyPI's `renderers`, by name."""
     enable_thinking: bool | None = None
-    """Whether the template opens a thinking block; None: the family's default."""
+    """Let the template open a thinking block; None: the family's default."""
     thinking_retention: Literal["all", "tool_cycle", "template"] = "all"
-    """Which earlier thinking later turns still see; only `all` continues every turn exactly."""
+    """The earlier thinking that later turns still see; only `all` continues every turn exactly."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The engine's precision. Training keeps float32 masters."""
     policy_names: tuple[str, ...] = ()
-    """What calls may name the policy, beside `model.name`, where `model.unknown_model=reject`."""
+    """Further names of the policy in calls, beside `model.name`, with
+    `model.unknown_model=reject`."""
     unknown_model: Literal["policy", "reject"] = "policy"
-    """What a call gets that names neither the policy nor a frozen model: the policy, because agents
-    hard-code names; or 404 `model_not_found`."""
+    """The answer to a call that names neither the policy nor a frozen model: the policy's, because
+    agents hard-code names; or 404 `model_not_found`."""
 
     @field_validator("policy_names", mode="before")
     @classmethod
@@ -125,45 +123,45 @@ class ServerConfig(Section):
     host: str = "127.0.0.1"
     """The address to listen on."""
     port: int = Field(8000, ge=0, le=65535)
-    """0 picks a free one."""
+    """The port to listen on; 0 picks a free one."""
     ranks: int = Field(2, ge=1, le=1000)
-    """Data-parallel ranks: an engine and a proxy each."""
+    """Data-parallel ranks, each with an engine and a proxy."""
     public_url: str | None = None
-    """The URL that agents reach, if it is not http://host:port."""
+    """The service's URL for agents, if it is not http://host:port."""
     admin_key: SecretStr | None = None
-    """Good for every route. Without one, and without a key of scope admin from
-    `any-agent keys create`, only loopback may be bound, and whoever reaches it needs no key."""
+    """A key for every route. Without it, and without a key of scope admin from
+    `any-agent keys create`, the service listens on loopback only, and no client needs a key."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
-    """Larger request bodies get 413."""
+    """The largest request body; larger ones get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
-    """Model calls under way at once on each rank; further ones get 429. Where the engine says how
-    many it samples at once, no more than twice as many are taken, or `rollout.max_concurrent` if
-    that is more: the others would only wait longer."""
+    """Model calls that run at once on each rank; further ones get 429. If the engine reports how
+    many it samples at once, the limit is twice that number, or `rollout.max_concurrent` if that is
+    more: further calls would only wait longer."""
     tenant_open_sessions: int | None = Field(None, ge=1)
-    """Sessions that one tenant may have open at once, unless its key says otherwise; None: any
-    number. So many of its groups may lack members, too, for whom slots are kept. This and the next
-    two are for the whole service: each rank enforces its share, rounded up. Beyond them 429
-    `quota_exceeded`."""
+    """Sessions that one tenant may have open at once, unless its key sets another limit; None: any
+    number. As many of its groups may lack members, for which slots are reserved. This and the next
+    two limits are for the whole service: each rank enforces its share, rounded up. Beyond them a
+    request gets 429 `quota_exceeded`."""
     tenant_requests_per_second: float | None = Field(None, gt=0)
-    """Requests with one tenant's keys or its sessions' keys; up to five seconds' worth may come at
-    once."""
+    """Requests with one tenant's keys or its sessions' keys; a burst may be as large as five
+    seconds' worth."""
     tenant_tokens_per_second: float | None = Field(None, gt=0)
     """Prompt and output tokens of one tenant's calls, charged when a call has ended."""
     rank_wait: float = Field(45.0, ge=0)
     """Seconds that a request waits at the router for a rank that restarts, before it gets 503."""
     retry_grace: float = Field(10.0, ge=0)
-    """Seconds for which a model call goes on without its client, if that one's SDK marks its
-    retries: a retry takes up the call. Without such a mark it ends at once."""
+    """Seconds for which a model call goes on without its client, if the client's SDK marks its
+    retries: a retry resumes the call. Without such a mark the call ends at once."""
     journal_dir: Path | None = None
-    """Where the record of sessions lies: a folder on a disk of this machine, as SQLite's locks do
-    not hold on network file systems. null: in the run's folder."""
+    """The folder of the record of sessions, on a disk of this machine, because SQLite's locks do
+    not work on network file systems. null: in the run's folder."""
     drain_timeout: float = Field(20.0, ge=0)
-    """Seconds that requests under way have for their end after SIGTERM."""
+    """Seconds that running requests have to end after SIGTERM."""
     unknown_parameters: Literal["record", "refuse"] = "record"
-    """What a model call gets that has a parameter which nobody here knows: it is recorded without
-    effect and named by the answer's `x-any-agent-ignored`; or the call is a 400 that names it."""
+    """The treatment of unknown parameters of a model call: they are recorded without effect and
+    named in the answer's header `x-any-agent-ignored`; or the call gets a 400 that names them."""
     client_timeout: float = Field(60.0, gt=0)
-    """Seconds after which a client that takes no byte of its answer is cut off."""
+    """Seconds after which a client that reads no byte of its answer is disconnected."""
 
     @field_validator("admin_key")
     @classmethod
@@ -180,16 +178,16 @@ class ServerConfig(Section):
 
 
 class SamplingConfig(Section):
-    """How train sessions are sampled, whatever the agent asks for."""
+    """The sampling of train sessions; it overrides the agent's parameters."""
 
     temperature: float = Field(1.0, gt=0, le=10)
-    """Of every sampled token; the trainer divides by the same."""
+    """The temperature of every sampled token; the trainer divides by the same."""
     top_p: float = 1.0
-    """Off (1); anything else is refused."""
+    """Must be off (1); other values are refused."""
     top_k: int = -1
-    """Off (-1 or 0); anything else is refused."""
+    """Must be off (-1 or 0); other values are refused."""
     max_new_tokens: int = Field(4096, ge=1)
-    """The most tokens of one answer; an agent may ask for fewer."""
+    """The most tokens of one answer; an agent may request fewer."""
 
     @model_validator(mode="after")
     def _untruncated(self) -> Self:
@@ -204,24 +202,23 @@ class SamplingConfig(Section):
 class EngineConfig(Section):
     kind: str = "embedded"
     """The engine that the service starts for each rank: `embedded`, its own, which needs nothing
-    else, or `sglang`. With `engine.urls` also `package.module.opener`, a kind of engine of your
+    else, or `sglang`. With `engine.urls` also `package.module.opener`, for an engine of your
     own."""
     urls: tuple[str, ...] = ()
-    """Engines that already run (SGLang's native HTTP contract), one per rank, on private addresses.
-    Empty: start some."""
+    """URLs of running engines (SGLang's native HTTP contract), one per rank, on private addresses.
+    Empty: the service starts engines."""
     python: str | None = None
-    """The interpreter of the environment that SGLang is installed in, one of its own. None: the
-    service's."""
+    """The interpreter of SGLang's own environment. None: the service's interpreter."""
     arguments: tuple[str, ...] = ()
     """Further options of SGLang's server: a list of words, one text, or a mapping of options to
-    values. Those that the service sets itself are refused."""
+    values. Options that the service sets itself are refused."""
     environment: dict[str, str] = Field(default_factory=dict)
-    """Variables for the engine's processes, beside those that the service was started with. They
-    are written to the run's folder: no secrets."""
+    """Variables for the engine's processes, in addition to the service's own. They are written to
+    the run's folder, so they must not be secrets."""
     gpus: int = Field(1, ge=1, le=64)
     """GPUs of each SGLang, which share its layers (tensor parallelism)."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
-    """Where the engine runs; auto takes a GPU if there is one."""
+    """The device of the engine; auto takes a GPU if there is one."""
     threads: int = Field(1, ge=1)
     """CPU threads of the embedded engine."""
     max_running_requests: int = Field(32, ge=1)
@@ -229,17 +226,17 @@ class EngineConfig(Section):
     max_queued_requests: int = Field(1024, ge=1)
     """Calls that may wait in an engine; further ones are refused."""
     context_length: int | None = Field(None, ge=16)
-    """None: the model's own limit."""
+    """The most tokens of prompt and output together. None: the model's own limit."""
     update_mode: Literal["resume", "in_place"] = "resume"
-    """What a weight update does to calls under way: recompute them (exact) or keep their cache."""
+    """The effect of a weight update on running calls: recompute their cache (exact) or keep it."""
     update_wait: float = Field(120.0, gt=0)
     """Seconds that a call waits for a weight update, or for an engine that died, before it gets
     503."""
     weight_sync: Literal["auto", "disk", "distributed", "tensor"] = "auto"
-    """How new weights reach the engines: by a folder that they read; by a process group (NCCL
-    between GPUs, gloo else); or as tensors, which on a GPU that trainer and engine share are copied
-    within it. auto: by the folder without GPUs, as tensors where trainer and engines share GPUs of
-    one machine, else by a process group."""
+    """The transport of new weights to the engines: a folder that they read; a process group (NCCL
+    between GPUs, gloo otherwise); or tensors, which are copied within a GPU that trainer and engine
+    share. auto: the folder without GPUs, tensors if trainer and engines share GPUs of one machine,
+    otherwise a process group."""
     load_timeout: float = Field(600.0, gt=0, le=1500)
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)
@@ -264,7 +261,7 @@ class EngineConfig(Section):
     @field_validator("environment", mode="before")
     @classmethod
     def _texts(cls, variables: object) -> object:
-        """As YAML has it, `1` is a number."""
+        """Convert numbers to texts: YAML reads `1` as a number."""
         if not isinstance(variables, Mapping):
             return variables
         return {k: str(v) if isinstance(v, int | float) else v for k, v in variables.items()}
@@ -273,7 +270,7 @@ class EngineConfig(Section):
     def _startable(self) -> Self:
         if self.kind not in ("embedded", "sglang") and not self.urls:
             raise ValueError(
-                f"engine.kind={self.kind}: the service starts embedded or sglang; for engines of "
+                f"engine.kind={self.kind}: the service starts only embedded or sglang engines; for "
                 "another kind set engine.urls"
             )
         return self
@@ -294,20 +291,20 @@ class FrozenConfig(Section):
     """Models beside the policy, which are never trained: judges, other providers' models."""
 
     model_list: tuple[dict[str, Any], ...] = ()
-    """As LiteLLM has it: `model_name`, `litellm_params`, `model_info`; keys only as
+    """LiteLLM's list of `model_name`, `litellm_params` and `model_info`; keys only as
     `os.environ/NAME`."""
     session_usd: float | None = Field(None, ge=0)
-    """What one session's calls of frozen models may cost; beyond it 402 `spend_cap_exceeded`. None:
-    any amount. Without `tenant_usd` it is also what one tenant's calls without a session may, in
-    this trial, over all ranks."""
+    """The most that one session's calls of frozen models may cost, in USD; further calls get 402
+    `spend_cap_exceeded`. None: no limit. Without `tenant_usd` it also limits one tenant's calls
+    without a session, in this trial, over all ranks."""
     tenant_usd: float | None = Field(None, ge=0)
-    """What one tenant's may cost in this trial, over all ranks: each enforces its share. Whoever is
-    no tenant counts as one."""
+    """The most that one tenant's calls may cost in this trial, over all ranks: each rank enforces
+    its share. All callers that are not tenants count as one."""
     timeout: float = Field(600.0, gt=0)
-    """Seconds that one call may take, a stream to its end; then it has failed with 504
+    """Seconds that one call, or one stream, may take before it fails with 504
     `provider_timeout`."""
     max_calls: int = Field(64, ge=1)
-    """Calls under way at once on each rank; further ones get 429."""
+    """Calls that run at once on each rank; further ones get 429."""
 
     @field_validator("model_list", mode="before")
     @classmethod

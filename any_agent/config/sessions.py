@@ -1,4 +1,4 @@
-"""Settings of sessions: how long they live, their groups, their rewards."""
+"""Settings of sessions: their lifetime, their groups, their rewards."""
 
 from __future__ import annotations
 
@@ -14,70 +14,69 @@ MAX_REWARD_WEIGHT = 1000.0
 
 class SessionConfig(Section):
     ttl: float = Field(3600.0, gt=0)
-    """Seconds that a session may stay open, whatever happens."""
+    """Seconds that a session may stay open in any case."""
     idle_timeout: float = Field(1800.0, gt=0)
-    """Seconds without a call, a reward or a heartbeat after which an open session expires. A call
-    under way counts, however long it takes."""
+    """Seconds without a call, a reward or a heartbeat after which an open session expires. A
+    running call counts, however long it takes."""
     max_wait: float = Field(300.0, ge=0)
     """The most seconds that `start_session` may wait for a slot."""
     max_waiting: int = Field(4096, ge=1)
-    """Opens that may wait at once; further ones get 429."""
+    """Openings that may wait at once; further ones get 429."""
     group_size: int = Field(8, ge=1)
-    """Sessions of one task that share a baseline, unless the open says otherwise."""
+    """Sessions of one task that share a baseline, unless an opening gives another size."""
     group_timeout: float = Field(1800.0, gt=0)
     """Seconds after which a group closes with the sessions that it has."""
     min_group_size: int = Field(2, ge=1)
-    """A group that closes with fewer finalized sessions is rejected: a baseline needs some. No
-    group needs more than the size that it was opened with."""
+    """A group that closes with fewer finalized sessions is rejected, because a baseline needs
+    several. No group needs more than the size with which it was opened."""
     max_open: int = Field(20_000, ge=1)
-    """Sessions that each rank keeps open at once, those that wait for a reward included; further
-    opens get 429."""
+    """Sessions that each rank keeps open at once, including those that wait for a reward; further
+    openings get 429."""
     hot_bytes: int = Field(128 * 2**20, ge=0)
-    """About how many bytes of what live sessions recorded each rank keeps in memory. What nobody
-    has wanted for longest is in the journal alone, and read again when somebody does."""
+    """The approximate size, in bytes, of the records of live sessions that each rank keeps in
+    memory. The least recently used records are in the journal only, and are read again on use."""
     require_reward: bool = True
-    """Refuse to finalize a train session that no reward was given to."""
+    """Refuse to finalize a train session without a reward."""
     reward_weights: dict[str, float] = Field(default_factory=dict)
-    """What rewards by name weigh, e.g. `{correct: 1, format: 0.2}`; other names are refused then.
-    Empty: any name will do, and weighs 1."""
+    """The weights of rewards by name, e.g. `{correct: 1, format: 0.2}`; other names are then
+    refused. Empty: every name is accepted and has the weight 1."""
     reward_deadline: float = Field(3600.0, gt=0)
     """The most seconds, and the default, that `finalize` with `await_reward` waits for rewards."""
     late_reward: Literal["reject", "zero", "grade"] = "reject"
-    """What becomes of a session that no reward came for by its deadline: never trained on, given 0,
-    or given what `sessions.grader` says."""
+    """The treatment of a session that has no reward at its deadline: it is rejected and never
+    trained on, gets the reward 0, or gets the grade of `sessions.grader`."""
     store_content: bool = True
-    """Keep what is said in sessions. If not, messages, tools and recorded parameters are dropped
+    """Store the texts of sessions. If false, messages, tools and recorded parameters are dropped
     when a call is answered, in memory and before anything is written; token ids, log-probabilities,
-    rewards and the caller's metadata stay, so that sessions go on exactly and can be trained on."""
+    rewards and the caller's metadata stay, so sessions continue exactly and can be trained on."""
     grader: str = ""
     """For `late_reward: grade` and `sessions.implicit`: `module.function`, which takes a session as
-    a dictionary and returns a number or several by name. It runs in a process of its own."""
+    a dictionary and returns a number, or several by name. It runs in a process of its own."""
     grader_timeout: float = Field(60.0, gt=0)
-    """Seconds that one grade may take; then its process is killed, and the session rejected."""
+    """Seconds that one grade may take; then its process is killed, and the session is rejected."""
     implicit: bool = False
     """Open sessions for model calls that name none and come with a tenant's key (or, where no key
-    is needed, with any): each conversation becomes one, which `sessions.grader` rewards."""
+    is required, with any): each conversation becomes a session, which `sessions.grader` rewards."""
     implicit_idle_timeout: float = Field(300.0, gt=0)
-    """Seconds without a call after which such a session is over, and graded: more than its agent
-    ever takes between two calls."""
+    """Seconds without a call after which such a session ends and is graded: set it above the
+    longest pause of its agent between two calls."""
     implicit_wait: float = Field(60.0, ge=0)
-    """Seconds that the first call of a conversation waits for a slot before it gets 429; no more
-    than `sessions.max_wait`."""
+    """Seconds that the first call of a conversation waits for a slot before it gets 429; at most
+    `sessions.max_wait`."""
     implicit_group_size: int | None = Field(None, ge=1)
-    """Conversations that begin alike and share a baseline; None: `sessions.group_size`. 1 where no
-    task is tried twice."""
-
+    """Number of conversations with the same beginning that share a baseline; None:
+    `sessions.group_size`. Set 1 if no task is tried twice."""
     keep_hours: float = Field(24.0, ge=0)
-    """Hours after its end that a session's content stays in the journal; what no checkpoint needs
-    then goes into a compressed file of the run's `archive` folder. `any-agent export` reads both.
-    """
+    """Hours after its end that a session's content stays in the journal; content that no checkpoint
+    needs then moves to a compressed file of the run's `archive` folder. `any-agent export` reads
+    both."""
 
     @field_validator("reward_weights")
     @classmethod
     def _usable_weights(cls, weights: dict[str, float]) -> dict[str, float]:
         for name, weight in weights.items():
             if not re.fullmatch(NAME_PATTERN, name):
-                raise ValueError(f"{name!r} is no name for a reward")
+                raise ValueError(f"{name!r} is not a valid name for a reward")
             if not abs(weight) <= MAX_REWARD_WEIGHT:
                 raise ValueError(f"the weight of {name} must lie within +-{MAX_REWARD_WEIGHT:g}")
         return weights
@@ -94,6 +93,6 @@ class SessionConfig(Section):
         if self.implicit and not (self.grader and self.store_content):
             raise ValueError(
                 "sessions.implicit=true needs sessions.grader=module.function and "
-                "sessions.store_content=true: nobody else rewards such sessions"
+                "sessions.store_content=true, because only the grader rewards such sessions"
             )
         return self

@@ -38,7 +38,7 @@ def test_options_with_several_values() -> None:
     ("given", "fix"),
     [
         ("--model-path /x", "model.path is served"),
-        ("--port=3", "finds a free one"),
+        ("--port=3", "finds a free port"),
         ("--tp 2", "engine.gpus"),
         ("--tp-size=2", "engine.gpus"),
         ("--dp-size 2", "server.ranks"),

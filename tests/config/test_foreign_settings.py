@@ -141,7 +141,7 @@ def test_a_contradiction_is_refused(tmp_path: Path, given: list[str]) -> None:
     name, _, value = first.partition("=")
     with pytest.raises(ConfigError, match="contradict each other"):
         load_config(written(tmp_path, {name: value == "true"}), [second], {})
-    with pytest.raises(ConfigError, match="it is true or false"):
+    with pytest.raises(ConfigError, match="set true or false"):
         load_config(None, ["async_training=maybe"], {})
 
 
@@ -156,7 +156,7 @@ def test_what_schedules_is_said_by_the_launcher() -> None:
     token = SCHEDULER.set("slurm")
     try:
         assert load_config(None, ["scheduler.type=slurm"], {}) == load_config(environ={})
-        with pytest.raises(ConfigError, match=r"in Slurm's launcher it is slurm"):
+        with pytest.raises(ConfigError, match=r"in Slurm's launcher set slurm"):
             load_config(None, ["scheduler.type=local"], {})
     finally:
         SCHEDULER.reset(token)
@@ -180,12 +180,15 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
         ({"ref": {"path": "x"}}, "ref.path: leave it out: no reference model"),
         ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
         ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is known: there is no KL term"),
-        ({"actor": {"gae_lambda": 0.95}}, "actor.gae_lambda: only 1 is known: an answer's tokens"),
-        ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is known: a batch is one optimizer step"),
+        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is supported: there is no KL term"),
+        (
+            {"actor": {"gae_lambda": 0.95}},
+            "actor.gae_lambda: only 1 is supported: an answer's tokens",
+        ),
+        ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is supported: a batch is one optimizer step"),
         ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
         ({"train": {"kl_coef": 0.1}}, "train.kl_coef: there is no KL term to a reference model"),
-        ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is known"),
+        ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],
 )
 def test_what_the_trainer_cannot_do_is_refused_by_name(

@@ -36,16 +36,19 @@ def test_a_list_from_a_command_line() -> None:
     ("entry", "says"),
     [
         ("gpt-4o", "entry 0 must be a mapping"),
-        ({}, "model_name must be letters"),
+        ({}, "model_name must have at most 128 letters"),
         ({"model_name": "openai/*", "litellm_params": {}}, "patterns such as openai/*"),
         ({"model_name": "judge"}, "entry 0 (judge): litellm_params needs a model"),
         ({**GOOD, "modle_info": {}}, "unknown key modle_info"),
         ({**GOOD, "model_info": 1}, "model_info must be a mapping"),
-        (params(api_key=SECRET), "litellm_params.api_key must not stand in a file"),
-        (params(aws_secret_access_key="abcdef"), "aws_secret_access_key must not stand in a file"),
-        (params(extra_headers={"Authorization": "Bearer x"}), "must not stand in a file"),
-        (params(extra_headers={"X-Other": SECRET}), "must not stand in a file"),
-        (params(api_key="os.environ/A-B"), "names no variable"),
+        (params(api_key=SECRET), "litellm_params.api_key must not be written in a file"),
+        (
+            params(aws_secret_access_key="abcdef"),
+            "aws_secret_access_key must not be written in a file",
+        ),
+        (params(extra_headers={"Authorization": "Bearer x"}), "must not be written in a file"),
+        (params(extra_headers={"X-Other": SECRET}), "must not be written in a file"),
+        (params(api_key="os.environ/A-B"), "must name a variable"),
         (params(api_base="http://user:pass@host/v1"), "must hold no password"),
         (params(api_base=1), "api_base must be a URL"),
         (params(api_base="http://[h/v1"), "api_base must be a URL"),
@@ -53,13 +56,22 @@ def test_a_list_from_a_command_line() -> None:
         (params(base_url=f"https://h/v1?k={SECRET}"), "base_url must have no query"),
         (params(), "write api_key: os.environ/NAME"),
         (params(api_key=""), "write api_key: os.environ/NAME"),
-        (params(api_key=1234567), "litellm_params.api_key must not stand in a file"),
+        (params(api_key=1234567), "litellm_params.api_key must not be written in a file"),
         (params(num_retries=3), "a call is sent once"),
         (params(fallbacks=["policy"]), "a call is sent once"),
         (params(rpm=3), "frozen.max_calls"),
-        (params(api_key="os.environ/A", input_cost_per_token="cheap"), "must be USD for one token"),
-        (params(api_key="os.environ/A", output_cost_per_token=-1), "must be USD for one token"),
-        (params(api_key="os.environ/A", output_cost_per_token=True), "must be USD for one token"),
+        (
+            params(api_key="os.environ/A", input_cost_per_token="cheap"),
+            "must be the price of one token",
+        ),
+        (
+            params(api_key="os.environ/A", output_cost_per_token=-1),
+            "must be the price of one token",
+        ),
+        (
+            params(api_key="os.environ/A", output_cost_per_token=True),
+            "must be the price of one token",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(entry: object, says: str) -> None:
@@ -74,7 +86,7 @@ def test_what_is_wrong_is_said(entry: object, says: str) -> None:
     "name", ["apikey", "apiKey", "X-Auth", "x-api-token", "AccessToken", "app_secret", "Api-Key"]
 )
 def test_a_header_that_is_a_secret(where: str, name: str) -> None:
-    with pytest.raises(ConfigError, match="must not stand in a file") as raised:
+    with pytest.raises(ConfigError, match="must not be written in a file") as raised:
         config(params(api_base="http://h/v1", **{where: {name: "abcdef"}}))
     assert "abcdef" not in str(raised.value)
     good = {name: "os.environ/A", "X-Title": "abcdef", "temperature": 1, "stream": True}
@@ -108,7 +120,7 @@ def test_keys_come_from_the_environment() -> None:
     assert entry["litellm_params"]["tags"] == ["short"]
     # Too short to be cut out of every log.
     assert secrets_of(entries, environ) == ["secret-a", "secret-b"]
-    with pytest.raises(ConfigError, match=r"refers to A, C, which the environment does not have"):
+    with pytest.raises(ConfigError, match=r"refers to A, C, which the environment does not hold"):
         resolved(entries, {"B": "secret-b"})
 
 

@@ -74,7 +74,7 @@ def test_what_is_no_class_of_settings_is_refused() -> None:
     class Decorated(GRPOConfig):
         pass
 
-    with pytest.raises(ConfigError, match="take @dataclass off Decorated"):
+    with pytest.raises(ConfigError, match="remove @dataclass from Decorated"):
         load_expr_config([], Decorated)
     with pytest.raises(ConfigError, match="must be GRPOConfig"):
         load_expr_config([], dict)  # type: ignore[type-var]
@@ -115,7 +115,7 @@ def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> N
     with pytest.raises(ConfigError) as raised:
         load_expr_config(["--config", str(path)], GRPOConfig)
     for line in (
-        "unknown key allocation_mode: leave it out: server.ranks says",
+        "unknown key allocation_mode: leave it out: server.ranks is",
         "unknown key actor.backend: leave it out",
         "unknown key actor.odd: leave it out, nothing here corresponds to it",
         "unknown key critic.path: leave it out: GRPO learns no values",
