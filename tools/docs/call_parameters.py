@@ -1,4 +1,4 @@
-"""docs/reference/parameters.md: what a model call may ask for, from the table in code."""
+"""Write docs/reference/parameters.md: the parameters of model calls, from the table in code."""
 
 from __future__ import annotations
 
@@ -15,29 +15,30 @@ HEAD = """# Parameters of model calls
 then run it. -->
 
 Each route of model calls knows three classes of parameters. Honoured ones shape the call. Harmless
-ones are recorded and change nothing. Refused ones answer 400 `unsupported_parameter`, because
-ignoring them would answer, and train on, something other than what was asked. Null is as if a
-parameter were left out. A value of another form is a 400 `invalid_request`. Each error names the
+ones are recorded and have no effect. Refused ones get 400 `unsupported_parameter`, because ignoring
+them would answer, and train on, something else than the agent asked for. Null means that the
+parameter is absent. A value of another form is a 400 `invalid_request`. Each error names the
 parameter.
 
-A name that is in none of these tables is recorded and has no effect: the answer's header
-`x-any-agent-ignored` names it, so does the interaction's `ignored`, and
-`any_agent_ignored_parameters_total` counts it. At most 32 such names are taken in one call, each
-of at most 64 characters; what is no letter, digit, `.`, `_` or `-` in them becomes `_`. Their
-values are recorded up to 16 KiB in all, and never where they look like a key. With
-`server.unknown_parameters=refuse` such a call is a 400 `unsupported_parameter`, as is always a name
-that means something at another route here.
+An unknown name, in none of these tables, is recorded and has no effect: the answer's header
+`x-any-agent-ignored` and the interaction's `ignored` name it, and
+`any_agent_ignored_parameters_total` counts it. A call may have at most 32 such names, each of at
+most 64 characters; characters other than letters, digits, `.`, `_` and `-` become `_`. Their values
+are recorded up to 16 KiB in all, and never where they look like a key. With
+`server.unknown_parameters=refuse` such a call gets 400 `unsupported_parameter`; a name that has a
+meaning at another route here always does.
 
-In train sessions the run's `sampling` replaces what agents ask for. The answer's header
-`x-any-agent-overrides` lists what was replaced, with what was used, as JSON; the interaction keeps
-what was asked. Eval sessions, and calls without a session, are sampled as they ask; the run's
-`sampling.max_new_tokens` limits them, too.
+In train sessions the run's `sampling` replaces the agent's. The answer's header
+`x-any-agent-overrides` lists the replaced parameters with the used values, as JSON; the interaction
+keeps the requested ones. Eval sessions, and calls without a session, are sampled as they ask; the
+run's `sampling.max_new_tokens` limits them, too.
 
-What takes the draw of tokens away from the plain distribution makes an interaction untrainable, for
-the reason in the last column, unless the run replaces it. Its session's other interactions are
-trained on. `any_agent_untrainable_interactions_total` counts them by reason.
+A parameter by which tokens are not drawn from the plain distribution makes an interaction
+untrainable, with the reason in the last column, unless the run replaces the parameter. The other
+interactions of the session are trained on. `any_agent_untrainable_interactions_total` counts
+untrainable ones by reason.
 
-What the engine cannot do (`any-agent doctor` lists it) is a 400 that names the parameter.
+A parameter that the engine does not support (`any-agent doctor` lists them) is a 400 that names it.
 """
 ROUTE_TITLES: dict[tuple[str, ...], str] = {
     ("chat", "completions"): "Chat Completions and Completions",
@@ -47,7 +48,7 @@ ROUTE_TITLES: dict[tuple[str, ...], str] = {
 TITLES = {
     "honoured": "Honoured",
     "harmless": "Harmless: recorded, without effect",
-    "refused": "Refused, unless it asks for what is so anyway",
+    "refused": "Refused, except for values that change nothing",
 }
 ROUTES: dict[tuple[str, ...], str] = {
     ("chat", "completions"): "both",
@@ -74,8 +75,8 @@ def _head(kind: str, apis: tuple[str, ...]) -> list[str]:
     columns = ["parameter", "route"] if len(apis) > 1 else ["parameter"]
     columns += {
         "honoured": ["values", "meaning", "in train sessions", "untrainable"],
-        "harmless": ["values", "why it has no effect"],
-        "refused": ["is so anyway", "instead"],
+        "harmless": ["values", "reason"],
+        "refused": ["accepted values", "instead"],
     }[kind]
     return [f"| {' | '.join(columns)} |", "|" + "---|" * len(columns)]
 

@@ -1,4 +1,4 @@
-"""compatibility.md: which client does what over which API, as `make test-clients` found it."""
+"""Write compatibility.md: the features of each client over each API, by `make test-clients`."""
 
 from __future__ import annotations
 
@@ -21,21 +21,22 @@ ROUTES = {
     "messages": "/v1/messages",
 }
 FEATURES = {
-    "plain": "A whole answer: its text, why it ended, usage that adds up.",
-    "streaming": "The answer in parts, as it is written.",
-    "three turns": "A conversation that the client keeps; each call goes on exactly where the last "
-    "one ended, token by token.",
-    "tools": "A call, its execution by the client, and its result sent back; that goes on exactly.",
+    "plain": "A whole answer: its text, its finish reason, usage that adds up.",
+    "streaming": "The answer in parts, as the model writes it.",
+    "three turns": "A conversation that the client keeps; each call continues exactly where the "
+    "last one ended, token by token.",
+    "tools": "A tool call, its execution by the client, and its result; the next call continues "
+    "exactly.",
     "streamed tools": "The same, where the call is streamed.",
     "accumulation": "The client's own sum of a stream is the whole answer.",
-    "previous answer": "Three turns that send only what is new and name the answer before.",
-    "reasoning": "Thoughts come apart from the answer, and go back with it.",
-    "structured output": "An answer of a given schema, read by the client.",
+    "previous answer": "Three turns that send only new messages and name the previous answer.",
+    "reasoning": "Reasoning is separate from the answer, and is sent back with it.",
+    "structured output": "An answer of a given schema, parsed by the client.",
     "choices": "Several answers at once, with log-probabilities.",
-    "stops": "Which stop string, or which limit, ended an answer.",
-    "token counts": "Asked for before a call, equal to what the call used.",
+    "stops": "The stop string, or the limit, that ended an answer.",
+    "token counts": "A count before a call, equal to the call's usage.",
     "whole preset": "Claude Code's own prompt and all of its tools.",
-    "errors": "A refused call fails as the client's own errors do, says why, and leaves no record.",
+    "errors": "A refused call raises the client's own error, with the reason, and leaves no record.",
 }
 
 HEAD = """# Compatibility
@@ -43,23 +44,23 @@ HEAD = """# Compatibility
 <!-- Written by tools/docs/generate.py from tests/clients/results.json, which `make test-clients
 ARGS=--record` writes; run that. -->
 
-What clients of agents' authors do against a live service: router, proxy, and an engine that says
-what the test tells it to. Each client is the package from its registry at the version below, in an
-environment of its own, given a base URL and a session's key and nothing else.
+This page shows what agents' client libraries can do against a live service: router, proxy, and an
+engine with scripted answers. Each client is the package from its registry at the version below, in
+an environment of its own, with only a base URL and a session's key.
 
-`make test-clients` installs and tries them all, and fails where a cell is not as it stands here.
-Beside what a client says, a test looks at what the service recorded: how many interactions, and
-that each one after the first continued its parent's tokens exactly.
+`make test-clients` installs and tries them all, and fails where a cell differs from this page. A
+test also checks the service's record: the number of interactions, and that each one after the first
+continued its parent's tokens exactly.
 
-In the tables: ✓ works; – the client has no such thing over this API, or it is not tried; a number
-is a reason below its table.
+In the tables, ✓ means that it works; – that the client has no such feature over this API, or that
+it is not tested; a number is a reason below its table.
 """
-FEATURES_HEAD = "## What is tried\n\n| feature | what must hold |\n|---|---|"
+FEATURES_HEAD = "## Features\n\n| feature | requirement |\n|---|---|"
 CLIENTS_HEAD = "## Clients\n\n| client | package | registry | version |\n|---|---|---|---|"
 
 
 def render() -> str:
-    """The document."""
+    """Return the document."""
     results = json.loads(RESULTS.read_text(encoding="utf-8"))
     clients, cells = results["clients"], results["cells"]
     parts = [HEAD, "\n".join([CLIENTS_HEAD, *map(_client, clients.values())]) + "\n"]
@@ -80,7 +81,7 @@ def _client(about: dict[str, Any]) -> str:
 
 
 def _title(about: dict[str, Any]) -> str:
-    """A package may be there in several versions, and be called the same in another language."""
+    """Return a client's title, with what distinguishes packages of the same name."""
     if about["title"] != about["package"]:
         return str(about["title"])
     if about["registry"] == "npm":

@@ -1,4 +1,4 @@
-"""from-areal.md: what users of AReaL and of the proposal know, and what it is here."""
+"""Write from-areal.md: the names of AReaL and of the proposal, and their names here."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Write the documents that the code knows best: ``python tools/docs/generate.py [--check]``.
+"""Write the documents that are generated from code: ``python tools/docs/generate.py [--check]``.
 
 All of them are in docs/reference:
 
@@ -44,7 +44,7 @@ HEAD = """# Configuration
 
 <!-- Written by tools/docs/generate.py from any_agent/config; change a file there, then run it. -->
 
-A setting has a dotted name. It is taken from, in this order:
+A setting has a dotted name. Its value comes from the first of these that has one:
 
 1. the command line: `any-agent serve train.lr=1e-5`,
 2. the environment: `ANY_AGENT_TRAIN__LR=1e-5` (two underscores for the dot),
@@ -53,24 +53,24 @@ A setting has a dotted name. It is taken from, in this order:
 
 `--model`, `--experiment`, `--trial`, `--host` and `--port` are short for `model.path`,
 `experiment`, `trial`, `server.host` and `server.port`. Unknown names are refused with the nearest
-known one. `any-agent config` prints what would be used. Without `--config`, `any-agent serve` and
-`any-agent train` take up the settings that the same experiment and trial were last started with;
+known one. `any-agent config` prints the resulting settings. Without `--config`, `any-agent serve`
+and `any-agent train` use the settings of the last start of the same experiment and trial;
 `server.admin_key` is never written to a file, so give it again.
 """
 
 ALIASES_HEAD = """## AReaL's names
 
-These are taken, too, in the file, the environment and on the command line. In one of them a setting
-may stand under one name, or under both with the same value. What AReaL calls otherwise and means
-otherwise is refused with what to set instead. Three names say what others say, and are refused
-where they contradict them: `async_training` (false: `rollout.eta=0`), `tokenizer_path` (the
-model's) and `scheduler.type` (`local`; in Slurm's launcher `slurm`). What a GRPO run does not have
-(`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) may stand there with the value that
-changes nothing.
+These names are accepted, too, in the file, the environment and on the command line. In one of these
+places a setting may have one name, or both with the same value. AReaL's settings with another
+meaning are refused with advice. Three names repeat other settings, and are refused where they
+contradict them: `async_training` (false: `rollout.eta=0`), `tokenizer_path` (the model's) and
+`scheduler.type` (`local`; in Slurm's launcher `slurm`). Settings that a GRPO run does not have
+(`critic`, `ref`, `actor.kl_ctl`, `actor.gae_lambda`, ...) are accepted with the value that changes
+nothing.
 
-In a file `${actor.path}`, as a whole value, stands for what that name has in the same file, or is
-given by the environment or the command line. A name that the file lacks, a circle, `${` inside of a
-longer text and `${oc.env:...}` are refused by name: write the value, or set it by the environment.
+In a file, the whole value `${actor.path}` means the value of that name in the same file, in the
+environment or on the command line. A name that the file lacks, a circle, `${` inside a longer text
+and `${oc.env:...}` are refused by name: write the value, or set it by the environment.
 
 | AReaL's | ours |
 |---|---|"""
@@ -91,8 +91,8 @@ scrape_configs:
     static_configs: [{targets: ["service.example:8000"]}]
 ```
 
-Counters begin at 0 when their part starts, except those of sessions: they are the journal's, so
-that after any restart `any_agent_sessions_created_total` is the sum of `any_agent_sessions` over
+Counters begin at 0 when their part starts, except those of sessions, which come from the journal:
+after any restart `any_agent_sessions_created_total` is the sum of `any_agent_sessions` over
 its states. Useful queries:
 
 | question | query |
@@ -122,22 +122,22 @@ open files, start time) with the label `part`: `router`, `rank-0`, ..., `trainer
 
 ## Logs
 
-One file per process in the run's `logs` folder, as lines for people, or with `log_format=json` as
-one JSON object each:
+Each process writes one file in the run's `logs` folder, as lines for people, or with
+`log_format=json` as one JSON object each:
 
 | field | meaning |
 |---|---|
 | `time` | ISO 8601, UTC, milliseconds |
 | `level` | debug, info, warning, error or critical |
 | `logger` | the module that wrote it |
-| `message` | what happened |
+| `message` | the event |
 | `part` | `rank-0`, `engine-0`, `router` or `trainer` |
 | `pid` | the process |
-| `exception`, `stack` | where there is one |
+| `exception`, `stack` | the traceback, if there is one |
 
-Further fields are those that a message brings along. Session keys, everything else that begins
-with `sk-`, and the configured admin key are cut out of every line, in both forms. There are no
-access logs. A process that cannot start says why in a plain line that begins with `error:`.
+A message may add further fields. Session keys, everything else that begins with `sk-`, and the
+configured admin key are removed from every line, in both forms. There are no access logs. A process
+that cannot start writes the reason as a plain line that begins with `error:`.
 """
 
 
@@ -153,7 +153,7 @@ class Setting:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated documents.")
-    parser.add_argument("--check", action="store_true", help="only say whether they are up to date")
+    parser.add_argument("--check", action="store_true", help="only report documents that are out of date")
     arguments = parser.parse_args()
     texts = {
         TARGET: render(settings_source()),
@@ -175,7 +175,7 @@ def main() -> int:
 
 
 def render_metrics() -> str:
-    """The document of every part's metrics."""
+    """Return the document of every part's metrics."""
     parts = [METRICS_HEAD]
     for module, (title, about) in METRICS_PARTS.items():
         parts.append(f"## {title}\n")
@@ -190,26 +190,26 @@ def render_metrics() -> str:
 
 
 def settings_source() -> str:
-    """The text of every file that defines settings."""
+    """Return the text of every file that defines settings."""
     return "\n".join(path.read_text(encoding="utf-8") for path in sorted(SOURCE.glob("*.py")))
 
 
 def render(source: str) -> str:
-    """The document for settings that are defined in this text."""
+    """Return the document of the settings that this text defines."""
     classes = {n.name: n for n in ast.parse(source).body if isinstance(n, ast.ClassDef)}
     parts = [HEAD, "## Top level\n", _table(_settings(classes[TREE], classes))]
     return "\n".join([*parts, *_sections(classes[TREE], classes), _aliases()])
 
 
 def _aliases() -> str:
-    """The table of AReaL's names."""
+    """Return the table of AReaL's names."""
     elsewhere = importlib.import_module("any_agent.config.foreign_settings")
     rows = [f"| `{theirs}` | `{here}` |" for theirs, here in elsewhere.ALIASES.items()]
     return "\n".join([ALIASES_HEAD, *rows]) + "\n"
 
 
 def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str = "") -> list[str]:
-    """A heading and a table for each section in a tree, and for those within them."""
+    """Return a heading and a table for each section of a tree, and for its inner sections."""
     parts = []
     for field in _fields(tree):
         kind = ast.unparse(field.annotation)
@@ -226,7 +226,7 @@ def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str 
 
 
 def _settings(section: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[Setting]:
-    """The fields that are no sections themselves, with the docstring that follows each."""
+    """Return the fields that are not sections, with the docstring that follows each."""
     followers = dict(zip(section.body, section.body[1:], strict=False))
     out = []
     for field in _fields(section):
@@ -258,7 +258,7 @@ def _text(node: ast.stmt | None) -> str:
 
 
 def _default(value: ast.expr | None) -> tuple[str, list[str]]:
-    """The default as YAML writes it, and the limits of a ``Field``."""
+    """Return the default as YAML writes it, and the limits of a ``Field``."""
     limits: list[str] = []
     if isinstance(value, ast.Call) and ast.unparse(value.func) == "Field":
         signs = {"ge": "≥", "gt": ">", "le": "≤", "lt": "<"}
