@@ -28,8 +28,8 @@ ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 _LIMIT = 600.0
 """Seconds, for a whole example."""
-_MADE_BY = ("model", "talks", "warmup")
-"""Modules of `any_agent/demo` that a taught model is made by, beside the skill's own."""
+_MADE_BY = ("model.py", "models/*.py")
+"""Modules of `any_agent/demo` that make a taught model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +56,7 @@ class Ran:
 def taught_model(skill: str = "sums") -> Path:
     """A tiny model with this skill; made once, as the READMEs say, and kept beside the clients'
     environments until what makes it is another one."""
-    files = [ROOT / "any_agent" / "demo" / f"{name}.py" for name in (*_MADE_BY, skill)]
+    files = [file for part in _MADE_BY for file in sorted((ROOT / "any_agent/demo").glob(part))]
     code = b"".join(file.read_bytes() for file in files)
     made = FOLDER / "models" / f"{skill}-{hashlib.blake2b(code, digest_size=6).hexdigest()}"
     made.parent.mkdir(parents=True, exist_ok=True)

@@ -36,7 +36,7 @@ FEATURES = {
     "stops": "The stop string, or the limit, that ended an answer.",
     "token counts": "A count before a call, equal to the call's usage.",
     "whole preset": "Claude Code's own prompt and all of its tools.",
-    "errors": "A refused call raises the client's own error, with the reason, and leaves no record.",
+    "errors": "A refused call raises the client's own error with the reason, and is not recorded.",
 }
 
 HEAD = """# Compatibility

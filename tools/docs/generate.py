@@ -153,7 +153,7 @@ class Setting:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Write the generated documents.")
-    parser.add_argument("--check", action="store_true", help="only report documents that are out of date")
+    parser.add_argument("--check", action="store_true", help="only report outdated documents")
     arguments = parser.parse_args()
     texts = {
         TARGET: render(settings_source()),
