@@ -25,11 +25,10 @@ from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim
 from proxy_ext.api import rl
-from proxy_ext.api.model_routes import ModelRoutes
-from proxy_ext.api.models import list_models, one_model
+from proxy_ext.api.model_routes import ModelRoutes, list_models, one_model
 from proxy_ext.api.openapi.build import describe
 from proxy_ext.api.responses import delete_response, response, response_items
-from proxy_ext.api.rl.dependencies import service_of
+from proxy_ext.api.rl.strict_body import service_of
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import ReplayedAnswer

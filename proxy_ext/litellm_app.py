@@ -1,6 +1,6 @@
-"""LiteLLM's app, imported when it is asked first.
+"""LiteLLM's app, imported at its first request.
 
-That takes ten seconds of CPU, which a killed rank would be away longer, and 235 MB.
+The import takes 235 MB and ten seconds of CPU, by which a killed rank would be back later.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ class LiteLLMApp:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if self._started is None:
             self._started = asyncio.create_task(self._start())
-        # Who asked first may leave; others wait for it, too.
+        # The first client may leave; other requests wait for the same start.
         app = await asyncio.shield(self._started)
         await app(scope, receive, send)
 
     async def _start(self) -> ASGIApp:
-        # Streams go on meanwhile.
         try:
+            # In a thread, so that streams go on.
             app: ASGIApp = await asyncio.to_thread(self._load)
         except BaseException:
             # The next request tries again.
             self._started = None
             raise
         await self._stack.enter_async_context(lifespan(app))
-        # As what was there at the start: its objects stay.
+        # The app's objects stay, as those of the start do.
         gc.freeze()
         return app
 
     @asynccontextmanager
     async def lifespan(self) -> AsyncIterator[None]:
-        """Shuts LiteLLM's app down at the end, if it was started."""
+        """Shut LiteLLM's app down at the end, if it was started."""
         try:
             yield
         finally:

@@ -1,1 +1,1 @@
-"""From a request and a session's interaction tree to recorded completions."""
+"""Turns a request and a session's interaction tree into recorded completions."""

@@ -1,61 +1,62 @@
-"""What a request becomes: its choices, what they yield while they are sampled, and their ends."""
+"""The stages of a call: its choices, their outputs while they are sampled, and their records."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any, TypedDict
 
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
+from any_agent.completions.logprobs import TopLogprobs
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt
-from any_agent.completions.top_logprobs import TopLogprobs
 from any_agent.types import GenerationHyperparameters, Interaction, Message
 
 
 def choice_ids(completion_id: str, count: int) -> list[str]:
-    """The interactions of a completion, in the order of its choices."""
+    """Return the ids of a completion's interactions, in the order of its choices."""
     return [completion_id] if count == 1 else [f"{completion_id}.{k}" for k in range(count)]
 
 
 def completion_of(interaction_id: str) -> str | None:
-    """The completion of which an interaction is one of several choices; None of a single one."""
+    """Return the completion of an interaction that is one of several choices; else None."""
     completion, _, choice = interaction_id.rpartition(".")
     return completion if completion and choice.isdecimal() else None
 
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """One sample that a request asks for; each is an interaction of its own."""
+    """One sample of a request; each is an interaction of its own."""
 
     index: int
     id: str
     prompt: Prompt
     message_delta: list[Message]
     key: bytes
-    """Chain key over the request's messages and tools, from which its answer's goes on."""
+    """The chain key of the request's messages and tools, which the answer's key extends."""
     gconfig: GenerationHyperparameters
-    """With a seed of its own, if there are seeds."""
+    """The choice's sampling, with a seed of its own if the call has one."""
     forced: tuple[int, ...] = ()
-    """Ids at the prompt's end that open a call: they are read as output."""
+    """The ids at the prompt's end that open a forced call: they are parsed as output."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prepared:
-    """A call whose prompt is rendered and fits: nothing about the request can fail any more."""
+    """A call whose prompt is rendered and fits: its request is valid in every part."""
 
     id: str
     call: ChatCall
     chat: ChatFormat
-    """As the request's template arguments make it."""
+    """The chat format with the request's template arguments."""
     gconfig: GenerationHyperparameters
     choices: tuple[Choice, ...]
     prompt_tokens: int
-    """Of its prompts, each counted once."""
+    """The tokens of the prompts, each counted once."""
     created_at: float
 
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What is known of an answer before its first token."""
+    """The facts of an answer that are known before its first token."""
 
     id: str
     created_at: float
@@ -63,7 +64,7 @@ class Head:
     prompt_tokens: int
     choices: int = 1
     seeds: tuple[int | None, ...] = ()
-    """Those that its choices are sampled with."""
+    """The seeds of the choices."""
 
     @classmethod
     def of(cls, prepared: Prepared) -> Head:
@@ -82,18 +83,64 @@ class Delta:
     top_logprobs: TopLogprobs | None = None
     index: int = 0
     calls: bool = False
-    """Whether a call's tokens may be among these before it comes itself: of what is replayed."""
+    """True in a replay if the tokens of a tool call may be here, before the call itself."""
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The end of one choice: the answer, and what is to be recorded."""
+    """The end of one choice: the answer and its record."""
 
     choice: Choice
     parsed: ParsedMessage
     interaction: Interaction
     key: bytes
-    """Chain key under which a continuation finds the interaction."""
+    """The chain key under which a continuation finds the interaction."""
 
 
 Completed = Delta | Completion
+
+
+class RequestRecord(TypedDict, total=False):
+    """``Interaction.request``: the facts of a request beside messages, tools and sampling.
+
+    Where texts are not kept, only numbers and digests are.
+    """
+
+    overridden: dict[str, Any]
+    """The agent's values that the run replaced, by the names of ``gconfig``, which has the values
+    that were used."""
+    recorded: dict[str, Any]
+    """Parameters without effect, as they came; those with an effect on the prompt's ids alone:
+    ``reasoning_effort``, ``chat_template_kwargs``, ``tool_choice``; and
+    ``parallel_tool_calls: false``, which ends the answer after one call."""
+    ignored: list[str]
+    """The plain names of unknown parameters; values that may be kept are in ``recorded``."""
+    forced: int
+    """The number of ids at the prompt's end that open a forced call: they are parsed as output, but
+    are no output ids."""
+    top_logprobs: dict[str, str]
+    """The likeliest tokens at each position, if requested: see ``PackedTopLogprobs``."""
+    order: list[list[Any]]
+    """The order of the answer's parts, unless it is reasoning, content, calls: see
+    ``any_agent.completions.encoders.output_order``."""
+    matched_stop: int
+    """The index in ``gconfig.stop`` of the text that ended the answer."""
+    responses: dict[str, Any]
+    """The fields of a `/v1/responses` request that its answer repeats; ``instructions``: the number
+    of their lines, which are the first messages."""
+    mixed_cache: bool
+    """True if several versions sampled tokens over one cache (`update_mode: in_place`)."""
+    text: dict[str, Any]
+    """The digests of a legacy completion, by which a prompt that continues it is recognised."""
+
+
+def recorded_of(call: ChatCall) -> dict[str, Any]:
+    """Return the ``recorded`` entry of a call's record."""
+    recorded = dict(call.recorded)
+    if call.template_kwargs:
+        recorded["chat_template_kwargs"] = dict(call.template_kwargs)
+    if call.forced_call is not None:
+        recorded["tool_choice"] = call.forced_call or "required"
+    if not call.parallel_tool_calls:
+        recorded["parallel_tool_calls"] = False
+    return recorded

@@ -1,4 +1,4 @@
-"""From a checked call to its choices, and the interaction that records each."""
+"""Turns a checked call into sampled choices, each with the interaction that records it."""
 
 from __future__ import annotations
 
@@ -20,9 +20,10 @@ from any_agent.completions.call_types import (
     Completion,
     Delta,
     Prepared,
+    RequestRecord,
     choice_ids,
+    recorded_of,
 )
-from any_agent.completions.find_parent import ParentMatch
 from any_agent.completions.legacy_prompt import (
     LegacyParent,
     digests,
@@ -30,12 +31,11 @@ from any_agent.completions.legacy_prompt import (
     text_key,
     text_prompt_of,
 )
+from any_agent.completions.logprobs import PackedTopLogprobs
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.sampling import choice_seed
-from any_agent.completions.prompt import Prompt, parent_of, prompt_of
-from any_agent.completions.request_record import RequestRecord, recorded_of
+from any_agent.completions.prompt import ParentMatch, Prompt, parent_of, prompt_of
 from any_agent.completions.structured_output import forced_ids, grammar_of_answer, one_call_stops
-from any_agent.completions.top_logprobs import PackedTopLogprobs
 from any_agent.completions.untrainable import untrainable_reason
 from any_agent.engine import InferenceEngine
 from any_agent.errors import (
@@ -56,21 +56,21 @@ from any_agent.types import (
 )
 
 VERSION_GONE = "version_gone"
-"""Why a call is untrainable that a weight update cut off in a session pinned to one version."""
+"""The reason of a call that a weight update cut off in a session pinned to one version."""
 
 
 @dataclass(frozen=True, slots=True)
 class ContinuationPoint:
-    """What a call continues, before anything is rendered."""
+    """The recorded interactions that a call continues, before anything is rendered."""
 
     chat: ChatFormat
-    """As the request's template arguments make it."""
+    """The chat format with the request's template arguments."""
     found: ParentMatch | None
-    """Of a chat request."""
+    """The match of a chat request."""
     texts: tuple[LegacyParent, ...]
-    """Of a legacy completion, one for each prompt."""
+    """The matches of a legacy completion, one for each prompt."""
     new_characters: int
-    """How much text is to be rendered and encoded."""
+    """The size of the text to render and encode."""
 
 
 class Completer:
@@ -86,7 +86,7 @@ class Completer:
         id_tag: str = "",
     ) -> None:
         """``keeps_cache``: weight updates keep the cache of calls under way (`in_place`).
-        ``id_tag``: what the hexadecimal part of ids begins with."""
+        ``id_tag``: the beginning of the hexadecimal part of ids."""
         self.engine = engine
         self.chat = chat
         self.context_length = context_length
@@ -94,10 +94,7 @@ class Completer:
         self._id_tag = id_tag
 
     def find(self, call: ChatCall, tree: InteractionTree | None) -> ContinuationPoint:
-        """What the call continues; costs little.
-
-        Raises ContextLengthExceeded or InvalidRequest.
-        """
+        """Find what the call continues, at little cost; ContextLengthExceeded or InvalidRequest."""
         chat = self._format(call)
         if call.prompts:
             texts = tuple(
@@ -110,7 +107,7 @@ class Completer:
     def prepare(
         self, call: ChatCall, tree: InteractionTree | None, past: ContinuationPoint | None = None
     ) -> Prepared:
-        """Continue the parent's ids exactly or render anew. In any thread.
+        """Continue the parent's ids exactly, or render the messages anew; in any thread.
 
         Raises TemplateError, ContextLengthExceeded or InvalidRequest; nothing is recorded.
         """
@@ -134,13 +131,13 @@ class Completer:
         )
 
     def render_key(self, call: ChatCall) -> bytes:
-        """How its messages would be rendered: part of their keys. Raises as :meth:`prepare`."""
+        """Return what identifies the template with its arguments; raises as :meth:`prepare`."""
         return self._format(call).render_key
 
     def _format(self, call: ChatCall) -> ChatFormat:
-        """As the request's template arguments make it.
+        """Return the chat format with the request's template arguments.
 
-        InvalidRequest for unknown ones, and for those that contradict each other.
+        InvalidRequest for unknown arguments, and for arguments that contradict each other.
         """
         kwargs = dict(call.template_kwargs)
         if call.reasoning_effort is not None:
@@ -154,7 +151,7 @@ class Completer:
         if call.tools and not call.parallel_tool_calls:
             stop_ids |= set(one_call_stops(chat))
         elif call.tools and call.legacy_functions:
-            # Where no token says that one call is complete, only the first one is told.
+            # Where no token ends a call, the answer shows only its first one.
             stop_ids |= set(chat.one_call_stop_ids() or ())
         return call.gconfig.new(stop_token_ids=tuple(sorted(stop_ids)))
 
@@ -204,7 +201,7 @@ class Completer:
     def _fitting(
         self, gconfig: GenerationHyperparameters, prompt: Prompt, call: ChatCall
     ) -> GenerationHyperparameters:
-        """With as many tokens at most as the context leaves; ContextLengthExceeded for none."""
+        """Limit the tokens to what the context leaves; ContextLengthExceeded if it leaves none."""
         room = self.context_length - len(prompt.ids)
         if room < 1:
             what = "prompt is" if call.prompts else "messages are"
@@ -227,7 +224,7 @@ class Completer:
         stream: bool,
         pinned: int | None = None,
     ) -> AsyncGenerator[Completed]:
-        """One choice: deltas as they become certain (when streaming), then the Completion.
+        """Sample one choice: yield deltas once they are certain (in a stream), then the Completion.
 
         Closing the generator cancels the choice in the engine; nothing is recorded then.
         ``pinned``: every token must be of this weight version. VersionGone if none is; if some
@@ -274,10 +271,12 @@ class Completer:
                         prepared, choice, parsed, reason, session_id, sampled, matched_stop=matched
                     )
                     return
-        raise EngineUnavailable("the engine ended without an end", retry_after=2)
+        raise EngineUnavailable(
+            "the engine closed the stream without a finish reason", retry_after=2
+        )
 
-    def said_again(self, call: ChatCall, tree: InteractionTree, id: str) -> Interaction:
-        """A recorded answer to the same call; its texts, if they were not kept, by its ids."""
+    def recorded_answer(self, call: ChatCall, tree: InteractionTree, id: str) -> Interaction:
+        """Return a recorded answer to the same call; texts that were not kept come from its ids."""
         interaction = tree[id]
         if not lacks_texts(interaction):
             return interaction
@@ -352,10 +351,10 @@ class Completer:
     def _digests(
         self, prepared: Prepared, choice: Choice, output_ids: IdArray, parsed: ParsedMessage
     ) -> dict[str, Any]:
-        """Of a legacy completion, by which the prompt is known that goes on from it."""
+        """Return the digests by which a prompt that continues a legacy completion is known."""
         text = parsed.content
         if choice.gconfig.stop:
-            # With the stop string, which is among the ids: an agent goes on from both or neither.
+            # The text includes the stop string, as the ids do: an agent continues both or neither.
             parser = prepared.chat.text_parser(())
             parser.feed(output_ids.tolist())
             text = parser.finish()[1].content
@@ -364,7 +363,7 @@ class Completer:
 
 
 class _Sampled:
-    """What a choice has got so far, packed: many are sampled at once, and long ones."""
+    """The output of a choice so far, packed: many and long choices are sampled at once."""
 
     __slots__ = ("ids", "logprobs", "top", "versions")
 
@@ -378,7 +377,7 @@ class _Sampled:
 def _parser(
     chat: ChatFormat, call: ChatCall, id: str, prompt_ids: Any, forced: tuple[int, ...]
 ) -> StreamParser:
-    """``id``: the interaction's, which makes its calls' ids its own."""
+    """Return the parser of an answer; ``id`` is the interaction's, a seed of its calls' ids."""
     stop = call.gconfig.stop
     if call.prompts:
         return chat.text_parser(stop)
@@ -388,15 +387,15 @@ def _parser(
 
 
 def _with_seed(gconfig: GenerationHyperparameters, choice: int) -> GenerationHyperparameters:
-    """A seed that the agent gave makes each choice another sample."""
+    """Derive a seed for the choice, so that the agent's seed gives each choice another sample."""
     if gconfig.seed is None or choice == 0:
         return gconfig
     return gconfig.new(seed=choice_seed(gconfig.seed, choice))
 
 
-def _require_agreement(effort: str, by_effort: Mapping[str, Any], asked: Mapping[str, Any]) -> None:
+def _require_agreement(effort: str, by_effort: Mapping[str, Any], given: Mapping[str, Any]) -> None:
     for name, value in by_effort.items():
-        if asked.get(name) not in (None, value, effort):
+        if given.get(name) not in (None, value, effort):
             raise InvalidRequest(
                 f"reasoning_effort={effort} and chat_template_kwargs.{name} contradict each "
                 "other: leave one out",

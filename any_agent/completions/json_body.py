@@ -1,4 +1,4 @@
-"""A request's body: bytes to JSON that everything behind it can carry."""
+"""Parses request bodies to JSON of a size and a depth that every later step can handle."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from any_agent.errors import InvalidRequest, PayloadTooLarge
 
 MAX_DEPTH = 64
 MAX_VALUES = 500_000
-"""Of a body; a fifth of a second, for as long as nothing else runs."""
+"""Values of a body: parsing them stops everything else for a fifth of a second."""
 _LONG = 1 << 20
 _PARSERS_DEPTH = "depth limit exceeded"
-"""What orjson says of more than 1024 levels."""
+"""orjson's message for more than 1024 levels."""
 
 
 async def json_of(body: bytes) -> Any:
-    """The body as JSON; InvalidRequest when it is none (NaN and Infinity are none).
+    """Return the body's JSON; InvalidRequest for anything else (NaN and Infinity are not JSON).
 
-    PayloadTooLarge for more values than can be read without stopping every stream meanwhile.
+    PayloadTooLarge for so many values that reading them would stop every stream.
     """
     if len(body) > MAX_VALUES:
         await asyncio.to_thread(_require_few_values, body)
@@ -33,7 +33,7 @@ async def json_of(body: bytes) -> Any:
             raise _too_deep(MAX_DEPTH) from None
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if len(body) > _LONG:
-        # A second for as many values as there can be: not on the event loop.
+        # The most values possible take a second: too long for the event loop.
         await asyncio.to_thread(require_shallow, data)
     else:
         require_shallow(data)
@@ -43,7 +43,7 @@ async def json_of(body: bytes) -> Any:
 def _loaded(body: bytes) -> Any:
     if len(body) <= _LONG or not gc.isenabled():
         return orjson.loads(body)
-    # The collector would walk the values that are there again and again: three times as long.
+    # The collector would visit the values again and again: that takes three times as long.
     gc.disable()
     try:
         return orjson.loads(body)
@@ -52,7 +52,7 @@ def _loaded(body: bytes) -> Any:
 
 
 def _require_few_values(body: bytes) -> None:
-    """PayloadTooLarge if there may be too many; a comma in a text counts, too."""
+    """Raise PayloadTooLarge for too many values; commas in strings count as well."""
     data = np.frombuffer(body, np.uint8)
     if sum(int(np.count_nonzero(data == sign)) for sign in b",[{") > MAX_VALUES:
         raise PayloadTooLarge(
@@ -63,13 +63,13 @@ def _require_few_values(body: bytes) -> None:
 
 
 def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
-    """InvalidRequest for JSON that is nested deeper than everything behind us can carry."""
+    """Raise InvalidRequest for JSON that is nested deeper than later steps can handle."""
     level = [data]
     for _ in range(limit):
         below: list[Any] = []
         for item in level:
             below += item.values() if type(item) is dict else item if type(item) is list else ()
-        # orjson makes no others; each call's whole conversation comes through here.
+        # orjson makes no other containers; this loop sees every call's whole conversation.
         level = [item for item in below if type(item) is dict or type(item) is list]
         if not level:
             return

@@ -1,9 +1,9 @@
 """The prompt of a legacy completion: a recorded prompt + output continued exactly, or a new root.
 
-An interaction that such a request made keeps two digests, of the text of its prompt + output and of
-their ids. A prompt that begins with one of them continues it: the ids of the past are kept as they
-were sampled, and only what follows is encoded. So the parent is found in one pass over the prompt,
-whatever was recorded, and nothing recorded is encoded again.
+The interaction of such a request keeps two digests: of the text of its prompt + output, and of
+their ids. A prompt that begins with one of them continues it: the recorded ids stay as they were
+sampled, and only what follows is encoded. One pass over the prompt finds the parent, whatever was
+recorded.
 """
 
 from __future__ import annotations
@@ -23,23 +23,23 @@ from any_agent.record import InteractionTree, was_received
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
 
 _TAIL = 8
-"""Ids on both sides of where a text goes on, by which it is seen what they say together."""
+"""Ids on both sides of a continuation that are decoded together to check their text."""
 
 
 @dataclass(frozen=True, slots=True)
 class LegacyParent:
-    """What of a prompt is recorded, before anything is encoded."""
+    """The recorded beginning of a prompt, before anything is encoded."""
 
     parent: Interaction | None
     size: int
-    """Bytes of the prompt that the parent has."""
+    """The bytes of the prompt that the parent has."""
     new_characters: int
-    """How much text is to be encoded, or decoded, about."""
+    """About how many characters must be encoded, or decoded."""
 
 
 @dataclass(frozen=True, slots=True)
 class LegacyPrompt:
-    """A prompt's ids, and the text that the parent has not (of ids: what they say)."""
+    """A prompt's ids, and the text that it adds to the parent (the decoded text of added ids)."""
 
     prompt: Prompt
     added: str
@@ -48,11 +48,10 @@ class LegacyPrompt:
 def find_text_past(
     given: TextInput, tree: InteractionTree | None, chat: ChatFormat, context_length: int
 ) -> LegacyParent:
-    """The interaction that the prompt goes on from; costs little.
+    """Find the interaction that the prompt continues, at little cost.
 
-    Raises:
-        ContextLengthExceeded: it cannot fit, however it is encoded.
-        InvalidRequest: an id that is none of the model's.
+    ContextLengthExceeded for a prompt that cannot fit, however it is encoded; InvalidRequest for an
+    id that is not one of the model's.
     """
     _require_plausible(given, chat, context_length)
     data, is_text = _bytes_of(given), isinstance(given, str)
@@ -64,7 +63,7 @@ def find_text_past(
 def text_prompt_of(
     given: TextInput, past: LegacyParent, tree: InteractionTree | None, chat: ChatFormat
 ) -> LegacyPrompt:
-    """The recorded ids that the prompt begins with and the rest, else all of it as a root.
+    """Return the recorded ids and the ids of what follows, else the whole prompt as a root.
 
     InvalidRequest for a text that cannot be encoded.
     """
@@ -93,10 +92,10 @@ def text_prompt_of(
 
 
 def _following_ids(before: IdArray, added: str, chat: ChatFormat) -> IdArray | None:
-    """The ids of the text that was added; None if behind these ids they would say another one."""
+    """Return the ids of the added text; None if they decode to another text behind these ids."""
     end = int(before[-1])
     if end in chat.stop_token_ids:
-        # No text shows it, so an agent that writes its own turns ends this one once more.
+        # Texts do not show this id, so an agent that writes its own turns adds it once more.
         added = added.removeprefix(chat.token_text(end))
     ids = _encode(chat, added, root=False)
     tail, first = before[-_TAIL:].tolist(), ids[:_TAIL].tolist()
@@ -107,7 +106,7 @@ def _following_ids(before: IdArray, added: str, chat: ChatFormat) -> IdArray | N
 
 
 def digests(given: TextInput, ids: IdArray, output: str) -> dict[str, Any]:
-    """What an interaction keeps: ``ids`` are its prompt's and output's, ``output`` is its text."""
+    """Return an interaction's digests; ``ids``: its prompt's and output's, ``output``: its text."""
     plain = np.ascontiguousarray(ids, dtype="<i4").tobytes()
     out: dict[str, Any] = {"ids": [len(plain), _digest(plain)]}
     if isinstance(given, str):
@@ -117,12 +116,12 @@ def digests(given: TextInput, ids: IdArray, output: str) -> dict[str, Any]:
 
 
 def text_key(kept: dict[str, Any]) -> bytes:
-    """A key of its own: no chat request's chain ever has it."""
+    """Return the interaction's key, which no chat request's chain ever has."""
     return hashlib.blake2b(kept["ids"][1].encode(), digest_size=16, key=b"text").digest()
 
 
 def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Interaction, int] | None:
-    """The recorded interaction that the prompt begins with, and how many bytes of it that is."""
+    """Return the recorded interaction that the prompt begins with, and its number of bytes."""
     known: dict[tuple[int, str], list[Interaction]] = {}
     for size, digest, interaction in _recorded(kind, tree):
         if size <= len(data):
@@ -134,14 +133,14 @@ def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Intera
         at = size
         same = known.get((size, running.copy().hexdigest()))
         if same:
-            heard = next((i for i in reversed(same) if was_received(i)), same[-1])
-            found = heard, size
+            received = (i for i in reversed(same) if was_received(i))
+            found = next(received, same[-1]), size
     return found
 
 
 def _recorded(kind: str, tree: InteractionTree) -> Iterable[tuple[int, str, Interaction]]:
     for interaction in tree:
-        # What was cut off is not what the agent holds.
+        # The agent lacks the end of an answer that was cut off.
         if interaction.finish_reason != "abort" and "text" in interaction.request:
             kept = interaction.request["text"].get(kind)
             if kept is not None:
@@ -167,7 +166,7 @@ def _require_plausible(given: TextInput, chat: ChatFormat, context_length: int) 
 
 
 def _encode(chat: ChatFormat, text: str, *, root: bool) -> IdArray:
-    """``root``: with what the tokenizer puts before a text, such as a beginning-of-text token."""
+    """Return a text's ids; ``root``: with the tokenizer's beginning-of-text tokens."""
     try:
         return id_array(chat.encode(text, special=root))
     except Exception as error:

@@ -1,4 +1,4 @@
-"""A checked request with the encoder of its answer, and the headers of answers."""
+"""A checked request with the encoder of its answer, and the answers' headers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Head
 from any_agent.completions.encoders import ResponseEncoder
-from any_agent.completions.encoders.logprobs import LogprobsEncoder
-from any_agent.completions.params.call import ChatCall
+from any_agent.completions.logprobs import LogprobsEncoder
+from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.parameter import UnknownParameters
 from any_agent.completions.params.sampling import TOKEN_LIMITS
 from any_agent.record import InteractionTree
@@ -50,15 +49,10 @@ class ParseContext:
     tree: InteractionTree | None = None
     """The session's recorded interactions, if the call has a session."""
 
-    def arguments(self) -> dict[str, Any]:
-        """Return the keyword arguments that the parsers of bodies have in common."""
-        return {
-            "mode": self.mode,
-            "sampling": self.sampling,
-            "model": self.model,
-            "known_settings": self.chat.renderer.known_settings,
-            "unknown": self.unknown,
-        }
+    @property
+    def settings(self) -> ParseSettings:
+        known = self.chat.renderer.known_settings
+        return ParseSettings(self.mode, self.sampling, self.model, known, self.unknown)
 
 
 @lru_cache(maxsize=4)

@@ -10,8 +10,8 @@ from typing import TypeVar
 from any_agent.completions.call_types import Prepared
 from any_agent.completions.completer import Completer
 from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.capability_check import require_supported
 from any_agent.completions.parsed_request import ParsedRequest
+from any_agent.completions.prompt import prompt_of
 from any_agent.engine import Capabilities
 from any_agent.errors import AnyAgentError, InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
@@ -24,14 +24,8 @@ LONG_TEXT = 65_536
 LONG_WHOLE = 4 * LONG_TEXT
 """Characters of a whole conversation beyond which it is rendered in a thread: where its new
 messages alone cannot be rendered, all of it is."""
-_NO_CAPABILITIES = Capabilities(
-    top_logprobs=False,
-    penalties=False,
-    min_p=False,
-    logit_bias=False,
-    grammar=False,
-    structural_tag=False,
-)
+_NO_CAPABILITIES = Capabilities(**dict.fromkeys(Capabilities.names(), False))
+_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 async def parse_body(parse: Callable[[], T], size: int) -> T:
@@ -44,22 +38,15 @@ async def check_request(
 ) -> ParsedRequest:
     """Parse a body as :func:`parse_body`; UnsupportedParameter for what the engine cannot do."""
     request = await parse_body(parse, size)
-    return replace(request, call=await _supported(completer, request.call))
-
-
-async def _supported(completer: Completer, call: ChatCall) -> ChatCall:
-    """Return the call as the engine can do it; ask the engine only if that matters.
-
-    UnsupportedParameter for what it cannot do.
-    """
-    vocabulary = completer.chat.vocab_size
+    call, vocabulary = request.call, completer.chat.vocab_size
     try:
         require_supported(call, _NO_CAPABILITIES, vocab_size=vocabulary)
     except UnsupportedParameter:
+        # Only such a call depends on the engine, which is asked then.
         can = await completer.engine.capabilities()
         require_supported(call, can, vocab_size=vocabulary)
-        return replace(call, structural_tag=can.structural_tag)
-    return call
+        return replace(request, call=replace(call, structural_tag=can.structural_tag))
+    return request
 
 
 async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | None) -> Prepared:
@@ -95,3 +82,62 @@ def with_request_parameter(error: AnyAgentError, call: ChatCall) -> AnyAgentErro
         # The messages' parts have other names there, and were checked under those.
         error.param = call.prompt_parameter
     return error
+
+
+def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
+    """UnsupportedParameter for what the engine cannot do; InvalidRequest for an id of no token."""
+    gconfig = call.gconfig
+    if call.top_logprobs and not engine.top_logprobs:
+        raise _unsupported("top_logprobs" if call.messages else "logprobs")
+    if gconfig.min_p and not engine.min_p:
+        raise _unsupported("min_p")
+    if gconfig.logit_bias and not engine.logit_bias:
+        raise _unsupported("logit_bias")
+    if gconfig.grammar is not None and not engine.grammar:
+        raise _unsupported(call.format_parameter or "response_format")
+    if gconfig.grammar is not None and call.tools and not engine.structural_tag:
+        name = call.format_parameter or "response_format"
+        raise UnsupportedParameter(
+            f"{name} together with tools is not supported by this engine: leave one of them out, "
+            "or start SGLang with --grammar-backend xgrammar",
+            param=name,
+        )
+    neutral = {"repetition_penalty": 1.0}
+    for name in _PENALTIES:
+        if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
+            raise _unsupported(name)
+    ids = {"logit_bias": dict(gconfig.logit_bias), "stop_token_ids": gconfig.stop_token_ids}
+    for name, tokens in ids.items():
+        if any(token >= vocab_size for token in tokens):
+            raise InvalidRequest(
+                f"{name} has a token id beyond the vocabulary of {vocab_size}", param=name
+            )
+
+
+def _unsupported(name: str) -> UnsupportedParameter:
+    return UnsupportedParameter(f"{name} is not supported by this engine: leave it out", param=name)
+
+
+async def count_tokens(
+    completer: Completer, call: ChatCall, tree: InteractionTree | None = None
+) -> int:
+    """Count the tokens of the prompt that the call would have now, even beyond the context length.
+
+    Recorded ids stay as they are: a continuation of an interaction of ``tree`` may have other ids
+    than a first request with the same messages. Raises what rendering raises, and
+    ContextLengthExceeded for a conversation that is too long to be rendered.
+    """
+    past = completer.find(call, tree)
+    assert past.found is not None
+    # Counting is no call: the next request must not find this one.
+    found = replace(past.found, noted=None)
+
+    def count() -> int:
+        ids = prompt_of(call, found, tree, past.chat).ids
+        if call.forced_call is None:
+            return len(ids)
+        return len(ids) + len(past.chat.forced_call_ids(ids, call.forced_call) or ())
+
+    if past.new_characters > LONG_TEXT or found.characters > LONG_WHOLE:
+        return await asyncio.to_thread(count)
+    return count()

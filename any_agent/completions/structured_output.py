@@ -1,8 +1,14 @@
-"""Grammars that bind an answer to its tools or its format, in one family's terms."""
+"""Grammars that bind an answer to its tools or its format, for one model family.
+
+xgrammar reads some keywords of JSON schemas without enforcing them. SGLang refuses such a schema
+where it stands alone, but not as a part of a structural tag.
+"""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from typing import Any
 
 import orjson
 
@@ -10,9 +16,60 @@ from any_agent.chat import ChatFormat
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import format_part
 from any_agent.completions.params.schema_check import shown
-from any_agent.completions.params.unenforced_keywords import require_enforced
 from any_agent.completions.prompt import Prompt
 from any_agent.errors import UnsupportedParameter
+
+# fmt: off
+_KEYWORDS = {
+    "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
+    "minContains", "multipleOf", "not", "then", "uniqueItems",
+}
+_FORMATS = {
+    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer",
+    "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
+}
+# fmt: on
+_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependencies")
+"""Keywords whose values are schemas by names that the schema's author chose."""
+_DATA = ("const", "enum", "default", "examples")
+
+
+def require_enforced(schema: Any, name: str) -> None:
+    """Raise UnsupportedParameter, under this name, for a schema with such keywords."""
+    for part in _schemas(schema):
+        ignored = sorted(_KEYWORDS & part.keys())
+        text_format = part.get("format", "date")
+        if not isinstance(text_format, str) or text_format not in _FORMATS:
+            ignored.append("format")
+        if sum(map(part.__contains__, ("format", "pattern"))) + _has_length(part) > 1:
+            ignored.append("format, pattern and lengths of one text")
+        if ignored:
+            raise UnsupportedParameter(
+                f"{name} together with tools cannot have {', '.join(ignored)}, which such grammars "
+                "do not enforce: leave that out of the schema, or leave out the tools",
+                param=name,
+            )
+
+
+def _has_length(schema: dict[str, Any]) -> bool:
+    return "minLength" in schema or "maxLength" in schema
+
+
+def _schemas(whole: Any) -> Iterator[dict[str, Any]]:
+    """Yield a schema and the schemas within it."""
+    left = [whole]
+    while left:
+        part = left.pop()
+        if isinstance(part, list):
+            left += part
+        elif isinstance(part, dict):
+            yield part
+            for keyword, value in part.items():
+                if keyword in _BY_NAME and isinstance(value, dict):
+                    left += value.values()
+                elif keyword not in _DATA:
+                    left.append(value)
+
 
 _PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)
 
@@ -57,7 +114,7 @@ def grammar_of_answer(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar:
     except UnsupportedParameter:
         if names:
             raise
-        # Alone the engine enforces it, or refuses it.
+        # Without tools the engine enforces the schema, or refuses it.
         return grammar
     tag = chat.text_or_calls(prompt.ids, text, names)
     if tag is None and not names:

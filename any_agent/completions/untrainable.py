@@ -1,4 +1,4 @@
-"""Why an interaction is never trained on: short codes, of which there are few, for a metric."""
+"""The reasons why interactions are never trained on, as the few labels of a metric."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ UntrainableReason: TypeAlias = Literal[
     "undelivered",
     "frozen_model",
 ]
-"""grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were not drawn from the
-distribution that their log-probabilities are of. tool_choice: the answer's opening was given.
+"""grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were drawn from another
+distribution than that of their log-probabilities. tool_choice: the answer's opening was given.
 no_tokens: nothing was sampled. version_gone: a weight update cut off a call of a session that is
-pinned to one version. undelivered: the answer reached nobody. frozen_model: it is of another model
-than the policy."""
+pinned to one version. undelivered: the answer reached no client. frozen_model: another model than
+the policy answered."""
 
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
 OTHER = "other"
-"""How a metric calls what is none of these, such as the sentences of older journals."""
+"""The label of any other reason, such as the sentences of older journals."""
 
 
 def has_modified_distribution(gconfig: GenerationHyperparameters) -> UntrainableReason | None:
-    """What takes the draw of a token away from its plain, temperature-scaled distribution."""
+    """Return why tokens are not drawn from the plain, temperature-scaled distribution, if so."""
     if gconfig.grammar is not None:
         return "grammar"
     if gconfig.logit_bias:
@@ -49,12 +49,12 @@ def has_modified_distribution(gconfig: GenerationHyperparameters) -> Untrainable
 def untrainable_reason(
     gconfig: GenerationHyperparameters, output_ids: Sized, *, forced: bool = False
 ) -> UntrainableReason | None:
-    """Of a completion that was sampled; ``forced``: it had to call a tool."""
+    """Return a sampled completion's reason, if it has one; ``forced``: it had to call a tool."""
     if not len(output_ids):
         return "no_tokens"
     return "tool_choice" if forced else has_modified_distribution(gconfig)
 
 
 def code_of(reason: str) -> str:
-    """A recorded reason as a label of a metric."""
+    """Return a recorded reason as a label of a metric."""
     return reason if reason in REASONS else OTHER

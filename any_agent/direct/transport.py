@@ -6,20 +6,30 @@ import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import httpx
 import orjson
 
+from any_agent.completions.apis import OPENAI_ERRORS, Api, all_apis
 from any_agent.completions.call_types import Completion, Delta, Head
 from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.json_body import json_of
-from any_agent.completions.parsed_request import ParsedRequest, encode_whole, headers_of, version_of
+from any_agent.completions.parsed_request import (
+    ParsedRequest,
+    encode_whole,
+    headers_of,
+    token_logprobs,
+    version_of,
+)
 from any_agent.completions.prepare import check_request, prepare
-from any_agent.direct.choice_tasks import ChoiceTasks
-from any_agent.direct.record import DirectSession
-from any_agent.direct.routes import answer_request, model_calls
-from any_agent.errors import AnyAgentError
+from any_agent.completions.responses.stored_response import (
+    answer_of,
+    deleted_record,
+    stored_encoder,
+)
+from any_agent.direct.record import ChoiceTasks, DirectSession
+from any_agent.errors import AnyAgentError, NotFound, UnsupportedParameter
 from any_agent.types import Interaction
 
 log = logging.getLogger(__name__)
@@ -213,3 +223,45 @@ def _refusal(error: AnyAgentError) -> httpx.Response:
 
 def _json(body: bytes, headers: dict[str, str]) -> httpx.Response:
     return httpx.Response(200, headers=headers | {"content-type": "application/json"}, content=body)
+
+
+def model_calls() -> dict[str, Api]:
+    """Return the APIs that OpenAI's client can call, by path: it reads errors in its own form."""
+    return {a.path: a for a in all_apis() if a.by_policy and a.errors is OPENAI_ERRORS}
+
+
+def answer_request(session: DirectSession, method: str, path: str, query: str) -> bytes:
+    """Return the answer to a request that is no model call; NotFound without a route."""
+    _, kind, *rest = f"{path}/".split("/")
+    if method == "GET" and kind == "models" and len(rest) <= 2:
+        return orjson.dumps(_models(session.model, rest[0]))
+    if method == "DELETE" and kind == "responses" and len(rest) == 2:
+        interaction = answer_of(rest[0], session.tree)
+        interaction.request = deleted_record(interaction)
+        return orjson.dumps({"id": interaction.id, "object": "response", "deleted": True})
+    if method == "GET" and kind == "responses" and len(rest) == 2:
+        if "stream=true" in query:
+            raise UnsupportedParameter(
+                "a stored answer is not streamed: leave stream out", param="stream"
+            )
+        interaction = answer_of(rest[0], session.tree)
+        logprobs = token_logprobs(session.chat)
+        encoder, _ = stored_encoder(interaction, session.tree, logprobs, session.chat)
+        return encoder.whole([interaction])
+    raise NotFound(
+        f"there is no route {method} {path[:80]}: an engine in this process has "
+        f"{', '.join(sorted(model_calls()))} and /models"
+    )
+
+
+def _models(own: str, name: str) -> dict[str, Any]:
+    model = {"id": own, "object": "model", "created": 0, "owned_by": "any-agent"}
+    if not name:
+        return {"object": "list", "data": [model]}
+    if name != own:
+        raise NotFound(
+            f"there is no model {name[:80]!a}; the policy is called {own!a}",
+            code="model_not_found",
+            param="model",
+        )
+    return model

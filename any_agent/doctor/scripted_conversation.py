@@ -9,6 +9,7 @@ from typing import Any
 from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage, merge_deltas
 from any_agent.completions.call_types import Completion, Delta
 from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.engine import Capabilities
 from any_agent.record import InteractionTree
@@ -41,7 +42,7 @@ class ScriptedConversation:
         if self._tools:
             body["tools"] = self._tools
         sampling = GenerationHyperparameters()
-        call = parse_chat(body, mode=SessionMode.TRAIN, sampling=sampling, model="policy")
+        call = parse_chat(body, ParseSettings(SessionMode.TRAIN, sampling, "policy"))
         prepared = self._completer.prepare(call, self.tree)
         self._engine.output, self._engine.step = list(output), step or max(1, len(output))
         deltas: list[MessageDelta] = []

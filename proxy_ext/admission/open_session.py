@@ -106,24 +106,28 @@ class SessionOpener:
         ``implicit``: for a model call that names no session.
         """
         try:
-            return await self._check_and_open(body, caller, keep, numbered, implicit=implicit)
+            self._require_room(body, caller, on_grant=numbered is not None)
+            numbers = await self._sessions.areal_ids.numbers_of(numbered.task) if numbered else None
+            target = replace(await self._resolve_key(body.api_key, caller), implicit=implicit)
+            if numbered is not None:
+                target = replace(target, numbers=numbers, grant_only=numbered.grant_only)
+            self._quotas.begin_open(target.tenant)
+            self._opening.add(target.lane.id)
+            try:
+                return await self._open(body, target, keep)
+            finally:
+                self._opening.discard(target.lane.id)
+                self._quotas.end_open(target.tenant)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
 
-    async def _check_and_open(
-        self,
-        body: StartSession,
-        caller: Caller,
-        keep: KeepAnswer,
-        numbered: DeterministicPlace | None,
-        *,
-        implicit: bool,
-    ) -> SessionStarted:
+    def _require_room(self, body: StartSession, caller: Caller, *, on_grant: bool) -> None:
+        """Refuse an open while the rank drains, is full, or has no training for a train session."""
         if self._draining:
             raise draining()
-        on_grant = numbered is not None and self._sessions.grants_of(caller).left > 0
-        if body.mode == "train" and not on_grant:
+        granted = on_grant and self._sessions.grants_of(caller).left > 0
+        if body.mode == "train" and not granted:
             # Sessions on grants are trained on elsewhere, whatever becomes of the training here.
             self._run.require_training()
         if self._sessions.counts.undecided + len(self._opening) >= self._config.max_open:
@@ -133,17 +137,6 @@ class SessionOpener:
                 code="too_many_sessions",
                 retry_after=5,
             )
-        numbers = await self._sessions.areal_ids.numbers_of(numbered.task) if numbered else None
-        target = replace(await self._resolve_key(body.api_key, caller), implicit=implicit)
-        if numbered is not None:
-            target = replace(target, numbers=numbers, grant_only=numbered.grant_only)
-        self._quotas.begin_open(target.tenant)
-        self._opening.add(target.lane.id)
-        try:
-            return await self._open(body, target, keep)
-        finally:
-            self._opening.discard(target.lane.id)
-            self._quotas.end_open(target.tenant)
 
     async def _open(
         self, body: StartSession, target: _OpenTarget, keep: KeepAnswer

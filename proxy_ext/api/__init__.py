@@ -1,1 +1,1 @@
-"""The public APIs' shapes over `any_agent.completions`."""
+"""The HTTP routes of a rank: model calls, `/rl`, models, and their OpenAPI description."""

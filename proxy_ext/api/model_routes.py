@@ -1,11 +1,15 @@
-"""The routes of model calls. They bypass FastAPI, whose layers would cost each a twelfth more."""
+"""The routes of model calls, of counted tokens, and of models.
+
+Model calls bypass FastAPI, whose layers would cost each a twelfth more.
+"""
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Awaitable, Callable
+from contextlib import nullcontext
 from functools import partial
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 from fastapi import FastAPI
 from starlette.requests import Request
@@ -13,12 +17,15 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from any_agent.completions.apis import all_apis
-from any_agent.errors import AnyAgentError
-from proxy_ext.api.messages import count
-from proxy_ext.api.model_call import serve_model_call
-from proxy_ext.api.rl.dependencies import service_of
+from any_agent.completions.messages.parse import parse_count
+from any_agent.completions.prepare import count_tokens, parse_body
+from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
+from any_agent.protocol.error_bodies import REQUEST_ID, request_id
+from any_agent.types import SessionMode
+from proxy_ext.api.model_call import parse_context, serve_model_call
+from proxy_ext.api.rl.strict_body import service_of
 from proxy_ext.service import RankService
-from proxy_ext.web.exchange import error_response
+from proxy_ext.web.exchange import JSONResponse, error_response, read_json
 from proxy_ext.web.permissions import allow_model_calls
 
 log = logging.getLogger(__name__)
@@ -27,10 +34,12 @@ Handler: TypeAlias = Callable[[RankService, Request], Awaitable[Response]]
 
 
 def model_call_handlers() -> dict[str, Handler]:
-    """Return the handlers of the registered APIs by path. Each is served under `/v1`, too: clients
-    differ in whether their base URL ends in it."""
+    """Return the handlers of the registered APIs by path.
+
+    Each is served under `/v1`, too: the base URLs of some clients end in it.
+    """
     calls = {api.path: partial(serve_model_call, api=api) for api in all_apis()}
-    return {**calls, "/messages/count_tokens": count}
+    return {**calls, "/messages/count_tokens": count_call}
 
 
 class ModelRoutes:
@@ -66,7 +75,7 @@ class ModelRoutes:
             response = error_response(error, scope["path"])
         except Exception:
             log.exception("a model call failed")
-            failed = AnyAgentError("the service failed; its log says why")
+            failed = AnyAgentError("the call failed inside the service; see its log")
             response = error_response(failed, scope["path"])
         await response(scope, receive, send)
 
@@ -77,3 +86,64 @@ def _endpoint(handler: Handler, path: str) -> Callable[[Request], Awaitable[Resp
 
     endpoint.__name__ = path.strip("/").replace("/", "_")
     return endpoint
+
+
+async def count_call(service: RankService, request: Request) -> Response:
+    """Count the tokens of a call with this body, in Anthropic's form; sample and record nothing."""
+    slot = service.calls.acquire_slot()
+    try:
+        named = request.query_params.get("session_id")
+        session = await service.auth.session_or_none(request, named)
+        if session is not None:
+            session.require_open()
+        body = await read_json(request)
+        if service.frozen.is_named_by(body):
+            raise InvalidRequest(
+                "only the policy's tokens are counted here: a frozen model's provider counts its "
+                "own, and reports them in its answers' usage",
+                param="model",
+            )
+        settings = parse_context(service, session, SessionMode.EVAL).settings
+        parse = partial(parse_count, body, settings)
+        call = (await parse_body(parse, len(await request.body()))).chat
+        with service.sessions.trees.pinned(session) if session is not None else nullcontext():
+            if session is not None:
+                await service.sessions.load(session)
+            tree = session.tree if session is not None else None
+            await service.calls.render_turns.wait()
+            tokens = await count_tokens(service.completer, call, tree)
+        return JSONResponse({"input_tokens": tokens}, headers={REQUEST_ID: request_id()})
+    finally:
+        slot.release()
+
+
+def list_models(service: RankService) -> dict[str, Any]:
+    """Return all models in OpenAI's form, the policy first."""
+    return {"object": "list", "data": _models(service)}
+
+
+def one_model(service: RankService, name: str) -> dict[str, Any]:
+    """Return one model by its name; NotFound for another name, though calls may use any."""
+    policy, *frozen = _models(service)
+    for model in (policy, *frozen):
+        if model["id"] == name:
+            return model
+    others = "".join(f", {model['id']!a}" for model in frozen[:8])
+    raise NotFound(
+        f"there is no model {name[:80]!a}; the policy is called {policy['id']!a}"
+        + (f", and there are{others[1:]}" if others else ""),
+        code="model_not_found",
+        param="model",
+    )
+
+
+def _models(service: RankService) -> list[dict[str, Any]]:
+    owners = {service.config.model.name: "any-agent"} | dict.fromkeys(
+        service.frozen.names, "frozen"
+    )
+    models: list[dict[str, Any]] = [
+        {"id": name, "object": "model", "created": 0, "owned_by": owner}
+        for name, owner in owners.items()
+    ]
+    models[0]["context_length"] = service.completer.context_length
+    return models

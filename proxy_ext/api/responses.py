@@ -1,4 +1,4 @@
-"""OpenAI's `/v1/responses`: calls, and recorded answers told again."""
+"""Recorded answers of OpenAI's `/v1/responses`: their retrieval, deletion and input items."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from any_agent.completions.responses.stored_response import (
     answer_of,
     deleted_record,
     input_items,
-    shape_again,
+    stored_encoder,
 )
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
@@ -21,29 +21,28 @@ from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import JSONResponse
 
-_MOST = 100
-"""Items of a page."""
-_PAGE = 20
+_MAX_PAGE = 100
+_DEFAULT_PAGE = 20
 
 
 async def response(service: RankService, request: Request, id: str) -> Response:
-    """An answer of the session once more, whatever has become of the session since."""
+    """Return a recorded answer of the session, whatever the session's state is."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise UnsupportedParameter(
-            "an answer is told again whole: leave stream out", param="stream"
+            "a stored answer is not streamed: leave stream out", param="stream"
         )
     tree = await _tree(service, request, id)
     interaction = answer_of(id, tree)
     chat = service.completer.chat
-    answer, call = shape_again(interaction, tree, token_logprobs(chat), chat)
+    answer, call = stored_encoder(interaction, tree, token_logprobs(chat), chat)
     body = await encode_whole(answer, call, [interaction])
     return Response(body, media_type="application/json")
 
 
 async def delete_response(service: RankService, request: Request, id: str) -> Response:
-    """Nobody gets the answer by its id any more, nor goes on from it by name.
+    """Delete an answer: it can no longer be retrieved, or continued by its id.
 
-    What was recorded of it stays: it is a part of its session, which is deleted whole.
+    Its record stays a part of its session, until the whole session is deleted.
     """
     session = await _session(service, request, id)
     async with session.lock:
@@ -57,7 +56,7 @@ async def delete_response(service: RankService, request: Request, id: str) -> Re
 
 
 async def response_items(service: RankService, request: Request, id: str) -> Response:
-    """What an answer is an answer to, the latest item first unless `order` is `asc`."""
+    """Return the input items of an answer, the latest first unless `order` is `asc`."""
     limit, order, after = _page(request)
     tree = await _tree(service, request, id)
     items = input_items(answer_of(id, tree), tree)
@@ -81,7 +80,7 @@ async def response_items(service: RankService, request: Request, id: str) -> Res
 
 
 async def _session(service: RankService, request: Request, id: str) -> RecordedSession:
-    """The caller's; of an agent that opens no sessions, the one which gave this answer."""
+    """Return the caller's session; for an agent that opens none, the one with this answer."""
     named = request.query_params.get("session_id")
     session = await service.auth.session_or_none(request, named)
     caller = service.auth.caller(request)
@@ -91,7 +90,7 @@ async def _session(service: RankService, request: Request, id: str) -> RecordedS
 
 
 async def _tree(service: RankService, request: Request, id: str) -> InteractionTree:
-    """Of the caller's session; it is there until the next `await`."""
+    """Return the tree of the caller's session; it stays in memory until the next `await`."""
     session = await _session(service, request, id)
     await service.sessions.load(session)
     return session.tree
@@ -99,10 +98,10 @@ async def _tree(service: RankService, request: Request, id: str) -> InteractionT
 
 def _page(request: Request) -> tuple[int, str, str | None]:
     query = request.query_params
-    limit, order = query.get("limit", str(_PAGE)), query.get("order", "desc")
-    short = len(limit) <= len(str(_MOST))
-    if not (short and limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MOST):
-        raise InvalidRequest(f"limit must be from 1 to {_MOST}", param="limit")
+    limit, order = query.get("limit", str(_DEFAULT_PAGE)), query.get("order", "desc")
+    short = len(limit) <= len(str(_MAX_PAGE))
+    if not (short and limit.isascii() and limit.isdigit() and 1 <= int(limit) <= _MAX_PAGE):
+        raise InvalidRequest(f"limit must be from 1 to {_MAX_PAGE}", param="limit")
     if order not in ("asc", "desc"):
         raise InvalidRequest("order must be asc or desc", param="order")
     return int(limit), order, query.get("after")

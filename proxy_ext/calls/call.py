@@ -71,7 +71,7 @@ class Listener:
 
     @property
     def ready(self) -> bool:
-        """Whether `next` would return an output at once."""
+        """Return True if `next` would return an output at once."""
         return bool(self._items) and not isinstance(self._items[0], AnyAgentError)
 
     def mark_sent(self, index: int) -> None:
@@ -81,7 +81,7 @@ class Listener:
 
     @property
     def delivered(self) -> bool:
-        """Whether the end of every choice was sent to the connected client."""
+        """Return True if the end of every choice was sent to the connected client."""
         return len(self._delivered) == self.call.head.choices
 
     def disconnect(self) -> None:
@@ -153,12 +153,12 @@ class Call:
 
     @property
     def vacant(self) -> bool:
-        """Whether a retry can join the call."""
+        """Return True if a retry can join the call."""
         return self._listener is None and not self.closed
 
     @property
     def answered(self) -> bool:
-        """Whether all of its choices are recorded."""
+        """Return True if all of its choices are recorded."""
         return len(self.recorded) == self.head.choices
 
     @property
@@ -168,12 +168,12 @@ class Call:
 
     @property
     def abandoned(self) -> bool:
-        """Whether the client left and no other one can come."""
+        """Return True if the client left and no other one can come."""
         return self._listener is None and self.closed
 
     @property
     def failed(self) -> bool:
-        """Whether there will be no answer; one of its choices may still be recorded."""
+        """Return True if there will be no answer; one of its choices may still be recorded."""
         over = self.task is not None and self.task.done() and not self.answered
         return over or self._failure is not None
 
@@ -224,13 +224,14 @@ class Call:
     async def run(
         self, prepared: Prepared, completer: Completer, sessions: SessionStore, timer: CallTimer
     ) -> None:
+        """Sample and record all choices, and send them to the client."""
+        self._prepared, self._completer = prepared, completer
+        self._sessions, self._timer = sessions, timer
         if len(prepared.choices) == 1:
-            await self._sample(prepared, 0, completer, sessions, timer)
+            await self._sample(0)
         else:
-            self._tasks = tuple(
-                asyncio.create_task(self._sample(prepared, index, completer, sessions, timer))
-                for index in range(len(prepared.choices))
-            )
+            count = len(prepared.choices)
+            self._tasks = tuple(asyncio.create_task(self._sample(k)) for k in range(count))
             try:
                 await asyncio.wait(self._tasks)
             finally:
@@ -239,43 +240,35 @@ class Call:
         if self._failure is None and len(self._answers) == self.head.choices:
             timer.completed()
 
-    async def _sample(
-        self,
-        prepared: Prepared,
-        index: int,
-        completer: Completer,
-        sessions: SessionStore,
-        timer: CallTimer,
-    ) -> None:
+    async def _sample(self, index: int) -> None:
         session_id = self.session.id if self.session is not None else ""
         stream, pinned = self._stream, self.pinned
         buffer = self._buffers[index] if self._buffers is not None else None
         try:
-            async for item in completer.run(
-                prepared, index, session_id=session_id, stream=stream, pinned=pinned
+            async for item in self._completer.run(
+                self._prepared, index, session_id=session_id, stream=stream, pinned=pinned
             ):
                 if isinstance(item, Delta):
-                    timer.tokens_arrived()
+                    self._timer.tokens_arrived()
                     self._sampled[index] += len(item.output_ids)
                     if buffer is not None:
                         buffer.add(item)
-                    if self._listener is not None:
-                        self._listener.put(item)
+                    self._send(item)
                 else:
-                    await self._record(item, sessions, timer)
+                    await self._record(item)
                     self._send(CallEnd(index, item.interaction))
         except asyncio.CancelledError:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
-            self._fail(with_request_parameter(error, prepared.call), timer)
+            self._fail(with_request_parameter(error, self._prepared.call))
         except Exception:
             log.exception("a model call failed")
-            self._fail(AnyAgentError("the call failed inside the service; see its log"), timer)
+            self._fail(AnyAgentError("the call failed inside the service; see its log"))
 
-    def _fail(self, error: AnyAgentError, timer: CallTimer) -> None:
+    def _fail(self, error: AnyAgentError) -> None:
         """Fail the whole call because one choice failed."""
-        timer.ended("failed")
+        self._timer.ended("failed")
         if self._failure is None:
             self._failure = error
             if error.status >= 500:
@@ -287,25 +280,23 @@ class Call:
         if self._tasks:
             self.abort("another choice of the call failed")
 
-    async def _record(
-        self, completion: Completion, sessions: SessionStore, timer: CallTimer
-    ) -> None:
+    async def _record(self, completion: Completion) -> None:
         """Make a choice durable, if the call belongs to a session."""
         index, interaction = completion.choice.index, completion.interaction
         self._sampled[index] = len(interaction.output_ids)
         session = self.session
         if session is None:
-            timer.recorded(completion, earlier=None)
+            self._timer.recorded(completion, earlier=None)
         else:
+            record = self._sessions.record
             self._recording.add(asyncio.current_task())
             if interaction.untrainable_reason == VERSION_GONE:
                 # Recorded only: it answers neither this request nor a retry of it.
-                await sessions.record(session, interaction, completion.key, None)
+                await record(session, interaction, completion.key, None)
                 raise VersionGone.of(self.pinned, int(interaction.output_versions[-1]))
-            self.recorded[index] = await sessions.record(
-                session, interaction, completion.key, self.mark
-            )
-            timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
+            durable = await record(session, interaction, completion.key, self.mark)
+            self.recorded[index] = durable
+            self._timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
         self._answers[index] = interaction
         if self._buffers is not None:
             self._buffers[index].clear()

@@ -116,7 +116,7 @@ class CallManager:
         """Answer a retry from an earlier process's record, which may have reached no client."""
         tree, first = session.tree, choices[0]
         prompt_tokens = sum(len(tree.prompt_ids(i.id)) for i in choices[:: again.n])
-        answers = [self._completer.said_again(again, tree, i.id) for i in choices]
+        answers = [self._completer.recorded_answer(again, tree, i.id) for i in choices]
         head = Head(completion_id, first.created_at, first.gconfig, prompt_tokens, len(choices))
         call = Call(
             head,

@@ -8,7 +8,7 @@ from itertools import groupby
 from any_agent.chat import MessageDelta, merge_deltas
 from any_agent.completions.call_types import Delta
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
-from any_agent.completions.top_logprobs import PackedTopLogprobs, top_logprobs_of
+from any_agent.completions.logprobs import PackedTopLogprobs, top_logprobs_of
 from any_agent.types import Interaction
 
 _MAX_STEPS = 64  # deltas kept apart before they are joined: each takes more than its text

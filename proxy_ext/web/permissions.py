@@ -31,7 +31,7 @@ class RouteRule:
 
     scopes: frozenset[Scope]
     audited: bool = False
-    """Whether each use is written to the audit log, not only refusals."""
+    """True if the audit log has each use, not only refusals."""
 
 
 _AUDITED = "audited"

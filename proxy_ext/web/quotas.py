@@ -108,37 +108,25 @@ class TenantQuotas:
 
         ``tenant`` None is the operator, who has no quotas.
         """
-        if tenant is None:
-            return
-        limits = self._limits(tenant).share(self._ranks)
-        now = self._clock()
-        bucket = self._bucket("requests_per_second", tenant, limits.requests_per_second, now)
-        if bucket is None:
-            return
-        if wait := bucket.wait(1.0, now):
-            raise self._exceeded("requests_per_second", tenant, limits.requests_per_second, wait)
-        bucket.charge(1.0, now)
+        if (bucket := self._bucket("requests_per_second", tenant)) is not None:
+            now = self._clock()
+            if wait := bucket.wait(1.0, now):
+                raise self._exceeded("requests_per_second", tenant, bucket.rate, wait)
+            bucket.charge(1.0, now)
 
     def require_tokens(self, tenant: str | None) -> None:
         """Raise TooManyRequests while a tenant has overdrawn its tokens."""
-        if tenant is None:
-            return
-        limit = self._limits(tenant).share(self._ranks).tokens_per_second
-        now = self._clock()
-        bucket = self._bucket("tokens_per_second", tenant, limit, now)
-        if bucket is not None and bucket.level(now) <= 0:
-            # The next call is admitted at a level of one token.
-            raise self._exceeded("tokens_per_second", tenant, limit, bucket.wait(1.0, now))
+        if (bucket := self._bucket("tokens_per_second", tenant)) is not None:
+            now = self._clock()
+            if bucket.level(now) <= 0:
+                # The next call is admitted at a level of one token.
+                wait = bucket.wait(1.0, now)
+                raise self._exceeded("tokens_per_second", tenant, bucket.rate, wait)
 
     def charge_tokens(self, tenant: str | None, number: int) -> None:
         """Charge the tokens of a call that has ended, prompt and output."""
-        if tenant is None:
-            return
-        limit = self._limits(tenant).share(self._ranks).tokens_per_second
-        now = self._clock()
-        bucket = self._bucket("tokens_per_second", tenant, limit, now)
-        if bucket is not None:
-            bucket.charge(number, now)
+        if (bucket := self._bucket("tokens_per_second", tenant)) is not None:
+            bucket.charge(number, self._clock())
 
     def begin_open(self, tenant: str | None) -> None:
         """Count an open that starts; TooManyRequests if the tenant has as many as it may.
@@ -171,11 +159,12 @@ class TenantQuotas:
             if not self._opening[tenant]:
                 del self._opening[tenant]
 
-    def _bucket(
-        self, quota: str, tenant: str, rate: float | None, now: float
-    ) -> TokenBucket | None:
-        """Return the tenant's bucket at its present rate; None if it is unlimited."""
-        key = (quota, tenant)
+    def _bucket(self, quota: str, tenant: str | None) -> TokenBucket | None:
+        """Return a tenant's bucket at its present rate; None without a limit."""
+        if tenant is None:
+            return None
+        key, now = (quota, tenant), self._clock()
+        rate: float | None = getattr(self._limits(tenant).share(self._ranks), quota)
         if rate is None:
             self._buckets.pop(key, None)
             return None
@@ -195,7 +184,7 @@ class TenantQuotas:
         self._buckets = {k: b for k, b in self._buckets.items() if b.level(now) < b.capacity}
 
     def _exceeded(
-        self, quota: str, tenant: str, limit: float | None, wait: float
+        self, quota: str, tenant: str | None, limit: float | None, wait: float
     ) -> TooManyRequests:
         self.refused[quota] += 1
         where = f" on each of {self._ranks} ranks" if self._ranks > 1 else ""

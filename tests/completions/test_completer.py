@@ -11,6 +11,7 @@ import pytest
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions.call_types import Completion, Delta
 from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable, InvalidRequest
 from any_agent.record import InteractionTree, strip_content
@@ -71,9 +72,7 @@ async def complete(
 ) -> tuple[Completion, list[Delta]]:
     call = parse_chat(
         {"messages": messages, **fields},
-        mode=mode,
-        sampling=GenerationHyperparameters(max_new_tokens=64),
-        model="m",
+        ParseSettings(mode, GenerationHyperparameters(max_new_tokens=64), "m"),
     )
     prepared = completer.prepare(call, tree)
     deltas: list[Delta] = []
@@ -141,7 +140,7 @@ async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat)
     completer = Completer(engine, chat, context_length=2048)
     run = GenerationHyperparameters()
     asked = {"messages": [USER], "tools": [FIND]}
-    again = parse_chat(asked, mode=SessionMode.TRAIN, sampling=run, model="m")
+    again = parse_chat(asked, ParseSettings(SessionMode.TRAIN, run, "m"))
     said = chat.encode(
         '<tool_call>\n{"name": "find", "arguments": {}}\n</tool_call>', special=False
     )
@@ -153,7 +152,7 @@ async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat)
         ids.add(call["id"])
         kept = InteractionTree()
         kept.add(strip_content(done.interaction))
-        read = completer.said_again(again, kept, done.interaction.id)
+        read = completer.recorded_answer(again, kept, done.interaction.id)
         assert read.output_message == done.interaction.output_message
     assert len(ids) == 2
 
@@ -226,6 +225,6 @@ async def test_an_engine_without_an_end(chat: ChatFormat) -> None:
 def test_messages_that_cannot_be_rendered(chat: ChatFormat) -> None:
     completer = Completer(Engine(), chat, context_length=2048)
     body = {"messages": [{"role": "user", "content": {"no": "text"}}]}
-    call = parse_chat(body, mode=SessionMode.TRAIN, sampling=GenerationHyperparameters(), model="m")
+    call = parse_chat(body, ParseSettings(SessionMode.TRAIN, GenerationHyperparameters(), "m"))
     with pytest.raises(InvalidRequest, match=r"messages\[0\]"):
         completer.prepare(call, InteractionTree())

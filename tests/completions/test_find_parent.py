@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 
 import any_agent.chat.conversation_hash
 from any_agent.chat import chain_keys
-from any_agent.completions.find_parent import ParentMatch, find_parent
 from any_agent.completions.params.call import ChatCall
+from any_agent.completions.prompt import ParentMatch, find_parent
 from any_agent.errors import ContextLengthExceeded
 from any_agent.record import InteractionTree, strip_content
 from any_agent.types import (

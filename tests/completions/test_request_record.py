@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.request_record import recorded_of
+from any_agent.completions.call_types import recorded_of
 from tests.support.completions.params import OTHER, TOOL, parse
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 
-from any_agent.completions.top_logprobs import PackedTopLogprobs, TopLogprobs, unpack_top_logprobs
+from any_agent.completions.logprobs import PackedTopLogprobs, TopLogprobs, unpack_top_logprobs
 
 ROWS: TopLogprobs = [[(3, -0.5), (151_000, -1.25)], [], [(0, -17.5)]]
 

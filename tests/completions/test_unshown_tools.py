@@ -10,6 +10,7 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.format_probes import TOOLS, USER
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.completions.prompt import Prompt, parent_of, prompt_of
 from any_agent.errors import UnsupportedParameter
@@ -32,7 +33,7 @@ def chat(tiny_model_dir: Path, tmp_path: Path) -> ChatFormat:
 def asked(chat: ChatFormat, **fields: Any) -> Prompt:
     body = {"model": "m", "messages": [USER], **fields}
     sampling = GenerationHyperparameters()
-    call = parse_chat(body, mode=SessionMode.TRAIN, sampling=sampling, model="m")
+    call = parse_chat(body, ParseSettings(SessionMode.TRAIN, sampling, "m"))
     return prompt_of(call, parent_of(call, None, chat, context_length=4096), None, chat)
 
 

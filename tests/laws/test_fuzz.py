@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 
 from any_agent.completions.call_types import Completion
 from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import AnyAgentError
 from any_agent.record import InteractionTree
@@ -98,7 +99,7 @@ async def said(fam: Family, tree: InteractionTree, body: dict[str, Any], ids: li
     voice = Voice(fam.chat.decode, rng)
     voice.answer = lambda _: ids
     completer = Completer(voice, fam.chat, context_length=4096)
-    call = parse_chat(body, mode=SessionMode.TRAIN, sampling=SAMPLING, model="m")
+    call = parse_chat(body, ParseSettings(SessionMode.TRAIN, SAMPLING, "m"))
     prepared = completer.prepare(call, tree)
     deltas = []
     async for item in completer.run(prepared, session_id="s", stream=True):

@@ -8,11 +8,10 @@ from typing import Any
 import orjson
 
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.logprobs import LogprobsEncoder
+from any_agent.completions.logprobs import LogprobsEncoder, top_logprobs_of
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_chat
 from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
-from any_agent.completions.top_logprobs import top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
@@ -22,7 +21,7 @@ _MESSAGE_FIELDS = ("content", "reasoning_content", "tool_calls")
 
 def parse_chat_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/chat/completions` body; raises as :func:`parse_chat`."""
-    call = parse_chat(body, **context.arguments())
+    call = parse_chat(body, context.settings)
     logprobs = token_logprobs(context.chat)
     return ParsedRequest(
         call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")

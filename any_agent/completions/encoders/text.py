@@ -9,21 +9,17 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.chat import DONE, error_event, usage_of
-from any_agent.completions.encoders.logprobs import LogprobsEncoder
+from any_agent.completions.logprobs import LogprobsEncoder, top_logprobs_of
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_completion
 from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
-from any_agent.completions.top_logprobs import top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 
 def parse_text_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/completions` body; raises as :func:`parse_completion`."""
-    arguments = context.arguments()
-    # No chat template is applied, so none of its settings is known.
-    del arguments["known_settings"]
-    call = parse_completion(body, **arguments)
+    call = parse_completion(body, context.settings)
     chat, logprobs = context.chat, token_logprobs(context.chat)
     return ParsedRequest(
         call, lambda head, version: TextEncoder(call, head, logprobs, f"v{version}", chat)

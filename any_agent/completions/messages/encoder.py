@@ -33,7 +33,7 @@ _CUT_OFF = "max_tokens"
 
 def parse_messages_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/messages` body; raises as :func:`parse_messages`."""
-    call = parse_messages(body, **context.arguments())
+    call = parse_messages(body, context.settings)
     return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))
 
 

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Set
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping, Set
+from dataclasses import dataclass, field
+from typing import Any, NoReturn
 
+from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.messages.input_messages import conversation_of
-from any_agent.completions.messages.thinking import format_of, thinking_of
-from any_agent.completions.messages.tools import messages_tools
-from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.grammar import unless_forced
-from any_agent.completions.params.parameter import UnknownParameters
-from any_agent.completions.params.parse import sort_parameters, untrainable_by
+from any_agent.completions.params.call import ChatCall, ParseSettings
+from any_agent.completions.params.grammar import schema_grammar, unless_forced
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES
+from any_agent.completions.params.parse import sort_parameters
 from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.template_kwargs import template_kwargs_of
-from any_agent.errors import InvalidRequest
-from any_agent.types import GenerationHyperparameters, SessionMode
+from any_agent.completions.params.tools import MAX_NAME, tools_of
+from any_agent.completions.params.unknown_fields import template_kwargs_of
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import Tool
 
 _SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
 _PARAMETER_NAMES = {"parallel_tool_calls": ("tool_choice", "tool_choice.disable_parallel_tool_use")}
@@ -32,84 +33,227 @@ class MessagesCall:
     """True if the answer has no thinking, only its signature."""
 
 
-def parse_messages(
-    body: Any,
-    *,
-    mode: SessionMode,
-    sampling: GenerationHyperparameters,
-    model: str,
-    known_settings: Set[str] = frozenset(),
-    unknown: UnknownParameters = "record",
-) -> MessagesCall:
-    """Check a `/v1/messages` body; ``known_settings``: the settings of the model's chat template.
+def parse_messages(body: Any, settings: ParseSettings) -> MessagesCall:
+    """Check a `/v1/messages` body.
 
-    In train sessions the run's ``sampling`` replaces the agent's, and the smaller token limit of
-    both holds. Raises InvalidRequest or UnsupportedParameter, naming the parameter.
+    Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
-    found = _call(body, mode, sampling, model, known_settings, unknown)
+    call = parse_count(body, settings)
     if body.get("max_tokens") is None:
         raise InvalidRequest(
             "max_tokens is required: the most tokens that the answer may have", param="max_tokens"
         )
-    return found
+    return call
 
 
-def parse_count(
-    body: Any,
-    *,
-    model: str,
-    known_settings: Set[str] = frozenset(),
-    unknown: UnknownParameters = "record",
-) -> ChatCall:
+def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
     """Check a `/v1/messages/count_tokens` body, which may lack `max_tokens`."""
-    run = GenerationHyperparameters()
-    return _call(body, SessionMode.EVAL, run, model, known_settings, unknown).chat
-
-
-def _call(
-    body: Any,
-    mode: SessionMode,
-    sampling: GenerationHyperparameters,
-    model: str,
-    known_settings: Set[str],
-    unknown: UnknownParameters,
-) -> MessagesCall:
-    body, recorded, rest = sort_parameters(body, TABLE["messages"], known_settings, unknown)
+    known, unknown = settings.known_settings, settings.unknown
+    body, recorded, rest = sort_parameters(body, TABLE["messages"], known, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
-    tools = messages_tools(body)
-    grammar, asked_by = unless_forced(*format_of(body), tools.forced, rest)
-    thinking = thinking_of(body, known_settings)
+    tools, forced, parallel = _tools(body)
+    grammar, asked_by = unless_forced(*_format(body), forced, rest)
+    thinking = _thinking(body, known)
     # A template without a switch takes `thinking`, too: it only has no effect.
     switches = body if thinking.template else {**body, "thinking": None}
-    template_kwargs = template_kwargs_of(switches, rest, known_settings, unknown)
+    template_kwargs = template_kwargs_of(switches, rest, known, unknown)
     sampled = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
     gconfig, overrides = sampling_of(
         sampled | {"stop": body.get("stop_sequences")},
-        mode=mode,
-        run=sampling,
-        tokens=sampling.max_new_tokens,
+        mode=settings.mode,
+        run=settings.sampling,
+        tokens=settings.sampling.max_new_tokens,
         grammar=grammar,
     )
     chat = ChatCall(
-        model=body.get("model") or model,
+        model=body.get("model") or settings.model,
         messages=conversation_of(body.get("system"), messages),
-        tools=tools.rendered,
+        tools=tools,
         gconfig=gconfig,
         stream=bool(body.get("stream")),
         include_usage=True,
-        logprobs=False,
         overrides=overrides,
         recorded=recorded | rest.recorded | thinking.recorded,
         ignored=tuple(rest.ignored),
         template_kwargs=template_kwargs,
         reasoning_effort=thinking.effort,
-        forced_call=tools.forced,
-        parallel_tool_calls=tools.parallel,
+        forced_call=forced,
+        parallel_tool_calls=parallel,
         format_parameter=asked_by,
-        untrainable=untrainable_by(gconfig, tools.forced),
         id_prefix="msg_",
         parameter_names=_PARAMETER_NAMES,
     )
     return MessagesCall(chat, thinking.hidden)
+
+
+EFFORTS = ("low", "medium", "high", "xhigh", "max")
+_KINDS = ("enabled", "adaptive", "disabled")
+
+
+@dataclass(frozen=True, slots=True)
+class _ThinkingSettings:
+    """A request's settings of the model's reasoning."""
+
+    template: dict[str, Any] = field(default_factory=dict)
+    """Arguments of the chat template."""
+    effort: str | None = None
+    hidden: bool = False
+    """True if answers have only the signature of the thinking."""
+    recorded: dict[str, Any] = field(default_factory=dict)
+
+
+def _thinking(body: Mapping[str, Any], known_settings: Set[str]) -> _ThinkingSettings:
+    """Return a request's settings; ``known_settings``: the settings of the model's template.
+
+    Raises InvalidRequest or UnsupportedParameter.
+    """
+    effort = _effort(body.get("output_config"))
+    recorded = {} if effort is None else {"reasoning_effort": effort}
+    thinking = body.get("thinking")
+    if thinking is None:
+        return _ThinkingSettings(effort=effort, recorded=recorded)
+    kind = require_object(thinking, "thinking").get("type")
+    if kind not in _KINDS:
+        if isinstance(kind, str):
+            raise UnsupportedParameter(
+                f"thinking.type {shown(kind)} is not supported: it may be {', '.join(_KINDS)}",
+                param="thinking",
+            )
+        raise InvalidRequest(f"thinking.type must be one of {', '.join(_KINDS)}", param="thinking")
+    budget, display = thinking.get("budget_tokens"), thinking.get("display")
+    if budget is not None and (type(budget) is not int or budget < 1):
+        raise InvalidRequest(
+            "thinking.budget_tokens must be an integer of at least 1", param="thinking"
+        )
+    if display is not None and not isinstance(display, str):
+        raise InvalidRequest("thinking.display must be a string", param="thinking")
+    json_text(thinking, "thinking", longest=MAX_NOTE_BYTES)
+    switch = next((name for name in SWITCHES if name in known_settings), None)
+    template: dict[str, Any] = {}
+    if switch is not None and kind != "adaptive":
+        template[switch] = kind == "enabled"
+    elif kind == "disabled":
+        # A template without a switch may still take an effort: "none" is the least.
+        effort = "none"
+    if template.get(switch or "") is False:
+        effort = None
+    return _ThinkingSettings(
+        template, effort, display == "omitted", {**recorded, "thinking": thinking}
+    )
+
+
+def _effort(config: Any) -> str | None:
+    if config is None:
+        return None
+    for name, value in require_object(config, "output_config").items():
+        if name not in ("effort", "format") and value is not None:
+            raise UnsupportedParameter(
+                f"output_config.{str(name)[:64]!a} is not supported: it may have effort and format",
+                param="output_config",
+            )
+    effort: str | None = config.get("effort")
+    if effort is not None:
+        check(effort, {"enum": list(EFFORTS)}, "output_config.effort")
+    return effort
+
+
+def _format(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
+    """Return the answer's format as an engine takes it, and the parameter that requests it.
+
+    Raises InvalidRequest or UnsupportedParameter.
+    """
+    config = body.get("output_config")
+    found = {
+        "output_config.format": config.get("format") if isinstance(config, dict) else None,
+        "output_format": body.get("output_format"),
+    }
+    given = {name: value for name, value in found.items() if value is not None}
+    if len(given) > 1:
+        raise InvalidRequest(
+            "output_format and output_config.format contradict each other", param="output_format"
+        )
+    for name, value in given.items():
+        wanted = require_object(value, name)
+        if wanted.get("type") != "json_schema":
+            raise UnsupportedParameter(f"{name} must be of type json_schema", param=name)
+        return schema_grammar(wanted.get("schema"), name), name
+    return None, None
+
+
+def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None, bool]:
+    """Return the tools and the forced one as :func:`tools_of`, and True if calls may be parallel.
+
+    InvalidRequest or UnsupportedParameter names the part that is wrong.
+    """
+    given = body.get("tools")
+    if given is not None and not isinstance(given, list):
+        raise InvalidRequest("tools must be a list", param="tools")
+    tools = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(given or ())]
+    choice, parallel = _choice(body.get("tool_choice"))
+    return *tools_of({"tools": tools, "tool_choice": choice}), parallel
+
+
+def _tool(tool: Any, where: str) -> Tool:
+    if not isinstance(tool, dict):
+        _wrong(where, "must be an object")
+    name, kind, schema = tool.get("name"), tool.get("type"), tool.get("input_schema")
+    if schema is None and kind not in (None, "custom"):
+        raise UnsupportedParameter(
+            f"{where} is {shown(kind)}, one of Anthropic's own tools, which do not run here: "
+            "give it a name, a description and an input_schema, and run it in the agent",
+            param="tools",
+        )
+    if not isinstance(name, str) or not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        _wrong(f"{where}.name", f"must be 1 to {MAX_NAME} printable characters")
+    if not isinstance(schema, dict):
+        _wrong(f"{where}.input_schema", "must be an object: the JSON schema of the tool's input")
+    callers = tool.get("allowed_callers")
+    if isinstance(callers, list) and callers and "direct" not in callers:
+        raise UnsupportedParameter(
+            f"{where} may not be called directly, and there is no code execution here",
+            param="tools",
+        )
+    function = {"name": name}
+    description = tool.get("description")
+    if description is not None:
+        if not isinstance(description, str):
+            _wrong(f"{where}.description", "must be a string")
+        function["description"] = description
+    return {"type": "function", "function": {**function, "parameters": schema}}
+
+
+def _choice(choice: Any) -> tuple[Any, bool]:
+    """Return chat's `tool_choice`, and True if several calls may be made."""
+    if choice is None:
+        return None, True
+    if not isinstance(choice, dict):
+        _wrong_choice()
+    alone = choice.get("disable_parallel_tool_use")
+    if alone is not None and not isinstance(alone, bool):
+        raise InvalidRequest(
+            "tool_choice.disable_parallel_tool_use must be true or false", param="tool_choice"
+        )
+    match choice:
+        case {"type": "auto"}:
+            return "auto", not alone
+        case {"type": "any"}:
+            return "required", not alone
+        case {"type": "none"}:
+            return "none", True
+        case {"type": "tool", "name": str(name)}:
+            return {"type": "function", "function": {"name": name}}, not alone
+    _wrong_choice()
+
+
+def _wrong_choice() -> NoReturn:
+    raise InvalidRequest(
+        'tool_choice must be {"type": "auto"}, {"type": "any"}, {"type": "none"} or '
+        '{"type": "tool", "name": ...}',
+        param="tool_choice",
+    )
+
+
+def _wrong(where: str, what: str) -> NoReturn:
+    raise InvalidRequest(f"{where} {what}", param="tools")

@@ -2,15 +2,32 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from any_agent.completions.untrainable import UntrainableReason
-from any_agent.types import GenerationHyperparameters, Message, Tool
+from any_agent.completions.params.parameter import UnknownParameters
+from any_agent.completions.untrainable import UntrainableReason, has_modified_distribution
+from any_agent.types import GenerationHyperparameters, Message, SessionMode, Tool
 
 TextInput: TypeAlias = str | tuple[int, ...]
 """One prompt of a legacy completion: a text, or token ids."""
+
+
+@dataclass(frozen=True, slots=True)
+class ParseSettings:
+    """The facts beside the body that the parsers of bodies have in common."""
+
+    mode: SessionMode
+    sampling: GenerationHyperparameters
+    """The run's sampling. In train sessions it replaces the agent's, and the smaller token limit of
+    both holds; eval sessions keep the agent's own, except the run's token limit, and have the run's
+    temperature where the agent sets none."""
+    model: str
+    """The policy's name, for a body without one."""
+    known_settings: Set[str] = frozenset()
+    """The settings of the model's chat template, by which its switches are known."""
+    unknown: UnknownParameters = "record"
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,9 +40,9 @@ class ChatCall:
     tools: list[Tool] | None
     """The tools that the prompt shows."""
     gconfig: GenerationHyperparameters
-    stream: bool
-    include_usage: bool
-    logprobs: bool
+    stream: bool = False
+    include_usage: bool = False
+    logprobs: bool = False
     overrides: dict[str, Any] = field(default_factory=dict)
     """The agent's values that the run's sampling replaced, by the request's names."""
     recorded: dict[str, Any] = field(default_factory=dict)
@@ -49,8 +66,6 @@ class ChatCall:
     """The parameter that requested ``gconfig.grammar``."""
     structural_tag: bool = True
     """True if the engine takes a grammar as a part of a structural tag."""
-    untrainable: UntrainableReason | None = None
-    """The reason why no answer can be trained on, if there is one."""
     prompts: tuple[TextInput, ...] = ()
     """The prompts of a legacy completion."""
     id_prefix: str = "chatcmpl-"
@@ -65,3 +80,9 @@ class ChatCall:
     """Further entries of the recorded request, from which its answer can be encoded again."""
     echo: bool = False
     """True if a legacy completion's answer begins with the prompt."""
+
+    @property
+    def untrainable(self) -> UntrainableReason | None:
+        """Return the reason why no answer can be trained on, if there is one."""
+        forced = self.forced_call is not None
+        return "tool_choice" if forced else has_modified_distribution(self.gconfig)

@@ -1,4 +1,4 @@
-"""What the answer's text must be, as an engine takes it."""
+"""The form that an answer's text must have, as a grammar for the engine."""
 
 from __future__ import annotations
 
@@ -17,10 +17,10 @@ _STRUCTURED = ("json", "regex", "choice", "json_object")
 
 
 def grammar_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
-    """JSON text of one of ``json_schema``, ``json_object``, ``regex``, and the parameter that asks
-    for it; None where any text will do.
+    """Return the JSON text of one of ``json_schema``, ``json_object``, ``regex``, and the parameter
+    that requests it; None where any text is allowed.
 
-    The values of plain types are checked already.
+    Values of plain types must be checked already.
     """
     found = {
         "response_format": _response_format(body.get("response_format")),
@@ -36,7 +36,7 @@ def grammar_of(body: Mapping[str, Any]) -> tuple[str | None, str | None]:
 
 
 def format_part(grammar: str) -> dict[str, Any]:
-    """A grammar's text as a part of a structural tag."""
+    """Return a grammar as a part of a structural tag."""
     given = json.loads(grammar)
     if "regex" in given:
         return {"type": "regex", "pattern": given["regex"]}
@@ -46,8 +46,7 @@ def format_part(grammar: str) -> dict[str, Any]:
 def unless_forced(
     grammar: str | None, asked_by: str | None, forced: str | None, rest: UnknownFields
 ) -> tuple[str | None, str | None]:
-    """The grammar and its parameter; neither for an answer that must be a call, as ``rest`` then
-    tells."""
+    """Return the grammar and its parameter; for a forced call neither, and ``rest`` notes that."""
     if grammar is None or asked_by is None or forced is None:
         return grammar, asked_by
     rest.ignored.append(asked_by)
@@ -66,7 +65,7 @@ def _response_format(value: Any) -> str | None:
         case "json_schema":
             wanted = require_object(value.get("json_schema"), f"{name}.json_schema")
             schema = wanted.get("schema")
-            # OpenAI's schema may be left out: any object will do.
+            # OpenAI allows a missing schema: any object fits then.
             return (
                 grammar_text({"json_object": True}, name)
                 if schema is None
@@ -112,11 +111,11 @@ def _parsed(value: Any, name: str) -> Any:
     try:
         return json.loads(value)
     except (ValueError, RecursionError):
-        raise InvalidRequest(f"{name} is no JSON", param=name) from None
+        raise InvalidRequest(f"{name} must be JSON", param=name) from None
 
 
 def schema_grammar(schema: Any, name: str) -> str:
-    """Of a JSON schema; InvalidRequest, under the parameter's name, for what is none of ours."""
+    """Return a JSON schema's grammar; InvalidRequest, under this name, for a wrong schema."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
     level: list[Any] = [schema]
@@ -133,5 +132,5 @@ def schema_grammar(schema: Any, name: str) -> str:
 
 
 def grammar_text(grammar: dict[str, Any], name: str) -> str:
-    """A grammar as an engine takes it."""
+    """Return a grammar as an engine takes it."""
     return json_text(grammar, name, longest=MAX_SCHEMA_BYTES)

@@ -61,7 +61,20 @@ TEXT: Schema = {"type": "string", "maxLength": 512}
 TOKENS: Schema = {"type": "integer", "minimum": 1, "maximum": MAX_INTEGER}
 NOTE: Schema = {"type": "object", "x-max-bytes": MAX_NOTE_BYTES}
 OBJECTS: Schema = {"type": "array", "items": {"type": "object"}}
+STOPS: Schema = {
+    "type": "array",
+    "maxItems": MAX_STOPS,
+    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
+}
+TOP_LOGPROBS: Schema = {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS}
 OVERRIDDEN = "The run's is used instead."
+
+
+def honoured(
+    apis: tuple[str, ...], name: str, schema: Schema, meaning: str, **more: Any
+) -> Parameter:
+    """Return the row of a parameter that shapes the call."""
+    return Parameter(name, "honoured", schema, meaning, apis, **more)
 
 
 def penalty(name: str, low: float, high: float, meaning: str, neutral: float) -> Parameter:

@@ -1,55 +1,41 @@
-"""Checks bodies of chat and legacy completions by the table of parameters."""
+"""Checks the bodies of chat and legacy completions by the table of parameters."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from typing import Any
 
-from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.call import ChatCall, ParseSettings, TextInput
 from any_agent.completions.params.grammar import grammar_of, unless_forced
-from any_agent.completions.params.legacy_functions import (
-    asks_for_functions,
-    functions_of,
-    with_tool_calls,
-)
 from any_agent.completions.params.parameter import (
     COMPLETION_TOKENS,
     MAX_CHOICES,
+    MAX_PROMPT_IDS,
     Parameter,
     UnknownParameters,
 )
-from any_agent.completions.params.prompts import prompts_of
 from any_agent.completions.params.sampling import sampling_of
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.template_kwargs import template_kwargs_of
-from any_agent.completions.params.tools import tools_of
-from any_agent.completions.params.unknown_fields import UnknownFields, rest_of
-from any_agent.completions.untrainable import UntrainableReason, has_modified_distribution
-from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import GenerationHyperparameters, SessionMode
+from any_agent.completions.params.tools import (
+    asks_for_functions,
+    functions_of,
+    tools_of,
+    with_tool_calls,
+)
+from any_agent.completions.params.unknown_fields import UnknownFields, rest_of, template_kwargs_of
+from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 
 _STREAM_OPTIONS = ("include_usage", "include_obfuscation", "continuous_usage_stats")
 
 
-def parse_chat(
-    body: Any,
-    *,
-    mode: SessionMode,
-    sampling: GenerationHyperparameters,
-    model: str,
-    known_settings: Set[str] = frozenset(),
-    unknown: UnknownParameters = "record",
-) -> ChatCall:
+def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
     """Check a `/chat/completions` body.
 
-    In train sessions the run's ``sampling`` replaces the agent's, and the smaller token limit of
-    both holds; eval sessions keep the agent's own, the run's token limit aside, and have the run's
-    temperature where the agent sets none. ``known_settings``: the settings of the model's chat
-    template, by which its switches are known. Raises InvalidRequest or UnsupportedParameter,
-    naming the parameter.
+    Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
-    body, recorded, rest = sort_parameters(body, TABLE["chat"], known_settings, unknown)
+    known, unknown = settings.known_settings, settings.unknown
+    body, recorded, rest = sort_parameters(body, TABLE["chat"], known, unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
@@ -59,13 +45,15 @@ def parse_chat(
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
+    mode, run = settings.mode, settings.sampling
     gconfig, overrides = sampling_of(
-        body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
+        body, mode=mode, run=run, tokens=run.max_new_tokens, grammar=grammar
     )
     effort = _effort(body)
-    template_kwargs = template_kwargs_of(body, rest, known_settings, unknown)
+    # It adds to the ignored and recorded fields of `rest`.
+    template_kwargs = template_kwargs_of(body, rest, known, unknown)
     return ChatCall(
-        model=body.get("model") or model,
+        model=body.get("model") or settings.model,
         messages=with_tool_calls(messages),
         tools=tools,
         gconfig=gconfig,
@@ -85,20 +73,16 @@ def parse_chat(
         legacy_functions=older,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by,
-        untrainable=untrainable_by(gconfig, forced),
     )
 
 
-def parse_completion(
-    body: Any,
-    *,
-    mode: SessionMode,
-    sampling: GenerationHyperparameters,
-    model: str,
-    unknown: UnknownParameters = "record",
-) -> ChatCall:
-    """Check a legacy `/completions` body; otherwise as :func:`parse_chat`."""
-    body, recorded, rest = sort_parameters(body, TABLE["completions"], frozenset(), unknown)
+def parse_completion(body: Any, settings: ParseSettings) -> ChatCall:
+    """Check a legacy `/completions` body, to which no chat template is applied.
+
+    Raises InvalidRequest or UnsupportedParameter, naming the parameter.
+    """
+    table, unknown = TABLE["completions"], settings.unknown
+    body, recorded, rest = sort_parameters(body, table, unknown=unknown)
     prompts = prompts_of(body.get("prompt"))
     n = body.get("n") or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -107,20 +91,21 @@ def parse_completion(
         )
     if body.get("best_of") not in (None, n):
         raise UnsupportedParameter(
-            "best_of must equal n: answers that are thrown away would not be recorded",
+            "best_of must equal n: discarded answers would not be recorded",
             param="best_of",
         )
     top = body.get("logprobs")
     if body.get("echo") and top is not None:
         raise UnsupportedParameter(
-            "echo with logprobs is not supported: prompts have none here", param="echo"
+            "echo with logprobs is not supported: prompts have no logprobs here", param="echo"
         )
     grammar, asked_by = grammar_of(body)
+    mode, run = settings.mode, settings.sampling
     gconfig, overrides = sampling_of(
-        body, mode=mode, run=sampling, tokens=COMPLETION_TOKENS, grammar=grammar
+        body, mode=mode, run=run, tokens=COMPLETION_TOKENS, grammar=grammar
     )
     return ChatCall(
-        model=body.get("model") or model,
+        model=body.get("model") or settings.model,
         messages=[],
         tools=None,
         gconfig=gconfig,
@@ -133,7 +118,6 @@ def parse_completion(
         n=n,
         top_logprobs=top or 0,
         format_parameter=asked_by,
-        untrainable=untrainable_by(gconfig, None),
         prompts=prompts,
         id_prefix="cmpl-",
         prompt_parameter="prompt",
@@ -229,8 +213,50 @@ def _effort(body: Mapping[str, Any]) -> str | None:
     return effort or other
 
 
-def untrainable_by(
-    gconfig: GenerationHyperparameters, forced: str | None
-) -> UntrainableReason | None:
-    """Return the reason why an answer that is sampled so is untrainable, if there is one."""
-    return has_modified_distribution(gconfig) if forced is None else "tool_choice"
+def prompts_of(value: Any) -> tuple[TextInput, ...]:
+    """Return the prompts, which OpenAI's API takes in four forms."""
+    if isinstance(value, str):
+        return (_text(value),)
+    if not isinstance(value, list) or not value:
+        raise _wrong()
+    if isinstance(value[0], int):
+        return (_ids(value),)
+    if len(value) > MAX_CHOICES:
+        raise InvalidRequest(
+            f"there are {len(value)} prompts: send at most {MAX_CHOICES} in one request",
+            param="prompt",
+        )
+    return tuple(_text(each) if isinstance(each, str) else _ids(each) for each in value)
+
+
+def _text(text: str) -> str:
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        raise InvalidRequest(
+            "prompt has a lone surrogate: send valid Unicode", param="prompt"
+        ) from None
+    if not text:
+        raise InvalidRequest("prompt is empty: an answer needs a token to follow", param="prompt")
+    return text
+
+
+def _ids(ids: Any) -> tuple[int, ...]:
+    if not isinstance(ids, list) or not ids:
+        raise _wrong()
+    if len(ids) > MAX_PROMPT_IDS:
+        raise ContextLengthExceeded(
+            f"a prompt has {len(ids)} token ids: no context is that long", param="prompt"
+        )
+    # This is quick, for there may be a million ids; bool is another type.
+    if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= 2**31:
+        raise InvalidRequest("prompt has an id that is not a token's", param="prompt")
+    return tuple(ids)
+
+
+def _wrong() -> InvalidRequest:
+    return InvalidRequest(
+        "prompt must be a text, a list of texts, a list of token ids or a list of such lists, "
+        "none of them empty",
+        param="prompt",
+    )

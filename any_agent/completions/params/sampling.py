@@ -1,4 +1,4 @@
-"""How a request is sampled: what was asked for, and what the run makes of it."""
+"""The sampling of a request, from the agent's parameters and the run's."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from any_agent.errors import InvalidRequest
 from any_agent.types import GenerationHyperparameters, SessionMode
 
 _OVERRIDDEN = ("temperature", "top_p", "top_k", "min_p", "seed")
-"""In train sessions the run's are used: truncation makes the recorded log-probabilities wrong, and
-a seed would make clones of a group's sessions."""
+"""Parameters that the run replaces in train sessions: truncation makes the recorded
+log-probabilities wrong, and a seed would make the sessions of a group equal."""
 TOKEN_LIMITS = ("max_completion_tokens", "max_tokens", "max_output_tokens")
-"""As agents name `max_new_tokens`; the least counts."""
+"""The agents' names of `max_new_tokens`; the smallest counts."""
 _HONOURED = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 _INTEGERS = ("top_k", "seed")
 
@@ -29,16 +29,15 @@ def sampling_of(
     tokens: int,
     grammar: str | None,
 ) -> tuple[GenerationHyperparameters, dict[str, Any]]:
-    """The sampling to use, and what was asked for instead.
+    """Return the sampling to use, and the agent's values that the run replaced.
 
-    In eval sessions ``run`` has the temperature of whoever asks for none, and the token limit.
-    ``tokens`` is the limit where none is asked for. The values are checked already, but those of
-    ``stop`` and ``logit_bias``.
+    In eval sessions ``run`` sets the temperature where the body has none, and the token limit.
+    ``tokens`` is the limit where the body has none. Only `stop` and `logit_bias` are checked here.
     """
-    asked = {k: body[k] for k in TOKEN_LIMITS if body.get(k) is not None}
-    limit = min(run.max_new_tokens, *(asked.values() or (tokens,)))
-    # The larger of two does not count, whatever the run says.
-    overrides = asked if asked and min(asked.values()) > limit else {}
+    limits = {k: body[k] for k in TOKEN_LIMITS if body.get(k) is not None}
+    limit = min(run.max_new_tokens, *(limits.values() or (tokens,)))
+    # The larger of two limits has no effect, whatever the run's is.
+    overrides = limits if limits and min(limits.values()) > limit else {}
     wanted = {k: _value(body, k) for k in _OVERRIDDEN if body.get(k) is not None}
     gconfig = GenerationHyperparameters(temperature=run.temperature)
     if mode is SessionMode.TRAIN:
@@ -58,7 +57,7 @@ def sampling_of(
 
 
 def choice_seed(seed: int, choice: int) -> int:
-    """The seed of one of several choices: the first one's is the call's own."""
+    """Return the seed of one of several choices; the first one has the call's own."""
     if choice == 0:
         return seed
     digest = hashlib.blake2b(b"%d.%d" % (seed, choice), digest_size=8).digest()
@@ -91,12 +90,12 @@ def _biases(value: Any) -> tuple[tuple[int, float], ...]:
         return ()
     biases = require_object(value, "logit_bias")
     if len(biases) > MAX_BIASES:
-        raise InvalidRequest(f"logit_bias may have {MAX_BIASES} tokens", param="logit_bias")
+        raise InvalidRequest(f"logit_bias may have at most {MAX_BIASES} tokens", param="logit_bias")
     one = TABLE["chat"]["logit_bias"].schema["additionalProperties"]
     out = {}
     for token, bias in biases.items():
         if not isinstance(token, str) or not (token.isascii() and token.isdigit()):
-            raise InvalidRequest("logit_bias must be by token id", param="logit_bias")
+            raise InvalidRequest("the keys of logit_bias must be token ids", param="logit_bias")
         if len(token) > 10 or int(token) >= 2**31:
             raise InvalidRequest("logit_bias has a token id beyond 2^31", param="logit_bias")
         check(bias, one, "logit_bias")

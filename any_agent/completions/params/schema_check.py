@@ -1,6 +1,6 @@
-"""Checking one value of a request by its JSON schema; a wrong one is refused by name.
+"""Checks one value of a request by its JSON schema; errors name the parameter.
 
-The schemas are those that `/openapi.json` shows, so only what they use is read here: types, enums,
+The schemas are those of `/openapi.json`, and only their keywords are known here: types, enums,
 bounds, lengths, and lists of scalars. `x-max-bytes` bounds an object's JSON.
 """
 
@@ -37,39 +37,39 @@ _MAX_SHOWN = 60
 
 
 def check(value: Any, schema: Schema, name: str) -> None:
-    """InvalidRequest, naming the parameter and what it must be, unless the value fits."""
+    """Raise InvalidRequest with the parameter and its schema in words, unless the value fits."""
     if not _fits(value, schema):
         raise InvalidRequest(f"{name} must be {words(schema)}", param=name)
 
 
 def require_object(value: Any, name: str) -> dict[str, Any]:
-    """The value, which must be an object."""
+    """Return the value; InvalidRequest unless it is an object."""
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be an object", param=name)
     return value
 
 
 def json_text(value: Any, name: str, *, longest: int) -> str:
-    """The value as JSON of at most so many bytes."""
+    """Return the value's JSON; InvalidRequest if it has more than ``longest`` bytes."""
     try:
         text = orjson.dumps(value)
     except TypeError:
         # Lone surrogates, integers beyond 64 bits, nesting without end.
         raise InvalidRequest(
-            f"{name} holds what no JSON of ours can carry: text that is not Unicode, an integer "
-            "beyond 64 bits, or too many levels",
+            f"{name} has text that is not Unicode, an integer beyond 64 bits, or too many levels: "
+            "leave that out",
             param=name,
         ) from None
     if len(text) > longest:
         raise InvalidRequest(
-            f"{name} is {len(text)} bytes of JSON, and may be {longest}: make it smaller",
+            f"{name} is {len(text)} bytes of JSON, more than {longest}: make it smaller",
             param=name,
         )
     return text.decode()
 
 
 def shown(value: Any) -> str:
-    """A value in an error's message, however large or strange it is."""
+    """Return a value for an error's message, however large or strange it is."""
     if isinstance(value, str):
         return json.dumps(value[:_MAX_SHOWN])
     if isinstance(value, int) and not isinstance(value, bool) and abs(value) >= 2**63:
@@ -80,7 +80,7 @@ def shown(value: Any) -> str:
 
 
 def words(schema: Schema) -> str:
-    """What a schema asks for, in words."""
+    """Return a schema in words."""
     if "anyOf" in schema:
         return " or ".join(words(each) for each in schema["anyOf"])
     if "enum" in schema:
@@ -177,7 +177,7 @@ def _is_list(value: list[Any], schema: Schema) -> bool:
     if not schema.get("minItems", 0) <= len(value) <= schema.get("maxItems", len(value)):
         return False
     items = schema.get("items", {})
-    # Objects and lists are checked by whoever reads them, with an index in the error.
+    # Readers check objects and lists themselves, with an index in the error.
     if items.get("type") in (None, "object", "array"):
         return True
     return all(_fits(each, items) for each in value)

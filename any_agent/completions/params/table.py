@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from functools import partial
 
 from any_agent.chat.template_kwargs import EFFORTS
 from any_agent.completions.params.parameter import (
@@ -34,34 +35,76 @@ from any_agent.completions.params.parameter import (
     MAX_STOPS,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
-    MAX_TOP_LOGPROBS,
     MESSAGES,
     NOTE,
     OBJECTS,
     OVERRIDDEN,
     RESPONSES,
+    STOPS,
     TEXT,
     TOKENS,
+    TOP_LOGPROBS,
     Parameter,
+    honoured,
+    never,
+    only,
     penalty,
 )
 from any_agent.completions.params.schema_check import Schema
-from any_agent.completions.params.table_messages import MESSAGES_ROWS, SWITCHES_AS_IN_CHAT
-from any_agent.completions.params.table_refused import REFUSED_ROWS
+from any_agent.completions.params.table_messages import MESSAGES_AS_IN_CHAT, MESSAGES_ROWS
 from any_agent.completions.params.table_responses import AS_IN_CHAT, RESPONSES_ROWS
 
+_GRAMMAR = "Use `response_format` or `guided_regex`."
+_TEMPLATE = "Use `chat_template_kwargs`."
+_RECORDED = "Token ids are in the record: export the session."
+REFUSED_ROWS: tuple[Parameter, ...] = (
+    only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
+    never("audio", "Text is all that the policy writes.", CHAT),
+    never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
+    never("web_search_options", "Give the model a search as one of its `tools`.", CHAT),
+    never("moderation", "Moderate in the agent.", CHAT),
+    only("suffix", "", then="Put what follows into the prompt.", apis=COMPLETIONS),
+    never("guided_grammar", _GRAMMAR),
+    never("ebnf", _GRAMMAR),
+    never("structural_tag", _GRAMMAR),
+    never("cache_salt", "Identical prompts share a cache; those who must not need other services."),
+    never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
+    never("documents", "Put them into a message.", CHAT),
+    only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
+    only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
+    only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
+    only("add_generation_prompt", True, then="An answer is always a new message.", apis=CHAT),
+    only("continue_final_message", False, then="Use `/v1/completions`.", apis=CHAT),
+    only("ignore_eos", False, then="Ask for fewer tokens instead."),
+    only("min_tokens", 0, then="The model decides when it is done."),
+    only("skip_special_tokens", True, then=_RECORDED),
+    only("spaces_between_special_tokens", True, then=_RECORDED),
+    only("include_stop_str_in_output", False, then=_RECORDED),
+    only("no_stop_trim", False, then=_RECORDED),
+    only("return_token_ids", False, then=_RECORDED),
+    only("return_tokens_as_token_ids", False, then=_RECORDED),
+    only("return_hidden_states", False, then="Compute them from the recorded token ids."),
+    never("prompt_logprobs", "Compute them from the recorded token ids."),
+    never("truncate_prompt_tokens", "Send fewer messages."),
+    only("bad_words", [], then="Use `logit_bias`."),
+    only("allowed_token_ids", [], then="Use `logit_bias` or `guided_regex`."),
+    never("logits_processors", "Use `logit_bias` or `guided_regex`."),
+    only("use_beam_search", False, then="Use `n`."),
+    only("length_penalty", 1, then="There is no beam search."),
+    only("early_stopping", False, then="There is no beam search."),
+)
+
+
+_both, _chat, _text = (partial(honoured, apis) for apis in (BOTH, CHAT, COMPLETIONS))
 _HONOURED = (
-    Parameter("model", "honoured", TEXT, "Any name is the policy; the answer repeats it."),
-    Parameter(
+    _both("model", TEXT, "Any name is the policy; the answer repeats it."),
+    _chat(
         "messages",
-        "honoured",
         {**OBJECTS, "minItems": 1},
         "The conversation: text, tool calls and their results, reasoning.",
-        CHAT,
     ),
-    Parameter(
+    _text(
         "prompt",
-        "honoured",
         {
             "anyOf": [
                 {"type": "string"},
@@ -76,12 +119,10 @@ _HONOURED = (
         },
         "Texts or token ids, as they are: no chat template is applied. Each of several prompts has "
         "its own `n` choices.",
-        COMPLETIONS,
         checked=False,
     ),
-    Parameter(
+    _chat(
         "tools",
-        "honoured",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
         f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced: a call's arguments are "
@@ -89,97 +130,69 @@ _HONOURED = (
         "template shows neither tools nor calls: describe them in a message. Where it shows calls "
         "but no tools, as DeepSeek V3's, describe them there as well: these are for reading the "
         "calls.",
-        CHAT,
         checked=False,
     ),
-    Parameter(
+    _chat(
         "tool_choice",
-        "honoured",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "`none`: the model is not told of the tools. `auto`: it decides. `required`, or a function "
         "by name: the answer's opening is that of a call, and the rest is the model's: it may end "
         "before a name, or write arguments that are no JSON. `allowed_tools`: it is told of these "
         "only.",
-        CHAT,
         untrainable="tool_choice",
         checked=False,
     ),
-    Parameter(
-        "parallel_tool_calls",
-        "honoured",
-        BOOLEAN,
-        "`false`: the answer ends after one call.",
-        CHAT,
-    ),
-    Parameter(
+    _chat("parallel_tool_calls", BOOLEAN, "`false`: the answer ends after one call."),
+    _chat(
         "functions",
-        "honoured",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "The older form of `tools`, not together with them. The answer then has the older "
         "`function_call`, at most one, and that finish reason.",
-        CHAT,
         checked=False,
     ),
-    Parameter(
+    _chat(
         "function_call",
-        "honoured",
         {"anyOf": [{"enum": ["none", "auto"]}, {"type": "object"}]},
         "The older form of `tool_choice`; a function as `{name}`.",
-        CHAT,
         untrainable="tool_choice",
         checked=False,
     ),
-    Parameter("stream", "honoured", BOOLEAN, "Server-sent events, as the tokens come."),
-    Parameter(
+    _both("stream", BOOLEAN, "Server-sent events, as the tokens come."),
+    _both(
         "stream_options",
-        "honoured",
         {"type": "object"},
         "`include_usage`: a last event with the usage. `include_obfuscation` changes nothing: "
         "there is none.",
         checked=False,
     ),
-    Parameter(
+    _both(
         "max_tokens",
-        "honoured",
         TOKENS,
         "The most tokens of a choice, if the context and `sampling.max_new_tokens` leave so many; "
         "they are the default, too, but at `/v1/completions` it is "
         f"{COMPLETION_TOKENS}, as with OpenAI.",
     ),
-    Parameter(
-        "max_completion_tokens",
-        "honoured",
-        TOKENS,
-        "The same; the smaller one counts if both are given.",
-        CHAT,
-    ),
-    Parameter(
+    _chat("max_completion_tokens", TOKENS, "The same; the smaller one counts if both are given."),
+    _both(
         "n",
-        "honoured",
         {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
         "Choices, sampled at once; each is an interaction of its own. Times the prompts it must "
         f"not exceed {MAX_CHOICES}, nor the samples that a rank takes at once, which may be "
         "fewer (`server.max_inflight_calls`).",
     ),
-    Parameter(
+    _both(
         "stop",
-        "honoured",
         {
             "anyOf": [
                 {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-                {
-                    "type": "array",
-                    "maxItems": MAX_STOPS,
-                    "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-                },
+                STOPS,
             ]
         },
         "The text ends before the first of these; the ids end with the token that completes it.",
         checked=False,
     ),
-    Parameter(
+    _both(
         "stop_token_ids",
-        "honoured",
         {
             "type": "array",
             "maxItems": MAX_STOPS,
@@ -188,41 +201,36 @@ _HONOURED = (
         "Of the vocabulary. The answer ends with the first of these, which is kept, beside the "
         "template's own.",
     ),
-    Parameter(
+    _both(
         "temperature",
-        "honoured",
         {"type": "number", "minimum": 0, "maximum": 2},
         "0 is greedy.",
         train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
-    Parameter(
+    _both(
         "top_p",
-        "honoured",
         {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
         "Only the likeliest tokens that together have this probability.",
         train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
-    Parameter(
+    _both(
         "top_k",
-        "honoured",
         {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
         "Only so many of the likeliest tokens; -1 and 0 are off.",
         train=OVERRIDDEN,
         untrainable="truncated_sampling",
     ),
-    Parameter(
+    _both(
         "min_p",
-        "honoured",
         {"type": "number", "minimum": 0, "maximum": 1},
         "Only tokens with this share of the likeliest one's probability.",
         train=OVERRIDDEN,
         untrainable="min_p",
     ),
-    Parameter(
+    _both(
         "seed",
-        "honoured",
         {"type": "integer", "minimum": -(2**63), "maximum": MAX_INTEGER},
         "Of the draws; each choice derives its own from it.",
         train="Recorded, and not applied: the samples of a group would be clones.",
@@ -230,9 +238,8 @@ _HONOURED = (
     penalty("frequency_penalty", -2, 2, "Per earlier occurrence of a token in the answer.", 0),
     penalty("presence_penalty", -2, 2, "Once, for a token that the answer has already.", 0),
     penalty("repetition_penalty", 0, 2, "Divides the logits of what has occurred; 1 is off.", 1),
-    Parameter(
+    _both(
         "logit_bias",
-        "honoured",
         {
             "type": "object",
             "maxProperties": MAX_BIASES,
@@ -242,117 +249,84 @@ _HONOURED = (
         untrainable="logit_bias",
         checked=False,
     ),
-    Parameter(
+    _chat("logprobs", BOOLEAN, "The log-probability of each token of the answer."),
+    _text(
         "logprobs",
-        "honoured",
-        BOOLEAN,
-        "The log-probability of each token of the answer.",
-        CHAT,
-    ),
-    Parameter(
-        "logprobs",
-        "honoured",
-        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        TOP_LOGPROBS,
         "The log-probability of each token of the answer, and of so many of the likeliest ones.",
-        COMPLETIONS,
     ),
-    Parameter(
+    _chat(
         "top_logprobs",
-        "honoured",
-        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        TOP_LOGPROBS,
         "So many of the likeliest tokens at each position; needs `logprobs`.",
-        CHAT,
     ),
-    Parameter(
-        "echo",
-        "honoured",
-        BOOLEAN,
-        "The text begins with the prompt; not together with `logprobs`.",
-        COMPLETIONS,
-    ),
-    Parameter(
+    _text("echo", BOOLEAN, "The text begins with the prompt; not together with `logprobs`."),
+    _text(
         "best_of",
-        "honoured",
         {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
         "Must equal `n`: answers that are sampled and thrown away are not recorded.",
-        COMPLETIONS,
     ),
-    Parameter(
+    _chat(
         "response_format",
-        "honoured",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
         f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. With tools, the answer has "
         "this format or is calls, whose arguments are JSON then; a call that is forced has no "
         "format.",
-        CHAT,
         untrainable="grammar",
         checked=False,
     ),
-    Parameter(
+    _chat(
         "reasoning_effort",
-        "honoured",
         {"enum": list(EFFORTS)},
         "As the model's template takes it; recorded only, where it has nothing of the kind. What "
         "`chat_template_kwargs` contradict is refused.",
-        CHAT,
     ),
-    Parameter(
+    _chat(
         "reasoning",
-        "honoured",
         {"type": "object"},
         "`{effort}` is `reasoning_effort`, as some clients write it; `enabled: true` and "
         "`exclude: false` are so anyway.",
-        CHAT,
         checked=False,
     ),
-    Parameter(
+    _chat(
         "chat_template_kwargs",
-        "honoured",
         NOTE,
         "Arguments of the model's chat template; one that it does not know is refused. Each name "
         "that the template reads may also stand at the top level, if no row here has it.",
-        CHAT,
     ),
-    Parameter(
+    _chat(
         "enable_thinking",
-        "honoured",
         BOOLEAN,
         "Turns the model's thinking on or off, as its template's own switch in "
         "`chat_template_kwargs`; what that one contradicts is refused. Where the template has no "
         "switch, it is treated as an unknown parameter.",
-        CHAT,
     ),
-    Parameter(
+    _chat(
         "thinking",
-        "honoured",
         {"anyOf": [BOOLEAN, {"type": "object"}]},
         "The same, as some clients write it: true, false, or `{type}` with `enabled`, `disabled`, "
         "`adaptive` or `auto`, of which the last two leave it as the run has it. What else the "
         "object has is recorded.",
-        CHAT,
         checked=False,
     ),
 )
 _GRAMMARS = (
-    Parameter(
+    _both(
         "guided_json",
-        "honoured",
         {"anyOf": [{"type": "object"}, {"type": "string"}]},
         "As `response_format: json_schema`; a schema, also as text.",
         untrainable="grammar",
         checked=False,
     ),
-    Parameter(
+    _both(
         "guided_regex",
-        "honoured",
         {"type": "string", "minLength": 1, "maxLength": MAX_NOTE_BYTES},
         "The answer's text matches the regular expression.",
         untrainable="grammar",
     ),
-    Parameter(
+    _both(
         "guided_choice",
-        "honoured",
         {
             "type": "array",
             "minItems": 1,
@@ -362,17 +336,15 @@ _GRAMMARS = (
         "The answer's text is one of these.",
         untrainable="grammar",
     ),
-    Parameter(
+    _both(
         "structured_outputs",
-        "honoured",
         {"type": "object"},
         "One of `json`, `regex`, `choice`, `json_object`, as the three above.",
         untrainable="grammar",
         checked=False,
     ),
-    Parameter(
+    _both(
         "regex",
-        "honoured",
         {"type": "string", "minLength": 1, "maxLength": MAX_NOTE_BYTES},
         "As `guided_regex`.",
         untrainable="grammar",
@@ -402,7 +374,7 @@ PARAMETERS: tuple[Parameter, ...] = (
     *_HARMLESS,
     *REFUSED_ROWS,
     *(replace(_OF_CHAT[name], apis=RESPONSES) for name in AS_IN_CHAT),
-    *(replace(_OF_CHAT[name], apis=MESSAGES) for name in SWITCHES_AS_IN_CHAT),
+    *(replace(_OF_CHAT[name], apis=MESSAGES) for name in MESSAGES_AS_IN_CHAT),
     *RESPONSES_ROWS,
     *MESSAGES_ROWS,
 )

@@ -2,146 +2,96 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from any_agent.completions.params.parameter import (
-    BOOLEAN,
     MAX_SCHEMA_BYTES,
-    MAX_STOP_LENGTH,
-    MAX_STOPS,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
     MESSAGES,
     NOTE,
     OBJECTS,
-    OVERRIDDEN,
+    STOPS,
     TEXT,
     TOKENS,
     Parameter,
+    honoured,
     never,
     only,
 )
 from any_agent.completions.params.schema_check import Schema
 
-SWITCHES_AS_IN_CHAT = ("chat_template_kwargs", "enable_thinking")
+MESSAGES_AS_IN_CHAT = (
+    *("model", "stream", "temperature", "top_p", "top_k"),
+    *("chat_template_kwargs", "enable_thinking"),
+)
 """Rows that are those of a chat call."""
 _TEXTS: Schema = {"anyOf": [{"type": "string"}, OBJECTS]}
+_messages = partial(honoured, MESSAGES)
 _HONOURED = (
-    Parameter(
-        "model", "honoured", TEXT, "Any name is the policy; the answer repeats it.", MESSAGES
-    ),
-    Parameter(
+    _messages(
         "max_tokens",
-        "honoured",
         TOKENS,
         "The most tokens of the answer, if the context and `sampling.max_new_tokens` leave so "
         "many.",
-        MESSAGES,
     ),
-    Parameter(
+    _messages(
         "messages",
-        "honoured",
         {**OBJECTS, "minItems": 1},
         "The conversation: text, `tool_use` and `tool_result`, `thinking`. It ends with a "
         "user's message: answers are not prefilled.",
-        MESSAGES,
     ),
-    Parameter(
+    _messages(
         "system",
-        "honoured",
         _TEXTS,
         "A text, or text blocks, which are joined as they are. Claude Code's "
         "`x-anthropic-billing-header`, another one with each request, is left out.",
-        MESSAGES,
         checked=False,
     ),
-    Parameter(
+    _messages(
         "tools",
-        "honoured",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "What the model may call, each with a name of its own and an `input_schema`; together at "
         f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced. Anthropic's own "
         "tools without an `input_schema` are refused by name. A streamed call's input comes when "
         "it is whole, whatever `eager_input_streaming` says.",
-        MESSAGES,
         checked=False,
     ),
-    Parameter(
+    _messages(
         "tool_choice",
-        "honoured",
         {"type": "object"},
         "`auto`, `any`, `tool` by name, `none`: as `auto`, `required`, a function and `none` of "
         "`/v1/chat/completions`. With `disable_parallel_tool_use` the answer ends after one call.",
-        MESSAGES,
         untrainable="tool_choice",
         checked=False,
     ),
-    Parameter("stream", "honoured", BOOLEAN, "Server-sent events, as the tokens come.", MESSAGES),
-    Parameter(
+    _messages(
         "stop_sequences",
-        "honoured",
-        {
-            "type": "array",
-            "maxItems": MAX_STOPS,
-            "items": {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-        },
+        STOPS,
         "The text ends before the first of these; the ids end with the token that completes it.",
-        MESSAGES,
     ),
-    Parameter(
-        "temperature",
-        "honoured",
-        {"type": "number", "minimum": 0, "maximum": 2},
-        "0 is greedy.",
-        MESSAGES,
-        train=OVERRIDDEN,
-        untrainable="truncated_sampling",
-    ),
-    Parameter(
-        "top_p",
-        "honoured",
-        {"type": "number", "exclusiveMinimum": 0, "maximum": 1},
-        "Only the likeliest tokens that together have this probability.",
-        MESSAGES,
-        train=OVERRIDDEN,
-        untrainable="truncated_sampling",
-    ),
-    Parameter(
-        "top_k",
-        "honoured",
-        {"type": "integer", "minimum": -1, "maximum": 2**31 - 1},
-        "Only so many of the likeliest tokens; -1 and 0 are off.",
-        MESSAGES,
-        train=OVERRIDDEN,
-        untrainable="truncated_sampling",
-    ),
-    Parameter(
+    _messages(
         "thinking",
-        "honoured",
         {"type": "object"},
         "`enabled` and `disabled` turn the model's thinking on and off, where its template has a "
         "switch; `adaptive` leaves it as the run has it. `budget_tokens` is recorded: the answer's "
         "`max_tokens` holds for both. `display: omitted` leaves the text out of the answer.",
-        MESSAGES,
         checked=False,
     ),
-    Parameter(
+    _messages(
         "output_config",
-        "honoured",
         {"type": "object"},
         "`effort`, as `reasoning_effort`, without effect where thinking is disabled; `format`: a "
         f"`json_schema` of at most {MAX_SCHEMA_BYTES >> 10} KiB, together with tools as "
         "`response_format` of a chat call.",
-        MESSAGES,
         untrainable="grammar",
         checked=False,
     ),
-    Parameter(
+    _messages(
         "output_format",
-        "honoured",
         {"type": "object"},
         "As `format` of `output_config`, where it stood before.",
-        MESSAGES,
         untrainable="grammar",
         checked=False,
     ),

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from any_agent.completions.params.parameter import (
     BOOLEAN,
     MAX_INTEGER,
@@ -9,43 +11,24 @@ from any_agent.completions.params.parameter import (
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
     MAX_TOOLS,
-    MAX_TOP_LOGPROBS,
     NOTE,
     OBJECTS,
     RESPONSES,
     TEXT,
     TOKENS,
+    TOP_LOGPROBS,
     Parameter,
+    honoured,
     never,
     only,
 )
 
 AS_IN_CHAT = (
-    "model",
-    "parallel_tool_calls",
-    "stream",
-    "stop",
-    "stop_token_ids",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "seed",
-    "frequency_penalty",
-    "presence_penalty",
-    "repetition_penalty",
-    "logit_bias",
-    "chat_template_kwargs",
-    "enable_thinking",
-    "thinking",
-    "priority",
-    "prompt_cache_key",
-    "prompt_cache_options",
-    "prompt_cache_retention",
-    "request_id",
-    "safety_identifier",
-    "service_tier",
-    "user",
+    *("model", "parallel_tool_calls", "stream", "stop", "stop_token_ids", "temperature", "top_p"),
+    *("top_k", "min_p", "seed", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "chat_template_kwargs", "enable_thinking", "thinking", "priority"),
+    *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "request_id"),
+    *("safety_identifier", "service_tier", "user"),
 )
 """Rows that are those of a chat call."""
 INCLUDES = (
@@ -63,102 +46,81 @@ INCLUDES = (
 MAX_FORMAT_NAME = 64
 """Characters of a schema's name, as at OpenAI."""
 
+_responses = partial(honoured, RESPONSES)
 _HONOURED = (
-    Parameter(
+    _responses(
         "input",
-        "honoured",
         {"anyOf": [{"type": "string"}, {**OBJECTS, "minItems": 1}]},
         "A text, or items: messages, function calls and their outputs, reasoning, and references "
         "to items of the session's earlier answers. Text is all that they may hold.",
-        RESPONSES,
         checked=False,
     ),
-    Parameter(
+    _responses(
         "instructions",
-        "honoured",
         {"type": "string"},
         "The system message. Those of a previous response are not taken over.",
-        RESPONSES,
     ),
-    Parameter(
+    _responses(
         "previous_response_id",
-        "honoured",
         TEXT,
         "An answer of the same session, which the input goes on from; also one of another API.",
-        RESPONSES,
     ),
-    Parameter(
+    _responses(
         "tools",
-        "honoured",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions, as in a chat call but flat: `type`, `name`, `description`, `parameters`, "
         "`strict`, which is not enforced. OpenAI's own tools are refused.",
-        RESPONSES,
         checked=False,
     ),
-    Parameter(
+    _responses(
         "tool_choice",
-        "honoured",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "As in a chat call; a function by name as `{type, name}`.",
-        RESPONSES,
         untrainable="tool_choice",
         checked=False,
     ),
-    Parameter(
+    _responses(
         "max_output_tokens",
-        "honoured",
         TOKENS,
         "The most tokens of the answer, reasoning included, if the context and "
         "`sampling.max_new_tokens` leave so many; they are the default, too.",
-        RESPONSES,
     ),
-    Parameter(
+    _responses(
         "text",
-        "honoured",
         {"type": "object"},
         "`format`: `text`, `json_object`, or `json_schema`, strict or not, of at most "
         f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels, with a `name` of at most "
         f"{MAX_FORMAT_NAME} characters and a `description` of at most {MAX_NOTE_BYTES >> 10} KiB; "
         "together with tools as `response_format` of a chat call. `verbosity` is recorded: say it "
         "in a message.",
-        RESPONSES,
         untrainable="grammar",
         checked=False,
     ),
-    Parameter(
+    _responses(
         "reasoning",
-        "honoured",
         {"type": "object"},
         "`effort` as `reasoning_effort` of a chat call. `summary` is recorded: reasoning is told "
         "whole.",
-        RESPONSES,
         checked=False,
     ),
-    Parameter(
+    _responses(
         "include",
-        "honoured",
         {"type": "array", "maxItems": 64, "items": {"enum": list(INCLUDES)}},
         "`message.output_text.logprobs`: the log-probability of each token of the text. "
         "`reasoning.encrypted_content`: the reasoning once more, as an opaque text that brings it "
         "back when it is sent alone. The others change nothing.",
-        RESPONSES,
         checked=False,
     ),
-    Parameter(
+    _responses(
         "top_logprobs",
-        "honoured",
-        {"type": "integer", "minimum": 0, "maximum": MAX_TOP_LOGPROBS},
+        TOP_LOGPROBS,
         "So many of the likeliest tokens at each position, where `include` asks for "
         "log-probabilities.",
-        RESPONSES,
     ),
-    Parameter(
+    _responses(
         "stream_options",
-        "honoured",
         {"type": "object"},
         "`include_obfuscation` changes nothing: there is none.",
-        RESPONSES,
         checked=False,
     ),
 )

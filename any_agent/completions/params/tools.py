@@ -1,4 +1,4 @@
-"""Which tools the model is told of, and whether it has to call one."""
+"""Parses `tools` and `tool_choice`, and OpenAI's older `functions` and `function_call`."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 from any_agent.completions.params.parameter import MAX_TOOLS, MAX_TOOLS_BYTES
 from any_agent.completions.params.schema_check import json_text, shown
 from any_agent.errors import InvalidRequest, UnsupportedParameter
-from any_agent.types import Tool
+from any_agent.types import Message, Tool
 
 MAX_NAME = 256
 
 
 def tools_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
-    """The tools to render, and the one that must be called ("" for any; None: no need)."""
+    """Return the tools to render, and the one that must be called ("": any; None: not needed)."""
     tools = _checked(body.get("tools"))
     names = [tool["function"]["name"] for tool in tools]
     choice = body.get("tool_choice")
@@ -61,7 +61,7 @@ def _allowed(tools: list[Tool], allowed: dict[str, Any]) -> tuple[list[Tool] | N
 
 def _forced(names: list[str]) -> str:
     if not names:
-        raise _wrong("tool_choice asks for a call, but there are no tools")
+        raise _wrong("tool_choice requires a call, but there are no tools")
     return names[0] if len(names) == 1 else ""
 
 
@@ -80,8 +80,7 @@ def _checked(tools: Any) -> list[Tool]:
         name = _name(tool, f"tools[{k}]")
         if name in seen:
             raise InvalidRequest(
-                f"tools[{k}] is the second one called {shown(name)}: a call could not be told "
-                "which it means",
+                f"tools[{k}] is the second one called {shown(name)}: give each a name of its own",
                 param="tools",
             )
         seen.add(name)
@@ -90,7 +89,7 @@ def _checked(tools: Any) -> list[Tool]:
 
 
 def _name(tool: Any, where: str) -> str:
-    """The name of a function; anything goes that is no empty, endless or unprintable text."""
+    """Return a function's name: any text that is not empty, endless or unprintable."""
     if isinstance(tool, dict) and tool.get("type") == "custom":
         raise UnsupportedParameter(
             f"{where} is a custom tool: only functions are supported", param="tools"
@@ -117,3 +116,95 @@ def _name(tool: Any, where: str) -> str:
 
 def _wrong(message: str) -> InvalidRequest:
     return InvalidRequest(message, param="tool_choice")
+
+
+def functions_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
+    """Return what :func:`tools_of` does, of `functions` and `function_call`.
+
+    Raises InvalidRequest, also where there are tools, too; UnsupportedParameter.
+    """
+    for name in ("tools", "tool_choice"):
+        if body.get(name):
+            older = "functions" if body.get("functions") else "function_call"
+            raise InvalidRequest(
+                f"{older} is the older form of {name}: send tools and tool_choice alone",
+                param=older,
+            )
+    given = body.get("functions") or []
+    if not isinstance(given, list):
+        raise InvalidRequest("functions must be a list", param="functions")
+    for k, each in enumerate(given):
+        if not isinstance(each, dict):
+            raise InvalidRequest(
+                f'functions[{k}] must be {{"name": ..., "parameters": ...}}', param="functions"
+            )
+    tools = [{"type": "function", "function": each} for each in given]
+    choice = _choice(body.get("function_call"))
+    try:
+        return tools_of({"tools": tools, "tool_choice": choice})
+    except InvalidRequest as error:
+        message = error.message.replace("tool_choice", "function_call")
+        message = message.replace("].function", "]").replace("tools", "functions")
+        param = "function_call" if error.param == "tool_choice" else "functions"
+        raise type(error)(message, param=param) from None
+
+
+def asks_for_functions(body: Mapping[str, Any]) -> bool:
+    """Return True if the tools, and so the answer's calls, are in the older form."""
+    functions, choice = body.get("functions"), body.get("function_call")
+    return functions not in (None, []) or choice not in (None, "none", "auto")
+
+
+def with_tool_calls(messages: list[Message]) -> list[Message]:
+    """Return the conversation with older calls and results in the newer form.
+
+    InvalidRequest names the message that is wrong.
+    """
+    if not any(map(_is_older, messages)):
+        return messages
+    out: list[Message] = []
+    last = None
+    for k, message in enumerate(messages):
+        if not _is_older(message):
+            out.append(message)
+        elif message.get("role") == "function":
+            # Only the order shows which call it answers.
+            answers: dict[str, str] = {} if last is None else {"tool_call_id": last}
+            out.append({**message, "role": "tool", **answers})
+        else:
+            last = f"call_{k}"
+            out.append(_called(message, last, f"messages[{k}]"))
+    return out
+
+
+def _is_older(message: Any) -> bool:
+    return isinstance(message, dict) and (
+        message.get("function_call") is not None or message.get("role") == "function"
+    )
+
+
+def _called(message: Message, id: str, where: str) -> Message:
+    call = message["function_call"]
+    if message.get("tool_calls"):
+        raise InvalidRequest(
+            f"{where} has function_call and tool_calls: leave the older one out", param=where
+        )
+    if not isinstance(call, dict) or not isinstance(call.get("name"), str):
+        raise InvalidRequest(
+            f'{where}.function_call must be {{"name": ..., "arguments": "..."}}',
+            param=f"{where}.function_call",
+        )
+    function = {"name": call["name"], "arguments": call.get("arguments")}
+    rest = {key: value for key, value in message.items() if key != "function_call"}
+    return {**rest, "tool_calls": [{"id": id, "type": "function", "function": function}]}
+
+
+def _choice(given: Any) -> Any:
+    match given:
+        case None | "none" | "auto":
+            return given
+        case {"name": str(name)}:
+            return {"type": "function", "function": {"name": name}}
+    raise InvalidRequest(
+        'function_call must be "none", "auto" or {"name": ...}', param="function_call"
+    )

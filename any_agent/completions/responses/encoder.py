@@ -9,13 +9,16 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.logprobs import LogprobsEncoder
-from any_agent.completions.encoders.output_order import OutputPart
+from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
-from any_agent.completions.responses.item_stream import EventFactory, ItemStream, item_bytes
-from any_agent.completions.responses.output_items import item_id, output_parts
+from any_agent.completions.responses.output_items import (
+    EventFactory,
+    ItemStream,
+    item_id,
+    part_bytes,
+    with_status,
+)
 from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall, parse_responses
-from any_agent.completions.top_logprobs import TopLogprobs, top_logprobs_of
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
@@ -27,7 +30,7 @@ _ABORTED = "the answer was cut off: its session is pinned to weights that the en
 def parse_responses_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/responses` body; raises as :func:`parse_responses`."""
     call = parse_responses(
-        body, tree=context.tree, context_length=context.context_length, **context.arguments()
+        body, context.settings, context.tree, context_length=context.context_length
     )
     chat, logprobs = context.chat, token_logprobs(context.chat)
     return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logprobs, chat))
@@ -145,28 +148,16 @@ class ResponsesEncoder:
         return events
 
     def _recorded_items(self, interaction: Interaction) -> bytes:
-        parts = output_parts(interaction)
-        cut = interaction.finish_reason in ("length", "abort")
-        texts = [k for k, part in enumerate(parts) if part.kind == "content"]
         out = []
-        for k, part in enumerate(parts):
+        texts = 0
+        for k, (part, status) in enumerate(with_status(interaction)):
+            texts += part.kind == "content"
             logprobs = b"[]"
-            if self._call.logprobs and texts[:1] == [k]:
+            if self._call.logprobs and part.kind == "content" and texts == 1:
                 logprobs = self._recorded_logprobs(interaction)
-            status = b"incomplete" if cut and k == len(parts) - 1 else b"completed"
-            out.append(self._item(interaction.id, k, part, status, logprobs))
+            id = item_id(interaction.id, part.kind, k)
+            out.append(part_bytes(part, id, status, logprobs, self._call.encrypted))
         return b",".join(out)
-
-    def _item(self, id: str, index: int, part: OutputPart, status: bytes, logprobs: bytes) -> bytes:
-        return item_bytes(
-            part.kind,
-            item_id(id, part.kind, index),
-            part.text if part.call is None else part.call["function"]["arguments"],
-            part.call,
-            status,
-            logprobs,
-            self._call.encrypted,
-        )
 
     def _recorded_logprobs(self, interaction: Interaction) -> bytes:
         ids = interaction.output_ids.tolist()

@@ -1,4 +1,4 @@
-"""What a request names of its session's record: the previous answer, and single items."""
+"""The recorded answers and items that a request names by their ids."""
 
 from __future__ import annotations
 
@@ -14,17 +14,15 @@ from any_agent.types import Interaction, Message
 
 ID_PREFIX = "resp_"
 RECORD = "responses"
-"""Where an interaction's request keeps what its answer repeats."""
+"""The entry of an interaction's request with the fields that its answer repeats."""
 DELETED = "deleted"
-"""There: its agent wants it to be told of no more."""
+"""The mark in that entry of an answer that its agent deleted."""
 
 
 def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
-    """The conversation up to and with an answer of the session, without its instructions.
+    """Return the conversation up to and with an answer of the session, without its instructions.
 
-    Raises:
-        NotFound: the session has no such answer.
-        InvalidRequest: its texts were not kept.
+    NotFound if the session has no such answer, InvalidRequest if its texts were not kept.
     """
     interaction = tree.get(id) if tree is not None else None
     if (
@@ -34,7 +32,7 @@ def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
         or is_deleted(interaction)
     ):
         raise NotFound(
-            f"previous_response_id {id[:80]!a} is no answer of this session",
+            f"previous_response_id {id[:80]!a} is not an answer of this session",
             code="previous_response_not_found",
             param="previous_response_id",
         )
@@ -44,10 +42,10 @@ def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:
 
 
 def parted(interaction: Interaction, tree: InteractionTree) -> tuple[str | None, list[Message]]:
-    """A request's `instructions`, and its other messages, as the record words them.
+    """Return a request's `instructions`, and its other messages, from the record.
 
-    The system messages that begin a conversation are one to a tree, however they are cut: its own
-    may be cut where an earlier request's instructions, or none, ended. Their lines are the same.
+    A tree joins the system messages that begin a conversation: its own may be divided where an
+    earlier request's instructions, or none, ended. Their lines are the same.
     """
     messages = tree.messages(interaction.id)
     lines = interaction.request.get(RECORD, {}).get("instructions")
@@ -56,25 +54,25 @@ def parted(interaction: Interaction, tree: InteractionTree) -> tuple[str | None,
     if lines is True:
         # Recorded before lines were counted.
         lines = full_lines(text_of(messages[0].get("content")) or "")
-    said: list[str] = []
+    texts: list[str] = []
     for k, message in enumerate(messages):
-        if not is_leading_system(message) or (said and not lines):
-            return "\n".join(said), messages[k:]
+        if not is_leading_system(message) or (texts and not lines):
+            return "\n".join(texts), messages[k:]
         head, rest = _cut(text_of(message["content"]) or "", lines)
-        said.append(head)
+        texts.append(head)
         lines -= full_lines(head)
         if rest:
-            return "\n".join(said), [{"role": "system", "content": rest}, *messages[k + 1 :]]
-    return "\n".join(said), []
+            return "\n".join(texts), [{"role": "system", "content": rest}, *messages[k + 1 :]]
+    return "\n".join(texts), []
 
 
 def full_lines(text: str) -> int:
-    """Its lines that are not blank: to a tree the others are none."""
+    """Return the number of lines that are not blank: a tree ignores blank ones."""
     return sum(not _is_blank(line) for line in text.split("\n"))
 
 
 def _cut(text: str, lines: int) -> tuple[str, str]:
-    """What it says in so many lines, and in those that follow."""
+    """Return the text of the first so many full lines, and of those that follow."""
     split = text.split("\n")
     for k, line in enumerate(split):
         if not _is_blank(line):
@@ -89,21 +87,26 @@ def _is_blank(line: str) -> bool:
 
 
 def is_deleted(interaction: Interaction) -> bool:
-    """Whether its agent deleted it."""
+    """Return True if the agent deleted the answer."""
     return bool(interaction.request.get(RECORD, {}).get(DELETED))
 
 
 class ItemHistory:
-    """Resolves one request's references to items of the session's answers, each of which it may
-    name once: else a small request would be a conversation of gigabytes."""
+    """Resolves one request's references to items of the session's answers.
+
+    A request may name each item once: otherwise a small request could be a conversation of
+    gigabytes.
+    """
 
     def __init__(self, tree: InteractionTree | None) -> None:
         self._tree = tree
         self._named: set[str] = set()
 
     def __call__(self, id: str, where: str) -> dict[str, Any]:
-        """The item. NotFound, naming it; InvalidRequest where its texts were not kept, or for one
-        that was named before."""
+        """Return the item; NotFound.
+
+        InvalidRequest for an item whose texts were not kept, or that was named before.
+        """
         if id in self._named:
             raise InvalidRequest(
                 f"{where}: the item {id[:80]!a} is in the input twice; leave one out",
@@ -129,11 +132,11 @@ class ItemHistory:
 
 
 def require_texts(interaction: Interaction, param: str) -> None:
-    """InvalidRequest for an answer whose texts were not kept."""
+    """Raise InvalidRequest for an answer whose texts were not kept."""
     if lacks_texts(interaction):
         raise InvalidRequest(
-            "this run keeps no texts (sessions.store_content), so an answer cannot be gone on from "
-            "by its id: send the whole conversation as input",
+            "this run keeps no texts (sessions.store_content), so no answer can be continued by "
+            "its id: send the whole conversation as input",
             code="content_not_stored",
             param=param,
         )

@@ -1,6 +1,6 @@
-"""Input items to chat messages.
+"""Converts input items to chat messages.
 
-What one answer said comes as several items (reasoning, text, calls); they are one message again.
+The several items of one answer (reasoning, text, calls) become one message again.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from any_agent.completions.params.schema_check import shown
-from any_agent.completions.responses.reasoning import decoded
+from any_agent.completions.responses.output_items import decoded
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message
 
 ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_([0-9]{1,4})")
-"""An item of an answer of ours: the answer's hex, and the item's place."""
+"""The id of an item of an answer: the answer's hex, and the item's place."""
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _MEDIA = {"input_image", "input_file", "input_audio", "input_video", "image_url", "image", "file"}
 _KNOWN = "message, function_call, function_call_output, reasoning and item_reference"
 
 Resolve = Callable[[str, str], dict[str, Any]]
-"""From an item's id, and where it stands, to the item; raises InvalidRequest or NotFound."""
+"""Returns an item by its id; the second argument is for errors (InvalidRequest or NotFound)."""
 
 
 def messages_of(given: Any, resolve: Resolve) -> list[Message]:
-    """The messages of a request's ``input``.
+    """Return the messages of a request's ``input``.
 
-    Raises:
-        InvalidRequest: naming the item and the field that is wrong.
-        UnsupportedParameter: for kinds of items that no text-only policy can take.
+    InvalidRequest names the item and the field that is wrong; UnsupportedParameter is for kinds of
+    items that no text-only policy can take.
     """
     if isinstance(given, str):
         return [{"role": "user", "content": _text(given, "input")}]
@@ -39,7 +38,7 @@ def messages_of(given: Any, resolve: Resolve) -> list[Message]:
     turns = _Turns()
     for k, item in enumerate(given):
         _add(turns, item, f"input[{k}]", resolve)
-    return turns.whole()
+    return turns.finish()
 
 
 def _add(turns: _Turns, item: Any, where: str, resolve: Resolve) -> None:
@@ -79,7 +78,7 @@ def _add_message(turns: _Turns, item: dict[str, Any], where: str) -> None:
 
 
 def _content(content: Any, where: str) -> str:
-    """A text, or text parts, as one text."""
+    """Return a text, or text parts, as one text."""
     if isinstance(content, str):
         return _text(content, where)
     if not isinstance(content, list):
@@ -120,7 +119,7 @@ def _output(item: dict[str, Any], where: str) -> Message:
 
 
 def _reasoning(item: dict[str, Any], where: str) -> str:
-    """Its text; else what our own opaque text brings back; else its summary, if it has one."""
+    """Return an item's text; else the reasoning of our own opaque text; else its summary."""
     for field, kind in (("content", "reasoning_text"), ("summary", "summary_text")):
         if text := _reasoning_text(item.get(field), kind, f"{where}.{field}"):
             return text
@@ -146,19 +145,19 @@ def _reasoning_text(parts: Any, kind: str, where: str) -> str:
 
 
 class _Turns:
-    """Puts messages together; what the assistant said in a row may be one message or several."""
+    """Builds messages; consecutive items of the assistant may be one message or several."""
 
     def __init__(self) -> None:
         self._messages: list[Message] = []
         self._open: Message | None = None
-        """The assistant's message that more may belong to."""
+        """The assistant's message that later items may belong to."""
         self._texts: dict[str, list[str]] = {}
-        """Its texts by their field, in pieces: there may be thousands of them."""
+        """The open message's texts by field, in pieces, of which there may be thousands."""
         self._of: str | None = None
-        """The answer that it comes from, where its items say so."""
+        """The answer that the open message comes from, if the ids of its items show it."""
 
-    def whole(self) -> list[Message]:
-        """All messages, when nothing follows."""
+    def finish(self) -> list[Message]:
+        """Return all messages, when nothing follows."""
         self._end()
         return self._messages
 
@@ -183,14 +182,14 @@ class _Turns:
         return self._open is not None and "tool_calls" in self._open
 
     def _end(self) -> None:
-        """Nothing more belongs to the open message."""
+        """Complete the open message."""
         if self._open is not None:
             self._open.update({field: "".join(texts) for field, texts in self._texts.items()})
         self._open = None
         self._texts = {}
 
     def _message(self, item: dict[str, Any], *, new: bool) -> Message:
-        """The message that the item is a part of; ``new``: a new one, unless their ids tell."""
+        """Return the item's message: a new one if ``new``, unless the ids show otherwise."""
         id = item.get("id")
         match = ITEM_ID.fullmatch(id) if isinstance(id, str) else None
         of = match[1] if match else None
@@ -206,7 +205,7 @@ class _Turns:
 
 
 def require_few(items: Sequence[Any], longest: int) -> None:
-    """InvalidRequest for more items than a context has tokens: each is one at least."""
+    """Raise InvalidRequest for more items than a context has tokens: each is a token at least."""
     if len(items) > longest:
         raise InvalidRequest(
             f"input has {len(items)} items, and this model's context holds {longest} tokens; send "

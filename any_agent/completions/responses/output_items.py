@@ -1,11 +1,37 @@
-"""The output items of an answer of the Responses API."""
+"""The output items of an answer of the Responses API, whole and streamed.
+
+Reasoning may be repeated as an opaque text, for agents that keep no reasoning but send
+`encrypted_content` back. It hides nothing: the answer contains the reasoning, too.
+"""
 
 from __future__ import annotations
 
+import binascii
+from base64 import urlsafe_b64decode, urlsafe_b64encode
 from typing import Any
+
+import orjson
 
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
 from any_agent.types import Interaction
+
+_OURS = "aa1."
+
+
+def encoded(reasoning: str) -> str:
+    """Return the reasoning as an opaque text."""
+    return _OURS + urlsafe_b64encode(reasoning.encode()).decode()
+
+
+def decoded(text: str) -> str | None:
+    """Return the reasoning of an opaque text; None if :func:`encoded` did not make the text."""
+    if not text.startswith(_OURS):
+        return None
+    try:
+        return urlsafe_b64decode(text.removeprefix(_OURS)).decode()
+    except (binascii.Error, ValueError):
+        return None
+
 
 PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "output": "fco"}
 
@@ -15,45 +41,172 @@ def item_id(answer_id: str, kind: str, index: int) -> str:
     return f"{PREFIXES[kind]}_{answer_id.rpartition('_')[2]}_{index}"
 
 
-def output_parts(interaction: Interaction) -> list[OutputPart]:
-    """Return an answer's parts, at least one: an empty answer is an empty text to send back."""
-    return parts_of(interaction) or [OutputPart("content")]
-
-
 def items_of(interaction: Interaction) -> list[dict[str, Any]]:
-    """Return the items as plain data without log-probabilities."""
-    parts = output_parts(interaction)
-    cut = interaction.finish_reason in ("length", "abort")
+    """Return an answer's items as plain data without log-probabilities."""
     return [
-        item_of(
-            part,
-            item_id(interaction.id, part.kind, k),
-            "incomplete" if cut and k == len(parts) - 1 else "completed",
-        )
-        for k, part in enumerate(parts)
+        item_of(part, item_id(interaction.id, part.kind, k), status)
+        for k, (part, status) in enumerate(with_status(interaction))
     ]
 
 
-def item_of(part: OutputPart, id: str, status: str) -> dict[str, Any]:
-    if part.kind == "reasoning":
-        content = [{"type": "reasoning_text", "text": part.text}]
-        return {"id": id, "type": "reasoning", "summary": [], "content": content, "status": status}
-    if part.kind == "content":
-        text = {"type": "output_text", "text": part.text, "annotations": [], "logprobs": []}
-        return {
-            "id": id,
-            "type": "message",
-            "status": status,
-            "role": "assistant",
-            "content": [text],
-        }
-    assert part.call is not None
-    function = part.call["function"]
-    return {
-        "id": id,
-        "type": "function_call",
-        "status": status,
-        "call_id": part.call["id"],
-        "name": function["name"],
-        "arguments": function["arguments"],
-    }
+def with_status(interaction: Interaction) -> list[tuple[OutputPart, bytes]]:
+    """Return an answer's parts, at least one, each with its status.
+
+    An empty answer is an empty text to send back.
+    """
+    parts = parts_of(interaction) or [OutputPart("content")]
+    statuses = [b"completed"] * len(parts)
+    if interaction.finish_reason in ("length", "abort"):
+        statuses[-1] = b"incomplete"
+    return list(zip(parts, statuses, strict=True))
+
+
+def item_of(part: OutputPart, id: str, status: bytes = b"completed") -> dict[str, Any]:
+    item: dict[str, Any] = orjson.loads(part_bytes(part, id, status))
+    return item
+
+
+_DELTAS = {
+    "content": b"response.output_text.delta",
+    "reasoning": b"response.reasoning_text.delta",
+    "call": b"response.function_call_arguments.delta",
+}
+
+
+class EventFactory:
+    """Numbers and encodes the server-sent events of one Responses stream."""
+
+    def __init__(self) -> None:
+        self._number = -1
+
+    def event(self, kind: bytes, fields: bytes) -> bytes:
+        """Return an event; ``fields``: the JSON between type and number, without braces."""
+        self._number += 1
+        head = b'event: %b\ndata: {"type":"%b",%b' % (kind, kind, fields)
+        return b'%b,"sequence_number":%d}\n\n' % (head, self._number)
+
+    def delta(self, before: bytes, text: str) -> bytes:
+        """Return the event of a text's next step; ``before``: the constant part of the event."""
+        self._number += 1
+        return b'%b%b,"sequence_number":%d}\n\n' % (before, orjson.dumps(text), self._number)
+
+
+def _delta_head(kind: bytes, where: bytes, more: bytes = b"") -> bytes:
+    """Return a delta event up to its text."""
+    return b'event: %b\ndata: {"type":"%b",%b%b,"delta":' % (kind, kind, where, more)
+
+
+class ItemStream:
+    """Encodes one item, of the kind reasoning, content or call."""
+
+    def __init__(
+        self, events: EventFactory, kind: str, id: str, index: int, call: dict[str, Any] | None
+    ) -> None:
+        self.kind = kind
+        self._events = events
+        self._id = id
+        self._index = index
+        self._call = call
+        self._texts: list[str] = []
+        self._where = b'"item_id":"%b","output_index":%d' % (id.encode(), index)
+        if kind != "call":
+            self._where += b',"content_index":0'
+        more = b',"logprobs":[]' if kind == "content" else b""
+        self._delta = _delta_head(_DELTAS[kind], self._where, more)
+
+    def begin(self) -> bytes:
+        """Return the events that add the item and, for a text, its one part."""
+        event = self._events.event
+        item = b'"output_index":%d,"item":%b' % (self._index, self._item(b"in_progress", None))
+        added = event(b"response.output_item.added", item)
+        if self.kind == "call":
+            return added
+        part = _text_part("", b"[]") if self.kind == "content" else _reasoning_part("")
+        return added + event(b"response.content_part.added", b'%b,"part":%b' % (self._where, part))
+
+    def more(self, text: str, logprobs: bytes | None = None) -> bytes:
+        self._texts.append(text)
+        before = self._delta
+        if logprobs is not None:
+            before = _delta_head(_DELTAS[self.kind], self._where, b',"logprobs":' + logprobs)
+        return self._events.delta(before, text)
+
+    def end(self, status: bytes, logprobs: bytes, encrypts: bool) -> tuple[bytes, bytes]:
+        """Return the events that end the item, and the item."""
+        event, where = self._events.event, self._where
+        text = "".join(self._texts)
+        encoded_text = orjson.dumps(text)
+        item = self._item(status, text, logprobs, encrypts)
+        if self.kind == "call":
+            assert self._call is not None
+            name = orjson.dumps(self._call["function"]["name"])
+            done = event(
+                b"response.function_call_arguments.done",
+                b'%b,"name":%b,"arguments":%b' % (where, name, encoded_text),
+            )
+        else:
+            kind, more, part = b"response.reasoning_text.done", b"", _reasoning_part(text)
+            if self.kind == "content":
+                kind, more = b"response.output_text.done", b',"logprobs":' + logprobs
+                part = _text_part(text, logprobs)
+            done = event(kind, b'%b%b,"text":%b' % (where, more, encoded_text))
+            done += event(b"response.content_part.done", b'%b,"part":%b' % (where, part))
+        fields = b'"output_index":%d,"item":%b' % (self._index, item)
+        return done + event(b"response.output_item.done", fields), item
+
+    def _item(self, status: bytes, text: str | None, *more: Any) -> bytes:
+        return item_bytes(self.kind, self._id, text, self._call, status, *more)
+
+
+def part_bytes(
+    part: OutputPart, id: str, status: bytes, logprobs: bytes = b"[]", encrypts: bool = False
+) -> bytes:
+    """Return the JSON of a part's item."""
+    text = part.text if part.call is None else part.call["function"]["arguments"]
+    return item_bytes(part.kind, id, text, part.call, status, logprobs, encrypts)
+
+
+def item_bytes(
+    kind: str,
+    id: str,
+    text: str | None,
+    call: dict[str, Any] | None,
+    status: bytes,
+    logprobs: bytes = b"[]",
+    encrypts: bool = False,
+) -> bytes:
+    """Return an item's JSON; ``text`` is None while the item has none yet."""
+    if kind == "content":
+        part = b"" if text is None else _text_part(text, logprobs)
+        return b'{"id":"%b","type":"message","status":"%b","role":"assistant","content":[%b]}' % (
+            id.encode(),
+            status,
+            part,
+        )
+    if kind == "reasoning":
+        part = b"" if text is None else _reasoning_part(text)
+        hidden = b',"encrypted_content":"%b"' % encoded(text).encode() if encrypts and text else b""
+        return b'{"id":"%b","type":"reasoning","summary":[],"content":[%b]%b,"status":"%b"}' % (
+            id.encode(),
+            part,
+            hidden,
+            status,
+        )
+    assert call is not None
+    return b'{"id":"%b","type":"function_call","status":"%b",%b,"arguments":%b}' % (
+        id.encode(),
+        status,
+        orjson.dumps({"call_id": call["id"], "name": call["function"]["name"]})[1:-1],
+        orjson.dumps(text or ""),
+    )
+
+
+def _text_part(text: str, logprobs: bytes) -> bytes:
+    return b'{"type":"output_text","text":%b,"annotations":[],"logprobs":%b}' % (
+        orjson.dumps(text),
+        logprobs,
+    )
+
+
+def _reasoning_part(text: str) -> bytes:
+    return b'{"type":"reasoning_text","text":%b}' % orjson.dumps(text)

@@ -1,20 +1,24 @@
-"""Checks a `/v1/responses` body by the table of parameters."""
+"""Checks a `/v1/responses` body by the table of parameters.
+
+Tools are flat there; the call has them in the form of chat.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
-from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
-from any_agent.completions.params.parse import sort_parameters, untrainable_by
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, MAX_TOOLS
+from any_agent.completions.params.parse import sort_parameters
 from any_agent.completions.params.sampling import sampling_of
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
-from any_agent.completions.params.template_kwargs import template_kwargs_of
+from any_agent.completions.params.tools import tools_of
+from any_agent.completions.params.unknown_fields import template_kwargs_of
 from any_agent.completions.responses.history import (
     ID_PREFIX,
     ItemHistory,
@@ -22,10 +26,9 @@ from any_agent.completions.responses.history import (
     messages_before,
 )
 from any_agent.completions.responses.input_items import messages_of, require_few
-from any_agent.completions.responses.tools import chat_tools_of, flat, require_names
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
-from any_agent.types import GenerationHyperparameters, Message, SessionMode
+from any_agent.types import Message, Tool
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
@@ -69,21 +72,18 @@ class ResponsesCall:
 
 def parse_responses(
     body: Any,
-    *,
-    mode: SessionMode,
-    sampling: GenerationHyperparameters,
-    model: str,
+    settings: ParseSettings,
     tree: InteractionTree | None = None,
+    *,
     context_length: int = 1 << 31,
-    known_settings: Set[str] = frozenset(),
-    unknown: UnknownParameters = "record",
 ) -> ResponsesCall:
-    """Check a `/responses` body; sampling as in :func:`any_agent.completions.parse_chat`.
+    """Check a `/responses` body.
 
     ``tree``: the session's, in which earlier answers are looked up. Raises InvalidRequest,
     UnsupportedParameter or NotFound, naming the parameter.
     """
-    body, recorded, rest = sort_parameters(body, TABLE["responses"], known_settings, unknown)
+    known, unknown = settings.known_settings, settings.unknown
+    body, recorded, rest = sort_parameters(body, TABLE["responses"], known, unknown)
     include = _include(body.get("include"))
     tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
@@ -92,27 +92,27 @@ def parse_responses(
     _check_stream_options(body.get("stream_options"))
     messages, before = _messages(body, tree, context_length)
     logprobs = _LOGPROBS in include
+    mode, run = settings.mode, settings.sampling
     gconfig, overrides = sampling_of(
-        body, mode=mode, run=sampling, tokens=sampling.max_new_tokens, grammar=grammar
+        body, mode=mode, run=run, tokens=run.max_new_tokens, grammar=grammar
     )
     repeated = _repeated(
         body, text=text, reasoning=reasoning, tools=flat(tools), tool_choice=choice
     )
-    known = set(recorded)
+    elsewhere = set(recorded)
     if flat(shown_tools) == repeated.get("tools", []):
-        known.add("tools")
-    kept = {name: value for name, value in repeated.items() if name not in known}
+        elsewhere.add("tools")
+    kept = {name: value for name, value in repeated.items() if name not in elsewhere}
     if kept.get("instructions"):
         # The instructions are recorded as the first messages' lines, so their number is enough.
         kept["instructions"] = full_lines(kept["instructions"])
-    template_kwargs = template_kwargs_of(body, rest, known_settings, unknown)
+    template_kwargs = template_kwargs_of(body, rest, known, unknown)
     chat = ChatCall(
-        model=body.get("model") or model,
+        model=body.get("model") or settings.model,
         messages=messages,
         tools=shown_tools,
         gconfig=gconfig,
         stream=bool(body.get("stream")),
-        include_usage=False,
         logprobs=logprobs,
         overrides=overrides,
         recorded=recorded
@@ -125,7 +125,6 @@ def parse_responses(
         forced_call=forced,
         parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by if grammar is not None else None,
-        untrainable=untrainable_by(gconfig, forced),
         id_prefix=ID_PREFIX,
         prompt_parameter="input",
         goes_on_from=before,
@@ -198,9 +197,9 @@ def _grammar(wanted: Mapping[str, Any]) -> str | None:
         case "json_schema":
             require_names(wanted, name, ("type", "name", "schema", "strict", "description"))
             check(wanted.get("name"), _FORMAT_NAME, f"{name}.name")
-            for field, kind in (("strict", "boolean"), ("description", "string")):
-                if wanted.get(field) is not None:
-                    check(wanted[field], {"type": kind}, f"{name}.{field}")
+            for part, kind in (("strict", "boolean"), ("description", "string")):
+                if wanted.get(part) is not None:
+                    check(wanted[part], {"type": kind}, f"{name}.{part}")
             json_text(wanted.get("description"), f"{name}.description", longest=MAX_NOTE_BYTES)
             return schema_grammar(wanted.get("schema"), name)
         case str(kind):
@@ -249,3 +248,129 @@ def _repeated(body: Mapping[str, Any], **checked: Any) -> dict[str, Any]:
     given = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
     given |= {name: value for name, value in checked.items() if value is not None}
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
+
+
+_FIELDS: dict[str, tuple[type, str]] = {
+    "description": (str, "a string"),
+    "parameters": (dict, "an object"),
+    "strict": (bool, "true or false"),
+}
+
+
+def chat_tools_of(
+    body: Mapping[str, Any],
+) -> tuple[list[Tool], list[Tool] | None, str | None, Any]:
+    """Return all tools in a chat call's form, those to render, the one that must be called, and
+    the choice of them as an answer repeats it."""
+    tools = body.get("tools")
+    if tools is not None and not isinstance(tools, list):
+        raise InvalidRequest("tools must be a list", param="tools")
+    if len(tools or ()) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"there are {len(tools or ())} tools, and there may be {MAX_TOOLS}: leave some out",
+            param="tools",
+        )
+    chat = [_nested(tool, f"tools[{k}]") for k, tool in enumerate(tools or ())]
+    choice = _choice(body.get("tool_choice"))
+    shown_tools, forced = tools_of({"tools": chat, "tool_choice": choice})
+    return chat, shown_tools, forced, _flat_choice(choice)
+
+
+def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
+    """Return tools as an answer repeats them."""
+    functions = [tool["function"] for tool in tools or ()]
+    return [
+        {"type": "function", "name": f["name"], **{part: f.get(part) for part in _FIELDS}}
+        for f in functions
+    ]
+
+
+def require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
+    """Raise UnsupportedParameter for a field with another name."""
+    for name in given:
+        if name not in known:
+            where = f"{at}.{shown(str(name))[1:-1]}"
+            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
+
+
+def _nested(tool: Any, where: str) -> Tool:
+    if not isinstance(tool, dict):
+        raise InvalidRequest(f"{where} must be an object", param="tools")
+    kind = tool.get("type")
+    if kind != "function":
+        if not isinstance(kind, str):
+            raise InvalidRequest(f'{where} must have the type "function"', param="tools")
+        raise UnsupportedParameter(
+            f"{where} is {shown(kind)}: only functions are supported; give the model a function "
+            "that does the same",
+            param="tools",
+        )
+    if tool.get("defer_loading"):
+        raise UnsupportedParameter(
+            f"{where}.defer_loading is not supported: the prompt shows every tool",
+            param="tools",
+        )
+    name = tool.get("name")
+    if not isinstance(name, str):
+        raise InvalidRequest(
+            f'{where} must be {{"type": "function", "name": ..., "parameters": ...}}', param="tools"
+        )
+    given = {part: tool[part] for part in _FIELDS if tool.get(part) is not None}
+    for part, value in given.items():
+        wanted, what = _FIELDS[part]
+        if not isinstance(value, wanted):
+            raise InvalidRequest(f"{where}.{part} must be {what}", param="tools")
+    return {"type": "function", "function": {"name": name, **given}}
+
+
+def _choice(choice: Any) -> Any:
+    """Return the choice in a chat call's form; unknown kinds are refused here or there."""
+    if not isinstance(choice, dict):
+        return choice
+    match choice:
+        case {"type": "function", "name": str(name)}:
+            require_names(choice, "tool_choice", ("type", "name"))
+            return {"type": "function", "function": {"name": name}}
+        case {"type": "allowed_tools"}:
+            require_names(choice, "tool_choice", ("type", "mode", "tools"))
+            tools = choice.get("tools")
+            entries = _entries(tools) if isinstance(tools, list) else tools
+            allowed = {"mode": choice.get("mode"), "tools": entries}
+            return {"type": "allowed_tools", "allowed_tools": allowed}
+        case {"type": "function"}:
+            raise InvalidRequest(
+                'tool_choice must be {"type": "function", "name": ...}', param="tool_choice"
+            )
+        case {"type": str(kind)}:
+            raise UnsupportedParameter(
+                f"tool_choice: {shown(kind)} is not supported; use functions", param="tool_choice"
+            )
+    raise InvalidRequest("tool_choice must have a type", param="tool_choice")
+
+
+def _entries(tools: list[Any]) -> list[Any]:
+    if len(tools) > MAX_TOOLS:
+        raise InvalidRequest(
+            f"tool_choice.tools has {len(tools)} entries, and may have {MAX_TOOLS}: leave some out",
+            param="tool_choice",
+        )
+    return [_entry(each, f"tool_choice.tools[{k}]") for k, each in enumerate(tools)]
+
+
+def _entry(entry: Any, where: str) -> Any:
+    match entry:
+        case {"type": "function", "name": str(name)}:
+            require_names(entry, where, ("type", "name"))
+            return {"type": "function", "function": {"name": name}}
+    return None
+
+
+def _flat_choice(choice: Any) -> Any:
+    """Return a checked choice in the flat form."""
+    match choice:
+        case {"type": "function", "function": function}:
+            return {"type": "function", **function}
+        case {"type": "allowed_tools", "allowed_tools": allowed}:
+            tools = [{"type": "function", **each["function"]} for each in allowed["tools"]]
+            return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
+    return choice

@@ -1,9 +1,9 @@
-"""Completes FastAPI's description of the routes: `/openapi.json`.
+"""Completes `/openapi.json`, FastAPI's description of the routes.
 
-Added are every error that a route can answer (behind the router, too), keys, headers, field
-comments and examples. `description.json` holds what is particular to a route or a schema; the rest
-follows from who may use the route (`proxy_ext.web.permissions`), from its method and its
-dependencies, and from the registered APIs (`any_agent.completions.apis`).
+This module adds every error of a route (behind the router, too), keys, headers, field comments and
+examples. `description.json` has the parts that only one route or schema has; the rest follows from
+the callers of a route (`proxy_ext.web.permissions`), from its method and its dependencies, and from
+the registered APIs (`any_agent.completions.apis`).
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ from any_agent.auth.access import Scope
 from any_agent.completions.apis import Api, all_apis, error_format
 from any_agent.completions.params.table import request_schema
 from any_agent.protocol import rl as protocol
-from proxy_ext.api.rl import areal, areal_export
-from proxy_ext.api.rl.dependencies import receipt_of
+from proxy_ext.api.rl import areal
+from proxy_ext.api.rl.strict_body import receipt_of
 from proxy_ext.web.permissions import RULES
 
 _RETRY_LATER = (429, 503, 507)
@@ -113,7 +113,7 @@ def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
     for name, rule in texts["rules"].items():
         schemas[name] |= rule
     _close_maps(schemas)
-    for module in (protocol, areal, areal_export):
+    for module in (protocol, areal):
         _add_comments(schemas, inspect.getsource(module))
 
 

@@ -1,4 +1,4 @@
-"""The `/rl` routes of agents: open a session, reward it, end it, look at it."""
+"""The `/rl` routes of agents: open, reward, end and read sessions."""
 
 from __future__ import annotations
 
@@ -25,14 +25,13 @@ from any_agent.protocol.rl import (
     StartSession,
     Veto,
 )
-from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
-from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.sessions.content import content_of
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.web.exchange import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
-# Everything in these bodies has a default, so none is needed.
+# Every field of these bodies has a default, so a request may have no body.
 Start = Annotated[StartSession, Body(default_factory=StartSession)]
 End = Annotated[Finalize, Body(default_factory=Finalize)]
 Stop = Annotated[Abort, Body(default_factory=Abort)]
@@ -43,7 +42,7 @@ Refuse = Annotated[Veto, Body(default_factory=Veto)]
 async def start_session(
     body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """Open a session; its key goes where the OpenAI key goes."""
+    """Open a session; its key takes the place of the OpenAI key."""
     opening = service.opening.open(body, caller, receipt.keep)
     return receipt.response(await while_present(request, opening))
 
@@ -52,7 +51,7 @@ async def start_session(
 async def start_session_by_query(
     request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
 ) -> SessionStarted:
-    """As POST, for people who type URLs; a key has no place in one."""
+    """Open a session as POST does, for people who type URLs; a URL cannot carry a key."""
     return await while_present(request, service.opening.open(query, caller))
 
 
@@ -60,7 +59,7 @@ async def start_session_by_query(
 async def set_reward(
     body: SetReward, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """Reward a completion (by default the last one), or the whole session; also once more."""
+    """Reward a completion (by default the last one), or the whole session; it may be repeated."""
     session = await service.auth.session(request, body.session_id)
     by, keep = caller.name, receipt.keep
     if body.reward is None:
@@ -79,9 +78,9 @@ async def set_reward(
 async def finalize(
     body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """End a session; its trajectory is handed to training, at once or when its reward is there.
+    """End a session; training gets its trajectory at once, or when its reward is given.
 
-    Once more, with the same final reward or none, it is answered as it is now.
+    A repeated request, with the same final reward or none, gets the session's present state.
     """
     session = await service.auth.session(request, body.session_id)
     final, by, keep = parts_of(body.final_reward), caller.name, shaped(receipt.keep, _finalized)
@@ -99,13 +98,13 @@ def _finalized(info: BaseModel) -> SessionFinalized:
 
 @router.get("/sessions/{session_id}")
 async def get_session(session_id: str, request: Request, service: Anyone) -> SessionDetails:
-    """What is recorded of a session: the caller's own, or any for the operator."""
+    """Return the record of a session: the caller's own, or any for the operator."""
     return await service.rewards.history(await service.auth.session(request, session_id))
 
 
 @router.get("/sessions/{session_id}/content", response_model=SessionContent)
 async def get_content(session_id: str, request: Request, service: Anyone) -> Response:
-    """What was said in a session, as graders are given it."""
+    """Return a session's messages as graders get them."""
     session = await service.auth.session(request, session_id)
     return Response(await content_of(service.sessions, session), media_type="application/json")
 
@@ -123,7 +122,7 @@ async def heartbeat(session_id: str, request: Request, service: Anyone, receipt:
 async def abort(
     session_id: str, body: Stop, request: Request, service: Anyone, receipt: Once
 ) -> Response:
-    """Throw a session away; its calls under way are aborted."""
+    """Discard a session, and abort its calls under way."""
     session = await service.auth.session(request, session_id)
     ending = service.endings.abort(
         session, body.reason, keep_place=body.keep_place, keep=receipt.keep
@@ -142,13 +141,13 @@ async def veto(
 
 @router.delete("/sessions/{session_id}", response_model=SessionInfo)
 async def delete(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
-    """Erase a session's texts, tokens and metadata; end it first if it is not over."""
+    """Erase a session's texts, tokens and metadata; end the session first if it is open."""
     session = await service.auth.session(request, session_id)
     return receipt.response(await service.endings.delete(session, keep=receipt.keep))
 
 
 @router.get("/run")
 async def run_info(request: Request, service: Anyone) -> RunInfo:
-    """What is trained here, and which checkpoint to load."""
+    """Return the run's state, its model and its newest checkpoint."""
     await service.auth.session_or_none(request, request.query_params.get("session_id"))
     return service.run.info

@@ -1,15 +1,19 @@
 """The routes that AReaL's documents name, with their bodies and answers, over our sessions.
 
-A client written for AReaL needs another URL and nothing else. What differs in meaning is in
-docs/reference/from-areal.md.
+A client written for AReaL needs only another URL. docs/reference/from-areal.md lists the
+differences in meaning. Trajectories are tensors in base64, with their messages.
 """
 
 from __future__ import annotations
 
 import asyncio
+import base64
 import time
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
+import numpy as np
+import numpy.typing as npt
+import orjson
 from fastapi import APIRouter, Body
 from pydantic import BaseModel, ConfigDict, Field
 from pydantic.types import StringConstraints
@@ -19,11 +23,16 @@ from starlette.responses import Response
 from any_agent.auth.access import Caller, Scope
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
 from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
-from any_agent.types import SessionMode, SessionState
+from any_agent.record import (
+    InteractionTree,
+    InteractionWithTokenLogpReward,
+    chat_completion_of,
+    propagate_rewards,
+)
+from any_agent.record.content_removal import lacks_texts
+from any_agent.types import SessionMode, SessionState, Trajectory
 from proxy_ext.admission.open_session import DeterministicPlace
-from proxy_ext.api.rl.areal_export import ArealTrajectories, exported
-from proxy_ext.api.rl.dependencies import Anyone, Once, Who, shaped
-from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.rows import EXPORT_OWNER
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
@@ -38,16 +47,16 @@ from proxy_ext.web.exchange import while_present
 router = APIRouter(route_class=StrictRoute)
 
 _REFRESH_WAIT = 115.0
-"""Seconds that the next session of a key may wait for a slot; AReaL's clients give up after 130."""
+"""Longest wait in seconds of a key's next session for a slot; AReaL's clients stop after 130."""
 _SLICE = 2.0
-"""Seconds of one wait for a slot that the trainer admits, before grants are looked at again."""
+"""Seconds of one wait for a slot that the trainer admits, before grants are checked again."""
 _EXPORT_WAIT = 240.0
-"""Seconds that an export waits for its session to end; aiohttp's clients give up after 300."""
+"""Longest wait in seconds of an export for its session's end; aiohttp's clients stop after 300."""
 _EMPTY = "ended without a model call"
 
 _TASK = "^[A-Za-z0-9][A-Za-z0-9._-]{0,47}$"
 Task = Annotated[str, StringConstraints(pattern=_TASK)]
-"""Shorter than other names: the session's id is made of it."""
+"""A task's name; it is shorter than other names because the session's id contains it."""
 
 
 class _ArealBody(BaseModel):
@@ -56,20 +65,20 @@ class _ArealBody(BaseModel):
 
 class ArealGrant(_ArealBody):
     task_id: Task | None = None
-    """Whose session it is for: behind a router the slot is where that task's sessions are."""
+    """The task of the session: behind a router the slot is at the rank of the task's sessions."""
     change: Literal[-1, 1] = 1
-    """-1 takes one back that is not used yet. So a router brings it to where it is needed."""
+    """-1 takes back a grant that is not used yet, so that a router can move it to another rank."""
     of: Literal["run", "others"] | None = None
-    """Whose: the run's own trainer's, or everybody else's; None: the caller's."""
+    """The owner: `run` for the run's own trainer, `others` for all others; None: the caller."""
 
 
 class ArealStart(_ArealBody):
     task_id: Task | None = None
-    """None: it is in no group, and its id begins with `task`."""
+    """None: the session is in no group, and its id begins with `task`."""
     api_key: str | None = None
-    """An earlier session's key: that session is ended, and the next one opens under the key."""
+    """An earlier session's key: that session ends, and the next one opens with the key."""
     grant_only: bool = False
-    """Take a slot of `/grant_capacity` or none."""
+    """Use only a slot of `/grant_capacity`."""
 
 
 class ArealStarted(BaseModel):
@@ -81,7 +90,7 @@ class ArealReward(_ArealBody):
     session_id: str | None = None
     reward: float = Field(ge=-1e6, le=1e6)
     interaction_id: str | None = None
-    """None: the last one."""
+    """None: the last interaction."""
 
 
 class ArealDone(BaseModel):
@@ -101,12 +110,53 @@ class ArealExport(_ArealBody):
     discount: float = Field(1.0, ge=0, le=1)
     style: Literal["individual", "concat"] = "individual"
     drop_retry_orphans: bool = False
-    """Has no effect: what a retry left behind is never trained on here."""
+    """Has no effect: answers that a retry replaced are never trained on here."""
 
 
 class ArealHealth(BaseModel):
     status: Literal["ok"] = "ok"
     workers: int
+
+
+class ArealTensor(BaseModel):
+    type: Literal["tensor"]
+    data: str
+    """Base64 of the values, little-endian, row by row."""
+    shape: list[int]
+    """[1, tokens]; for `rewards` [1]."""
+    dtype: str
+    """`torch.int32`, `torch.float32` or `torch.bool`."""
+
+
+class ArealModelResponse(BaseModel):
+    """The engine's input and output, with a log-probability and a version per output token."""
+
+    input_tokens: list[int]
+    output_tokens: list[int]
+    output_logprobs: list[float]
+    output_versions: list[int]
+    stop_reason: Literal["stop", "length", "abort"]
+
+
+class ArealInteraction(BaseModel):
+    tensor_dict: dict[str, ArealTensor]
+    """`input_ids`, `loss_mask`, `logprobs`, `versions`, `attention_mask`, `rewards`."""
+    reward: float
+    """The reward, with the discounted rewards of later turns."""
+    interaction_id: str
+    parent_id: str | None
+    """The interaction that this one continues."""
+    messages: list[dict[str, Any]]
+    """The request's messages; empty where the run keeps no texts (`sessions.store_content`)."""
+    output_message_list: list[dict[str, Any]] | None
+    """The answer, as a list of one message; null without texts."""
+    completion: dict[str, Any] | None
+    """The answer of any API as OpenAI's ChatCompletion; null without texts."""
+    model_response: ArealModelResponse
+
+
+class ArealTrajectories(BaseModel):
+    interactions: dict[str, ArealInteraction]
 
 
 End = Annotated[ArealEnd, Body(default_factory=ArealEnd)]
@@ -116,16 +166,16 @@ Grant = Annotated[ArealGrant, Body(default_factory=ArealGrant)]
 
 @router.get("/health")
 async def health(service: Anyone) -> ArealHealth:
-    """The process lives; behind the router, how many ranks serve."""
+    """Report that the process lives; behind the router, the number of ranks that serve."""
     return ArealHealth(workers=1)
 
 
 @router.post("/grant_capacity", response_model=GrantedSlot)
 async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
-    """One more train session may be opened by `/rl/start_session`, without a group.
+    """Allow `/rl/start_session` to open one more train session, without a group.
 
-    What the run's own trainer grants, it alone can take. Conflict (`no_grant`) where there is none
-    to take back.
+    Only the run's own trainer can use its grants. Conflict (`no_grant`) if there is none to take
+    back.
     """
     sessions = service.sessions
     grants = sessions.grants_of(caller)
@@ -140,7 +190,7 @@ async def start_session(
 ) -> Response:
     """Open a session on a granted slot, else on one that the trainer admits, in its task's group.
 
-    With the key of an earlier session: end that one first.
+    The key of an earlier session ends that session first.
     """
     keep = shaped(receipt.keep, _started)
     only = body.grant_only or GRANT_ONLY_HEADER in request.headers
@@ -152,8 +202,8 @@ async def _start(
     service: RankService, body: ArealStart, caller: Caller, keep: KeepAnswer, *, grant_only: bool
 ) -> SessionStarted:
     if grant_only and not service.sessions.grants_of(caller).left:
-        # Before anything is ended for it.
-        raise TooManyRequests("no slot is granted here", retry_after=2)
+        # Refused before an earlier session is ended for it.
+        raise TooManyRequests("no slot is granted on this rank; try again", retry_after=2)
     ended = False
     if body.api_key is not None:
         # Shielded: a client that leaves now must not leave the journal ahead of the memory.
@@ -169,16 +219,16 @@ async def _start(
         try:
             return await service.opening.open(start, caller, keep, numbered=numbered)
         except (TooManyRequests, RunFinished) as error:
-            # Without a training there are slots only where somebody grants them.
+            # Without a training only grants give slots.
             hopeless = isinstance(error, RunFinished) and not service.sessions.grants.granted
             if hopeless or not wait or grant_only:
                 raise
-        # What is refused at once, as for a quota, has not waited.
+        # An open that is refused at once, as for a quota, has not waited.
         await asyncio.sleep(began + wait - time.monotonic())
 
 
 async def _end_earlier(service: RankService, api_key: str, caller: Caller) -> bool:
-    """End the key's session if it is open, and the caller's; whatever else is said by the open."""
+    """End the key's session if it is open and the caller's; the open itself refuses other keys."""
     lane = service.auth.access.signer.verify(api_key)
     session = await service.sessions.by_lane(lane.id) if lane is not None else None
     if session is None or session.state is not SessionState.OPEN:
@@ -210,7 +260,7 @@ async def set_reward(
 async def end_session(
     body: End, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
-    """End a session; its trajectory is handed to training. A second time it says the same."""
+    """End a session; training gets its trajectory. A repeated end has the same answer."""
     session = await service.auth.session(request, body.session_id)
     over = await _over(service, session)
     if over is None:
@@ -221,7 +271,7 @@ async def end_session(
 
 
 async def _over(service: RankService, session: RecordedSession) -> ArealEnded | None:
-    """What its first end was answered, if it has ended so."""
+    """Return the answer of the session's first end, if it was ended by this route."""
     if session.state in (SessionState.OPEN, SessionState.AWAITING_REWARD, SessionState.EXPIRED):
         return None
     if session.state is SessionState.ABORTED and session.row.reason != _EMPTY:
@@ -233,7 +283,7 @@ async def _over(service: RankService, session: RecordedSession) -> ArealEnded | 
 async def _end(
     service: RankService, session: RecordedSession, caller: Caller, keep: KeepAnswer
 ) -> ArealEnded:
-    """Finalize it; one without a model call is aborted, as there is nothing to train on."""
+    """Finalize a session; abort one without a model call, which has nothing to train on."""
     kept = shaped(keep, _ended)
     await service.sessions.load(session)
     if session.state is SessionState.OPEN and not len(session.tree) and not session.calls:
@@ -250,9 +300,9 @@ def _ended(info: BaseModel) -> ArealEnded:
 
 @router.post("/export_trajectories", response_model=ArealTrajectories)
 async def export_trajectories(body: ArealExport, request: Request, service: Anyone) -> Response:
-    """One session's interactions as tensors, once it has ended; it is trained on by the caller.
+    """Return a session's interactions as tensors, once it has ended, for the caller to train on.
 
-    An eval session's, too, as often as they are asked for: nobody trains on it.
+    An eval session may be exported any number of times, because it is not trained on.
     """
     request.scope[SESSIONS_SCOPE_KEY] = [body.session_id]
     session = await service.sessions.by_id(body.session_id)
@@ -266,7 +316,7 @@ async def _export(service: RankService, session: RecordedSession, body: ArealExp
         return await exported([], body.discount, body.style)
     again = row.state is SessionState.TRAINED and row.owner == EXPORT_OWNER
     if (again or row.state is SessionState.EVALUATED) and row.content == "stored":
-        # Its first answer may have been lost.
+        # The first response may have been lost.
         await service.sessions.load(session)
         return await exported([trajectory(session)], body.discount, body.style)
     trajectories = await service.leases.lease_sessions([session.id], EXPORT_OWNER)
@@ -280,7 +330,7 @@ async def _export(service: RankService, session: RecordedSession, body: ArealExp
 
 
 async def _until_ended(service: RankService, session: RecordedSession) -> None:
-    """Wait, for so long as clients do. What does not end then, the lease refuses with its state.
+    """Wait for the session's end as long as clients do; after that the lease refuses it.
 
     Draining if the rank stops meanwhile.
     """
@@ -295,3 +345,49 @@ async def _until_ended(service: RankService, session: RecordedSession) -> None:
         pass
     if session.state in going_on and service.calls.draining:
         raise draining()
+
+
+async def exported(trajectories: list[Trajectory], discount: float, style: str) -> Response:
+    """Return the trajectories; Unprocessable if ``style`` is concat and a path not token-exact."""
+    interactions: dict[str, Any] = {}
+    for t in trajectories:
+        rewards = propagate_rewards(t.interactions, discount=discount, final_reward=t.final_reward)
+        tree = InteractionTree.from_interactions(t.interactions)
+        found = InteractionWithTokenLogpReward.of_tree(tree, rewards, style)
+        interactions |= {id: _exported(one, tree) for id, one in found.items()}
+    # Each interaction has its whole prompt, so long sessions take a while.
+    content = await asyncio.to_thread(orjson.dumps, {"interactions": interactions})
+    return Response(content, media_type="application/json")
+
+
+def _exported(one: InteractionWithTokenLogpReward, tree: InteractionTree) -> dict[str, Any]:
+    node, response = tree[one.interaction_id], one.model_response
+    assert response is not None
+    has_texts = not any(map(lacks_texts, tree.path(node.id)))
+    return {
+        "tensor_dict": {name: _tensor(values) for name, values in one.row.items()},
+        "reward": float(one.row["rewards"]),
+        "interaction_id": node.id,
+        "parent_id": node.parent_id,
+        "messages": one.messages if has_texts else [],
+        "output_message_list": one.output_message_list if has_texts else None,
+        "completion": chat_completion_of(node, len(response.input_tokens)) if has_texts else None,
+        "model_response": {
+            "input_tokens": response.input_tokens,
+            "output_tokens": response.output_tokens,
+            "output_logprobs": response.output_logprobs,
+            "output_versions": response.output_versions,
+            "stop_reason": response.stop_reason,
+        },
+    }
+
+
+def _tensor(values: npt.NDArray[Any]) -> dict[str, Any]:
+    """Return one row as a batch of one."""
+    little = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
+    return {
+        "type": "tensor",
+        "data": base64.b64encode(little.tobytes()).decode(),
+        "shape": [1, *values.shape],
+        "dtype": f"torch.{values.dtype.name}",
+    }

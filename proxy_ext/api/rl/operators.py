@@ -1,4 +1,4 @@
-"""The `/rl` routes of operators: what there is, and its export as tensors."""
+"""The `/rl` routes of operators: the list of sessions, and their export as tensors."""
 
 from __future__ import annotations
 
@@ -20,8 +20,7 @@ from any_agent.protocol.rl import (
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
 from any_agent.types import SessionState, Trajectory
-from proxy_ext.api.rl.dependencies import Anyone, Who
-from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.api.rl.strict_body import Anyone, StrictRoute, Who
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal import NumberedRow, SessionFilter
 from proxy_ext.journal.rows import EXPORT_OWNER
@@ -35,10 +34,10 @@ router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
 async def list_sessions(
     service: Anyone, caller: Who, query: Annotated[ListSessions, Query()]
 ) -> Response:
-    """Sessions, ended ones too, newest first; for a tenant's key its own.
+    """List sessions, open and ended, the newest first; a tenant's key lists the tenant's own.
 
-    While there are more, the header `x-any-agent-after` says what to pass as `after` for the next
-    page; a page may be short, or empty, and not be the last one.
+    While there are more, the header `x-any-agent-after` has the `after` of the next page; a page
+    may be short, or empty, without being the last one.
     """
     if caller.tenant is not None and query.tenant not in (None, caller.tenant):
         raise Forbidden(f"this key shows the sessions of tenant {caller.tenant} only")
@@ -80,7 +79,7 @@ def _line(each: NumberedRow) -> SessionLine:
 
 
 class Exported(BaseModel):
-    """Of each session, by interaction: one row of `any_agent.record`, as lists."""
+    """Rows of `any_agent.record` as lists, by session and interaction."""
 
     style: Literal["individual", "concat"]
     discount: float
@@ -89,9 +88,9 @@ class Exported(BaseModel):
 
 @router.post("/export_trajectories", response_model=Exported)
 async def export(body: ExportTrajectories, request: Request, service: Anyone) -> Response:
-    """Finalized sessions as tensors (JSON lists), rewards run back through the tree.
+    """Export finalized sessions as tensors (JSON lists), with rewards propagated in their trees.
 
-    It leases what it exports; `/rl/v1/ack` with owner "export" ends them.
+    The sessions are leased; `/rl/v1/ack` with owner "export" ends them.
     """
     request.scope[SESSIONS_SCOPE_KEY] = body.session_ids
     earlier = service.leases.leased_by(EXPORT_OWNER)
@@ -106,7 +105,7 @@ async def export(body: ExportTrajectories, request: Request, service: Anyone) ->
 
 
 def _exported(trajectories: list[Trajectory], body: ExportTrajectories) -> dict[str, Any]:
-    """Session id -> interaction id -> row."""
+    """Return the rows by session id and interaction id."""
     out: dict[str, Any] = {}
     for t in trajectories:
         rewards = propagate_rewards(

@@ -22,8 +22,7 @@ from any_agent.protocol.rl import (
     VersionInfo,
 )
 from any_agent.record import pack_trajectories
-from proxy_ext.api.rl.dependencies import Anyone, Once, service_of
-from proxy_ext.api.rl.strict_body import StrictRoute
+from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, service_of
 from proxy_ext.web.exchange import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
@@ -32,30 +31,30 @@ Epoch = Annotated[int | None, Header(alias=EPOCH_HEADER, ge=0, le=2**53)]
 
 
 async def fenced(request: Request, epoch: Epoch = None) -> int | None:
-    """The number of the trainer's start; StaleOwner if a later one has taken over."""
+    """Return the number of the trainer's start; StaleOwner if a later one has taken over."""
     await service_of(request).fence.admit(epoch)
     return epoch
 
 
 Start = Annotated[int | None, Depends(fenced)]
-"""What the trainer does needs one, so that a trainer that was replaced does no more."""
+"""The start of the trainer that sends the request: a trainer that was replaced is refused."""
 
 
 @router.get("/capacity")
 async def get_capacity(service: Anyone) -> Capacity:
-    """Slots taken, and asked for."""
+    """Return the slots that are taken, and those that are waited for."""
     return service.leases.capacity()
 
 
 @router.put("/capacity")
 async def set_capacity(body: SetCapacity, service: Anyone, _: Start) -> Capacity:
-    """Cap the train sessions ever admitted here; renews the owner's leases."""
+    """Cap the train sessions ever admitted here; renew the owner's leases."""
     return await service.leases.set_capacity(body)
 
 
 @router.post("/lease", response_class=Response)
 async def lease(body: Lease, request: Request, service: Anyone, start: Start) -> Response:
-    """Closed groups as msgpack (`any_agent.record.codec`); 204 when none came in time."""
+    """Lease closed groups as msgpack (`any_agent.record.codec`); 204 if none closed in time."""
     trajectories = await while_present(request, service.leases.lease(body, epoch=start))
     if not trajectories:
         return Response(status_code=204)
@@ -64,13 +63,13 @@ async def lease(body: Lease, request: Request, service: Anyone, start: Start) ->
 
 @router.post("/ack", response_model=Acked)
 async def ack(body: Ack, service: Anyone, _: Start, receipt: Once) -> Response:
-    """Sessions trained on, or rejected with a reason."""
+    """Acknowledge sessions as trained on, or as rejected with a reason."""
     return await receipt.store(Acked(acked=await service.leases.ack(body)))
 
 
 @router.post("/pause", response_model=RunInfo)
 async def pause(body: Pause, service: Anyone, _: Start, receipt: Once) -> Response:
-    """Stop sampling for a weight update; calls wait."""
+    """Stop sampling for a weight update; calls wait meanwhile."""
     await service.run.pause(body.ttl)
     return await receipt.store(service.run.info)
 
@@ -79,28 +78,28 @@ async def pause(body: Pause, service: Anyone, _: Start, receipt: Once) -> Respon
 async def publish_version(
     body: PublishedVersion, service: Anyone, _: Start, receipt: Once
 ) -> Response:
-    """The engine holds these weights now."""
+    """Publish the weight version that the engine has loaded."""
     await service.run.publish(body)
     return await receipt.store(service.run.info)
 
 
 @router.get("/version")
 async def get_version(request: Request, service: Anyone) -> VersionInfo:
-    """What the engine samples with, and how many steps made it."""
+    """Return the engine's weight version, and the number of steps that made it."""
     await service.auth.session_or_none(request)
     return VersionInfo(version=service.run.version, step=service.run.step)
 
 
 @router.post("/resume", response_model=RunInfo)
 async def resume(service: Anyone, _: Start, receipt: Once) -> Response:
-    """Go on sampling."""
+    """Resume sampling."""
     await service.run.resume()
     return await receipt.store(service.run.info)
 
 
 @router.put("/run")
 async def set_run(body: SetRun, service: Anyone, _: Start) -> RunInfo:
-    """The run's state and newest checkpoint, told by the trainer."""
+    """Set the run's state and its newest checkpoint."""
     await service.run.set_run(body)
     if service.run.state == "training":
         service.sessions.admission.reopen()

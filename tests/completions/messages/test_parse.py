@@ -11,8 +11,10 @@ from hypothesis import strategies as st
 
 from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.completions.messages.parse import parse_count
+from any_agent.completions.params.call import ParseSettings
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.protocol.error_bodies import anthropic_body
+from any_agent.types import GenerationHyperparameters, SessionMode
 from tests.support.completions.messages import HELLO, parse
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
@@ -273,7 +275,8 @@ def test_in_train_sessions_the_runs_sampling_holds() -> None:
 
 
 def test_a_count_need_not_say_how_much() -> None:
-    assert parse_count({"messages": HELLO}, model="policy").messages == HELLO
+    told = ParseSettings(SessionMode.EVAL, GenerationHyperparameters(), "policy")
+    assert parse_count({"messages": HELLO}, told).chat.messages == HELLO
 
 
 NAMES = [

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.params.capability_check import require_supported
+from any_agent.completions.prepare import require_supported
 from any_agent.engine import Capabilities
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import TOOL, parse

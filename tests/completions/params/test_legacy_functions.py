@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.params.legacy_functions import with_tool_calls
+from any_agent.completions.params.tools import with_tool_calls
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from tests.support.completions.params import OTHER, TOOL, parse
 
@@ -43,8 +43,14 @@ def test_none_of_them(nothing: dict[str, Any]) -> None:
     ("wrong", "says"),
     [
         ({"functions": FUNCTIONS, "tools": [TOOL]}, "send tools and tool_choice alone"),
-        ({"functions": FUNCTIONS, "tool_choice": "auto"}, "functions and tool_choice"),
-        ({"function_call": {"name": "f"}, "tools": [TOOL]}, "function_call and tools"),
+        (
+            {"functions": FUNCTIONS, "tool_choice": "auto"},
+            "functions is the older form of tool_choice",
+        ),
+        (
+            {"function_call": {"name": "f"}, "tools": [TOOL]},
+            "function_call is the older form of tools",
+        ),
         ({"functions": {}, "function_call": {"name": "f"}}, "none of the functions"),
         ({"functions": "f"}, "functions must be a list"),
         ({"functions": ["f"]}, r"functions\[0\] must be"),

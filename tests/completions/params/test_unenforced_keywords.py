@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.completions.params.unenforced_keywords import require_enforced
+from any_agent.completions.structured_output import require_enforced
 from any_agent.errors import UnsupportedParameter
 
 

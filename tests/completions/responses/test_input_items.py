@@ -9,7 +9,7 @@ import pytest
 
 from any_agent.completions.responses.history import ItemHistory, messages_before, parted
 from any_agent.completions.responses.input_items import messages_of
-from any_agent.completions.responses.reasoning import decoded, encoded
+from any_agent.completions.responses.output_items import decoded, encoded
 from any_agent.completions.responses.stored_response import answer_of, deleted_record, input_items
 from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, UnsupportedParameter
 from any_agent.record import InteractionTree, strip_content

@@ -12,7 +12,7 @@ from any_agent.chat import ChatFormat
 from any_agent.completions import apis
 from any_agent.completions.apis import Api, all_apis, api_at, encode_error, register_api
 from any_agent.direct import EngineOpenAI
-from any_agent.direct.routes import model_calls
+from any_agent.direct.transport import model_calls
 from any_agent.engine import SGLangEngine
 from any_agent.errors import ConfigError, InvalidRequest, NotFound
 from any_agent.sdk import session_context

@@ -12,10 +12,10 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions import prepare as begin
-from any_agent.completions.messages.count import count_tokens
 from any_agent.completions.messages.parse import parse_count
+from any_agent.completions.prepare import count_tokens
 from any_agent.types import Continuation
-from proxy_ext.api import messages as wire
+from proxy_ext.api import model_routes as wire
 from tests.proxy_ext.api.test_chat import say
 from tests.support.messages import CALL, CHAT_TOOLS, TOOLS, agent_of, create, post, said_back
 from tests.support.proxy import HELLO, Proxy, config_for, running_proxy

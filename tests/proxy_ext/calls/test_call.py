@@ -6,6 +6,7 @@ import asyncio
 
 import pytest
 
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.errors import SessionClosed
 from any_agent.types import GenerationHyperparameters, SessionMode
@@ -15,7 +16,7 @@ from tests.support.proxy import HELLO, Proxy
 async def test_a_call_aborted_before_it_began_tells_its_caller(proxy: Proxy) -> None:
     service = proxy.service
     sampling = GenerationHyperparameters(max_new_tokens=8)
-    chat = parse_chat({"messages": HELLO}, mode=SessionMode.EVAL, sampling=sampling, model="m")
+    chat = parse_chat({"messages": HELLO}, ParseSettings(SessionMode.EVAL, sampling, "m"))
     opened = await proxy.open()
     session = service.sessions.live[opened["session_id"]]
     prepared, place = service.completer.prepare(chat, None), service.calls.acquire_slot()

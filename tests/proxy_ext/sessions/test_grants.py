@@ -201,7 +201,7 @@ async def test_an_open_for_a_grant_alone_ends_nothing_without_one(proxy: Proxy) 
         body = {"task_id": "task", "api_key": episode.api_key}
         for more, headers in (({"grant_only": True}, {}), ({}, {GRANT_ONLY_HEADER: "1"})):
             response = await proxy.post("/rl/start_session", body | more, **headers)
-            refusal(response, 429, "no_capacity", "no slot is granted here")
+            refusal(response, 429, "no_capacity", "no slot is granted on this rank")
         assert (await state_of(proxy, episode))[0] is SessionState.OPEN
         await client.grant_capacity()
         response = await proxy.post("/rl/start_session", body, **{GRANT_ONLY_HEADER: "1"})

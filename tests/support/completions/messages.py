@@ -14,6 +14,7 @@ from pydantic import TypeAdapter
 from any_agent.completions.call_types import Head
 from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.parse import MessagesCall, parse_messages
+from any_agent.completions.params.call import ParseSettings
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
 RUN = GenerationHyperparameters(max_new_tokens=100)
@@ -26,7 +27,7 @@ def parse(mode: str = "eval", *, known: frozenset[str] = SWITCH, **fields: Any) 
     """The least that can be asked, and these."""
     body = {"messages": HELLO, "max_tokens": 50, **fields}
     return parse_messages(
-        body, mode=SessionMode(mode), sampling=RUN, model="policy", known_settings=known
+        body, ParseSettings(SessionMode(mode), RUN, "policy", known_settings=known)
     )
 
 

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from any_agent.completions.messages.parse import parse_messages
-from any_agent.completions.params.call import ChatCall
+from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.parse import parse_chat, parse_completion
 from any_agent.completions.responses.parse import parse_responses
 from any_agent.types import GenerationHyperparameters, SessionMode
@@ -24,8 +24,8 @@ BODIES: dict[str, dict[str, Any]] = {
 PARSERS: dict[str, Callable[..., ChatCall]] = {
     "chat": parse_chat,
     "completions": parse_completion,
-    "responses": lambda body, **told: parse_responses(body, **told).chat,
-    "messages": lambda body, **told: parse_messages(body, **told).chat,
+    "responses": lambda body, settings: parse_responses(body, settings).chat,
+    "messages": lambda body, settings: parse_messages(body, settings).chat,
 }
 _LEAST: Any = object()
 
@@ -40,7 +40,7 @@ def parse(
     **fields: Any,
 ) -> ChatCall:
     """``parse("eval", temperature=0)``: the least that can be asked, and these. ``told``: further
-    arguments of the parser."""
+    settings of the parser."""
     if body is _LEAST:
         body = {**BODIES[api], **fields}
-    return PARSERS[api](body, mode=SessionMode(mode), sampling=run, model="policy", **told or {})
+    return PARSERS[api](body, ParseSettings(SessionMode(mode), run, "policy", **told or {}))

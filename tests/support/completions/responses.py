@@ -8,6 +8,7 @@ import orjson
 from openai.types.responses import Response, ResponseStreamEvent
 from pydantic import TypeAdapter
 
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.responses.parse import ResponsesCall, parse_responses
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, SessionMode
@@ -22,10 +23,8 @@ def parse(
 ) -> ResponsesCall:
     return parse_responses(
         {"input": input, **fields},
-        mode=SessionMode(mode),
-        sampling=RUN,
-        model="policy",
-        tree=tree,
+        ParseSettings(SessionMode(mode), RUN, "policy"),
+        tree,
         context_length=1000,
     )
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from any_agent.completions.call_types import Completion, Delta, Prepared
 from any_agent.completions.completer import Completer
+from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.params.parse import parse_chat
 from any_agent.record import InteractionTree
 from any_agent.types import Continuation, GenerationHyperparameters, Message, SessionMode
@@ -177,9 +178,7 @@ class Session:
         body = {"messages": thread.messages, "tools": thread.tools, "stop": stop}
         call = parse_chat(
             body,
-            mode=SessionMode.TRAIN,
-            sampling=GenerationHyperparameters(max_new_tokens=512),
-            model="m",
+            ParseSettings(SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=512), "m"),
         )
         done, deltas = await self._sampled(self.completer.prepare(call, self.tree), stream=stream)
         message = done.interaction.output_message

@@ -12,7 +12,7 @@ from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.types import SessionState
 from proxy_ext.api.openapi.build import load_description
-from proxy_ext.api.rl.query_fields import QueryFields, merged
+from proxy_ext.api.rl.strict_body import QueryFields, merge_fields
 from tests.support.proxy import HELLO, Proxy, our_app
 
 EXAMPLES = load_description()["examples"]
@@ -47,9 +47,9 @@ async def test_every_body_can_stand_in_a_query(name: str) -> None:
     fields = QueryFields(ROUTES[name].dependant)
     body = EXAMPLES[name]
     path = {field.alias: "s" for field in ROUTES[name].dependant.path_params}
-    said = await fields.said(query_of(body), path)
+    said = await fields.parse(query_of(body), path)
     assert said == body
-    assert merged({}, said) == merged(body, said) == body
+    assert merge_fields({}, said) == merge_fields(body, said) == body
 
 
 def test_every_kind_of_body_is_tried() -> None:
