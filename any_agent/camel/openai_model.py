@@ -1,4 +1,4 @@
-"""A model of CAMEL-AI whose calls are an `EngineOpenAI`'s."""
+"""A model of CAMEL-AI that calls an `EngineOpenAI`."""
 
 from __future__ import annotations
 
@@ -17,21 +17,21 @@ except ModuleNotFoundError as error:
 from any_agent.chat import ChatFormat
 from any_agent.direct import EngineOpenAI
 
-_AROUND_A_MESSAGE = 4
-"""Tokens that a template writes around each message, about."""
+_TOKENS_PER_MESSAGE = 4
+"""The approximate number of tokens that a template writes around each message."""
 
 
 class AnyAgentOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc]
-    """What CAMEL's `ChatAgent` takes as its ``model``; its calls go to ``openai_client``.
+    """The ``model`` of CAMEL's `ChatAgent` whose calls go to ``openai_client``.
 
-    So they are sampled by the client's engine and recorded token by token, and the client's
-    ``set_last_reward`` and ``export_interactions`` speak of them. Tools, ``response_format`` and
-    streams are CAMEL's own (``model_config_dict={"stream": True}``). The agent must be asked by
-    ``astep``: the client is asynchronous, and ``step`` is refused with a TypeError that says so.
+    The client's engine samples them and records each token, and the client's ``set_last_reward``
+    and ``export_interactions`` apply to them. Tools, ``response_format`` and streams are CAMEL's
+    own (``model_config_dict={"stream": True}``). Await the agent's ``astep``: the client is
+    asynchronous, and ``step`` raises a TypeError.
 
-    ``tokenizer`` counts the tokens of CAMEL's memory, by default the client's own; so does
-    ``token_counter``, in its place. ``timeout`` (seconds) and ``max_retries`` are the client's
-    where they are not given. ``model_type`` is recorded and chooses nothing.
+    ``tokenizer`` (default: the client's) or, instead, ``token_counter`` counts the tokens of
+    CAMEL's memory. ``timeout`` (seconds) and ``max_retries`` are by default the client's.
+    ``model_type`` is recorded and chooses nothing.
     """
 
     def __init__(
@@ -59,13 +59,13 @@ class AnyAgentOpenAICompatibleModel(OpenAICompatibleModel):  # type: ignore[misc
             url=str(openai_client.base_url),
             token_counter=token_counter or TokenCounter(tokenizer or openai_client.chat_format),
             timeout=timeout,
-            client=_Refused(),
+            client=_NoSyncClient(),
             async_client=openai_client.with_options(**options) if options else openai_client,
         )
 
 
 class TokenCounter(BaseTokenCounter):  # type: ignore[misc]
-    """Counts by the policy's own tokenizer; CAMEL's usual one fetches another model's vocabulary.
+    """Counts tokens with the policy's tokenizer, while CAMEL's counter loads another model's.
 
     ``tokenizer`` is a ChatFormat, a tokenizer of transformers, or the path of one.
     """
@@ -80,9 +80,9 @@ class TokenCounter(BaseTokenCounter):  # type: ignore[misc]
         self._tokenizer = tokenizer
 
     def count_tokens_from_messages(self, messages: list[dict[str, Any]]) -> int:
-        """About as many as they come to in a prompt; pictures count for nothing."""
+        """Return their approximate number of tokens in a prompt, without pictures."""
         return sum(
-            _AROUND_A_MESSAGE + sum(len(self.encode(text)) for text in _texts(message))
+            _TOKENS_PER_MESSAGE + sum(len(self.encode(text)) for text in _texts(message))
             for message in messages
         )
 
@@ -102,8 +102,8 @@ def _texts(message: dict[str, Any]) -> list[str]:
     return [text for text in texts if isinstance(text, str)]
 
 
-class _Refused:
-    """In the place of the synchronous client that CAMEL has beside the asynchronous one."""
+class _NoSyncClient:
+    """A placeholder for the synchronous client that CAMEL has beside the asynchronous one."""
 
     def __getattr__(self, name: str) -> NoReturn:
         if name.startswith("__"):

@@ -1,5 +1,3 @@
 """Clients of the service's HTTP API, and their transports."""
 
-from any_agent.client.rl_client import RLClient
-
-__all__ = ["RLClient"]
+from any_agent.client.rl_client import RLClient as RLClient

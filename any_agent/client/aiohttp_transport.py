@@ -1,8 +1,8 @@
 """The HTTP transport of all clients: aiohttp's connections, also under httpx's clients.
 
-httpx's pool looks at all of its connections for each request, and takes several times aiohttp's CPU
-where it has only one; a thousand agents of one process are a thousand sessions to open, reward and
-end. Errors are httpx's exceptions, whichever way a request is sent.
+httpx's pool searches all of its connections for each request, and takes several times aiohttp's CPU
+even with a single one, while a thousand agents of one process open, reward and end a thousand
+sessions. Errors are httpx's exceptions on both ways of sending a request.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 MAX_CONNECTIONS = 256
 _MAX_POLLS = MAX_CONNECTIONS // 2
-"""Connections for requests that wait at the service: other requests go on beside them."""
+"""Connections for requests that wait at the service; the others stay free for short requests."""
 _CONNECT_TIMEOUT = 10.0
 _KEEPALIVE_TIMEOUT = 30.0
-"""Seconds that a connection waits for its next request; a service keeps it for longer."""
+"""Seconds for which an idle connection is kept; a service keeps it for longer."""
 _MAX_BODY = 64 << 20
 
 
@@ -50,10 +50,10 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     """Connections to services, shared by any number of requests of one event loop.
 
     ``bounded``: at most 256 connections, and responses of at most 64 MiB within the whole timeout.
-    A request with a longer timeout than ``timeout`` waits at the service: such requests take no
-    more than half of the connections. Otherwise a request waits for no other, and its timeout
+    A request with a longer timeout than ``timeout`` waits at the service: such requests take at
+    most half of the connections. Without ``bounded`` a request waits for no other, and its timeout
     counts from the last byte. ``trust_env``: use the proxies that the environment names. ``tls``
-    replaces the process's context. ``session`` is the caller's own, who closes it.
+    replaces the process's context. ``session`` is a session that the caller closes.
     """
 
     def __init__(
@@ -238,7 +238,7 @@ def _httpx_errors(timeout: float | None) -> Iterator[None]:
     except aiohttp.ClientConnectorError as error:
         raise httpx.ConnectError(str(error)) from error
     except aiohttp.ClientResponseError as error:
-        # The form of a head or a body is wrong: refusals are responses.
+        # The head or the body is malformed; a refusal would be a response.
         raise httpx.RemoteProtocolError(f"the response is not HTTP: {error.message}") from error
     except (aiohttp.ClientError, OSError) as error:
         raise httpx.ReadError("the connection broke before the response was complete") from error

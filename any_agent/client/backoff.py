@@ -1,4 +1,4 @@
-"""Waits between attempts, with jitter: clients that are refused together do not return together."""
+"""Waits between attempts, with jitter, so that refused clients do not all return together."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from any_agent.errors import TooManyRequests
 T = TypeVar("T")
 
 _random = random.Random()
-"""A generator of its own: a process that trains stores the global one in its checkpoints."""
+"""A separate generator, because a training process stores the global one in its checkpoints."""
 
 
 def jittered(seconds: float, low: float = 0.5, high: float = 1.5) -> float:
@@ -31,10 +31,10 @@ class Backoff:
         self._deadline = time.monotonic() + patience
         self._longest = longest
         self.delay = first
-        """Seconds of the next wait, unless the service asks for another one."""
+        """Seconds of the next wait, unless the service names another time."""
 
     def allows(self, seconds: float) -> bool:
-        """Return whether a wait of so many seconds from now ends in time."""
+        """Return True if a wait of so many seconds from now ends in time."""
         return time.monotonic() + seconds <= self._deadline
 
     async def wait(self) -> None:
@@ -42,8 +42,8 @@ class Backoff:
         await asyncio.sleep(jittered(self.delay))
         self.delay = min(2 * self.delay, self._longest)
 
-    async def wait_as_told(self, seconds: float) -> None:
-        """Wait as long as the service asks for, or a little longer."""
+    async def wait_at_least(self, seconds: float) -> None:
+        """Wait for the time that the service names, or a little longer."""
         await asyncio.sleep(jittered(seconds, 1.0, 1.2))
 
 

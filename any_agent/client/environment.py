@@ -7,7 +7,7 @@ import os
 from any_agent.keys import PLACEHOLDER_SESSION
 
 PLACEHOLDER_KEY = "any-agent-placeholder"
-"""A placeholder: OpenAI's clients require a key, also where the URL names the session."""
+"""A placeholder, since OpenAI's clients require a key even where the URL names the session."""
 
 
 def require_some_key() -> None:
@@ -30,7 +30,7 @@ def require_some_url(url: str) -> None:
 
 
 def is_placeholder(url: str) -> bool:
-    """Return whether :func:`require_some_url` has set this URL."""
+    """Return True for a URL that :func:`require_some_url` has set."""
     return url.endswith(f"/{PLACEHOLDER_SESSION}/v1")
 
 
@@ -45,6 +45,6 @@ def environment(url: str, api_key: str) -> dict[str, str]:
         "OPENAI_API_KEY": api_key,
         "ANTHROPIC_BASE_URL": url,
         "ANTHROPIC_API_KEY": api_key,
-        # Otherwise a user's own token would be sent to the service, beside the key.
+        # Otherwise a user's own token would be sent to the service beside the key.
         "ANTHROPIC_AUTH_TOKEN": api_key,
     }

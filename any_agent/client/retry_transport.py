@@ -1,13 +1,12 @@
-"""An HTTP client for agents that waits when the service asks it to.
+"""An HTTP client for agents that waits while the service is full or away.
 
-Agents create OpenAI's client with ``max_retries=0``, so that any refusal during a weight update, by
-a full engine or by a restarted rank would end their episode.
+Many agents create OpenAI's client with ``max_retries=0``: any refusal during a weight update, by a
+full engine or by a restarted rank would end their episode.
 """
 
 from __future__ import annotations
 
 import re
-from types import TracebackType
 from typing import Any, Self
 
 import httpx
@@ -19,9 +18,9 @@ from any_agent.errors import from_response
 from any_agent.keys import SESSION_KEY_PREFIX
 
 _COUNT = "x-stainless-retry-count"
-"""The header of a repeated call, as SDKs set it: the service then does not sample twice."""
-_TURNED_AWAY = (429, 503)
-_LOST = 502
+"""The header by which SDKs mark a repeated call: the service does not sample it twice."""
+_BUSY_STATUSES = (429, 503)
+_LOST_STATUS = 502
 _KEY_IN_PATH = re.compile(
     rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
 )
@@ -47,42 +46,30 @@ class RetryTransport(httpx.AsyncBaseTransport):
         backoff = Backoff(self._patience, first=0.1, longest=5.0)
         while True:
             request = _redirect_moved(request)
-            told: float | None = None
+            named: float | None = None
             try:
                 response = await self._inner.handle_async_request(request)
             except (httpx.ReadTimeout, httpx.WriteTimeout, httpx.PoolTimeout):
-                # The agent's own limit.
+                # This is the agent's own time limit.
                 raise
             except httpx.TransportError:
                 if not backoff.allows(backoff.delay):
                     raise
             else:
-                told = _retry_after(response)
-                wait = backoff.delay if told is None else told
+                named = _retry_after(response)
+                wait = backoff.delay if named is None else named
                 if not _is_temporary(response) or not backoff.allows(wait):
                     return response
                 await response.aclose()
-            await (backoff.wait() if told is None else backoff.wait_as_told(told))
+            await (backoff.wait() if named is None else backoff.wait_at_least(named))
             request.headers[_COUNT] = str(_count(request) + 1)
 
     async def aclose(self) -> None:
         await self._inner.aclose()
 
-    async def __aenter__(self) -> Self:
-        await self._inner.__aenter__()
-        return self
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
-        await self._inner.__aexit__(kind, error, trace)
-
 
 class SharedClient(httpx.AsyncClient):
-    """A client that its users cannot close: many programs close every client that they use.
+    """A client that its users cannot close, since many programs close every client they use.
 
     A session's key in a URL is moved into a header, as logs and errors show URLs.
     """
@@ -101,12 +88,7 @@ class SharedClient(httpx.AsyncClient):
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None = None,
-        error: BaseException | None = None,
-        trace: TracebackType | None = None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         pass
 
     async def aclose(self) -> None:
@@ -119,7 +101,7 @@ class SharedClient(httpx.AsyncClient):
 
 def retrying_client(*, patience: float = 300.0) -> SharedClient:
     """Return a client for any number of concurrent calls, of the event loop of its first use."""
-    # OpenAI's own: an answer may take long, a connection may not.
+    # The time-outs of OpenAI's client: a reply may take long, a connection may not.
     timeout = httpx.Timeout(600.0, connect=10.0)
     return SharedClient(
         transport=RetryTransport(AiohttpTransport(), patience=patience),
@@ -147,16 +129,16 @@ def _redirect_moved(request: httpx.Request) -> httpx.Request:
 
 
 def _is_temporary(response: httpx.Response) -> bool:
-    """Return whether the same request may succeed later."""
+    """Return True if the same request may succeed later."""
     should_retry = response.headers.get("x-should-retry")
-    if response.status_code == _LOST:
+    if response.status_code == _LOST_STATUS:
         return bool(should_retry == "true")
-    return response.status_code in _TURNED_AWAY and should_retry != "false"
+    return response.status_code in _BUSY_STATUSES and should_retry != "false"
 
 
 def _retry_after(response: httpx.Response) -> float | None:
     """Return the seconds to wait that a refusal names."""
-    if response.status_code not in _TURNED_AWAY:
+    if response.status_code not in _BUSY_STATUSES:
         return None
     asked = from_response(429, b"", response.headers.get("retry-after")).retry_after
     return None if asked is None else min(asked, _MAX_WAIT)

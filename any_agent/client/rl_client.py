@@ -6,7 +6,6 @@ import json
 import ssl
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
-from types import TracebackType
 from typing import Any, Literal, Self, TypeVar
 from urllib.parse import quote, urlencode
 
@@ -55,18 +54,17 @@ _LOST_OR_UNREACHABLE = (502, 503, 504)
 
 
 class RLClient:
-    """A client of one service; every method raises the AnyAgentError that the service answered.
+    """A client of one service; every method raises the AnyAgentError of the service's response.
 
     ``url`` may be a function that returns the service's current address, or None while it is
-    unknown: it is called at each attempt, because a service that restarts may move. It may also be
-    a file that holds the address, named as ``file:///shared/run/url``. A connection that could not
-    be opened is tried again for ``retry_for`` seconds (a rank that restarts). So is a lost reply or
-    a 503, except for polls: a request that must not take effect twice has an Idempotency-Key of its
-    own, and the others may. Without ``trust_env`` proxies named in the environment are not used.
-    ``admin_key`` (or a trainer's, or a tenant's) may be a function, too, for a key that changes.
-    ``epoch`` is the number of the trainer's start: once the service has heard of a later one,
-    StaleOwner is raised. ``tls`` replaces the process's TLS context, ``http`` the client's own
-    transport.
+    unknown: it is called at each attempt, because a service that restarts may move. It may also
+    name a file that holds the address, ``file:///shared/run/url``. A connection that cannot be
+    opened (the rank restarts), a lost reply and a 503 are retried for ``retry_for`` seconds, except
+    for polls; each request that must not take effect twice has its own Idempotency-Key. Without
+    ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or a trainer's, or a
+    tenant's) may be a function, too, for a key that changes. ``epoch`` is the number of the
+    trainer's start: once the service knows of a later one, StaleOwner is raised. ``tls`` replaces
+    the process's TLS context, ``http`` the client's own transport.
     """
 
     def __init__(
@@ -105,12 +103,7 @@ class RLClient:
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, *error: object) -> None:
         await self.close()
 
     async def close(self) -> None:
@@ -397,7 +390,7 @@ class RLClient:
                     timeout=self._timeout + slack,
                 )
                 if (wait := _quota_wait(response)) and backoff.allows(wait):
-                    await backoff.wait_as_told(wait)
+                    await backoff.wait_at_least(wait)
                     continue
                 lost = response.status_code in _LOST_OR_UNREACHABLE
                 if not lost or not (once or repeatable) or last:
@@ -419,7 +412,7 @@ class RLClient:
                     self._refresh_url()
             await backoff.wait()
         if response.status_code in (404, 405) and base == "/rl/v1":
-            # A service of ours knows this route: another one answers here.
+            # Every any-agent service has this route, so another server has answered.
             _require_our_api(response, url)
         if response.status_code >= 400:
             raise errors.from_response(
@@ -440,7 +433,7 @@ def _read(answer: type[T], response: Response, url: str | None) -> T:
 
 
 def _require_our_api(response: Response, url: str | None) -> None:
-    """Raise WrongService unless the response is from a service of our API version."""
+    """Raise WrongService unless a service of this API version has answered."""
     version = response.headers.get(API_HEADER)
     if version == API_VERSION:
         return

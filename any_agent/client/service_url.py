@@ -19,18 +19,17 @@ from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
 
 _SCHEME = "file:"
-_FRESH = 0.5
-"""Seconds for which a read is reused: less than clients wait between attempts, so each attempt
-after
-the first goes to the current address."""
-_LONGEST = 4096
-"""The largest size of such a file in bytes."""
-_EARLIER = 16
-"""Number of earlier addresses of a service that are remembered."""
+_MAX_AGE = 0.5
+"""Seconds for which a read is reused. Clients wait longer between attempts, so that each attempt
+after the first goes to the current address."""
+_MAX_BYTES = 4096
+"""The largest size of such a file."""
+_MAX_EARLIER = 16
+"""The number of earlier addresses of a service that are remembered."""
 
 
 def names_file(url: str) -> bool:
-    """Return whether ``url`` names a file that holds the URL."""
+    """Return True if ``url`` names a file that holds the URL."""
     return url[: len(_SCHEME)].lower() == _SCHEME
 
 
@@ -52,8 +51,8 @@ def checked_url(url: str, named_by: str) -> str:
         )
     if SESSION_KEY_PREFIX in parsed.path:
         raise ConfigError(
-            f"{named_by} names one session in its path, under which no others are opened: leave "
-            "the session's key out"
+            f"{named_by} names one session in its path, under which no other can be opened: "
+            "remove the session's key"
         )
     if parsed.query or parsed.fragment:
         raise ConfigError(f"{named_by} must end with its path, without ? or #")
@@ -71,12 +70,12 @@ class UrlFile:
         self.path = path
         self._url: str | None = None
         self._read_at = float("-inf")
-        self._earlier: deque[str] = deque(maxlen=_EARLIER)
+        self._earlier: deque[str] = deque(maxlen=_MAX_EARLIER)
         self.moved_at = float("-inf")
 
     def now(self) -> str | None:
         """Return the service's URL, None while it is unknown; ConfigError for a bad file."""
-        if time.monotonic() - self._read_at < _FRESH:
+        if time.monotonic() - self._read_at < _MAX_AGE:
             return self._url
         return self.read()
 
@@ -88,7 +87,7 @@ class UrlFile:
             # content.
             with open(self.path, "rb", opener=_at_once) as file:
                 self._require_trusted(os.fstat(file.fileno()), os.stat(self.path.parent))
-                text = file.read(_LONGEST).decode("utf-8", "replace").strip()
+                text = file.read(_MAX_BYTES).decode("utf-8", "replace").strip()
         except OSError:
             return self._url
         if text:
@@ -116,7 +115,7 @@ class UrlFile:
             raise ConfigError(f"another user could redirect the keys, as {wrong}")
 
     def is_at(self, url: str) -> bool:
-        """Return whether this URL is at the service's current address."""
+        """Return True if this URL is at the service's current address."""
         now = self._quietly()
         return now is not None and url.startswith(f"{now}/")
 
@@ -137,10 +136,8 @@ class UrlFile:
         return None
 
     def _quietly(self) -> str | None:
-        """Return the URL, the last valid one for a bad file.
-
-        Only callers that ask for the service get the error: this request may be for another one.
-        """
+        """Return the URL, the last valid one for a bad file, whose error is for callers that need
+        the service: this request may be for another one."""
         try:
             return self.now()
         except ConfigError:
@@ -171,19 +168,18 @@ def url_file(url: str, named_by: str) -> UrlFile:
         or parsed.fragment
     ):
         raise ConfigError(
-            f"{named_by} is {url[:200]!r}: name a file that holds a service's URL by its full "
-            f"path, "
+            f"{named_by} is {url[:200]!r}: name the file with a service's URL by its full path, "
             "like file:///shared/run/url"
         )
     return _files.setdefault(path, UrlFile(path))
 
 
 def _behind(path: str, file: str) -> str | None:
-    """Return the service's path in a path behind a file's; None for another file."""
+    """Return the part of a path that follows the file's path; None for another file."""
     path = f"/{path.lstrip('/')}"
     if not path.startswith(f"{file}/"):
         return None
-    # httpx takes a URL without a host as relative, and joins it to the base once more.
+    # httpx takes a URL without a host as relative, and appends it to the base again.
     while path.startswith(f"{file}/"):
         path = path[len(file) :]
     # OpenAI's clients add their paths to a base URL, which usually ends with /v1.
@@ -192,7 +188,7 @@ def _behind(path: str, file: str) -> str | None:
 
 def moved(url: str) -> str | None:
     """Return the URL to use instead because its service has moved; None if it has not."""
-    # Of several services at one address the current one is meant, else the last one that left it.
+    # Of several services at one address the present one counts, else the last one that left it.
     files = sorted(_files.values(), key=lambda file: -file.moved_at)
     if any(file.is_at(url) for file in files):
         return None

@@ -19,7 +19,7 @@ from any_agent.engine import InferenceEngine, ScriptInferenceEngine
 from any_agent.errors import ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
-from any_agent.workflow import episode_context as ambient
+from any_agent.workflow import context as workflow_context
 
 _OURS = ("base_url", "http_client")
 
@@ -198,7 +198,7 @@ def _mode_and_sampling(
     given: SessionMode | str | None, sampling: GenerationHyperparameters | None
 ) -> tuple[SessionMode, GenerationHyperparameters]:
     """Return both as given, else the running episode's, else the defaults."""
-    episode = ambient.get()
+    episode = workflow_context.get()
     mode = SessionMode(given or ("eval" if episode.is_eval else "train"))
     sampling = sampling or episode.sampling
     if sampling is None:

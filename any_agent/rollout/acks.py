@@ -4,19 +4,18 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from any_agent.client.backoff import Backoff
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, NotFound
 from any_agent.protocol.rl import Rejection
 from any_agent.rollout.rank_clients import RankClients
 
 log = logging.getLogger(__name__)
-
-_RETRY_DELAY = (0.25, 5.0)
-"""Seconds until the next try: the first delay, doubled up to the second."""
 
 
 @dataclass(slots=True, eq=False)
@@ -30,10 +29,10 @@ class _PendingAck:
 
 
 class AckSender:
-    """Acknowledges to each rank how its sessions were used, and retries until it has answered.
+    """Acknowledges to each rank the use of its sessions, and retries until the rank has replied.
 
-    A rank that is away for long holds up neither the others nor the caller; the sessions of its
-    pending acknowledgements stay buffered there, so their number is bounded.
+    A rank that is away delays neither the others nor the caller; the sessions of its pending
+    acknowledgements stay buffered on it, so their number is bounded.
     """
 
     def __init__(
@@ -54,7 +53,7 @@ class AckSender:
         patience: float,
         step: int | None = None,
     ) -> None:
-        """Return when every rank has answered, or after ``patience`` seconds at the latest.
+        """Return when every rank has replied, or after ``patience`` seconds at the latest.
 
         ``step`` is the optimizer step that consumed them, if one did.
         """
@@ -71,15 +70,15 @@ class AckSender:
         await self._wait(sent, patience)
 
     async def flush(self, *, patience: float) -> None:
-        """Wait in the same way for everything that was sent before."""
+        """Wait in the same way for all acknowledgements that were sent before."""
         await self._wait([pending[-1].done for pending in self._pending if pending], patience)
 
     async def _wait(self, sent: list[asyncio.Future[None]], patience: float) -> None:
         late = (await asyncio.wait(sent, timeout=patience))[1] if sent else ()
         if late:
             log.warning(
-                "%d ranks have not answered an acknowledgement within %g s; it is sent again until "
-                "they do",
+                "%d ranks have not replied to an acknowledgement within %g s; it is repeated until "
+                "they reply",
                 len(late),
                 patience,
             )
@@ -102,22 +101,22 @@ class AckSender:
         try:
             await self._repeat(client, trained, rejected, ack.step)
         except (Conflict, NotFound):
-            # Some leases were lost meanwhile (another trainer, a very long step); the other
-            # sessions must not wait for their time-out.
+            # Some leases were lost (to another trainer, or in a very long step); the other sessions
+            # must not wait for their time-out.
             for one in [*(([id], []) for id in trained), *(([], [r]) for r in rejected)]:
                 try:
                     await self._repeat(client, *one, ack.step)
                 except (Conflict, NotFound) as error:
-                    log.error("a session may be handed out again: %s", error.message)
+                    log.error("a session may be leased and trained on again: %s", error.message)
 
     async def _repeat(
         self, client: RLClient, trained: list[str], rejected: list[Rejection], step: int | None
     ) -> None:
-        """Send an acknowledgement, which the rank applies entirely or not at all, until it answers.
+        """Send an acknowledgement until the rank replies, which applies it entirely or not at all.
 
-        Repeating it changes nothing, so a full store, say, ends no run.
+        Repeating it changes nothing, so that a full store, for example, ends no run.
         """
-        pause, longest = _RETRY_DELAY
+        backoff = Backoff(math.inf, first=0.25, longest=5.0)
         while True:
             try:
                 await client.ack(owner=self._owner, trained=trained, rejected=rejected, step=step)
@@ -125,6 +124,5 @@ class AckSender:
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
-                log.warning("could not acknowledge: %s; trying again", error.message)
-            await asyncio.sleep(pause)
-            pause = min(longest, 2 * pause)
+                log.warning("cannot acknowledge sessions, and try again: %s", error.message)
+            await backoff.wait()

@@ -1,6 +1,10 @@
-"""How many train sessions may be admitted so that no token grows too old."""
+"""The admission of train sessions by staleness, and the division of free slots among ranks."""
 
 from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol.rl import Capacity
@@ -17,7 +21,7 @@ def free_slots(now: Capacity, config: RolloutConfig) -> int:
 
 
 def _room(running: int, buffered: int, batch_sessions: int, config: RolloutConfig) -> int:
-    """The formula of :func:`free_slots`, with all arguments in sessions."""
+    """Return the result of :func:`free_slots`' formula, with all arguments in sessions."""
     ahead = (config.eta + 1) * batch_sessions
     return max(0, min(config.max_concurrent - running, ahead - (running + buffered)))
 
@@ -25,8 +29,8 @@ def _room(running: int, buffered: int, batch_sessions: int, config: RolloutConfi
 def stalled(now: Capacity, config: RolloutConfig) -> bool:
     """Return True if no batch is complete, and nothing is under way that could complete one.
 
-    Groups that closed with fewer members can leave less room than the next group needs: then the
-    next one must be admitted all the same, or nothing would ever move again.
+    Groups that closed with fewer members can leave less room than the next group needs: that group
+    must be admitted nevertheless, or nothing would ever continue.
     """
     return now.running + now.reserved == 0 and now.buffered < config.batch_size
 
@@ -37,10 +41,10 @@ class RolloutCounts:
     def __init__(self, config: RolloutConfig) -> None:
         self._config = config
         self.admitted = 0
-        """Train sessions ever begun."""
+        """The number of train sessions that ever began."""
         self.running = 0
         self.buffered = 0
-        """Sessions that ended with something to train on, and are not settled yet."""
+        """Sessions that ended with a result to train on, and are not settled yet."""
         self.evaluating = 0
         """Running eval sessions; they have their own bound, as they are never trained on."""
 
@@ -66,8 +70,8 @@ class RolloutCounts:
     def admits(self, sessions: int, batch_sessions: int, *, wanted: int = 0) -> bool:
         """Return True if so many more sessions may begin.
 
-        ``wanted`` are sessions that a caller waits for beyond what training looks ahead. One more
-        group than there is room for begins where otherwise nothing would ever move again.
+        ``wanted`` are sessions that a caller waits for beyond those that training runs ahead. One
+        group without room begins where otherwise nothing would ever continue.
         """
         free = _room(self.running, self.buffered - wanted, batch_sessions, self._config)
         stuck = self.running == 0 and self.buffered < batch_sessions + wanted
@@ -86,3 +90,76 @@ class RolloutCounts:
             buffered=self.buffered,
             limit=self._config.max_concurrent,
         )
+
+
+# -- several ranks ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class RankView:
+    """One rank at its last reply, since which it can have admitted no more than ``limit``
+    allows."""
+
+    now: Capacity
+    limit: int
+    """The highest limit that may be in force on the rank."""
+    away: bool = False
+    """True if the rank does not reply, so that its limit can be neither lowered nor raised."""
+
+    @property
+    def headroom(self) -> int:
+        """The sessions that the rank may still admit by itself."""
+        return max(0, self.limit - self.now.admitted)
+
+
+def total(views: Sequence[RankView]) -> Capacity:
+    """Return the sum of all ranks; the headroom of a rank that is away counts as reserved."""
+    out = Capacity(
+        **{name: sum(getattr(v.now, name) for v in views) for name in _NUMBERS},
+        queue=[slots for v in views for slots in v.now.queue],
+        unfilled=sorted((g for v in views for g in v.now.unfilled), key=lambda g: g.closes_in),
+    )
+    return out.model_copy(
+        update={"reserved": out.reserved + sum(v.headroom for v in views if v.away)}
+    )
+
+
+_NUMBERS = [name for name, field in Capacity.model_fields.items() if field.annotation is int]
+
+
+def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple[list[int], int]:
+    """Return the headroom that each rank is to have, and the rank whose turn is next.
+
+    Waiting opens come first, as whole groups, rank by rank in turn. A group that does not fit yet
+    keeps its turn, and the slots that become free are reserved for it: otherwise single sessions of
+    another rank would take each slot before there are enough. Without waiting opens all ranks get
+    the same.
+
+    The sum is at most `free_slots` of all ranks, except for one group when nothing can continue
+    otherwise (`stalled`).
+    """
+    now = total(views)
+    free = free_slots(now, config)
+    rooms = [0] * len(views)
+    present = [rank for rank, view in enumerate(views) if not view.away]
+    queues = {rank: deque(views[rank].now.queue) for rank in present}
+    while waiting := _from(turn, [rank for rank in present if queues[rank]]):
+        rank = waiting[0]
+        if queues[rank][0] > free:
+            if stalled(now, config) and not any(rooms):
+                rank = next((other for other in waiting if queues[other][0] <= free), rank)
+                rooms[rank] = queues[rank][0]
+            return rooms, turn
+        slots = queues[rank].popleft()
+        rooms[rank] += slots
+        free -= slots
+        turn = (rank + 1) % len(views)
+    for k, rank in enumerate(_from(turn, present)):
+        share, more = divmod(free, len(present))
+        rooms[rank] += share + (k < more)
+    return rooms, turn
+
+
+def _from(turn: int, ranks: Sequence[int]) -> list[int]:
+    """Return the ranks in the order of their turns."""
+    return [rank for rank in ranks if rank >= turn] + [rank for rank in ranks if rank < turn]

@@ -1,10 +1,10 @@
 """`CapacityKeeper`: limits the train sessions that ranks may admit, so that their sum is never
 exceeded.
 
-A rank's limit is a total, "this many ever", so a message that is lost or repeated harms nothing; a
-late one is recognized by its number. To move headroom from one rank to another, the one's limit is
-lowered, its answer read, and only then the other's raised. A rank that does not answer keeps the
-headroom that it may have: the others share the rest until it is back.
+A rank's limit is a total over its whole life, so lost and repeated messages do no harm; a late one
+is recognized by its number. To move headroom from one rank to another, the limit of the first is
+lowered, its reply read, and only then the limit of the other raised. A rank that does not reply
+keeps the headroom that it may have, and the others share the rest until it is back.
 """
 
 from __future__ import annotations
@@ -17,34 +17,34 @@ from itertools import count
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import Capacity
+from any_agent.rollout.admission import RankView, divide, total
 from any_agent.rollout.rank_clients import RankClients
-from any_agent.rollout.slot_allocation import RankView, divide, total
 
 log = logging.getLogger(__name__)
 
 _TTL = 15.0
-"""Seconds after which a rank without a further message admits nothing more."""
+"""Seconds after its last message until a rank admits nothing more."""
 _INTERVAL = 1.0
 _ANSWER_TIMEOUT = 1.0
-"""Seconds that the others wait for one rank's answer."""
+"""Seconds for which the other ranks wait for one rank's reply."""
 _RETRY_FOR = 5.0
-"""Seconds that one message is repeated; then a new one has the newest leases."""
+"""Seconds for which one message is repeated; the next one has the newest leases."""
 
 
 class _RankConnection:
-    """The limits sent to one rank, and its last answer; one message at a time is under way."""
+    """The limits sent to one rank, and its last reply; one message at a time is under way."""
 
     def __init__(self) -> None:
         self.now: Capacity | None = None
         self.limit = 0
-        """The highest limit that may be in force: until a message is answered, any that was sent
-        since the last answer."""
+        """The highest limit that may be in force: until a reply, any that was sent since the last
+        one."""
         self.task: asyncio.Task[None] | None = None
         self.failed = False
         self.late = False
-        """The others wait no longer for the answer to the present message."""
+        """True if the other ranks no longer wait for the reply to the present message."""
         self.answered_late = False
-        """Such an answer came since the last round."""
+        """True if such a late reply came since the last round."""
 
     @property
     def away(self) -> bool:
@@ -52,9 +52,9 @@ class _RankConnection:
 
 
 class CapacityKeeper:
-    """Sets every rank's limit again when something ``changed``, and at regular intervals.
+    """Sets every rank's limit after each event ``changed``, and at regular intervals.
 
-    While it is not ``open`` it admits nothing, but renews the ``held`` leases.
+    While ``open`` is False it admits nothing, but still renews the ``held`` leases.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class CapacityKeeper:
 
     @property
     def now(self) -> Capacity | None:
-        """The sum of all ranks' last answers; None before each has answered."""
+        """The sum of all ranks' last replies; None before each rank has replied."""
         views = self._views()
         return total(views) if views is not None else None
 
     async def run(self) -> None:
-        """Run until cancelled; raise a rank's error that a retry cannot mend."""
+        """Run until cancelled; raise a rank's error if it is not retryable."""
         try:
             while True:
                 self.changed.clear()
@@ -99,7 +99,7 @@ class CapacityKeeper:
 
     async def round(self) -> None:
         """Refresh every rank's view, lower limits that are too high, then raise others."""
-        # With a second message, a rank that always answers late would be away at each division.
+        # After a second message, a rank that always replies late would be away at each division.
         refreshed = {
             rank: connection.limit
             for rank, connection in enumerate(self._connections)
@@ -110,7 +110,7 @@ class CapacityKeeper:
         await self._send_limits(refreshed)
         views = self._views()
         if views is None:
-            # One that has not answered yet may hold any number of sessions.
+            # A rank that has never replied may have any number of sessions.
             return
         rooms, _ = self._divide(views)
         await self._send_limits(
@@ -145,7 +145,7 @@ class CapacityKeeper:
         return views if len(views) == len(self._connections) else None
 
     async def _send_limits(self, limits: Mapping[int, int]) -> None:
-        """Send the limits to those ranks that have answered the message before."""
+        """Send the limits to the ranks that have replied to the previous message."""
         sent = []
         for rank, limit in limits.items():
             connection = self._connections[rank]

@@ -1,4 +1,4 @@
-"""`EpisodeRunner`: one run of a workflow on an item, with its context, time limit and checks."""
+"""`EpisodeRunner`: runs a workflow once on an item, with its context, time limit and checks."""
 
 from __future__ import annotations
 
@@ -21,39 +21,29 @@ class EpisodeOutcome:
 
     result: Any = None
     reason: str | None = None
-    """The reason, as `rejected` counts it."""
+    """The reason, under its name in `rejected`."""
     error: BaseException | None = None
     """The error of a failed run; None where the workflow itself rejected it."""
 
 
+@dataclass(slots=True, kw_only=True)
 class EpisodeRunner:
-    """Runs episodes; raises CancelledError if cancelled from outside, and nothing else."""
+    """Runs episodes; raises CancelledError if cancelled from outside, and no other error."""
 
-    def __init__(
-        self,
-        engine: Any,
-        version: Callable[[], int],
-        *,
-        newest: Callable[[], int | None] = lambda: None,
-        vocab_size: int | None = None,
-        sampling: GenerationHyperparameters | None,
-        eval_sampling: GenerationHyperparameters | None,
-        timeout: float | None,
-        discount: float,
-    ) -> None:
-        self._engine = engine
-        self._version = version
-        self._newest = newest
-        self._vocab_size = vocab_size
-        self._sampling = {False: sampling, True: eval_sampling or sampling}
-        self._timeout = timeout
-        self._discount = discount
-        self.stopping = False
+    engine: Any
+    version: Callable[[], int]
+    newest: Callable[[], int | None] = lambda: None
+    vocab_size: int | None = None
+    sampling: GenerationHyperparameters | None
+    eval_sampling: GenerationHyperparameters | None
+    timeout: float | None
+    discount: float
+    stopping: bool = False
 
     async def run(self, job: EpisodeJob, k: int) -> EpisodeOutcome:
         """Run the job's run number ``k``."""
         try:
-            async with asyncio.timeout(self._timeout) as limit:
+            async with asyncio.timeout(self.timeout) as limit:
                 result = await self._run(job)
             return self._read(result, job, k)
         except InvalidTrajectory as error:
@@ -61,39 +51,39 @@ class EpisodeRunner:
         except TimeoutError as error:
             if not limit.expired():
                 return EpisodeOutcome(reason="failed", error=error)
-            late = TimeoutError(f"it took more than {self._timeout:g} s")
+            late = TimeoutError(f"the episode took more than {self.timeout:g} s")
             return EpisodeOutcome(reason="timeout", error=late.with_traceback(error.__traceback__))
         except asyncio.CancelledError as error:
             if self.stopping or job.dropped:
                 raise
-            # The workflow cancelled itself; that must not end more than this run.
+            # The workflow has cancelled itself, which must end this run alone.
             return EpisodeOutcome(reason="failed", error=error)
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # An agent's exit() would end the whole event loop.
             return EpisodeOutcome(reason="failed", error=error)
 
     async def _run(self, job: EpisodeJob) -> Any:
-        sampling = self._sampling[job.is_eval]
+        sampling = (job.is_eval and self.eval_sampling) or self.sampling
         here = context.WorkflowContext(
             task_id=job.task_id,
             is_eval=job.is_eval,
-            version=self._version(),
+            version=self.version(),
             temperature=sampling.temperature if sampling is not None else None,
             sampling=sampling,
         )
         with context.use(here):
-            return await job.workflow.arun_episode(self._engine, own_copy(job.data))
+            return await job.workflow.arun_episode(self.engine, own_copy(job.data))
 
     def _read(self, result: Any, job: EpisodeJob, k: int) -> EpisodeOutcome:
         if result is None:
             return EpisodeOutcome(reason="returned_none")
         if job.stream is None or not job.stream.sessions:
-            return EpisodeOutcome(tensors_of(result, discount=self._discount))
+            return EpisodeOutcome(tensors_of(result, discount=self.discount))
         rows = rows_of(
             result,
-            discount=self._discount,
-            newest=self._newest(),
-            vocab_size=self._vocab_size,
+            discount=self.discount,
+            newest=self.newest(),
+            vocab_size=self.vocab_size,
         )
         task = job.data.get("task_id")
         return EpisodeOutcome(

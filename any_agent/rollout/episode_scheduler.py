@@ -27,7 +27,7 @@ _STOP_TIMEOUT = 10.0
 
 
 class EpisodeScheduler:
-    """Runs submitted jobs, and those of one stream; used on one event loop alone."""
+    """Runs submitted jobs and the jobs of one stream; used on one event loop alone."""
 
     def __init__(
         self,
@@ -42,20 +42,21 @@ class EpisodeScheduler:
         self._dump = dump
         self._failures = FailureBudget(config.max_failures)
         self._unusable = FailureBudget(config.max_failures)
-        """Failures of the functions that judge what episodes return."""
-        # A group may be larger than what may run at once.
+        """The failures of functions that judge results."""
+        # A group may be larger than the number of runs at once.
         self._slots = {kind: asyncio.Semaphore(config.max_concurrent) for kind in (False, True)}
         self._tasks: set[asyncio.Task[None]] = set()
         self._runs: dict[asyncio.Task[None], EpisodeJob] = {}
-        """Tasks whose session counts as running."""
+        """The tasks whose sessions count as running."""
         self._retry: asyncio.TimerHandle | None = None
         self._pending: deque[EpisodeJob] = deque()
         self._evals: deque[EpisodeJob] = deque()
         self._stream: JobStream | None = None
         self._wanted = 0
-        """Submitted sessions that callers wait for."""
+        """The number of submitted sessions that callers wait for."""
         self._returned = 0
-        """Submitted sessions that were returned last, and count as buffered until the next wait."""
+        """The number of submitted sessions that were returned last: buffered until the next
+        wait."""
         self.counts = RolloutCounts(config)
         self.rejected: Counter[str] = Counter()
 
@@ -69,7 +70,7 @@ class EpisodeScheduler:
         if self._tasks:
             _, late = await asyncio.wait(self._tasks, timeout=_STOP_TIMEOUT)
             if late:
-                log.warning("%d episodes do not end although they are cancelled", len(late))
+                log.warning("%d cancelled episodes have not ended within the time-out", len(late))
 
     # -- requests of callers -------------------------------------------------------------------
 
@@ -91,7 +92,7 @@ class EpisodeScheduler:
             await asyncio.wait(tasks, timeout=_STOP_TIMEOUT)
         for job in jobs:
             if job.left and not job.is_eval:
-                # Its other runs had ended, and were waiting for these.
+                # Its other runs had ended, and were buffered until these end.
                 self.counts.settle(len(job.results))
         self.admit()
 
@@ -109,15 +110,15 @@ class EpisodeScheduler:
         await self.drop(list({job for job in self._runs.values() if job.stream is stream}))
 
     def begin_wait(self, wanted: int) -> None:
-        """A caller begins to wait for ``wanted`` submitted sessions; those that were returned
-        before are settled."""
+        """Count a caller's wait for ``wanted`` submitted sessions; settle the sessions that were
+        returned before."""
         self._wanted += wanted
         self.counts.settle(self._returned)
         self._returned = 0
         self.admit()
 
     def end_wait(self, wanted: int, returned: int) -> None:
-        """The wait has ended, and returned so many submitted sessions."""
+        """Count the end of a wait, which has ``returned`` so many submitted sessions."""
         self._wanted -= wanted
         self._returned += returned
 
@@ -135,7 +136,7 @@ class EpisodeScheduler:
             self._begin(self._evals.popleft())
         if self._queue.paused or (limit is None and self._backing_off()):
             return
-        # A wait is not blocked by sessions that other callers got and may still train on.
+        # Sessions that other callers got, and may still train on, do not block a wait.
         wanted = self._wanted and self._wanted + self._returned
         stream = self._stream
         batch = stream.batch_sessions if stream is not None else self._config.batch_size
@@ -153,7 +154,7 @@ class EpisodeScheduler:
                 return
 
     def _backing_off(self) -> bool:
-        """Return True while the service seems to be away: then one item at a time is tried, at
+        """Return True while the service seems to be away: one item at a time is tried then, at
         growing intervals."""
         if not self._failures.transient:
             return False
@@ -195,8 +196,8 @@ class EpisodeScheduler:
         self.admit()
 
     def _end_stream(self, stream: JobStream, error: Exception) -> None:
-        """End a stream by an error. The trainer's stream is all that its executor does: with it
-        the executor ends."""
+        """End a stream by an error. The trainer's stream is its executor's only work, so the
+        executor ends with it."""
         if stream.sessions:
             self._queue.fail(error)
             return
@@ -218,7 +219,7 @@ class EpisodeScheduler:
         if cancelled_job is not None:
             self.counts.end(is_eval=cancelled_job.is_eval, buffered=False)
         if not task.cancelled() and (error := task.exception()) is not None:
-            # A bug of the executor: an end is better than waits without one.
+            # A bug of the executor must end all waits.
             self._queue.fail(error)
 
     # -- ending --------------------------------------------------------------------------------
@@ -278,7 +279,7 @@ class EpisodeScheduler:
         if stream is not None and not stream.sessions:
             self._count_fruitless(stream, job)
         if stream is not None and reason is not None and stream.on_rejected is not None:
-            # Before the notification: a thread that sees the end must know of this job, too.
+            # Before the notification, so that a thread which sees the end knows of this job.
             stream.on_rejected(job.position, reason)
         with self._queue.changed:
             if stream is None:
@@ -290,7 +291,7 @@ class EpisodeScheduler:
             self._queue.changed.notify_all()
 
     def _count_fruitless(self, stream: JobStream, job: EpisodeJob) -> None:
-        """End a stream of tensors of which no item is accepted: a batch would never come."""
+        """End a stream of tensors without accepted items, as no batch would ever be complete."""
         stream.fruitless = 0 if job.results else stream.fruitless + 1
         limit = self._config.max_dull_groups
         if stream.fruitless >= limit:
@@ -298,7 +299,7 @@ class EpisodeScheduler:
             self._end_stream(stream, nothing_left([job], last))
 
     def _reason_to_reject(self, job: EpisodeJob) -> str | None:
-        """Return why the job's results must not be trained on, or None; makes one batch of them."""
+        """Combine the job's results; return the reason to reject them, or None."""
         number = self._unusable.begin()
         try:
             reason = self._judge(job)
@@ -336,5 +337,4 @@ def nothing_left(jobs: Sequence[EpisodeJob], what: str) -> RolloutError:
 
 
 def _rows(result: Any) -> list[Row]:
-    """The rows of one run's result."""
     return result.rows if isinstance(result, SampledSession) else rows_in(result)

@@ -1,5 +1,4 @@
-"""`FailureBudget`: failed episodes are left out and logged once, and too many in a row end the
-run."""
+"""`FailureBudget`: counts failed episodes, logs each kind once, and ends the run after too many."""
 
 from __future__ import annotations
 
@@ -15,17 +14,17 @@ from any_agent.runtime.logs import Redactor
 log = logging.getLogger(__name__)
 
 _MAX_KINDS: Final = 256
-"""Kinds of failures that are each logged in full."""
+"""The number of kinds of failures that are logged in full."""
 _MIN_DELAY, _MAX_DELAY = 0.1, 5.0
-"""Seconds between two tries while the service, and not the episode, seems to be what fails."""
+"""Seconds between two attempts while the service, not the episode, seems to fail."""
 _TRANSIENT_STATUSES: Final = (429, 502, 503, 504)
 
 
 class FailureBudget:
-    """Counts failures in a row; what was under way when the first of them came does not count.
+    """Counts failures in a row, without episodes that were running at the first of them.
 
-    So one event that hits every running episode, such as a proxy that dies, ends nothing, while
-    an agent that always fails ends the run after ``limit`` more.
+    One event that hits every running episode, such as the death of a proxy, therefore ends no run,
+    while an agent that always fails ends it after ``limit`` more failures.
     """
 
     def __init__(self, limit: int) -> None:
@@ -33,14 +32,14 @@ class FailureBudget:
         self._logged: set[tuple[str, str, str]] = set()
         self._begun = 0
         self._since: int | None = None
-        """The number of the last episode that had begun when the first one of the row failed."""
+        """The number of the last episode that had begun when the first of the row failed."""
         self.in_a_row = 0
         self._tries = 0
         self.transient = False
         """True while the last failure looks like a service that will be back."""
 
     def begin(self) -> int:
-        """Return the number of an episode that begins now."""
+        """Return the number of a new episode."""
         self._begun += 1
         return self._begun
 
@@ -63,12 +62,12 @@ class FailureBudget:
             return None
         return TrainingError(
             f"{self.in_a_row} episodes in a row failed, the last one, {name}: "
-            f"{format_error(error)}; see the log for where. training stops after "
+            f"{format_error(error)}; the log has the trace. Training stops after "
             "rollout.max_failures of them"
         )
 
     def next_delay(self) -> float:
-        """Return the seconds to wait before one more episode is begun; 0 without a reason to."""
+        """Return the seconds to wait before the next episode; 0 without a reason to wait."""
         if not self.transient:
             return 0.0
         self._tries += 1
@@ -83,7 +82,7 @@ class FailureBudget:
             log.debug("%s failed: %s", name, format_error(error))
             return
         self._logged.add(kind)
-        # An AgentFailed describes the agent's fault in full; the frames are ours.
+        # An AgentFailed describes the agent's fault in full; its trace is not the agent's.
         by_agent = isinstance(error, AgentFailed)
         log.warning(
             "%s failed and is left out; further failures like this one are only counted%s",
@@ -102,13 +101,12 @@ def format_error(error: BaseException) -> str:
 
 
 def is_transient(error: BaseException) -> bool:
-    """Return True if the same episode may succeed later: the service was away, busy or not
-    reached."""
+    """Return True if the same episode may succeed later, as the service was away or busy."""
     if isinstance(error, AnyAgentError):
         return error.retryable
     if isinstance(error, ConnectionError | httpx.TransportError):
         return True
-    # The SDKs of OpenAI and Anthropic, without importing them.
+    # Errors of OpenAI's and Anthropic's SDKs, by name, so that they need no import.
     names = {kind.__name__ for kind in type(error).__mro__}
     status = getattr(error, "status_code", None)
     return "APIConnectionError" in names or status in _TRANSIENT_STATUSES

@@ -1,4 +1,4 @@
-"""The executor's work: items of a dataset, each with some runs of a workflow on it."""
+"""The jobs of `WorkflowExecutor`: items of a dataset, each with some runs of a workflow."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from any_agent.workflow import RolloutWorkflow
 from any_agent.workflow.base import TensorDict
 
 Accept: TypeAlias = Callable[[TensorDict], bool]
-"""Decides from an item's trajectories, one batch of tensors, if they are to be trained on."""
+"""A function that returns True for an item's trajectories, one batch of tensors, to train on."""
 Reject: TypeAlias = Callable[[list[SampledSession]], str | None]
-"""Returns why a group is not worth training on, or None."""
+"""A function that returns the reason not to train on a group, or None."""
 Item: TypeAlias = tuple[int, dict[str, Any]]
 """A position and the dataset's item at it."""
 
 
 @dataclass(slots=True, eq=False)
 class JobStream:
-    """Items that begin one after the other, as there is room for them."""
+    """Items that begin one after the other, when there is room for them."""
 
     items: Iterator[Item]
     workflow: RolloutWorkflow
     group_size: int
     batch_sessions: int
-    """Sessions that a batch needs; staleness is counted in them."""
+    """The number of sessions of a batch, in which staleness is counted."""
     batch_items: int | None = None
-    """Items that a batch needs instead, where it is counted in items."""
+    """The number of items of a batch that is counted in items."""
     sessions: bool = False
     """True for groups of sessions, False for tensors."""
     accept: Accept | None = None
@@ -44,11 +44,11 @@ class JobStream:
     running_jobs: int = 0
     ready: list[EpisodeJob] = field(default_factory=list)
     fruitless: int = 0
-    """Items in a row without a result."""
+    """The number of items in a row without a result."""
     error: BaseException | None = None
     """The error that ended the stream; no further item begins."""
     closed: bool = False
-    """Set once no caller wants results of it any more."""
+    """True once no caller wants results of the stream any more."""
 
     def batch_ready(self) -> bool:
         if self.batch_items is not None:
@@ -57,7 +57,7 @@ class JobStream:
 
     def next_job(self) -> EpisodeJob:
         """Return a job for the item that has waited longest."""
-        # Counted first: another thread must not find in between that nothing more will come.
+        # Before the item leaves `waiting`: another thread must not see an ended stream in between.
         self.running_jobs += 1
         position, data = self.waiting.popleft()
         return EpisodeJob(
@@ -71,11 +71,11 @@ class JobStream:
         )
 
     def ended(self) -> bool:
-        """Return True if nothing more will come."""
+        """Return True if no further result will come."""
         return self.exhausted and not (self.waiting or self.running_jobs or self.pulling)
 
     def progress(self) -> str:
-        """Describe how much of a batch is there."""
+        """Describe the part of a batch that has come."""
         if self.batch_items is not None:
             return f"{len(self.ready)} of {self.batch_items} items came"
         sessions = sum(len(job.results) for job in self.ready)
@@ -110,24 +110,24 @@ class EpisodeJob:
     accept: Accept | None = None
     stream: JobStream | None = None
     left: int = 0
-    """Runs that have not ended."""
+    """The number of runs that have not ended."""
     results: dict[int, Any] = field(default_factory=dict)
-    """Results by the number of their run in the group."""
+    """The results by the number of their run in the group."""
     lost: Counter[str] = field(default_factory=Counter)
-    """Reasons why the other runs have no result."""
+    """The reasons why the other runs have no result."""
     error: BaseException | None = None
     """The error of the first run that failed."""
     tensors: TensorDict | None = None
     """All results as one batch, if the caller wants tensors."""
     dropped: bool = False
-    """Set once no caller wants its result any more."""
+    """True once no caller wants the result any more."""
 
     @property
     def group_id(self) -> str:
         return f"data-{self.position}"
 
     def members(self) -> list[Any]:
-        """The results in the order of their runs."""
+        """Return the results in the order of their runs."""
         return [self.results[k] for k in sorted(self.results)]
 
 
@@ -144,11 +144,11 @@ class JobQueue(ResultQueue):
 
 
 def epochs(loader: Any) -> Iterator[Item]:
-    """Iterate over a loader again and again, and number its items; it gives items, lists of them,
-    or columns as torch's DataLoader does.
+    """Iterate over a loader repeatedly and number its items, whether it yields items, lists of
+    them, or columns as torch's DataLoader does.
 
-    Raises ValueError for a loader that gives nothing, TypeError for items that are no mappings,
-    DatasetError for columns that cannot be turned back into items.
+    Raises ValueError for an empty loader, TypeError for items that are no mappings, DatasetError
+    for columns that cannot be converted into items.
     """
     position = 0
     while True:
@@ -159,4 +159,4 @@ def epochs(loader: Any) -> Iterator[Item]:
                 yield position, dict(item)
                 position += 1
         if position == before:
-            raise ValueError("the dataloader gave nothing: is it empty, or an iterator at its end?")
+            raise ValueError("the dataloader has no items: is it empty, or an exhausted iterator?")

@@ -1,4 +1,4 @@
-"""`LeaseExecutor`: leases sessions of external agents while the trainer trains, in batches."""
+"""`LeaseExecutor`: leases sessions of external agents in batches while the trainer trains."""
 
 from __future__ import annotations
 
@@ -26,33 +26,31 @@ T = TypeVar("T")
 
 _POLLS_PER_RANK = 2
 _ACK_TIMEOUT = 5.0
-"""Seconds that a step waits for a rank to answer an acknowledgement, which is sent again later."""
+"""Seconds that a step waits for a rank's reply to an acknowledgement, which is repeated later."""
 _MAX_FAILED_POLLS = 5
-"""Internal errors in a row that a rank may answer a poll with."""
+"""The number of internal errors in a row with which a rank may reply to polls."""
 _POLL_RETRY_DELAY = 1.0
 _MAX_REPLAYED = 64
-"""Sessions that one request replays."""
+"""The number of sessions that one request replays."""
 _MAX_GROUPS_LISTED = 3
 
 
 class Consumed(NamedTuple):
-    """The use that a batch made of a session."""
+    """The use of a session by a batch."""
 
     step: int | None
-    """The optimizer step that it was trained in; None if there was none."""
+    """The optimizer step that trained on it; None without one."""
     rejected: str | None = None
-    """Why there was nothing in it to train on."""
+    """The reason why it was rejected, if it was."""
 
 
 class LeaseExecutor:
-    """Runs a workflow per rank on an event loop of its own thread; the trainer calls it from
-    another one.
+    """Runs a workflow per rank on the event loop of its own thread; call it from another thread.
 
     It renews its leases from ``start`` on, and admits sessions and receives episodes from
-    ``begin`` on. ``reject`` returns why an episode is not worth training on, or None: such
-    episodes are rejected at once and their slots refilled. ``consumed`` has the sessions that
-    batches used: those that come again, because their acknowledgement was lost, are acknowledged
-    again and nothing more.
+    ``begin`` on. ``reject`` returns the reason not to train on an episode, or None: such episodes
+    are rejected at once and their slots refilled. ``consumed`` has the sessions that batches used:
+    a session that comes again, because its acknowledgement was lost, is only acknowledged again.
     """
 
     def __init__(
@@ -73,7 +71,7 @@ class LeaseExecutor:
         self._reject = reject
         self._buffer: deque[Episode] = deque()
         self._leased: set[str] = set()
-        """Sessions leased and not yet acknowledged; changed on the loop's thread alone."""
+        """The sessions leased and not yet acknowledged; changed on the loop's thread alone."""
         self._queue = ResultQueue("a poll", RuntimeError)
         self._stopping = False
         self._thread = LoopThread("rollout")
@@ -82,7 +80,7 @@ class LeaseExecutor:
         self._keeper: CapacityKeeper
         self._acks: AckSender
         self.rejected: Counter[str] = Counter()
-        """Sessions rejected before training, by reason."""
+        """The numbers of sessions rejected before training, by reason."""
 
     def start(self) -> None:
         self._thread.start()
@@ -103,23 +101,23 @@ class LeaseExecutor:
 
     @property
     def ranks(self) -> RankClients:
-        """For use in coroutines given to :meth:`call`."""
+        """The ranks' clients, for coroutines that run by :meth:`call`."""
         return self._ranks
 
     @property
     def capacity(self) -> Capacity | None:
-        """The sum of the ranks' last answers; None before each has answered."""
+        """The sum of the ranks' last replies; None before each rank has replied."""
         return self._keeper.now
 
     def prepare_batch(self, timeout: float | None = None) -> list[Episode]:
         """Wait until ``batch_size`` sessions have come; return the oldest episodes with as many.
 
         With ``rollout.deterministic`` they are sorted by the ids of groups and sessions. With eta 0
-        the batch is then the same whenever the agents are: no more than ``batch_size`` sessions are
-        admitted until the next weights, so a batch is all of them, in whatever order they came.
+        equal agents then make equal batches: at most ``batch_size`` sessions are admitted until the
+        next weights, so a batch has all of them, in whatever order they came.
 
-        Raises TimeoutError after ``timeout`` seconds, InterruptedError once :meth:`interrupt` was
-        called, or the error that a poll failed with.
+        Raises TimeoutError after ``timeout`` seconds, InterruptedError after :meth:`interrupt`, or
+        the error of a failed poll.
         """
 
         def ready() -> list[Episode] | None:
@@ -138,18 +136,18 @@ class LeaseExecutor:
     def ack(
         self, trained: list[str], rejected: list[Rejection], *, step: int | None = None
     ) -> None:
-        """Report to each rank how a batch used its sessions, and in which optimizer step.
+        """Report to each rank the use of its sessions by a batch, and the optimizer step.
 
         A rank that is away gets the report when it is back; until then its leases are renewed.
         """
         self.call(self._acks.send(trained, rejected, step=step, patience=_ACK_TIMEOUT))
 
     def flush(self) -> None:
-        """Wait a bounded time for the ranks that have not answered yet."""
+        """Wait a bounded time for the ranks that have not replied to acknowledgements."""
         self.call(self._acks.flush(patience=2 * _ACK_TIMEOUT))
 
     def replay(self, session_ids: list[str], timeout: float) -> dict[str, Trajectory]:
-        """Lease exactly these sessions again, also those that were trained on; return them by id.
+        """Lease exactly these sessions again, even trained ones; return them by id.
 
         Raises Conflict or NotFound if one cannot be leased; then none of them is.
         """
@@ -224,16 +222,15 @@ class LeaseExecutor:
                 result = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
                 episode = trajectories_of(result)
             except AnyAgentError as error:
-                # An internal error may be of one request alone, but retries are bounded.
+                # An internal error may concern one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
-                log.warning("no episode: %s; trying again", error.message)
+                log.warning("cannot lease episodes, and try again: %s", error.message)
                 await asyncio.sleep(_POLL_RETRY_DELAY)
                 continue
             failed = 0
-            # A leased session that comes again was leased twice: its lease had run out, or seemed
-            # to.
+            # A session that is leased twice had an expired lease.
             fresh = [t for t in episode if t.session_id not in self._leased]
             self._leased.update(t.session_id for t in fresh)
             again = [t.session_id for t in fresh if t.session_id in self._consumed]
@@ -258,7 +255,7 @@ class LeaseExecutor:
             reason = self._reject(episode)
         except Exception:
             # One agent's data must not end the training of all.
-            log.exception("an episode of %s cannot be used", ids)
+            log.exception("the episode of sessions %s cannot be used, and is rejected", ids)
             reason = "unusable"
         if reason is None:
             with self._queue.changed:
@@ -296,11 +293,11 @@ class LeaseExecutor:
 
 
 def describe_waiting(now: Capacity) -> str:
-    """Describe what a wait for sessions waits for: open ones, those that wait for a slot, and
-    groups that wait for members."""
+    """Describe the open sessions, the ones that wait for a slot, and the groups that wait for
+    members."""
     if not (now.running or now.waiting or now.unfilled):
         return "no agent has a session open, or waits for one"
-    counts = f"{now.running} open, {now.waiting} asked for"
+    counts = f"{now.running} open, {now.waiting} waiting for a slot"
     groups = now.unfilled[:_MAX_GROUPS_LISTED]
     return "; ".join([counts, *(_describe_group(group) for group in groups)])
 

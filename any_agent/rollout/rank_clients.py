@@ -1,4 +1,4 @@
-"""`RankClients`: a run's ranks, found by their registry entries, with one client each."""
+"""`RankClients`: one client for each rank of a run, at the address in its registry entry."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class RankClients:
         return len(self.clients)
 
     def entry(self, rank: int) -> RegistryEntry | None:
-        """Return a rank's newest registry entry; None before it has written one."""
+        """Return a rank's newest registry entry; None before its first one."""
         now = time.monotonic()
         if now - self._polled_at >= _POLL_INTERVAL:
             self._polled_at = now
@@ -66,8 +66,8 @@ class RankClients:
         rank = rank_of_session(session_id)
         if rank is None or rank >= len(self):
             raise NotFound(
-                f"none of {len(self)} ranks holds a session {session_id[:80]!r}; a trial goes on "
-                "with as many ranks (server.ranks) as before"
+                f"none of the {len(self)} ranks has the session {session_id[:80]!r}: continue a "
+                "trial with as many ranks (server.ranks) as before"
             )
         return rank
 
@@ -104,6 +104,6 @@ def engine_urls(folder: Path, count: int, *, within: float = 60.0) -> list[str]:
         if time.monotonic() > deadline:
             raise ServiceUnavailable(
                 f"{count - len(urls)} of {count} ranks have not registered their engine within "
-                f"{within:g} s; do they run? Their entries are in {folder}"
+                f"{within:g} s: check that they run; their entries are in {folder}"
             )
         time.sleep(_RETRY_DELAY)

@@ -1,4 +1,4 @@
-"""`ResultQueue`: where threads wait for the results of an executor's event loop."""
+"""`ResultQueue`: lets threads wait for the results of an executor's event loop."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from any_agent.rollout.failure_budget import format_error
 T = TypeVar("T")
 
 _AMBIGUOUS_ERRORS = (TimeoutError, InterruptedError, asyncio.CancelledError)
-"""Errors that the caller of a wait would take for the end of that wait."""
+"""Errors that the caller of a wait would mistake for the end of the wait."""
 
 
 class ResultQueue:
-    """One condition for all waits on an executor, which a failure or an interrupt ends.
+    """One condition for all waits on an executor; a failure or an interrupt ends them.
 
     Change the state that waits depend on inside ``with queue.changed``, and notify there.
     """
@@ -45,8 +45,8 @@ class ResultQueue:
     def interrupt(self) -> None:
         """End all waits, now and from now on, by InterruptedError; safe in a signal handler."""
         self._interrupted = True
-        # The handler may run in a thread that is about to wait, or while another one has the lock:
-        # every wait checks the flag again within a second.
+        # The handler may run in a thread that is about to wait, or while another one has the
+        # lock: every wait checks the flag within a second.
         if self.changed.acquire(blocking=False):
             try:
                 self.changed.notify_all()
@@ -58,8 +58,8 @@ class ResultQueue:
         earlier call has raised that error."""
         if self._failure is not None and self._failure_raised and not self._interrupted:
             raise TrainingError(
-                f"{self._name} ended in an earlier call, by the error of that one: "
-                f"{format_error(self._failure)}; make another WorkflowExecutor (or "
+                f"{self._name} has ended by the error of an earlier call: "
+                f"{format_error(self._failure)}; create another WorkflowExecutor (or "
                 "RemoteSGLangEngine)"
             ) from self._failure
         self._raise_failure()
@@ -100,8 +100,8 @@ class ResultQueue:
 def unambiguous(
     error: BaseException, name: str, error_type: type[Exception] = TrainingError
 ) -> BaseException:
-    """Return the error to raise from a wait: an error that would be taken for the end of the wait
-    becomes the cause of another one, which says that ``name`` failed."""
+    """Return the error to raise from a wait: an error that would be mistaken for the end of the
+    wait becomes the cause of another one, which names what failed."""
     if not isinstance(error, _AMBIGUOUS_ERRORS):
         return error
     failure = error_type(f"{name} failed: {error!r}")

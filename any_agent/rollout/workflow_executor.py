@@ -1,4 +1,4 @@
-"""`WorkflowExecutor` runs workflows on items of a dataset: singly, in batches, or ahead of the
+"""`WorkflowExecutor`: runs workflows on items of a dataset, one by one, in batches, or ahead of the
 trainer."""
 
 from __future__ import annotations
@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
 from itertools import count, islice
-from types import TracebackType
 from typing import Any, Self
 
 from any_agent.config import RolloutConfig
@@ -36,19 +35,18 @@ from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.resolve import WorkflowCache, WorkflowLike, is_same
 
 MAX_SUBMITTED = 100_000
-"""Items that were submitted and not waited for."""
+"""The most items that may be submitted without a wait for them."""
 
 
 class WorkflowExecutor:
-    """Runs episodes on an event loop of its own thread; call it from another one.
+    """Runs episodes on the event loop of its own thread; call it from another thread.
 
-    ``engine`` is what workflows sample with: an :class:`~any_agent.engine.EnginePool`, or any
-    engine; it is opened and closed with the executor if it is a context manager. ``agents`` says
-    where the calls of agents (classes with ``run``) go. ``sampling`` is what the run samples with,
-    ``eval_sampling`` what evaluations do (default: the same): workflows find them in their context.
-    ``dump`` writes what episodes return to files. ``timeout`` is the most seconds of an episode,
-    ``discount`` what rewards of recorded trajectories run back with, ``vocab_size`` how many token
-    ids the model that is trained knows.
+    Workflows sample with ``engine``, an :class:`~any_agent.engine.EnginePool` or any other engine;
+    a context manager is opened and closed with the executor. The calls of agents (classes with
+    ``run``) go to ``agents``. ``sampling`` and ``eval_sampling`` (default: the same) are the
+    sampling parameters in the workflows' context. ``dump`` writes episodes to files. ``timeout`` is
+    the limit of an episode in seconds, ``discount`` the factor by which rewards of recorded
+    trajectories are propagated, ``vocab_size`` the number of the trained model's token ids.
 
     Train episodes begin while ``running <= rollout.max_concurrent`` and ``running + buffered <=
     (rollout.eta + 1) * rollout.batch_size``, all counted in sessions: runs of the workflow. An
@@ -73,12 +71,12 @@ class WorkflowExecutor:
         self._config = config
         self._version = 0
         self._newest = 0
-        """The highest version that was announced."""
+        """The highest announced version."""
         self._stack = AsyncExitStack()
         episodes = EpisodeRunner(
-            engine,
-            lambda: self.version,
-            # One engine may be back with old weights, while others have these.
+            engine=engine,
+            version=lambda: self.version,
+            # One engine may still have old weights, while others have these.
             newest=lambda: None if engine is None else max(self._newest, self.version),
             vocab_size=vocab_size,
             sampling=sampling,
@@ -99,7 +97,7 @@ class WorkflowExecutor:
     # -- life cycle ----------------------------------------------------------------------------
 
     def start(self) -> Self:
-        """Open the engine, and be ready for episodes; raises what the engine raises."""
+        """Open the engine and become ready for episodes; raise the engine's errors."""
         self._thread.start()
         try:
             self._thread.call(self._open())
@@ -121,12 +119,7 @@ class WorkflowExecutor:
     def __enter__(self) -> Self:
         return self.start()
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *error: object) -> None:
         self.stop()
 
     def interrupt(self) -> None:
@@ -134,7 +127,7 @@ class WorkflowExecutor:
         self._queue.interrupt()
 
     def pause(self) -> None:
-        """Begin no train episodes; running ones go on, and so do evaluations."""
+        """Begin no train episodes; running ones and evaluations go on."""
         self._queue.paused = True
 
     def resume(self) -> None:
@@ -143,9 +136,9 @@ class WorkflowExecutor:
         self._thread.soon(self._scheduler.admit)
 
     def hold(self, version: int | None = None, timeout: float = 60.0) -> None:
-        """Before a weight update: calls of workflows to the engine wait until :meth:`release`.
+        """Make the workflows' calls to the engine wait until :meth:`release`, for a weight update.
 
-        ``version`` is the one to come: agents may get tokens of it from engines that have it first.
+        ``version`` is the next one, whose tokens agents may get from engines that have it first.
         """
         self._newest = max(self._newest, version or 0)
         hold = getattr(self._engine, "hold", None)
@@ -153,7 +146,8 @@ class WorkflowExecutor:
             self._thread.call(hold(), timeout)
 
     def release(self, version: int | None = None) -> None:
-        """After a weight update: calls go on under ``version``; None: under the engines' own."""
+        """Let calls continue after a weight update, under ``version`` or, for None, the engines'
+        own."""
 
         async def release() -> None:
             if version is not None:
@@ -167,23 +161,24 @@ class WorkflowExecutor:
 
     @property
     def version(self) -> int:
-        """The version of the weights that an episode which begins now samples with."""
+        """The version of the weights for episodes that begin now."""
         return self._version if self._engine is None else self._engine.version
 
     @property
     def loop(self) -> asyncio.AbstractEventLoop:
-        """The event loop of its thread, on which the engine is open."""
+        """The event loop of the executor's thread, on which the engine is open."""
         return self._thread.loop
 
     @property
     def capacity(self) -> Capacity:
-        """How many train sessions run, and how many wait to be trained on."""
+        """The numbers of train sessions that run, and that wait to be trained on."""
         return self._scheduler.counts.capacity()
 
     @property
     def rejected(self) -> Counter[str]:
-        """Train sessions that were left out, by reason: `failed`, `invalid`, `timeout`,
-        `returned_none`, `not_accepted`, `unusable`, or a reason that ``reject`` returned."""
+        """The numbers of train sessions that were left out, by reason: `failed`, `invalid`,
+        `timeout`, `returned_none`, `not_accepted`, `unusable`, or a reason that ``reject``
+        returned."""
         return self._scheduler.rejected
 
     # -- submitted items -----------------------------------------------------------------------
@@ -198,7 +193,7 @@ class WorkflowExecutor:
         task_id: int | None = None,
         is_eval: bool = False,
     ) -> int:
-        """Have the workflow run ``group_size`` times on an item; return its id at once.
+        """Submit an item for ``group_size`` runs of the workflow; return its id at once.
 
         Raises ConfigError for an object that is no workflow, ValueError for an id that is in use,
         TooManyRequests when too many submitted items were not waited for.
@@ -226,24 +221,21 @@ class WorkflowExecutor:
     def wait(
         self, count: int, timeout: float | None = None, raise_timeout: bool = True
     ) -> list[TensorDict | None]:
-        """Return the results of ``count`` submitted items, None for each that was rejected.
+        """Return the results of ``count`` submitted items, None for each rejected one.
 
-        Of the items that are done, those that were submitted first. Raises TimeoutError after
-        ``timeout`` seconds, or returns an empty list then; ValueError if fewer were submitted, or
-        are left because another thread waited for them, too, and was first.
+        The done items that were submitted first come first. After ``timeout`` seconds it raises
+        TimeoutError, or returns an empty list. Raises ValueError if fewer items were submitted, or
+        are left because another thread has waited for them.
         """
         queue = self._queue
         if count < 1:
             raise ValueError(f"count is {count}: it must be at least 1")
-        with queue.changed:
-            if count > len(queue.jobs):
-                raise ValueError(f"{count} items are waited for, {len(queue.jobs)} were submitted")
 
         def ready() -> list[int] | None:
             if count > len(queue.jobs):
                 raise ValueError(
-                    f"{count} items are waited for, {len(queue.jobs)} are left: another thread "
-                    "waited for the others, or dropped them"
+                    f"{count} items are waited for, {len(queue.jobs)} are left: submit "
+                    "more; another thread may have waited for the others, or dropped them"
                 )
             if len(queue.done) < count:
                 return None
@@ -259,23 +251,11 @@ class WorkflowExecutor:
     ) -> TensorDict | None:
         """Return one submitted item's result; None if it was rejected, or did not end in time.
 
-        Raises TimeoutError, unless ``raise_timeout`` is off; ValueError for an id that nothing was
-        submitted under, or whose result was returned before, also while this waits for it.
+        Raises TimeoutError, unless ``raise_timeout`` is off; ValueError for an id that was not
+        submitted, or whose result is returned to another caller.
         """
-        queue = self._queue
-
-        def require() -> None:
-            if task_id not in queue.jobs:
-                raise ValueError(f"task_id {task_id!r} was not submitted, or waited for already")
-
-        def ready() -> list[int] | None:
-            require()
-            return [task_id] if task_id in queue.done else None
-
-        with queue.changed:
-            require()
-            count = list(queue.jobs).index(task_id) + 1
-        results = self._wait(ready, timeout, count)
+        missing = f"task_id {task_id!r} was not submitted, or waited for already"
+        results = self._wait_for_tasks([task_id], timeout, missing)
         if results is None and raise_timeout:
             raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
         return results[0][1] if results else None
@@ -283,7 +263,7 @@ class WorkflowExecutor:
     def wait_for_runs(
         self, task_id: int, timeout: float | None = None
     ) -> tuple[list[TensorDict], Counter[str]]:
-        """Return the result of each run on one submitted item, and why other runs have none.
+        """Return the result of each run on one submitted item, and the reasons of failed runs.
 
         Raises as :meth:`wait_for_task`.
         """
@@ -294,9 +274,7 @@ class WorkflowExecutor:
         return job.members(), job.lost
 
     def drop(self, task_ids: Iterable[int]) -> None:
-        """Forget the items that were submitted under these ids: their runs are cancelled, and
-        awaited. Unknown ids are skipped.
-        """
+        """Forget submitted items: cancel their runs, and wait for them. Unknown ids are skipped."""
         queue = self._queue
         with queue.changed:
             jobs = [queue.jobs.pop(id) for id in task_ids if id in queue.jobs]
@@ -317,9 +295,9 @@ class WorkflowExecutor:
     ) -> list[TensorDict]:
         """Run the workflow on all items and return all accepted results, in the items' order.
 
-        Nothing runs ahead: under fixed weights, for collecting data and for debugging. ``data`` is
-        a list of items, or a batch of a torch DataLoader. Raises RolloutError, which says why, if
-        nothing is left; ValueError without items, TypeError and DatasetError for data without any.
+        Nothing runs ahead: it is for fixed weights, for collecting data and for debugging. ``data``
+        is a list of items, or a batch of a torch DataLoader. Raises RolloutError with the reasons
+        if no result is left; ValueError without items, TypeError and DatasetError for other data.
         """
         items = items_of(data)
         if not items:
@@ -327,19 +305,8 @@ class WorkflowExecutor:
         numbers = [
             self.submit(item, workflow, workflow_kwargs, group_size=group_size) for item in items
         ]
-        left = set(numbers)
-        queue = self._queue
-
-        def ready() -> list[int] | None:
-            left.difference_update(queue.done)
-            # An item that will not end here stays in `left`.
-            if any(n not in queue.jobs for n in (islice(left, 1) if left else numbers)):
-                raise ValueError("another thread waited for items of this batch, or dropped them")
-            return None if left else numbers
-
-        with queue.changed:
-            count = list(queue.jobs).index(numbers[-1]) + 1
-        ended = self._wait(ready, None, count) or []
+        missing = "another thread waited for items of this batch, or dropped them"
+        ended = self._wait_for_tasks(numbers, None, missing) or []
         results = [result for _, result in ended if result is not None]
         if not results:
             raise nothing_left([job for job, _ in ended], f"of {len(ended)} items")
@@ -358,15 +325,14 @@ class WorkflowExecutor:
     ) -> list[TensorDict]:
         """Return the next batch, one dictionary per item, while later batches' episodes go on.
 
-        ``dataloader`` is iterated over and over: it gives items, lists of them, or, as a DataLoader
-        of torch does by itself, columns. A batch has as many items as its ``batch_size``
-        says, else so many that their sessions are ``rollout.batch_size``. Asking for the next
-        batch says that the weights were updated with the one before. Later calls go on with the
-        loader and the workflow of the first call: others raise ConfigError, and later calls'
-        ``workflow_kwargs`` and ``should_accept_fn`` are ignored. Raises TimeoutError,
-        TrainingError, RolloutError after ``rollout.max_dull_groups`` items in a row without a
-        result, and what the loader raises. After either of the last two the next call is a first
-        one again: what ran ahead is thrown away.
+        ``dataloader`` is iterated repeatedly and yields items, lists of items, or columns, as
+        torch's DataLoader does by default. A batch has the loader's ``batch_size`` of items, else
+        items with ``rollout.batch_size`` sessions. A call means that the weights were updated with
+        the previous batch. Later calls continue with the first call's loader and workflow: others
+        raise ConfigError, and later ``workflow_kwargs`` and ``should_accept_fn`` are ignored.
+        Raises TimeoutError, TrainingError, RolloutError after ``rollout.max_dull_groups`` items in
+        a row without a result, and the loader's errors. After one of the last two the next call is
+        a first one again, and all results that ran ahead are discarded.
         """
         if self._source is None and self._stream is None:
             self._start_loader(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)
@@ -377,15 +343,20 @@ class WorkflowExecutor:
             and self._source[2] == group_size
         ):
             raise ConfigError(
-                "prepare_batch goes on with the dataloader, workflow and group_size of its first "
-                "call: for others make another RemoteSGLangEngine (or WorkflowExecutor), or use "
+                "prepare_batch continues with the dataloader, workflow and group_size of its first "
+                "call: for others create another RemoteSGLangEngine (or WorkflowExecutor), or use "
                 "rollout_batch or submit"
             )
         self.settled(list(self._unsettled))
         try:
             jobs = self._next_batch(timeout)
         except BaseException as error:
-            self._forget_stream_ended_by(error)
+            stream = self._stream
+            failure = stream.error if stream is not None else None
+            if stream is not None and failure is not None and failure in (error, error.__cause__):
+                # This error has ended the stream.
+                self._stream = self._source = None
+                self._thread.call(self._scheduler.close_stream(stream))
             raise
         return [job.tensors for job in jobs if job.tensors is not None]
 
@@ -403,12 +374,12 @@ class WorkflowExecutor:
     ) -> list[list[SampledSession]]:
         """Return the trainer's next batch: groups with ``rollout.batch_size`` sessions or more.
 
-        ``items`` gives positions and items; later calls go on with those of the first one. They
-        are pulled in a thread, when there is room for them. Groups come in the order of their
-        positions, and count as buffered until they are :meth:`settled`. ``on_rejected`` is called,
-        on the executor's thread, with each position that has no result, and the reason. Once the
-        items are at their end a batch has what is left, and then nothing. Raises as
-        :meth:`prepare_batch`, and InterruptedError.
+        ``items`` yields positions and items, which are pulled in a thread when there is room; later
+        calls continue with the first call's. Groups come in the order of their positions, and
+        count as buffered until they are :meth:`settled`. ``on_rejected`` is called on the
+        executor's thread with each position without a result, and the reason. After the end of the
+        items a batch has the remaining groups, and then none. Raises as :meth:`prepare_batch`, and
+        InterruptedError.
         """
         if self._stream is None:
             resolved, size = self._workflows.get(workflow, workflow_kwargs, group_size)
@@ -428,7 +399,7 @@ class WorkflowExecutor:
         return [job.members() for job in self._next_batch(timeout)]
 
     def settled(self, group_ids: Sequence[str]) -> None:
-        """Report that these groups were trained on, or never will be: others may begin."""
+        """Release groups that were trained on, or never will be, so that others may begin."""
         sessions = sum(self._unsettled.pop(id, 0) for id in group_ids)
         if sessions:
             self._thread.soon(self._scheduler.settle, sessions)
@@ -452,8 +423,9 @@ class WorkflowExecutor:
         else:
             items = None
             self._require_room(size)
-        stream = JobStream(epochs(loader), resolved, size, sessions, items, accept=accept)
-        self._start_stream(stream)
+        self._start_stream(
+            JobStream(epochs(loader), resolved, size, sessions, items, accept=accept)
+        )
 
     def _start_stream(self, stream: JobStream) -> None:
         with self._queue.changed:
@@ -461,20 +433,12 @@ class WorkflowExecutor:
         self._stream = stream
         self._thread.soon(self._scheduler.open_stream, stream)
 
-    def _forget_stream_ended_by(self, error: BaseException) -> None:
-        """Close the stream if this error is the one that ended it."""
-        stream = self._stream
-        if stream is None or stream.error is None:
-            return
-        if stream.error in (error, error.__cause__):
-            self._stream = self._source = None
-            self._thread.call(self._scheduler.close_stream(stream))
-
     def _require_room(self, group_size: int) -> None:
         if group_size > self._config.batch_size:
             raise ConfigError(
                 f"group_size {group_size} is more than rollout.batch_size "
-                f"{self._config.batch_size}, which counts sessions: raise it, or lower the other"
+                f"{self._config.batch_size}, which counts sessions: lower the first or raise the "
+                "second"
             )
 
     # -- waiting -------------------------------------------------------------------------------
@@ -498,6 +462,24 @@ class WorkflowExecutor:
         self._unsettled |= {job.group_id: len(job.results) for job in jobs}
         return jobs
 
+    def _wait_for_tasks(
+        self, ids: list[int], timeout: float | None, missing: str
+    ) -> list[tuple[EpisodeJob, TensorDict | None]] | None:
+        """Wait for all of these jobs; raise ValueError(missing) if one is not in the queue."""
+        queue, left = self._queue, set(ids)
+
+        def ready() -> list[int] | None:
+            left.difference_update(queue.done)
+            # A job that another caller has removed stays in `left`.
+            if any(n not in queue.jobs for n in (islice(left, 1) if left else ids)):
+                raise ValueError(missing)
+            return None if left else ids
+
+        with queue.changed:
+            ready()
+            count = list(queue.jobs).index(ids[-1]) + 1
+        return self._wait(ready, timeout, count)
+
     def _wait(
         self, ready: Callable[[], list[int] | None], timeout: float | None, count: int
     ) -> list[tuple[EpisodeJob, TensorDict | None]] | None:
@@ -509,13 +491,14 @@ class WorkflowExecutor:
         queue = self._queue
         with queue.changed:
             self._check()
+            ready()
             wanted = sum(job.size for job in islice(queue.jobs.values(), count))
 
         def pop_ready() -> list[tuple[EpisodeJob, TensorDict | None]] | None:
             numbers = ready()
             if numbers is None:
                 return None
-            # Another thread that waits for the same jobs must see that they are gone.
+            # Another thread that waits for the same jobs must see that they are removed.
             queue.changed.notify_all()
             return [(queue.jobs.pop(n), queue.done.pop(n)) for n in numbers]
 
@@ -534,7 +517,7 @@ class WorkflowExecutor:
         return None
 
     def _check(self) -> None:
-        """Raise the error that ended the executor, or RuntimeError if it was not started."""
+        """Raise the error that ended the executor; RuntimeError if it was not started."""
         self._queue.check()
         if not self._thread.started:
             raise RuntimeError("the executor was not started: call start(), or use `with`")
@@ -559,6 +542,5 @@ class WorkflowExecutor:
 
 
 def _load_torch() -> None:
-    """Import torch in the caller's thread: its first import would block the event loop for
-    seconds."""
+    """Import torch in the caller's thread, as its first import would block the event loop."""
     import torch  # noqa: F401

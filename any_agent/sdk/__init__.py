@@ -1,21 +1,11 @@
-"""For the authors of agents: a session around their code, and runs of it on a dataset."""
+"""The SDK for authors of agents: a session around their code, and runs of it on a dataset."""
 
-from __future__ import annotations
-
-from any_agent.sdk.find_service import ServiceAddress, find_service
-from any_agent.sdk.progress import RunProgress
-from any_agent.sdk.results import RunResult, RunResults
-from any_agent.sdk.runner import AgentRunner
-from any_agent.sdk.session import AgentSession, AsyncSession, Session
-
-__all__ = [
-    "AgentRunner",
-    "AgentSession",
-    "AsyncSession",
-    "RunProgress",
-    "RunResult",
-    "RunResults",
-    "ServiceAddress",
-    "Session",
-    "find_service",
-]
+from any_agent.sdk.find_service import ServiceAddress as ServiceAddress
+from any_agent.sdk.find_service import find_service as find_service
+from any_agent.sdk.open_session import AgentSession as AgentSession
+from any_agent.sdk.progress import RunProgress as RunProgress
+from any_agent.sdk.results import RunResult as RunResult
+from any_agent.sdk.results import RunResults as RunResults
+from any_agent.sdk.runner import AgentRunner as AgentRunner
+from any_agent.sdk.session import AsyncSession as AsyncSession
+from any_agent.sdk.session import Session as Session

@@ -1,4 +1,4 @@
-"""`AgentCallable`: one way to call every kind of agent.
+"""`AgentCallable`: one interface to every kind of agent.
 
 An agent is a function of an item (and, if it wants it, of the session), or a class or an object
 with ``run(data, **extra_kwargs)`` as in training; a coroutine function, or an ordinary one, which
@@ -27,24 +27,23 @@ AgentLike: TypeAlias = Any
 the dotted name of any of them."""
 
 _CONNECTION = ("base_url", "api_key", "http_client")
-"""Arguments that an agent gets in training, too."""
+"""Arguments that an agent also gets in training."""
 
 
 class AgentCallable:
-    """An agent that can be called; ConfigError for any other object, and for one with unknown
-    arguments."""
+    """A callable agent; ConfigError for any other object, and for one with unknown arguments."""
 
     def __init__(self, agent: AgentLike, kwargs: Mapping[str, Any] | None = None) -> None:
         found = import_string(agent, "agent") if isinstance(agent, str) else agent
         self._call: Callable[..., Any] = callable_of(found, dict(kwargs or {}))
         self.name = _name(found)
-        """The name of the called function, for messages."""
+        """The function's name in messages."""
         if hasattr(found, "run") and not inspect.isroutine(found):
             self.name += ".run"
         self.blocks = not _is_async(self._call)
         """True if it runs in a thread."""
         self.hanging = 0
-        """Threads that go on after the wait for them has ended."""
+        """The number of threads that still run after the wait for them has ended."""
         self._takes_session, self._named = _arguments(self._call, self.name)
 
     @property
@@ -54,8 +53,8 @@ class AgentCallable:
     async def __call__(
         self, item: Any, session: AsyncSession, http_client: SharedClient | None
     ) -> Any:
-        """Call the agent with an item. Raises what the agent raises, but AgentFailed instead of
-        SystemExit: a library that wants to end the process ends its own run."""
+        """Call the agent with an item. Raise the agent's own errors, but AgentFailed instead of
+        SystemExit, so that a library which exits ends only its own run."""
         arguments: dict[str, Any] = {
             "base_url": session.session_url,
             "api_key": session.api_key,
@@ -101,7 +100,7 @@ class AgentCallable:
                 failed = RuntimeError(f"it raised StopIteration: {error.value}")
             except BaseException as error:
                 failed = error
-            # After the end of its event loop no wait is left.
+            # The event loop may be closed: then no wait is left.
             with contextlib.suppress(RuntimeError):
                 loop.call_soon_threadsafe(set_result, value, failed)
 
@@ -176,8 +175,8 @@ def _arguments(call: Callable[..., Any], name: str) -> tuple[bool, tuple[str, ..
             parameter.name not in known or parameter.kind is kinds.POSITIONAL_ONLY
         ):
             raise ConfigError(
-                f"{name} needs an unknown argument {parameter.name!r}: it gets the item, the "
-                f"session, and by name {', '.join(known)}"
+                f"{name} requires an unknown argument {parameter.name!r}: an agent is called with "
+                f"the item, the session, and by name {', '.join(known)}"
             )
     named = [p.name for p in by_name if p.name in known and p.kind is not kinds.POSITIONAL_ONLY]
     if anything:

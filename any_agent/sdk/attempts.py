@@ -13,10 +13,10 @@ from any_agent.errors import AgentFailed, NotFound, SessionClosed, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.rewards.returned import no_reward
 from any_agent.runtime.event_loop import cancel_and_wait
-from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.open_session import AgentSession
 from any_agent.sdk.results import ResultsLog, RunResult, RunState
-from any_agent.sdk.run_plan import RunId, RunPlan
-from any_agent.sdk.session import AgentSession, AsyncSession
+from any_agent.sdk.run_plan import RunId
+from any_agent.sdk.session import AsyncSession
 
 MissingReward: TypeAlias = float | Literal["fail", "await"]
 """What happens to a run without a reward: it gets this number, fails, or awaits its reward from
@@ -26,19 +26,20 @@ _RUN_STATES: dict[str, RunState] = {
     "finalized": "finalized",
     "leased": "finalized",
     "trained": "finalized",
-    # By the trainer, or with its group: the agent has done its part.
+    # The trainer rejected it, alone or with its group: the agent has done its part.
     "rejected": "finalized",
     "evaluated": "evaluated",
     "awaiting_reward": "awaiting_reward",
 }
-"""The run's state by its session's. In other states the session is open, or it is lost."""
+"""The state of a run by that of its session; in other states the session is open, or lost."""
 _FINAL_CODES = {"invalid_reward", "no_model_call", "no_reward"}
 """Failures that another attempt would only repeat."""
 
 
 class Agent(Protocol):
-    name: str
-    """The agent's name in messages."""
+    @property
+    def name(self) -> str:
+        """The agent's name in messages."""
 
     async def __call__(
         self, item: Any, session: AsyncSession, http_client: SharedClient | None
@@ -46,22 +47,8 @@ class Agent(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
-class AttemptLimits:
-    """The settings that all attempts of a runner share."""
-
-    service: ServiceAddress
-    mode: Literal["train", "eval"]
-    timeout: float
-    missing_reward: MissingReward
-    wait: float
-    retry_for: float
-    ttl: float | None
-    version: int | Literal["current"] | None
-
-
-@dataclass(frozen=True, slots=True)
 class Attempt:
-    """One attempt that is to be made."""
+    """One attempt at a run."""
 
     run: RunId
     item: Any
@@ -86,44 +73,6 @@ class AttemptOutcome:
     retry: bool = False
     """Another attempt may do better; its place in the group is kept for it."""
     lost: bool = False
-
-
-def planned_attempt(
-    limits: AttemptLimits,
-    plan: RunPlan,
-    run: RunId,
-    item: Any,
-    *,
-    number: int,
-    task: str | None,
-    group: tuple[str, int],
-    last: bool,
-) -> Attempt:
-    """Return an attempt at a run of a plan, whose names at the service follow from the plan."""
-    train = limits.mode == "train"
-    session = AgentSession(
-        task or plan.group(run),
-        group_id=group[0] if train else None,
-        group_size=group[1] if train else None,
-        mode=limits.mode,
-        metadata={
-            "run": plan.header.run,
-            "epoch": run.epoch,
-            "item": run.item,
-            "member": run.member,
-            "attempt": number,
-        },
-        version=limits.version,
-        ttl=limits.ttl,
-        url=limits.service.named,
-        api_key=limits.service.api_key,
-        wait=limits.wait,
-        retry_for=limits.retry_for,
-        idempotency_key=plan.key(run, number, "open"),
-    )
-    # The same address, which also knows the source of the key.
-    session.service = limits.service
-    return Attempt(run, item, session, number, plan.key(run, number, "end"), last)
 
 
 class AttemptRunner:
@@ -154,7 +103,7 @@ class AttemptRunner:
         try:
             session = await opening.__aenter__()
         except asyncio.CancelledError:
-            # If it was opened it was aborted.
+            # A session that was opened was aborted, too.
             await self._log.void(attempt.run, attempt.number)
             raise
         started = time.monotonic()
@@ -166,7 +115,7 @@ class AttemptRunner:
                 return AttemptOutcome(_result(attempt.run, info, attempt.number, started))
             except SessionClosed:
                 return await self._result_of_closed(session, attempt, started)
-            except _AttemptFailed as failure:
+            except AgentFailed as failure:
                 return await self._result_of_failure(session, attempt, started, failure)
         except BaseException as error:
             interruption = error
@@ -182,39 +131,36 @@ class AttemptRunner:
             await opening.__aexit__(kind, interruption, None)
 
     async def _run_agent(self, session: AsyncSession, attempt: Attempt) -> SessionInfo:
-        """Run the agent, set its reward and end the session; _AttemptFailed for its failure."""
+        """Run the agent, set its reward and end the session; AgentFailed for its failure."""
         returned = await self._call_agent(session, attempt.item)
         if session.ended:
-            # By the agent itself.
+            # The agent has ended it itself.
             return await session.info()
         if session.asked_to_end and (info := await session.end_state()) is not None:
             return info
         try:
             await session.set_returned(returned, self._agent.name)
             return await self._finalize(session, attempt.end_key, returned)
-        except (AgentFailed, Unprocessable) as error:
+        except Unprocessable as error:
             code = "no_model_call" if error.code == "no_interactions" else error.code
-            raise _AttemptFailed(error.message, code) from error
+            raise AgentFailed(error.message, code=code) from error
 
     async def _call_agent(self, session: AsyncSession, item: Any) -> Any:
-        """Return what the agent returns; _AttemptFailed if it raises, or takes too long."""
+        """Return the agent's result; AgentFailed if it raises, or takes too long."""
         run = asyncio.ensure_future(self._agent(item, session, self._http))
-        name, code = self._agent.name, "agent_failed"
+        name = self._agent.name
         try:
             await asyncio.wait([run], timeout=self._timeout)
             if not run.done():
                 message = f"{name} took more than {self._timeout:g} s (timeout=)"
-                raise _AttemptFailed(message, "agent_timeout")
+                raise AgentFailed(message, code="agent_timeout")
             if run.cancelled():
-                raise _AttemptFailed(f"{name} was cancelled", code)
+                raise AgentFailed(f"{name} was cancelled")
             error = run.exception()
-            if isinstance(error, SessionClosed):
-                raise error
-            if isinstance(error, AgentFailed):
-                raise _AttemptFailed(error.message, code) from error
-            if error is not None:
-                raise _AttemptFailed(_format_error(error), code) from error
-            return run.result()
+            if error is None or isinstance(error, SessionClosed):
+                return run.result()
+            text = f"{type(error).__name__}: {error}".removesuffix(": ")
+            raise AgentFailed(error.message if isinstance(error, AgentFailed) else text) from error
         finally:
             await cancel_and_wait(run, name)
 
@@ -239,16 +185,16 @@ class AttemptRunner:
     async def _result_of_closed(
         self, session: AsyncSession, attempt: Attempt, started: float
     ) -> AttemptOutcome:
-        """The outcome of a session that was over already: by itself, or by an earlier runner."""
+        """Return the outcome of a session that had ended, by itself or by an earlier runner."""
         result = _result(attempt.run, await session.info(), attempt.number, started)
         return AttemptOutcome(result, retry=not result.ok, lost=not result.ok)
 
     async def _result_of_failure(
-        self, session: AsyncSession, attempt: Attempt, started: float, failure: _AttemptFailed
+        self, session: AsyncSession, attempt: Attempt, started: float, failure: AgentFailed
     ) -> AttemptOutcome:
         last = attempt.last or failure.code in _FINAL_CODES
         message, reason = (
-            # Names of files, and models' output, may have lone surrogates, which JSON cannot.
+            # File names and models' output may have lone surrogates, which JSON cannot hold.
             text.replace(session.api_key, "<the session's key>")[:500]
             .encode(errors="replace")
             .decode()
@@ -261,9 +207,7 @@ class AttemptRunner:
             if outcome.lost or failure.code != "no_reward":
                 return outcome
         result = RunResult(
-            item=attempt.run.item,
-            epoch=attempt.run.epoch,
-            member=attempt.run.member,
+            **attempt.run._asdict(),
             state="failed",
             session_id=session.session_id,
             task_id=session.task_id,
@@ -296,9 +240,7 @@ async def recover_result(
 def _result(run: RunId, info: SessionInfo, number: int, started: float | None) -> RunResult:
     state = _RUN_STATES.get(info.state)
     return RunResult(
-        item=run.item,
-        epoch=run.epoch,
-        member=run.member,
+        **run._asdict(),
         state=state or "failed",
         reward=_reward_of(info),
         session_id=info.session_id,
@@ -310,20 +252,6 @@ def _result(run: RunId, info: SessionInfo, number: int, started: float | None) -
         code=None if state else f"session_{info.state}",
         version=info.last_version,
     )
-
-
-class _AttemptFailed(Exception):
-    """The agent has failed, or what it returned was refused."""
-
-    def __init__(self, message: str, code: str) -> None:
-        super().__init__(message)
-        self.message = message
-        self.code = code
-
-
-def _format_error(error: BaseException) -> str:
-    text = str(error)
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
 
 
 def _reward_of(info: SessionInfo) -> float | None:

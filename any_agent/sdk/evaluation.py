@@ -29,15 +29,16 @@ class Evaluation:
     """
 
     scores: dict[int, list[float]]
-    """Rewards of each item's runs, in the order of the dataset; empty if all its runs failed."""
+    """The rewards of each item's runs, in the order of the dataset; empty if all its runs
+    failed."""
     tasks: dict[int, str]
-    """Task ids of the items that have one."""
+    """The task ids of the items that have one."""
     runs: int
-    """Runs of each item."""
+    """The number of runs of each item."""
     failed: Counter[str] = field(default_factory=Counter)
     """Failed runs by the code of their error."""
     versions: tuple[int, ...] = ()
-    """Weight versions that were sampled from; one, where the service was pinned to it."""
+    """The weight versions that were sampled from: a single one for a pinned evaluation."""
     failed_score: float | None = None
     threshold: float = 1.0
     """The least reward that passes."""
@@ -91,7 +92,7 @@ class Evaluation:
         return found._replace(interval=(max(low, 0.0), min(high, 1.0)))
 
     def default_ks(self) -> list[int]:
-        """1, 2, 4, ... and the number of runs."""
+        """Return 1, 2, 4, ... and the number of runs."""
         ks = [1]
         while ks[-1] * 2 < self.runs:
             ks.append(ks[-1] * 2)
@@ -159,7 +160,7 @@ class EvalOptions:
 
     agent: Callable[..., Any]
     agent_name: str
-    """Its name and arguments: results of another agent are not resumed."""
+    """The agent's name and arguments: results of another agent are not resumed."""
     items: Sequence[Any]
     runs: int
     concurrency: int
@@ -169,27 +170,27 @@ class EvalOptions:
     failed_score: float | None
     out: str | None
     version: int | Literal["current", "any"]
-    """The weight version that all tokens must be of: a number, the one that is served at the
-    beginning, or any."""
+    """The weight version of all tokens: a number, the version that is served at the beginning, or
+    any."""
 
 
 @dataclass(frozen=True, slots=True)
 class EvaluatedRun:
-    """An evaluation, and the model that it is of."""
+    """An evaluation and its model."""
 
     model: str
-    """`experiment/trial`, as the service reports it."""
+    """The model as `experiment/trial`, from the service."""
     evaluation: Evaluation
 
 
 async def evaluate(
     options: EvalOptions, service: ServiceAddress, check: Callable[[], object] | None = None
 ) -> EvaluatedRun:
-    """Make all runs of all items, and return their figures. ``check`` is called ten times a second
+    """Run the agent on all items and return the scores. ``check`` is called ten times a second
     meanwhile; an error of it ends the evaluation.
 
-    Raises as :meth:`AgentRunner.arun`, and VersionGone where the service has gone on to other
-    weights than those that it is pinned to.
+    Raises as :meth:`AgentRunner.arun`, and VersionGone where the service no longer serves the
+    pinned weight version.
     """
     work = asyncio.ensure_future(_evaluate(options, service))
     if check is None:

@@ -20,7 +20,7 @@ from any_agent.keys import SESSION_KEY_PREFIX
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0
-"""Seconds for an answer, beyond those that a request asks to wait."""
+"""Seconds for a reply, on top of those that a request asks to wait."""
 _PATIENCE = 60.0
 _MOVING_PATIENCE = 900.0
 """Seconds: a scheduler that stops a run starts it again after some minutes."""
@@ -30,10 +30,10 @@ _KEY = re.compile(r"[\x21-\x7e]+")
 
 @dataclass(frozen=True, slots=True)
 class ServiceAddress:
-    """Where a service is, and the key that opens sessions there (None: it needs none)."""
+    """A service's address, and the key that opens sessions there (None: no key is needed)."""
 
     named: str
-    """Its URL without `/v1`; or that of a file with the URL, ``file:///shared/run/url``."""
+    """The service's URL without `/v1`, or the URL of a file with it, ``file:///shared/run/url``."""
     api_key: str | None = field(default=None, repr=False)
     url_from: str = field(default="url", compare=False)
     """The argument or environment variable that named it."""
@@ -42,19 +42,19 @@ class ServiceAddress:
 
     @property
     def url(self) -> str:
-        """Its present URL, without `/v1`; the file's URL while no address is known yet."""
+        """The present URL without `/v1`; the file's URL while no address is known."""
         if self.file is None:
             return self.named
         return self.file.now() or self.named
 
     @property
     def patience(self) -> float:
-        """Default seconds for retries while the service is away."""
+        """The default of seconds for retries while the service is unreachable."""
         return _PATIENCE if self.file is None else _MOVING_PATIENCE
 
     @property
     def file(self) -> UrlFile | None:
-        """The file that names its URL, if one does."""
+        """The file that holds the URL; None without one."""
         return url_file(self.named, self.url_from) if names_file(self.named) else None
 
 
@@ -78,19 +78,19 @@ def find_service(
             "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
         )
     key, key_from = _first("api_key", api_key, _KEYS, environ)
-    # A key from a file may have the end of its line.
+    # A key from a file may end with a line break.
     key = (key or "").strip() or None
     if key == PLACEHOLDER_KEY:
         key = None
     if key is not None and key.startswith(SESSION_KEY_PREFIX):
         raise ConfigError(
             f"{key_from} is the key of one session, which cannot open others: give a tenant's key "
-            "(any-agent keys create --scope tenant). Inside of `any-agent run` the process is a "
-            "session already: make calls, and open none"
+            "(any-agent keys create --scope tenant). A program of `any-agent run` is in a session "
+            "already: it makes calls and opens no session"
         )
     if key is not None and not _KEY.fullmatch(key):
         raise ConfigError(
-            f"{key_from} is not a key: it has white space, or other characters that no key has"
+            f"{key_from} is not a key: it has spaces, or other characters that keys never have"
         )
     found = found.strip()
     if names_file(found):
@@ -101,10 +101,9 @@ def find_service(
 
 
 def service_of_options(url: str | None, key_file: str | None) -> ServiceAddress:
-    """Return the address that ``--url`` and ``--api-key-file`` give, else the environment; errors
-    name these options.
-
-    The key itself cannot be an option: all users of a machine can read command lines."""
+    """Return the address in ``--url`` and ``--api-key-file``, else in the environment; errors name
+    these options. No option has the key itself, as all users of a machine can read command lines.
+    """
     if _first("url", url, _URLS, os.environ)[0] is None:
         raise ConfigError(
             "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "

@@ -23,7 +23,7 @@ _MIN_INTERVAL = 0.2
 _MAX_CONCURRENT = 32
 _RETRY_FOR = 10.0
 _BEAT_TIMEOUT = 20.0
-"""Seconds: a service that hangs does not delay the heartbeats of others for longer."""
+"""Seconds for which a service that hangs may delay the heartbeats of others."""
 
 
 @dataclass(slots=True)
@@ -42,8 +42,8 @@ class Heartbeats:
 
     def __init__(self) -> None:
         self._beating: dict[int, _Beating] = {}
-        """By the identity of the answer that opened it: services may give the same ids, and one
-        session may be opened twice under its idempotency key."""
+        """The sessions by the identity of the reply that opened them: services may give the same
+        ids, and one session may be opened twice under its idempotency key."""
         self._lock = threading.Lock()
         self._task: asyncio.Task[None] | None = None
         self._wakes_at = float("inf")
@@ -98,11 +98,11 @@ class Heartbeats:
             ):
                 await client.heartbeat(one.session)
         except (SessionClosed, NotFound, Unauthenticated) as error:
-            # Its agent learns of this by its next request.
-            log.debug("session %s: %s", one.session.session_id, error.message)
+            # The agent's next request will show this error.
+            log.debug("session %s needs no heartbeat: %s", one.session.session_id, error.message)
             self.remove(one.session)
         except (AnyAgentError, TimeoutError) as error:
-            log.debug("heartbeat of %s: %s", one.session.session_id, error)
+            log.debug("cannot send the heartbeat of %s: %s", one.session.session_id, error)
 
 
 _of_process = Heartbeats()

@@ -1,4 +1,4 @@
-"""Patches of HTTP clients, by which their requests join the session of their context.
+"""Patches of HTTP clients that let their requests join the session of the running context.
 
 Each client is patched where it sends one request, below its redirects and its own authentication.
 So every hop is judged by its own URL, no header stays on the client's own request, and the key can
@@ -27,7 +27,7 @@ from any_agent.sdk.session_context import followed, key_for
 log = logging.getLogger(__name__)
 
 _REPLACED = ("x-api-key", "api-key")
-"""Other headers for a key: the service refuses a request with two keys."""
+"""Other headers of keys, which are removed, as the service refuses a request with two keys."""
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -62,7 +62,7 @@ def _httpx_async(send: Callable[..., Any]) -> Callable[..., Any]:
 
 def _join_httpx(request: Any) -> Any:
     """Return the request itself, or a copy with the session's key and its service's present URL:
-    its owner may send it elsewhere later."""
+    the request may be sent elsewhere later."""
     url = request.url
     if (to := followed(str(url), request.headers)) is not None:
         url = type(url)(to)
@@ -125,8 +125,8 @@ def _report_original(joined: Any, request: Any) -> Iterator[None]:
 def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
     @wraps(send)
     async def send_one(request: Any, *arguments: Any, **named: Any) -> Any:
-        # aiohttp makes one of these for every hop. Before one to https by a proxy there is another,
-        # with the same URL: CONNECT, which the proxy reads.
+        # aiohttp makes a request for every hop. Before a hop to https through a proxy it sends
+        # CONNECT with the same URL, which the proxy reads.
         if request.method == "CONNECT":
             return await send(request, *arguments, **named)
         url, headers = request.url, request.headers
@@ -138,7 +138,7 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
         try:
             return await send(request, *arguments, **named)
         finally:
-            # Responses and errors show these headers, too.
+            # Responses and errors would show the session's key in these headers.
             for name in ("Authorization", *_REPLACED):
                 headers.pop(name, None)
                 headers.extend((name, value) for value in before.getall(name, ()))
@@ -149,7 +149,7 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
 def _aiohttp_made(init: Callable[..., None]) -> Callable[..., None]:
     @wraps(init)
     def make(request: Any, method: str, url: Any, *arguments: Any, **named: Any) -> None:
-        # Its URL is needed before it is sent: aiohttp connects to it.
+        # aiohttp connects to the URL before it sends the request.
         to = followed(str(url), _names_as_sent(named.get("headers")))
         init(request, method, url if to is None else type(url)(to), *arguments, **named)
 
@@ -200,7 +200,7 @@ class _Patches:
         self._users = 0
         self._lock = threading.RLock()
         self._applied: list[tuple[type, str, Any, Any]] = []
-        """Class, name of the method, the original, and the patch."""
+        """Tuples of the class, the method's name, the original, and the patch."""
         self._watch = _ImportWatcher(self._imported)
 
     def acquire(self) -> None:
@@ -236,8 +236,8 @@ class _Patches:
             original = vars(owner).get(target.method) if owner is not None else None
             if owner is None or original is None:
                 log.warning(
-                    "this version of %s is unknown: its requests do not join sessions by "
-                    "themselves; give it the session's api_key",
+                    "this version of %s cannot be patched: its requests do not join sessions by "
+                    "themselves; pass the session's api_key to its clients",
                     module.__name__.split(".")[0],
                 )
                 continue
@@ -277,7 +277,7 @@ class _ImportWatcher(MetaPathFinder):
 
         def execute_and_report(module: ModuleType) -> None:
             execute(module)
-            # Some loaders load many modules: that of a zip file does.
+            # Some loaders load many modules, such as that of a zip file.
             if module.__name__ == name:
                 self._imported(module)
 

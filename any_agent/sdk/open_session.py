@@ -1,30 +1,49 @@
-"""Opening a session: wait for a slot, and leave no session behind when the caller is cancelled."""
+"""`AgentSession`: opens a session, and ends it when the agent's code has run."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
+import os
+import sys
 import time
 import uuid
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal, TypeAlias
+
+from pydantic import ValidationError
 
 from any_agent.client.backoff import wait_for_slot
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import AnyAgentError, TooManyRequests, Unauthenticated
-from any_agent.protocol.rl import RunInfo, SessionStarted
-from any_agent.sdk.find_service import ServiceAddress
+from any_agent.errors import (
+    AnyAgentError,
+    Conflict,
+    InvalidRequest,
+    SessionClosed,
+    TooManyRequests,
+    Unauthenticated,
+    Unprocessable,
+)
+from any_agent.protocol.rl import RunInfo, SessionStarted, StartSession
+from any_agent.sdk import session_context as ambient
+from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
+from any_agent.sdk.heartbeats import heartbeats
+from any_agent.sdk.http_patches import patches
+from any_agent.sdk.sdk_thread import sdk_thread, wait_for
+from any_agent.sdk.session import AsyncSession, Session
 
 log = logging.getLogger(__name__)
 
-_WAITS_THERE = 25.0
-"""Seconds that one request waits at the service: proxies in between cut connections after longer
-ones. Always the same, as an idempotent request is also recognised by its body."""
-_UNDONE_TIMEOUT = 3.0
-_SAY_AFTER = 60.0
-"""Seconds without a log line. Short waits are usual: training opens as many sessions as it
-wants."""
+OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
+
+_MAX_SERVER_WAIT = 25.0
+"""Seconds that one request waits at the service, as proxies cut connections after longer waits. A
+constant, because an idempotent request is also recognised by its body."""
+_UNDO_TIMEOUT = 3.0
+_NOTICE_INTERVAL = 60.0
+"""Seconds until the first log line of a wait, and between two. Short waits are usual, as training
+admits no more sessions than it wants."""
 
 
 class _WaitNotice:
@@ -35,8 +54,8 @@ class _WaitNotice:
 
     def log(self, waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
         now = time.monotonic()
-        if waited >= _SAY_AFTER and now >= self._next:
-            self._next = now + _SAY_AFTER
+        if waited >= _NOTICE_INTERVAL and now >= self._next:
+            self._next = now + _NOTICE_INTERVAL
             log.warning(
                 "a session has waited %.0f s for a slot at %s: %s",
                 waited,
@@ -46,6 +65,185 @@ class _WaitNotice:
 
 
 _notice = _WaitNotice()
+
+
+class AgentSession:
+    """``async with AgentSession("task-1") as session`` gives an :class:`AsyncSession`, ``with`` a
+    :class:`Session` that blocks.
+
+    Leaving the block finalizes the session, unless it was ended before; an exception aborts it,
+    unless it was finalized. Inside, unmodified aiohttp, httpx, httpx2 and requests clients that
+    call the service make their calls in it, in this task or thread and in those that copy its
+    context.
+
+    ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
+    :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
+    ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
+    ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
+    stands in a file, as it may be moving). ``idempotency_key``: a repeated open with the same key
+    gets the same session again. ``on_missing_reward``: the effect of leaving the block normally
+    without any reward: raise (and abort), abort, or await the reward from another caller.
+    """
+
+    def __init__(
+        self,
+        task_id: str | None = None,
+        *,
+        group_id: str | None = None,
+        group_size: int | None = None,
+        mode: Literal["train", "eval"] = "train",
+        metadata: dict[str, Any] | None = None,
+        version: int | Literal["current"] | None = None,
+        ttl: float | None = None,
+        url: str | None = None,
+        api_key: str | None = None,
+        wait: float = 300.0,
+        retry_for: float | None = None,
+        idempotency_key: str | None = None,
+        on_missing_reward: OnMissingReward = "raise",
+    ) -> None:
+        """ConfigError if no service is named, or its key cannot open sessions; InvalidRequest for
+        an invalid field."""
+        self.service = find_service(url, api_key)
+        self._fields: dict[str, Any] = {
+            "task_id": task_id,
+            "group_id": group_id,
+            "group_size": group_size,
+            "mode": mode,
+            "metadata": metadata or {},
+            "version": version,
+            "ttl": ttl,
+        }
+        _validate(self._fields)
+        self._wait = wait
+        self._retry_for = self.service.patience if retry_for is None else retry_for
+        self._idempotency_key = idempotency_key
+        self._on_missing_reward = on_missing_reward
+        self._opening = False
+        self._shared = shared_client(self.service, retry_for=self._retry_for)
+        self._session: AsyncSession | None = None
+        self._membership: ambient.Membership | None = None
+
+    async def __aenter__(self) -> AsyncSession:
+        session = await self._open()
+        self._join(session)
+        return session
+
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._leave()
+        if self._is_ours:
+            await self._close(error)
+
+    def __enter__(self) -> Session:
+        before = self._session
+        try:
+            session = wait_for(
+                self._open(),
+                sdk_thread().loop,
+                what="with AgentSession(...)",
+                within=self._wait + self._retry_for + 120,
+            )
+            self._join(session)
+        except BaseException as error:
+            # Ctrl-C may come just after the session was opened.
+            if before is None and self._session is not None:
+                wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+            raise
+        return session.blocking
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if sys.is_finalizing():
+            # A generator was not closed: no thread is left that could end the session.
+            return
+        self._leave()
+        if self._is_ours:
+            wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
+
+    @property
+    def _is_ours(self) -> bool:
+        """True in the process that opened it: a process forked inside the session leaves its end to
+        its parent."""
+        assert self._session is not None
+        return self._session._process == os.getpid()
+
+    # -- in the caller's context ---------------------------------------------------------------
+
+    def _join(self, session: AsyncSession) -> None:
+        patches.acquire()
+        self._membership = ambient.join(self.service.named, session.api_key)
+        session._membership = self._membership
+
+    def _leave(self) -> None:
+        assert self._membership is not None
+        ambient.leave(self._membership)
+        patches.release()
+
+    # -- on the session's event loop -----------------------------------------------------------
+
+    async def _open(self) -> AsyncSession:
+        if self._session is not None or self._opening:
+            raise RuntimeError("this AgentSession was used already: make another one")
+        self._opening = True
+        client = await self._shared.__aenter__()
+        try:
+            started = await open_session(
+                client,
+                self.service,
+                self._fields,
+                wait=self._wait,
+                idempotency_key=self._idempotency_key,
+            )
+        except BaseException:
+            await self._shared.__aexit__()
+            raise
+        finally:
+            self._opening = False
+        self._session = AsyncSession(self.service, started, retry_for=self._retry_for)
+        heartbeats().add(self.service, started)
+        return self._session
+
+    async def _close(self, error: BaseException | None) -> None:
+        session = self._session
+        assert session is not None
+        try:
+            if session.ended:
+                return
+            if error is not None:
+                await session.abort_quietly(f"its agent raised {type(error).__name__}")
+                return
+            try:
+                await self._end(session)
+            except BaseException as refused:
+                code = getattr(refused, "code", type(refused).__name__)
+                await session.abort_quietly(f"not finalized: {code}")
+                raise
+        finally:
+            heartbeats().remove(session._started)
+            await self._shared.__aexit__()
+
+    async def _end(self, session: AsyncSession) -> None:
+        by_agent = session.asked_to_end
+        if by_agent and await session.end_state() is not None:
+            return
+        try:
+            await session.finalize(await_reward=self._on_missing_reward == "await")
+        except (SessionClosed, Conflict, Unprocessable) as error:
+            ended = await session.end_state()
+            # Another caller's abort must not pass for an end by the agent.
+            if ended is not None and (by_agent or ended.state != "aborted"):
+                return
+            if error.code != "no_reward" or self._on_missing_reward != "abort":
+                raise
+            await session.abort("it was given no reward")
+
+
+def _validate(fields: dict[str, Any]) -> None:
+    try:
+        StartSession(**fields)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"])) or "the session"
+        raise InvalidRequest(f"{where}: {first['msg']}", param=where) from None
 
 
 async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
@@ -65,7 +263,7 @@ async def open_session(
     idempotency_key: str | None,
 ) -> SessionStarted:
     """Open a session as soon as there is a slot; TooManyRequests after ``wait`` seconds."""
-    fields = {**fields, "wait": min(wait, _WAITS_THERE)}
+    fields = {**fields, "wait": min(wait, _MAX_SERVER_WAIT)}
 
     async def attempt() -> SessionStarted:
         # A refusal means that nothing was opened: with another key another rank may be asked.
@@ -90,7 +288,7 @@ async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_plac
     A caller that chose the key opens again, and takes the place in the group then.
     """
     with suppress(AnyAgentError, TimeoutError):
-        async with asyncio.timeout(_UNDONE_TIMEOUT):
+        async with asyncio.timeout(_UNDO_TIMEOUT):
             started = await client.start_session(idempotency_key=key, **fields)
             await client.abort(started, "its opener was cancelled", keep_place=keep_place)
 
@@ -100,9 +298,8 @@ def key_refused(error: Unauthenticated, service: ServiceAddress) -> Unauthentica
     if service.api_key is None:
         message = (
             f"{service.url} requires a key: set ANY_AGENT_API_KEY (or OPENAI_API_KEY) to a "
-            f"tenant's "
-            "(any-agent keys create --scope tenant), or pass it as api_key= (commands: "
-            "--api-key-file)"
+            "tenant's key (any-agent keys create --scope tenant), or pass it as api_key= "
+            "(commands: --api-key-file)"
         )
     else:
         message = (

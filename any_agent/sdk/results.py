@@ -1,9 +1,8 @@
 """Results of an agent's runs, and the file from which a runner that was killed resumes.
 
-The file is JSON, a line for each event; the first one is the run's header. A line is on the disk
-before the runner acts on it: that a session is open, before its agent begins; that it has ended,
-before it counts as a result. Lines that come together share a write.
-"""
+The file has a JSON object per line, the run's header first, then an event each. A line is on the
+disk before the runner acts on it: the opening of a session before its agent begins, the end of a
+session before it counts as a result. Concurrent lines share a write."""
 
 from __future__ import annotations
 
@@ -39,24 +38,24 @@ class RunResult:
     item: int
     """The item's index in the dataset, from 0."""
     epoch: int
-    """Which pass over the dataset, from 0."""
+    """The pass over the dataset, from 0."""
     member: int
-    """Which of the item's runs, from 0 to the group's size."""
+    """The number among the item's runs, from 0 to below the group's size."""
     state: RunState
-    """How its session ended: `finalized` (train), `evaluated` (eval), `awaiting_reward` where
-    another caller gives the reward, or `failed`: then ``error`` and ``code`` say why."""
+    """The end of its session: `finalized` (train), `evaluated` (eval), `awaiting_reward` where
+    another caller gives the reward, or `failed`, with ``error`` and ``code``."""
     reward: float | None = None
     """The session's final reward plus that of its last rewarded completion; None without any."""
     session_id: str | None = None
     task_id: str | None = None
     group_id: str | None = None
     attempts: int = 1
-    """Sessions that were opened for it."""
+    """The number of sessions that were opened for it."""
     seconds: float = 0.0
     """Seconds from the last attempt's opened session to its end."""
     error: str | None = None
     code: str | None = None
-    """The error's kind: `agent_failed`, `agent_timeout`, `invalid_reward`, `no_model_call`, ..."""
+    """The kind of error: `agent_failed`, `agent_timeout`, `invalid_reward`, `no_model_call`, ..."""
     version: int | None = None
     """The newest weight version that it sampled from."""
 
@@ -65,9 +64,9 @@ class RunResult:
         return self.state != "failed"
 
     @property
-    def place(self) -> tuple[int, int, int]:
+    def place(self) -> RunId:
         """Epoch, item and member, which identify a result."""
-        return self.epoch, self.item, self.member
+        return RunId(self.epoch, self.item, self.member)
 
     def as_dict(self) -> dict[str, Any]:
         """Return plain JSON, without the fields that are None."""
@@ -82,7 +81,7 @@ class RunResult:
         except TypeError as error:
             raise ValueError(str(error)) from None
         if found.state not in _STATES or not all(isinstance(n, int) for n in found.place):
-            raise ValueError(f"no result has the state {found.state!r}")
+            raise ValueError(f"{found.state!r} is no state of a result")
         return found
 
 
@@ -99,7 +98,7 @@ class Summary:
     reasons: dict[str, int]
     """Failed runs by error code."""
     stopped: str | None
-    """Why the runner ended early; None if all runs were made."""
+    """The reason why the runner ended early; None if all runs were made."""
 
     def __str__(self) -> str:
         text = f"{self.runs} runs: {self.ok} ok"
@@ -173,7 +172,7 @@ class LoggedRuns:
     results: dict[RunId, RunResult] = field(default_factory=dict)
     started: dict[RunId, StartedRun] = field(default_factory=dict)
     regrouped: dict[RunId, tuple[int, int]] = field(default_factory=dict)
-    """Generation and size of the group of each run that is in a later one than its item's first."""
+    """The generation and the size of the group of each run that is in a later group of its item."""
 
 
 class ResultsLog:
@@ -203,8 +202,8 @@ class ResultsLog:
         if not _lock(self._file):
             self._release()
             raise ConfigError(
-                f"another runner writes to {self.path} now: wait for it, or give this one a file "
-                "of its own (results=)"
+                f"another runner is writing to {self.path}: wait for it, or give this runner its "
+                "own file (results=)"
             ) from None
         try:
             self._read(self.path)
@@ -227,10 +226,10 @@ class ResultsLog:
                     "another file (results=), or correct that line"
                 ) from None
         if complete < len(content):
-            # A prefix of a header: its runner was killed before any run began.
+            # The prefix of a header is left by a runner that was killed before any run began.
             if self.header is None and not content.startswith(_HEADER[: len(content)]):
-                raise ConfigError(f"{path} holds no results of a runner: give another (results=)")
-            # Its runner was killed while it wrote the last line, which does not count yet.
+                raise ConfigError(f"{path} has no results of a runner: name another (results=)")
+            # The runner was killed while it wrote the last line, which does not count.
             os.ftruncate(self._file, complete)
 
     def _parse_line(self, line: dict[str, Any], *, first: bool) -> None:
@@ -239,17 +238,16 @@ class ResultsLog:
                 raise ValueError("it does not begin with the header of a run")
             self.header = PlanHeader(**line)
         elif _OPENED in line:
-            self.known.started[_run_id(line[_OPENED])] = StartedRun(
-                line["attempt"], line["session_id"]
-            )
+            run = RunId(*map(int, line[_OPENED]))
+            self.known.started[run] = StartedRun(line["attempt"], line["session_id"])
         elif _VOID in line:
-            self.known.started[_run_id(line[_VOID])] = StartedRun(line["attempt"], None)
+            self.known.started[RunId(*map(int, line[_VOID]))] = StartedRun(line["attempt"], None)
         elif _REGROUPED in line:
             for run in (members := line[_REGROUPED]):
-                self.known.regrouped[_run_id(run)] = line["generation"], len(members)
+                self.known.regrouped[RunId(*map(int, run))] = line["generation"], len(members)
         else:
             result = RunResult.of(line)
-            self.known.results[RunId(*result.place)] = result
+            self.known.results[result.place] = result
 
     # -- writing -------------------------------------------------------------------------------
 
@@ -262,14 +260,14 @@ class ResultsLog:
             await asyncio.to_thread(fsync, self.path.absolute().parent)
 
     async def opened(self, run: RunId, attempt: int, session_id: str) -> None:
-        await self._append({_OPENED: _as_list(run), "attempt": attempt, "session_id": session_id})
+        await self._append({_OPENED: run, "attempt": attempt, "session_id": session_id})
 
     async def void(self, run: RunId, attempt: int) -> None:
         """Record that the attempt is over, so that its session is not looked up again."""
-        await self._append({_VOID: _as_list(run), "attempt": attempt})
+        await self._append({_VOID: run, "attempt": attempt})
 
     async def regrouped(self, runs: list[RunId], generation: int) -> None:
-        await self._append({_REGROUPED: [*map(_as_list, runs)], "generation": generation})
+        await self._append({_REGROUPED: runs, "generation": generation})
 
     async def ended(self, result: RunResult) -> None:
         await self._append(result.as_dict())
@@ -310,7 +308,7 @@ class ResultsLog:
             except Exception as error:
                 why = getattr(error, "strerror", None) or error
                 written.set_exception(ConfigError(f"cannot write results to {self.path}: {why}"))
-                # Retrieved, so that asyncio does not log it if no caller waits any more.
+                # Retrieve it, so that asyncio does not log it if no caller waits any more.
                 with contextlib.suppress(ConfigError):
                     written.result()
             else:
@@ -344,20 +342,11 @@ def _lock(file: int) -> bool:
     return True
 
 
-def _as_list(run: RunId) -> list[int]:
-    return [run.epoch, run.item, run.member]
-
-
-def _run_id(numbers: Any) -> RunId:
-    epoch, item, member = map(int, numbers)
-    return RunId(epoch, item, member)
-
-
 _open_logs: weakref.WeakSet[ResultsLog] = weakref.WeakSet()
 
 
 def _release_in_child() -> None:
-    """Release the files: a forked process may outlive the runner, and must not keep its lock."""
+    """Release the files in a forked process, which may outlive the runner."""
     for log in list(_open_logs):
         log._release()
 

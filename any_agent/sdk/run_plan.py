@@ -13,7 +13,7 @@ import secrets
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from any_agent.config import NAME_PATTERN
 from any_agent.data.dataset import read_file
@@ -24,8 +24,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 _MAX_NAME = 64
 
 
-@dataclass(frozen=True, slots=True, order=True)
-class RunId:
+class RunId(NamedTuple):
     """One run of the agent, which becomes one trained session."""
 
     epoch: int
@@ -132,12 +131,12 @@ def new_run() -> str:
 
 
 def _text(item: Any) -> str:
-    """Return the item as JSON; parts that JSON cannot hold count by their type, as their text may
+    """Return the item as JSON, with the type of each part that JSON cannot hold, since its text may
     differ at every start."""
     try:
         return json.dumps(item, sort_keys=True, default=lambda value: type(value).__name__)
     except (TypeError, ValueError, RecursionError):
-        # Keys of several types, or that are no text; an item that contains itself.
+        # It has keys of several types, or keys that are no text, or contains itself.
         return type(item).__name__
 
 

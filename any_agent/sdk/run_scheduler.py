@@ -11,16 +11,19 @@ from dataclasses import dataclass
 from typing import Literal
 
 from any_agent.client.backoff import jittered
+from any_agent.client.retry_transport import SharedClient
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
 from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.attempts import (
-    AttemptLimits,
+    Attempt,
     AttemptOutcome,
     AttemptRunner,
-    planned_attempt,
+    MissingReward,
     recover_result,
 )
+from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.open_session import AgentSession
 from any_agent.sdk.progress import RunProgress
 from any_agent.sdk.results import ResultsLog, RunResult
 from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
@@ -33,18 +36,28 @@ _MAX_GROUPS = 5
 """Groups that an item may need, each for the runs without which the one before closed."""
 _MAX_PAUSE = 30.0
 _UNREACHABLE_SESSION = {"idempotency_mismatch", "key_retired"}
-"""Errors of an open that an earlier runner made with other settings, or under a secret that is
-gone: that session cannot be used, and expires."""
+"""Errors of an open that an earlier runner sent with other settings, or under a secret that is no
+longer valid: that session cannot be used, and expires."""
 _STOP_TIMEOUT = 20.0
 """Seconds that the running attempts have for aborting their sessions when the runner stops."""
 
 
 @dataclass(frozen=True, slots=True)
-class RetryPolicy:
+class RunnerSettings:
+    """The settings of an :class:`~any_agent.sdk.AgentRunner`, under its arguments' names."""
+
+    service: ServiceAddress
     concurrency: int
     retries: int
     on_failure: Literal["skip", "stop"]
     max_failures: int
+    mode: Literal["train", "eval"]
+    timeout: float
+    missing_reward: MissingReward
+    wait: float
+    retry_for: float
+    ttl: float | None
+    version: int | Literal["current"] | None
 
 
 class RunScheduler:
@@ -55,22 +68,26 @@ class RunScheduler:
         plan: RunPlan,
         items: ItemSource,
         agent: AgentCallable,
-        attempts: AttemptRunner,
-        limits: AttemptLimits,
+        settings: RunnerSettings,
         client: RLClient,
         results_log: ResultsLog,
-        policy: RetryPolicy,
         show: Callable[[RunProgress], object],
+        http: SharedClient | None,
     ) -> None:
         self._plan = plan
         self._items = items
         self._agent = agent
-        self._attempts = attempts
-        self._limits = limits
+        self._settings = settings
         self._client = client
         self._log = results_log
-        self._policy = policy
         self._show = show
+        self._attempts = AttemptRunner(
+            agent,
+            timeout=settings.timeout,
+            missing_reward=settings.missing_reward,
+            results_log=results_log,
+            http=http,
+        )
         self.results = {
             run: result
             for run, result in results_log.known.results.items()
@@ -97,11 +114,12 @@ class RunScheduler:
         """Make all runs; return when they are done, or when training takes no more.
 
         When this is cancelled, or raises, running attempts are cancelled and open sessions aborted.
-        Raises AgentFailed as the policy says, and errors of the service that concern all runs.
+        Raises AgentFailed by ``on_failure`` and ``max_failures``, and the service's errors that
+        concern all runs.
         """
         left = self._progress.total - self._progress.done
         workers = [
-            asyncio.create_task(self._work()) for _ in range(min(self._policy.concurrency, left))
+            asyncio.create_task(self._work()) for _ in range(min(self._settings.concurrency, left))
         ]
         self._show(self._progress)
         if not workers:
@@ -139,7 +157,7 @@ class RunScheduler:
                 return run
             if not self._busy:
                 return None
-            # Running ones may be left out of their group, and queued again.
+            # Busy runs may be left out of their group, and queued again.
             async with self._changed:
                 if self._busy and not self._requeued:
                     await self._changed.wait()
@@ -148,7 +166,7 @@ class RunScheduler:
     def _next_planned(self) -> RunId | None:
         for run in self._next:
             if run.member == 0:
-                # Before the first of them begins: how many of the item's runs have no result.
+                # Count the item's runs without a result before the first of them begins.
                 members = (RunId(run.epoch, run.item, m) for m in range(self._size))
                 todo = sum(member not in self.results for member in members)
                 self._undecided[run.epoch, run.item] = todo
@@ -192,7 +210,7 @@ class RunScheduler:
         failures = lost = 0
         while True:
             try:
-                outcome = await self._attempt(run, last=failures >= self._policy.retries)
+                outcome = await self._attempt(run, last=failures >= self._settings.retries)
             except AnyAgentError as error:
                 if error.code not in _UNREACHABLE_SESSION:
                     raise
@@ -206,28 +224,38 @@ class RunScheduler:
                     return outcome.result
                 continue
             failures += 1
-            log.info("run %s failed, and is tried again: %s", run, outcome.result.error)
+            log.info("%s failed and is tried again: %s", _name_of(run), outcome.result.error)
             await asyncio.sleep(jittered(min(2.0 ** (failures - 1), _MAX_PAUSE)))
 
     async def _attempt(self, run: RunId, *, last: bool) -> AttemptOutcome:
+        settings, plan, number = self._settings, self._plan, self._tried[run]
         generation, size = self._groups.get(run, (0, self._size))
-        attempt = planned_attempt(
-            self._limits,
-            self._plan,
-            run,
-            self._items[run.item],
-            number=self._tried[run],
-            task=self._items.task(run.item),
-            group=(self._plan.group(run, generation), size),
-            last=last,
+        train = settings.mode == "train"
+        session = AgentSession(
+            self._items.task(run.item) or plan.group(run),
+            group_id=plan.group(run, generation) if train else None,
+            group_size=size if train else None,
+            mode=settings.mode,
+            metadata={"run": plan.header.run, **run._asdict(), "attempt": number},
+            version=settings.version,
+            ttl=settings.ttl,
+            url=settings.service.named,
+            api_key=settings.service.api_key,
+            wait=settings.wait,
+            retry_for=settings.retry_for,
+            idempotency_key=plan.key(run, number, "open"),
         )
+        # The same address, which also knows the source of the key.
+        session.service = settings.service
+        end_key = plan.key(run, number, "end")
+        attempt = Attempt(run, self._items[run.item], session, number, end_key, last)
         outcome = await self._attempts.run_attempt(attempt)
         self._tried[run] += 1
         return outcome
 
     async def _record(self, result: RunResult) -> None:
-        # First, whatever comes in between: the run is done, and the service knows that, too.
-        self.results[RunId(*result.place)] = result
+        # Before anything else may fail: the run is done, and the service knows it.
+        self.results[result.place] = result
         await self._log.ended(result)
         self._count(result)
         self._show(self._progress)
@@ -235,20 +263,20 @@ class RunScheduler:
             self._failures_in_a_row = 0
             return
         self._failures_in_a_row += 1
-        name = f"item {result.item} (epoch {result.epoch}, run {result.member})"
+        name = _name_of(result.place)
         log.warning("%s failed: %s", name, result.error)
-        if self._policy.on_failure == "stop":
+        if self._settings.on_failure == "stop":
             raise AgentFailed(f"{name} failed: {result.error}", code=result.code)
-        if self._failures_in_a_row >= self._policy.max_failures:
+        if self._failures_in_a_row >= self._settings.max_failures:
             raise AgentFailed(
-                f"{self._failures_in_a_row} runs failed one after the other (max_failures), the "
-                f"last one was {name}: {result.error}",
+                f"{self._failures_in_a_row} runs in a row failed (max_failures), the last one was "
+                f"{name}: {result.error}",
                 code=result.code,
             )
-        if self._agent.hanging > self._policy.concurrency:
+        if self._agent.hanging > self._settings.concurrency:
             raise AgentFailed(
-                f"{self._agent.hanging} runs of {self._agent.name} go on in their threads though "
-                f"they took more than timeout= allows: make it end by itself"
+                f"{self._agent.hanging} runs of {self._agent.name} still run in their threads "
+                "after timeout=: make the agent end by itself"
             )
 
     def _count(self, result: RunResult) -> None:
@@ -266,9 +294,7 @@ class RunScheduler:
         generation, _ = self._groups.get(run, (0, 0))
         if generation + 1 >= _MAX_GROUPS:
             result = RunResult(
-                item=run.item,
-                epoch=run.epoch,
-                member=run.member,
+                **run._asdict(),
                 state="failed",
                 group_id=self._plan.group(run, generation),
                 error=reason,
@@ -296,3 +322,7 @@ class RunScheduler:
             self._groups[one] = generation, len(runs)
         self._undecided[item] = len(runs)
         self._requeued.extend(runs)
+
+
+def _name_of(run: RunId) -> str:
+    return f"item {run.item} (epoch {run.epoch}, run {run.member})"

@@ -13,13 +13,13 @@ from any_agent.client.retry_transport import retrying_client
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import RunInfo
 from any_agent.sdk.agent_callable import AgentCallable, AgentLike
-from any_agent.sdk.attempts import AttemptLimits, AttemptRunner, MissingReward
+from any_agent.sdk.attempts import MissingReward
 from any_agent.sdk.find_service import find_service, shared_client
 from any_agent.sdk.open_session import run_info
 from any_agent.sdk.progress import ProgressBar, RunProgress, progress_callback
 from any_agent.sdk.results import ResultsLog, RunResults
 from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
-from any_agent.sdk.run_scheduler import RetryPolicy, RunScheduler
+from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler
 
 log = logging.getLogger(__name__)
 
@@ -83,9 +83,12 @@ class AgentRunner:
         self._group_size = group_size
         self._epochs = epochs
         self._path = Path(results) if results is not None else None
-        self._policy = RetryPolicy(concurrency, retries, on_failure, max_failures)
-        self._limits = AttemptLimits(
+        self._settings = RunnerSettings(
             service=self._service,
+            concurrency=concurrency,
+            retries=retries,
+            on_failure=on_failure,
+            max_failures=max_failures,
             mode=mode,
             timeout=timeout,
             missing_reward=missing_reward,
@@ -144,24 +147,16 @@ class AgentRunner:
         items = ItemSource(dataset)
         size = self._group_size if group_size is None else group_size
         _require(size >= 1, f"group_size is {size}: it must be at least 1")
-        limits = self._limits
         results_log = ResultsLog(self._path)
         results_log.open()
         show = progress_callback(self._progress)
         http = retrying_client() if called.wants_http_client and not called.blocks else None
         try:
-            async with shared_client(self._service, retry_for=limits.retry_for) as client:
+            async with shared_client(self._service, retry_for=self._settings.retry_for) as client:
                 info = await run_info(client, self._service)
                 plan = await self._planned(items, size, info, results_log)
-                attempts = AttemptRunner(
-                    called,
-                    timeout=limits.timeout,
-                    missing_reward=limits.missing_reward,
-                    results_log=results_log,
-                    http=http,
-                )
                 scheduler = RunScheduler(
-                    plan, items, called, attempts, limits, client, results_log, self._policy, show
+                    plan, items, called, self._settings, client, results_log, show, http
                 )
                 try:
                     await scheduler.run()
@@ -198,7 +193,7 @@ class AgentRunner:
             data=items.fingerprint(),
             items=len(items),
             group_size=size,
-            mode=self._limits.mode,
+            mode=self._settings.mode,
             service=f"{info.experiment}/{info.trial}{self._pinned}",
             agent=self._agent_name,
         )
@@ -215,7 +210,7 @@ class AgentRunner:
     @property
     def _pinned(self) -> str:
         """The pinned version: runs of two versions of a model do not go into one file."""
-        version = self._limits.version
+        version = self._settings.version
         return f"@{version}" if isinstance(version, int) else ""
 
     def _report_progress(self, runs: RunScheduler, plan: RunPlan, error: BaseException) -> None:

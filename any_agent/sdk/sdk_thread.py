@@ -1,6 +1,6 @@
-"""The SDK's own thread, which runs blocking sessions and sends all heartbeats.
+"""The SDK's thread, which runs blocking sessions and sends all heartbeats.
 
-So a tool that blocks its caller's event loop for an hour does not let a session expire.
+A tool that blocks its caller's event loop for an hour therefore lets no session expire.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def wait_for(
     if sys.is_finalizing():
         # No other thread runs any more: the wait would never end.
         coroutine.close()
-        raise RuntimeError(f"{what} comes too late: the interpreter is shutting down")
+        raise RuntimeError(f"{what} cannot be called any more: the interpreter is shutting down")
     try:
         asyncio.get_running_loop()
     except RuntimeError:
@@ -58,8 +58,8 @@ def wait_for(
     else:
         coroutine.close()
         raise RuntimeError(
-            f"{what} would block the event loop that runs here: use `async with AgentSession(...)` "
-            "and await its methods, or do this in a thread (asyncio.to_thread)"
+            f"{what} would block the running event loop: use `async with AgentSession(...)` and "
+            "await its methods, or call this in a thread (asyncio.to_thread)"
         )
     ended = threading.Event()
 
@@ -79,7 +79,7 @@ def wait_for(
 
 
 def _reset() -> None:
-    """Forget the thread: a forked process has none of its parent's."""
+    """Forget the thread, which a forked process does not have."""
     global _thread, _lock
     _thread, _lock = None, threading.Lock()
 

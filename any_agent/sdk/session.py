@@ -1,33 +1,22 @@
-"""`AgentSession`: a session that is open while an agent's code runs."""
+"""`AsyncSession` and `Session`: an open session with awaitable or blocking methods."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import os
-import sys
-from collections.abc import Coroutine
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Coroutine
+from functools import wraps
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlias, TypeVar
 
-from pydantic import ValidationError
-
+from any_agent.client.aiohttp_transport import tls_context
 from any_agent.client.environment import environment
-from any_agent.errors import (
-    AnyAgentError,
-    Conflict,
-    InvalidRequest,
-    SessionClosed,
-    Unprocessable,
-)
-from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted, StartSession
+from any_agent.errors import AnyAgentError, ConfigError, Unprocessable
+from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted
 from any_agent.rewards.returned import give_rewards, rewards_of
-from any_agent.sdk import clients
 from any_agent.sdk import session_context as ambient
-from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
-from any_agent.sdk.heartbeats import heartbeats
-from any_agent.sdk.http_patches import patches
-from any_agent.sdk.open_session import open_session
+from any_agent.sdk.find_service import ServiceAddress, shared_client
 from any_agent.sdk.sdk_thread import sdk_thread, wait_for
 
 if TYPE_CHECKING:
@@ -35,14 +24,17 @@ if TYPE_CHECKING:
     import openai
 
 log = logging.getLogger(__name__)
+P = ParamSpec("P")
 T = TypeVar("T")
 
 Reward: TypeAlias = float | dict[str, float]
 """A number, or several by name."""
-OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
 
 _ABORT_TIMEOUT = 5.0
 """Seconds; a session that could not be aborted expires."""
+_MAX_RETRIES = 10
+"""Retries of a session's model clients, as a full engine and a restarted rank ask for them. Retried
+calls are marked, and are not sampled twice."""
 
 
 class SessionBase:
@@ -106,6 +98,30 @@ class SessionBase:
         session."""
         return environment(self.url, self.api_key)
 
+    def _model_client(
+        self,
+        package: Literal["openai", "anthropic"],
+        kind: Literal["", "Async"],
+        options: dict[str, Any],
+    ) -> Any:
+        """Return a client of an optional package; ConfigError if it is not installed."""
+        name, base_url = {
+            "openai": ("OpenAI", self.base_url),
+            "anthropic": ("Anthropic", self.url),
+        }[package]
+        try:
+            module = import_module(package)
+        except ImportError as error:
+            raise ConfigError(f"{package} is not installed: pip install {package}") from error
+        if options.get("http_client") is None:
+            # With the process's TLS context, as a client's own would read all certificates again,
+            # and without redirects, as calls of a session are for the service alone.
+            make = getattr(module, f"Default{kind}HttpxClient")
+            options["http_client"] = make(verify=tls_context(), follow_redirects=False)
+        own = {"base_url": base_url, "api_key": self.api_key}
+        client = getattr(module, f"{kind}{name}")
+        return client(**{"max_retries": _MAX_RETRIES, **options, **own})
+
 
 class AsyncSession(SessionBase):
     """An open session. Methods raise the AnyAgentError that the service answered."""
@@ -131,7 +147,7 @@ class AsyncSession(SessionBase):
 
         ConfigError if the package openai is not installed.
         """
-        client: openai.AsyncOpenAI = clients.openai_client("Async", self.url, self.api_key, options)
+        client: openai.AsyncOpenAI = self._model_client("openai", "Async", options)
         return client
 
     def anthropic(self, **options: Any) -> anthropic.AsyncAnthropic:
@@ -139,9 +155,7 @@ class AsyncSession(SessionBase):
 
         ConfigError if the package anthropic is not installed.
         """
-        client: anthropic.AsyncAnthropic = clients.anthropic_client(
-            "Async", self.url, self.api_key, options
-        )
+        client: anthropic.AsyncAnthropic = self._model_client("anthropic", "Async", options)
         return client
 
     async def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
@@ -252,7 +266,7 @@ class AsyncSession(SessionBase):
     # ------------------------------------------------------------------------------------------
 
     def _client(self) -> shared_client:
-        """The calling event loop's client, also of another one than the session's."""
+        """Return the client of the calling event loop, which need not be the session's."""
         return shared_client(self._service, retry_for=self._retry_for)
 
     def _no_calls(self) -> str:
@@ -260,6 +274,18 @@ class AsyncSession(SessionBase):
             f"none came to {self.base_url} with its key; give the client session.base_url and "
             "session.api_key, or use it with exactly this URL inside of the session"
         )
+
+
+def _blocking(
+    method: Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, T]],
+) -> Callable[Concatenate[Session, P], T]:
+    """Return the blocking form of a method."""
+
+    @wraps(method)
+    def call(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
+        return session._wait(method(session._session, *args, **kwargs), method.__name__)
+
+    return call
 
 
 class Session(SessionBase):
@@ -274,45 +300,19 @@ class Session(SessionBase):
         return self._session.ended
 
     def openai(self, **options: Any) -> openai.OpenAI:
-        client: openai.OpenAI = clients.openai_client("", self.url, self.api_key, options)
+        client: openai.OpenAI = self._model_client("openai", "", options)
         return client
 
     def anthropic(self, **options: Any) -> anthropic.Anthropic:
-        client: anthropic.Anthropic = clients.anthropic_client("", self.url, self.api_key, options)
+        client: anthropic.Anthropic = self._model_client("anthropic", "", options)
         return client
 
-    def set_reward(self, reward: Reward, completion_id: str | None = None) -> RewardSet:
-        return self._wait(self._session.set_reward(reward, completion_id), "set_reward")
-
-    def set_final_reward(self, reward: Reward) -> RewardSet:
-        return self._wait(self._session.set_final_reward(reward), "set_final_reward")
-
-    def set_returned(self, returned: Any, name: str = "the agent") -> None:
-        self._wait(self._session.set_returned(returned, name), "set_returned")
-
-    def finalize(
-        self,
-        final_reward: Reward | None = None,
-        *,
-        await_reward: bool = False,
-        deadline: float | None = None,
-        idempotency_key: str | None = None,
-    ) -> SessionInfo:
-        ending = self._session.finalize(
-            final_reward,
-            await_reward=await_reward,
-            deadline=deadline,
-            idempotency_key=idempotency_key,
-        )
-        return self._wait(ending, "finalize")
-
-    def abort(
-        self, reason: str = "aborted by its agent", *, keep_place: bool = False
-    ) -> SessionInfo:
-        return self._wait(self._session.abort(reason, keep_place=keep_place), "abort")
-
-    def info(self) -> SessionInfo:
-        return self._wait(self._session.info(), "info")
+    set_reward = _blocking(AsyncSession.set_reward)
+    set_final_reward = _blocking(AsyncSession.set_final_reward)
+    set_returned = _blocking(AsyncSession.set_returned)
+    finalize = _blocking(AsyncSession.finalize)
+    abort = _blocking(AsyncSession.abort)
+    info = _blocking(AsyncSession.info)
 
     def detach(self) -> None:
         self._session.detach()
@@ -321,194 +321,3 @@ class Session(SessionBase):
         forked = self._session._process != os.getpid()
         loop = sdk_thread().loop if forked else self._session._loop
         return wait_for(coroutine, loop, what=f"session.{what}")
-
-
-class AgentSession:
-    """``async with AgentSession("task-1") as session`` gives an :class:`AsyncSession`, ``with`` a
-    :class:`Session` that blocks.
-
-    Leaving the block finalizes the session, unless it was ended before; an exception aborts it,
-    unless it was finalized. Inside, unmodified aiohttp, httpx, httpx2 and requests clients that
-    call the service make their calls in it, in this task or thread and in those that copy its
-    context.
-
-    ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
-    :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
-    ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
-    ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
-    stands in a file, as it may be moving). ``idempotency_key``: a repeated open with the same key
-    gets the same session again. ``on_missing_reward``: the effect of leaving the block normally
-    without any reward: raise (and abort), abort, or await the reward from another caller.
-    """
-
-    def __init__(
-        self,
-        task_id: str | None = None,
-        *,
-        group_id: str | None = None,
-        group_size: int | None = None,
-        mode: Literal["train", "eval"] = "train",
-        metadata: dict[str, Any] | None = None,
-        version: int | Literal["current"] | None = None,
-        ttl: float | None = None,
-        url: str | None = None,
-        api_key: str | None = None,
-        wait: float = 300.0,
-        retry_for: float | None = None,
-        idempotency_key: str | None = None,
-        on_missing_reward: OnMissingReward = "raise",
-    ) -> None:
-        """ConfigError if no service is named, or its key cannot open sessions; InvalidRequest for
-        an invalid field."""
-        self.service = find_service(url, api_key)
-        self._fields: dict[str, Any] = {
-            "task_id": task_id,
-            "group_id": group_id,
-            "group_size": group_size,
-            "mode": mode,
-            "metadata": metadata or {},
-            "version": version,
-            "ttl": ttl,
-        }
-        _validate(self._fields)
-        self._wait = wait
-        self._retry_for = self.service.patience if retry_for is None else retry_for
-        self._idempotency_key = idempotency_key
-        self._on_missing_reward = on_missing_reward
-        self._opening = False
-        self._shared = shared_client(self.service, retry_for=self._retry_for)
-        self._session: AsyncSession | None = None
-        self._membership: ambient.Membership | None = None
-
-    async def __aenter__(self) -> AsyncSession:
-        session = await self._open()
-        self._join(session)
-        return session
-
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        self._leave()
-        if self._is_ours:
-            await self._close(error)
-
-    def __enter__(self) -> Session:
-        before = self._session
-        try:
-            session = wait_for(
-                self._open(),
-                sdk_thread().loop,
-                what="with AgentSession(...)",
-                within=self._wait + self._retry_for + 120,
-            )
-            self._join(session)
-        except BaseException as error:
-            # Ctrl-C, just after it was opened.
-            if before is None and self._session is not None:
-                wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
-            raise
-        return session.blocking
-
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
-        if sys.is_finalizing():
-            # Of a generator that was not closed: no thread is left that could end the session.
-            return
-        self._leave()
-        if self._is_ours:
-            wait_for(self._close(error), sdk_thread().loop, what="leaving the session")
-
-    @property
-    def _is_ours(self) -> bool:
-        """True in the process that opened it: a process forked inside the session leaves its end to
-        its parent."""
-        assert self._session is not None
-        return self._session._process == os.getpid()
-
-    # -- in the caller's context ---------------------------------------------------------------
-
-    def _join(self, session: AsyncSession) -> None:
-        patches.acquire()
-        self._membership = ambient.join(self.service.named, session.api_key)
-        session._membership = self._membership
-
-    def _leave(self) -> None:
-        assert self._membership is not None
-        ambient.leave(self._membership)
-        patches.release()
-
-    # -- on the session's event loop -----------------------------------------------------------
-
-    async def _open(self) -> AsyncSession:
-        if self._session is not None or self._opening:
-            raise RuntimeError("this AgentSession was used already: make another one")
-        self._opening = True
-        client = await self._shared.__aenter__()
-        try:
-            started = await open_session(
-                client,
-                self.service,
-                self._fields,
-                wait=self._wait,
-                idempotency_key=self._idempotency_key,
-            )
-        except BaseException:
-            await self._shared.__aexit__()
-            raise
-        finally:
-            self._opening = False
-        self._session = AsyncSession(self.service, started, retry_for=self._retry_for)
-        heartbeats().add(self.service, started)
-        return self._session
-
-    async def _close(self, error: BaseException | None) -> None:
-        session = self._session
-        assert session is not None
-        try:
-            if session.ended:
-                return
-            if error is not None:
-                await session.abort_quietly(f"its agent raised {type(error).__name__}")
-                return
-            try:
-                await self._end(session)
-            except BaseException as refused:
-                code = (
-                    refused.code if isinstance(refused, AnyAgentError) else type(refused).__name__
-                )
-                await session.abort_quietly(f"not finalized: {code}")
-                raise
-        finally:
-            heartbeats().remove(session._started)
-            await self._shared.__aexit__()
-
-    async def _end(self, session: AsyncSession) -> None:
-        by_agent = session.asked_to_end
-        if by_agent and await session.end_state() is not None:
-            return
-        try:
-            await session.finalize(await_reward=self._on_missing_reward == "await")
-        except (SessionClosed, Conflict, Unprocessable) as error:
-            ended = await session.end_state()
-            # Another caller's abort must not pass for an end by the agent.
-            if ended is not None and (by_agent or ended.state != "aborted"):
-                return
-            if error.code != "no_reward" or self._on_missing_reward != "abort":
-                raise
-            await session.abort("it was given no reward")
-
-
-def _validate(fields: dict[str, Any]) -> None:
-    try:
-        StartSession(**fields)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"])) or "the session"
-        raise InvalidRequest(f"{where}: {first['msg']}", param=where) from None

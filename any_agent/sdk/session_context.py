@@ -1,9 +1,8 @@
 """The session that a piece of code is in, and the requests that belong to it.
 
-A context variable has it: tasks have their creator's, `asyncio.to_thread` copies it, and so may
-any thread (`contextvars.copy_context`). While sessions are open, `patches` calls :func:`key_for`
-for each request to any address.
-"""
+A context variable holds the session: tasks inherit it, `asyncio.to_thread` copies it, and any
+thread may (`contextvars.copy_context`). While sessions are open, `http_patches` calls
+:func:`key_for` for each request to any address."""
 
 from __future__ import annotations
 
@@ -28,7 +27,9 @@ _NAMING = "x-any-agent-session"
 
 
 @dataclass(frozen=True, slots=True)
-class _ContextFrame:
+class _Origin:
+    """The address of a service."""
+
     scheme: str
     host: str
     port: int
@@ -41,7 +42,7 @@ class Membership:
     """A context's membership in a session: its key, and the address that may get it."""
 
     service: str
-    """The service's URL, or that of the file that names it."""
+    """The URL of the service, or of the file that holds it."""
     api_key: str = field(repr=False)
     outer: Membership | None = field(default=None, repr=False)
     over: bool = False
@@ -50,18 +51,18 @@ class Membership:
     """True if a request was to end the session, which may have happened."""
 
     @property
-    def place(self) -> _ContextFrame | None:
+    def origin(self) -> _Origin | None:
         """The service's present address; None while it is unknown."""
         url: str | None = self.service
         if names_file(self.service):
             url = url_file(self.service, "url").now()
-        return _place(url) if url is not None else None
+        return _origin_of(url) if url is not None else None
 
 
 @lru_cache(maxsize=64)
-def _place(url: str) -> _ContextFrame:
+def _origin_of(url: str) -> _Origin:
     parsed = httpx.URL(url)
-    return _ContextFrame(
+    return _Origin(
         scheme=parsed.scheme,
         host=parsed.raw_host.decode("ascii"),
         port=parsed.port or _PORTS[parsed.scheme],
@@ -73,24 +74,24 @@ _current: ContextVar[Membership | None] = ContextVar("any_agent_session", defaul
 
 
 def join(service: str, api_key: str) -> Membership:
-    """Put this context into the session with this key, of the service at a URL, or at the one that
-    a file names."""
+    """Put this context into the session with this key; ``service`` is a URL of the service, or of
+    the file that holds it."""
     membership = Membership(service, api_key, outer=_nearest_open(_current.get()))
     _current.set(membership)
     return membership
 
 
 def leave(membership: Membership) -> None:
-    """Return to the session around it. A context that has not joined, or is in an inner session,
-    stays as it is, and does not return here later."""
+    """Return this context to the outer session. A context that has not joined, or is in an inner
+    session, does not change, and does not return to this session later."""
     membership.over = True
     if _current.get() is membership:
         _current.set(_nearest_open(membership.outer))
 
 
 def _nearest_open(membership: Membership | None) -> Membership | None:
-    """Return the membership, or the nearest one around it that was not left: not all are left in
-    the order of joining, and some in another context."""
+    """Return the nearest membership, from this one outward, that was not left: sessions may be left
+    in another order, and in another context, than they were joined in."""
     while membership is not None and membership.over:
         membership = membership.outer
     return membership
@@ -105,12 +106,12 @@ def key_for(
     not call, and for a request that names a session itself.
     """
     here = _current.get()
-    place = here.place if here is not None else None
-    if here is None or place is None or (scheme, host) != (place.scheme, place.host):
+    origin = here.origin if here is not None else None
+    if here is None or origin is None or (scheme, host) != (origin.scheme, origin.host):
         return None
-    if (port or _PORTS[scheme]) != place.port or not path.startswith(f"{place.path}/"):
+    if (port or _PORTS[scheme]) != origin.port or not path.startswith(f"{origin.path}/"):
         return None
-    path = path[len(place.path) :]
+    path = path[len(origin.path) :]
     if not _is_agents(path) or session_prefix(path) is not None or _names_session(headers):
         return None
     here.asked_to_end |= path.endswith(_ENDS)
@@ -120,7 +121,7 @@ def key_for(
 def followed(url: str, headers: Mapping[str, Any]) -> str | None:
     """Return the new URL of a session's request whose service has moved since its client was made.
 
-    None for all others: requests outside of sessions, and to the service's present address.
+    None for all other requests: outside of sessions, and to the service's present address.
     """
     to = moved(url)
     if to is None:
@@ -138,14 +139,14 @@ def followed(url: str, headers: Mapping[str, Any]) -> str | None:
 def _is_agents(path: str) -> bool:
     parts = unquote(path).split("/")[1:]
     if ".." in parts:
-        # Behind the service's proxy it may be another service's path.
+        # Behind a reverse proxy this may be another service's path.
         return False
     if parts[0] == "v1":
         parts = parts[1:]
     if parts[:1] == ["rl"]:
         parts = parts[2:] if parts[1:2] == ["v1"] else parts[1:]
         return len(parts) == 1 and parts[0] in _REWARDS
-    # An agent's calls, and what is below their paths.
+    # The paths of model calls, and the paths below them.
     return parts[:1] == ["models"] or any(
         parts[:1] == api.path.split("/")[1:2] for api in all_apis()
     )

@@ -1,42 +1,22 @@
-"""Workflows: where a training batch's episodes come from."""
+"""Workflows: the sources of a training batch's episodes."""
 
-from any_agent.workflow.base import Episode, EpisodeResult, RolloutWorkflow, TensorDict
-from any_agent.workflow.grouped import GroupedRolloutWorkflow
-from any_agent.workflow.multi_turn import MultiTurnWorkflow
-from any_agent.workflow.openai_proxy import AgentService, OpenAIProxyWorkflow
-from any_agent.workflow.proxy import ProxyWorkflow
-from any_agent.workflow.proxy_client import OpenAIProxyClient
-from any_agent.workflow.resolve import WorkflowLike, resolve_workflow
-from any_agent.workflow.rlvr import RLVRWorkflow
-from any_agent.workflow.tensors import (
-    checked_tensors,
-    concat_padded_tensors,
-    kind_of,
-    padded,
-    rows_of,
-    tensors_of,
-    trajectories_of,
-)
-
-__all__ = [
-    "AgentService",
-    "Episode",
-    "EpisodeResult",
-    "GroupedRolloutWorkflow",
-    "MultiTurnWorkflow",
-    "OpenAIProxyClient",
-    "OpenAIProxyWorkflow",
-    "ProxyWorkflow",
-    "RLVRWorkflow",
-    "RolloutWorkflow",
-    "TensorDict",
-    "WorkflowLike",
-    "checked_tensors",
-    "concat_padded_tensors",
-    "kind_of",
-    "padded",
-    "resolve_workflow",
-    "rows_of",
-    "tensors_of",
-    "trajectories_of",
-]
+from any_agent.workflow.base import Episode as Episode
+from any_agent.workflow.base import EpisodeResult as EpisodeResult
+from any_agent.workflow.base import RolloutWorkflow as RolloutWorkflow
+from any_agent.workflow.base import TensorDict as TensorDict
+from any_agent.workflow.grouped import GroupedRolloutWorkflow as GroupedRolloutWorkflow
+from any_agent.workflow.multi_turn import MultiTurnWorkflow as MultiTurnWorkflow
+from any_agent.workflow.openai_proxy import AgentService as AgentService
+from any_agent.workflow.openai_proxy import OpenAIProxyWorkflow as OpenAIProxyWorkflow
+from any_agent.workflow.proxy import ProxyWorkflow as ProxyWorkflow
+from any_agent.workflow.proxy_client import OpenAIProxyClient as OpenAIProxyClient
+from any_agent.workflow.resolve import WorkflowLike as WorkflowLike
+from any_agent.workflow.resolve import resolve_workflow as resolve_workflow
+from any_agent.workflow.rlvr import RLVRWorkflow as RLVRWorkflow
+from any_agent.workflow.tensors import checked_tensors as checked_tensors
+from any_agent.workflow.tensors import concat_padded_tensors as concat_padded_tensors
+from any_agent.workflow.tensors import kind_of as kind_of
+from any_agent.workflow.tensors import padded as padded
+from any_agent.workflow.tensors import rows_of as rows_of
+from any_agent.workflow.tensors import tensors_of as tensors_of
+from any_agent.workflow.tensors import trajectories_of as trajectories_of

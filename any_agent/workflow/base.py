@@ -1,4 +1,4 @@
-"""The interface that a researcher implements to produce episodes."""
+"""`RolloutWorkflow`: the interface that a researcher implements to produce episodes."""
 
 from __future__ import annotations
 
@@ -19,23 +19,21 @@ TensorDict: TypeAlias = "dict[str, torch.Tensor]"
 EpisodeResult: TypeAlias = (
     "dict[str, torch.Tensor] | dict[str, InteractionWithTokenLogpReward] | list[Trajectory]"
 )
-"""What an episode may return; instead of it None, which rejects the episode."""
+"""The result of an episode; None instead rejects the episode."""
 
 
 class RolloutWorkflow(ABC):
-    """Produces one episode at a time; the executor runs many concurrently.
-
-    One object serves all of them: what belongs to an episode belongs into local variables.
-    """
+    """Produces episodes, many of them concurrently: one object serves them all, so the state of an
+    episode belongs into local variables."""
 
     @abstractmethod
     async def arun_episode(
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> EpisodeResult | None:
-        """One episode on an item of the dataset.
+        """Run one episode on an item of the dataset.
 
-        It may return a dictionary of tensors, interactions by their ids (as
-        ``EngineOpenAI.export_interactions`` gives them), or trajectories. None rejects the
-        episode: it is not trained on. Whatever it raises costs this episode alone. It must stop
-        at once when cancelled, and must not block the event loop, which it shares.
+        Return a dictionary of tensors, interactions by their ids (as
+        ``EngineOpenAI.export_interactions`` returns them), trajectories, or None to reject the
+        episode, which is not trained on then. An error ends this episode alone. The method must
+        stop at once when cancelled, and must not block the event loop, which it shares.
         """

@@ -1,41 +1,72 @@
-"""What a running workflow knows of its own episode, and the HTTP clients that workflows share.
+"""The context of a running workflow's episode, and the HTTP clients that workflows share.
 
 Public as ``any_agent.workflow_context``. The context belongs to the task that an episode runs in,
-and to the tasks that it starts: episodes that run side by side never see each other's.
+and to the tasks that it starts: concurrent episodes never see each other's.
 """
 
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 from weakref import WeakKeyDictionary
 
 from any_agent.client.retry_transport import SharedClient, retrying_client
-from any_agent.workflow.episode_context import WorkflowContext, get, set, use
+from any_agent.types import GenerationHyperparameters
 
 if TYPE_CHECKING:
     import aiohttp
     import httpx
 
-__all__ = [
-    "WorkflowContext",
-    "close_clients",
-    "get",
-    "get_aiohttp_session",
-    "get_httpx_client",
-    "set",
-    "stat_scope",
-    "use",
-]
+_CONNECT_TIMEOUT = 30.0
+_TIMEOUT = 3600.0
+"""Seconds; a call may wait for a slot, a weight update and thousands of tokens."""
 
-_CONNECT = 30.0
-_TOTAL = 3600.0
-"""Seconds; a call may wait for a place, a weight update and thousands of tokens."""
+
+@dataclass(frozen=True, slots=True)
+class WorkflowContext:
+    """The context of one episode."""
+
+    task_id: int | str | None = None
+    """The task's id, which the executor was given or has chosen."""
+    is_eval: bool = False
+    version: int = -1
+    """The version of the weights when the episode began; -1 outside of a run."""
+    temperature: float | None = None
+    """The run's sampling temperature (``sampling.temperature``; evaluations have their own)."""
+    sampling: GenerationHyperparameters | None = None
+    """All sampling parameters of the run, which clients without their own use."""
+
+
+_NO_EPISODE = WorkflowContext()
+_current: ContextVar[WorkflowContext] = ContextVar("any_agent_workflow_context")
+
+
+def get() -> WorkflowContext:
+    """Return the running episode's context; the default one outside of every episode."""
+    return _current.get(_NO_EPISODE)
+
+
+def set(context: WorkflowContext) -> None:
+    """Set the context of this task, and of the tasks that it starts from now on."""
+    _current.set(context)
+
+
+@contextmanager
+def use(context: WorkflowContext) -> Iterator[WorkflowContext]:
+    """Set the context for the time of a ``with`` statement."""
+    token = _current.set(context)
+    try:
+        yield context
+    finally:
+        _current.reset(token)
 
 
 def stat_scope() -> str:
-    """The name of the tracker that the episode's figures belong to: ``rollout``, in evaluations
+    """Return the name of the episode's statistics tracker: ``rollout``, in evaluations
     ``eval-rollout``."""
     return "eval-rollout" if get().is_eval else "rollout"
 
@@ -50,23 +81,23 @@ _clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clients] = WeakKeyDictio
 
 
 async def get_aiohttp_session() -> aiohttp.ClientSession:
-    """The one of this event loop; it is closed with the executor, so leave it open."""
+    """Return this event loop's session. Leave it open: it is closed with the executor."""
     import aiohttp
 
     mine = _clients.setdefault(asyncio.get_running_loop(), _Clients())
     if mine.aiohttp is None or mine.aiohttp.closed:
-        # The executor bounds how many episodes run; a bound here would only make them queue.
+        # The executor limits the number of episodes; a limit here would only make them queue.
         mine.aiohttp = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
-            timeout=aiohttp.ClientTimeout(total=_TOTAL, sock_connect=_CONNECT),
+            timeout=aiohttp.ClientTimeout(total=_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
         )
     return mine.aiohttp
 
 
 async def get_httpx_client() -> httpx.AsyncClient:
-    """The one of this event loop; it is closed with the executor, so leave it open.
+    """Return this event loop's client. Leave it open: it is closed with the executor.
 
-    Calls that carry a session's key wait while the service is full or away, for a bounded time.
+    Calls with a session's key wait a bounded time while the service is full or away.
     """
     mine = _clients.setdefault(asyncio.get_running_loop(), _Clients())
     if mine.httpx is None or mine.httpx.is_closed:
@@ -75,11 +106,9 @@ async def get_httpx_client() -> httpx.AsyncClient:
 
 
 async def close_clients() -> None:
-    """Close those of this event loop; the next one that asks gets new ones."""
+    """Close this event loop's clients; the next caller gets new ones."""
     mine = _clients.pop(asyncio.get_running_loop(), None)
-    if mine is None:
-        return
-    if mine.aiohttp is not None:
+    if mine is not None and mine.aiohttp is not None:
         await mine.aiohttp.close()
-    if mine.httpx is not None:
+    if mine is not None and mine.httpx is not None:
         await mine.httpx.end()

@@ -1,20 +1,20 @@
-"""Episodes written to files, as text, for people who want to see what their model does.
+"""`TrajectoryDump`: writes episodes to files as text, so that people can read them.
 
 ::
 
     <fileroot>/<experiment>/<trial>/rollout/<version>/<task_id>.jsonl
     <fileroot>/<experiment>/<trial>/eval-rollout/<version>/<task_id>.jsonl
 
-``version`` is the newest that sampled one of the task's tokens. Each line is one row:
+``version`` is the newest version that sampled one of the task's tokens. Each line is one row:
 
 ================  =======================================================================
-``task_id``       the executor's
-``sample_idx``    which of the task's rows, from 0 on
-``seqlen``        tokens
-``prompt_len``    tokens before the first sampled one
-``head_version``  the oldest weights that sampled one of its tokens; -1 if none was sampled
-``tail_version``  the newest
-``reward``
+``task_id``       the executor's id of the task
+``sample_idx``    the number of the row in its task, from 0
+``seqlen``        the number of tokens
+``prompt_len``    the number of tokens before the first sampled one
+``head_version``  the oldest version that sampled one of its tokens; -1 if none was sampled
+``tail_version``  the newest such version
+``reward``        the row's reward
 ``prompt``        text
 ``completion``    text of everything from the first sampled token on, special tokens included
 ================  =======================================================================
@@ -43,26 +43,26 @@ _MAX_NAME = 200
 
 
 class TrajectoryDump:
-    """Writes into ``folder``, that of a trial; ``decode`` turns token ids into text."""
+    """Writes episodes below a trial's ``folder``; ``decode`` turns token ids into text."""
 
     def __init__(self, folder: Path, decode: Callable[[list[int]], str]) -> None:
         self._folder = folder
         self._decode = decode
         self.failures = 0
-        """How many tasks could not be written; the first one is logged."""
+        """The number of tasks that could not be written; the first failure is logged."""
 
     @classmethod
     def of(cls, config: Config, decode: Callable[[list[int]], str]) -> Self | None:
-        """The one that the configuration asks for; None without ``rollout.dump_to_file``."""
+        """Return the dump of a configuration; None without ``rollout.dump_to_file``."""
         if not config.rollout.dump_to_file:
             return None
         root = config.rollout.fileroot or config.root / config.user
         return cls(root.absolute() / config.experiment / config.trial, decode)
 
     async def write(self, rows: Sequence[Row], *, task_id: int | str, is_eval: bool) -> None:
-        """Add a task's rows to its file, off the event loop.
+        """Append a task's rows to its file in a thread.
 
-        What goes wrong is logged and counted, and never raised: training goes on without.
+        Errors are logged and counted, never raised: training goes on without the dump.
         """
         try:
             await asyncio.to_thread(self.write_now, rows, task_id=task_id, is_eval=is_eval)
@@ -70,14 +70,15 @@ class TrajectoryDump:
             self.failures += 1
             if self.failures == 1:
                 log.warning(
-                    "an episode could not be written to %s: %r; training goes on, and this is "
-                    "not said again",
+                    "cannot write an episode to %s: %r; training goes on, and further failures are "
+                    "only counted",
                     self._folder,
                     error,
                 )
 
     def write_now(self, rows: Sequence[Row], *, task_id: int | str, is_eval: bool) -> Path | None:
-        """The same in this thread; the file. Raises OSError, or what ``decode`` does."""
+        """Append the rows in this thread and return the file. Raises OSError and ``decode``'s
+        errors."""
         lines = [self._line(row, task_id, k) for k, row in enumerate(rows)]
         if not lines:
             return None
@@ -90,9 +91,9 @@ class TrajectoryDump:
 
     def _line(self, row: Row, task_id: int | str, sample_idx: int) -> dict[str, Any]:
         ids = row["input_ids"].tolist()
-        # What is not trained on was sampled, too; but a workflow may give prompts a version.
-        of_interest = row["loss_mask"] == 1
-        sampled = np.flatnonzero(of_interest if of_interest.any() else row["versions"] >= 0)
+        # Tokens outside the loss may be sampled, too, but workflows may give prompts a version.
+        trained = row["loss_mask"] == 1
+        sampled = np.flatnonzero(trained if trained.any() else row["versions"] >= 0)
         prompt_len = int(sampled[0]) if sampled.size else len(ids)
         versions = row["versions"][sampled]
         reward = float(row["rewards"])
@@ -110,15 +111,16 @@ class TrajectoryDump:
 
 
 def file_name(task_id: int | str) -> str:
-    """Of the task's file: what a path could not hold is escaped as in a URL."""
+    """Return the name of a task's file; characters that a path cannot hold are escaped as in a
+    URL."""
     name = quote(str(task_id), safe="")
-    # A leading dot would hide the file, and "." and ".." are no files.
+    # A leading dot would hide the file, and "." and ".." are folders.
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     return f"{name[:_MAX_NAME]}.jsonl"
 
 
 def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
-    """The rows of a batch of tensors without their padding; what it lacks is taken as absent."""
+    """Return the rows of a batch of tensors without padding; missing fields get neutral values."""
     arrays = {name: np.asarray(value) for name, value in tensors.items()}
     ids, attention = arrays["input_ids"], arrays["attention_mask"]
     absent = {"loss_mask": 0, "logprobs": 0, "versions": -1}

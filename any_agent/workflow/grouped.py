@@ -1,4 +1,4 @@
-"""One item of the dataset several times: the runs that a baseline is taken over."""
+"""`GroupedRolloutWorkflow`: several runs of a workflow on one item, the basis of a baseline."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ log = logging.getLogger(__name__)
 
 
 class GroupedRolloutWorkflow(RolloutWorkflow):
-    """Runs ``workflow`` ``group_size`` times for each item, side by side, and merges the results.
+    """Runs ``workflow`` ``group_size`` times for each item concurrently, and merges the results.
 
-    Runs that are rejected, or fail, are left out: the others are neither ended nor waited for less.
+    Rejected and failed runs are left out; they neither end nor shorten the others.
     """
 
     def __init__(self, workflow: RolloutWorkflow, group_size: int) -> None:
@@ -30,10 +30,10 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
     async def arun_members(
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> list[EpisodeResult | BaseException | None]:
-        """Each run's own result, None, or what it failed with; all have ended on return.
+        """Return each run's own result, None, or its error, when all have ended.
 
-        Each has its own copy of the item. Cancelling this cancels all of them, and
-        waits for them.
+        Each run has its own copy of the item. Cancelling this cancels all runs, and waits for
+        them.
         """
         runs = [
             asyncio.create_task(self._run(engine, own_copy(data))) for _ in range(self.group_size)
@@ -50,16 +50,16 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
         try:
             return await self.workflow.arun_episode(engine, data)
         except SystemExit as error:
-            # Out of a task it would end the event loop, and all other episodes with it.
-            raise RuntimeError(f"the workflow tried to end the process: {error!r}") from error
+            # Raised from a task it would end the event loop, and all other episodes with it.
+            raise RuntimeError(f"the workflow tried to exit the process: {error!r}") from error
 
     async def arun_episode(
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> EpisodeResult | None:
-        """The runs' results as one; None if all were rejected.
+        """Return the merged results of the runs; None if all were rejected.
 
-        Tensors are concatenated, [sum of the batches, longest], dictionaries of interactions and
-        lists of trajectories joined. Raises what the first run failed with if no run has a result.
+        Tensors are concatenated, [sum of the batches, longest]; dictionaries of interactions and
+        lists of trajectories are joined. Raises the first run's error if no run has a result.
         """
         members = await self.arun_members(engine, data)
         failures = [m for m in members if isinstance(m, BaseException)]
@@ -69,21 +69,22 @@ class GroupedRolloutWorkflow(RolloutWorkflow):
                 raise failures[0]
             return None
         for failure in failures:
-            log.warning("a run of a group failed, the others go on: %r", failure)
+            log.warning("a run of a group failed and is left out of it: %r", failure)
         return merged(results)
 
 
 def own_copy(data: dict[str, Any]) -> dict[str, Any]:
-    """A run's own item: runs side by side may change it, and the next epoch reads it again."""
+    """Return a run's own copy of an item, as runs may change it, and the next epoch reads it
+    again."""
     try:
         return copy.deepcopy(data)
     except Exception:
-        # What cannot be copied is shared.
+        # Values that cannot be copied are shared.
         return dict(data)
 
 
 def merged(results: list[EpisodeResult]) -> EpisodeResult:
-    """Several results as one; InvalidTrajectory for interactions of one id, which would be lost."""
+    """Return several results as one; InvalidTrajectory for interactions with equal ids."""
     kinds = {kind_of(result) for result in results}
     if kinds == {"trajectories"}:
         return [t for result in results for t in cast(list[Any], result)]

@@ -1,4 +1,4 @@
-"""Agents that know nothing of training, as workflows: their calls go through the service."""
+"""`OpenAIProxyWorkflow`: runs an ordinary agent as a workflow, with its calls in the service."""
 
 from __future__ import annotations
 
@@ -37,23 +37,23 @@ log = logging.getLogger(__name__)
 
 AgentMode: TypeAlias = Literal["auto", "inline", "subproc"]
 
-_NO_CALL = "none of its model calls came to the service: make the client inside run, with the "
+_NO_CALL = "none of its model calls reached the service: create the client inside run, with the "
 _NO_CALL_INLINE = (
-    f"{_NO_CALL}base_url that run is given, or set rollout.agent.mode=subproc for an agent that "
-    "reads OPENAI_BASE_URL or blocks"
+    f"{_NO_CALL}base_url that run is called with, or set rollout.agent.mode=subproc for an agent "
+    "that reads OPENAI_BASE_URL or blocks"
 )
 _NO_CALL_APART = f"{_NO_CALL}URL in OPENAI_BASE_URL"
-_HOLDS = 5.0
-"""Seconds for which an agent may hold the event loop before it is told."""
-_GIVEN = ("base_url", "api_key", "http_client")
+_MAX_BLOCKED = 5.0
+"""Seconds for which an agent may block the event loop without a warning."""
+_ARGUMENTS = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"
-"""The error text of Python's ``signal`` in any thread but the main one."""
+"""The error text of Python's ``signal`` outside of the main thread."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentService:
-    """Where an agent's calls go, and how the agent is run; every episode shares it."""
+    """The service that an agent calls, and the way to run the agent, for all episodes."""
 
     url: str
     """The service's public URL, such as `http://127.0.0.1:8000`, with `/v1` or without."""
@@ -61,10 +61,10 @@ class AgentService:
     """An admin's or a trainer's key, or a function that returns it for each episode; None where
     the service has no keys."""
     mode: AgentMode = "auto"
-    """In this process' event loop, each run in a process of a pool, or chosen by the agent's
-    needs."""
+    """``inline`` in this process's event loop, ``subproc`` in a pool of processes, or ``auto`` by
+    the agent's needs."""
     export_style: Literal["individual", "concat"] = "individual"
-    """A row to train on for each model call, or one for each conversation."""
+    """One row to train on for each model call, or for each conversation."""
     discount: float = 1.0
     """The share of a later turn's reward that an earlier turn gets, per turn."""
     max_workers: int = 4
@@ -72,7 +72,7 @@ class AgentService:
     timeout: float = 600.0
     """Seconds that one run of an agent may take."""
     patience: float = 300.0
-    """Seconds that each request waits for a service which is full, away or restarting."""
+    """Seconds that each request waits for a service that is full, away or restarting."""
 
 
 class NeedsMainThread(AgentFailed):
@@ -80,21 +80,21 @@ class NeedsMainThread(AgentFailed):
 
 
 class OpenAIProxyWorkflow(RolloutWorkflow):
-    """Runs an agent, a class's instance with ``async def run(data, **extra_kwargs)``, as a session
-    of the service, and returns what was recorded of it.
+    """Runs an agent, an instance with ``async def run(data, **extra_kwargs)``, in a session of the
+    service, and returns the session's recorded interactions.
 
-    What ``run`` returns is the reward: a number (of the last completion), a dict (by completion
-    id), or None (as it has set them by calls). In the mode ``inline`` it is given ``base_url``,
-    which names its session, ``api_key`` and ``http_client``; in the mode ``subproc`` it runs in a
-    process of its own, finds them in the variables that OpenAI's and Anthropic's clients read, and
-    may block. In the mode ``auto`` it runs inline until it turns out that it needs a main thread,
-    or at once in processes if its ``run`` is no coroutine function.
+    ``run`` returns the reward: a number (of the last completion), a dict (by completion id), or
+    None (it has set rewards by requests). In the mode ``inline`` it is called with ``base_url``,
+    which names its session, ``api_key`` and ``http_client``; in the mode ``subproc`` it runs in its
+    own process, finds them in the variables that OpenAI's and Anthropic's clients read, and may
+    block. In the mode ``auto`` it runs inline until it turns out to need a main thread, or in
+    processes from the start if its ``run`` is no coroutine function.
 
-    A subclass may write ``arun_episode`` anew of :meth:`_grant_capacity`, an
+    A subclass may override ``arun_episode`` with :meth:`_grant_capacity`, an
     :class:`OpenAIProxyClient` and :meth:`_run_agent`, with ``discount`` and ``export_style``.
 
-    An agent that raises, takes more than ``timeout`` seconds or takes its process down ends its own
-    session, of which nothing is trained on, and raises AgentFailed (inline: what it raised).
+    An agent that raises, takes more than ``timeout`` seconds or crashes its process ends its own
+    session, which is not trained on, and raises AgentFailed (inline: its own error).
     """
 
     def __init__(
@@ -110,7 +110,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         timeout: float = 600.0,
         patience: float = 300.0,
     ) -> None:
-        """ConfigError naming the agent for one that cannot be run in this mode."""
+        """Raise ConfigError for an agent that cannot be run in this mode."""
         if mode not in get_args(AgentMode):
             raise ConfigError(f"rollout.agent.mode is {mode!r}: use auto, inline or subproc")
         self.agent = agent
@@ -133,16 +133,16 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if mode == "subproc":
             self._use_processes()
         elif mode == "auto" and not _is_coroutine_function(agent.run):
-            self._go_to_processes("is no coroutine function")
+            self._switch_to_processes("is no coroutine function")
         else:
             self._takes = _arguments_for(agent, self._name)
-        self._told_of_holding = False
-        # Who waits for a worker must not hold a session meanwhile.
+        self._warned_of_blocking = False
+        # An episode that waits for a worker must not have a session open.
         self._free = asyncio.Semaphore(subproc_max_workers)
 
     @classmethod
     def of(cls, agent: Any, service: AgentService) -> Self:
-        """The agent against a service."""
+        """Return the workflow that runs an agent in sessions of a service."""
         return cls(
             agent=agent,
             proxy_addr=service.url,
@@ -158,14 +158,14 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: Any, data: dict[str, Any] | None
     ) -> dict[str, InteractionWithTokenLogpReward] | None:
-        """One session; None if the agent made no call and gave no reward, so skipped the item."""
+        """Run one session; return None if the agent skipped the item: no call and no reward."""
         if self._pool is None:
             try:
-                # A run that is made again needs the item as it was.
-                again = data is not None and self.service.mode == "auto"
-                return await self._episode(own_copy(data or {}) if again else data)
+                # A repeated run needs the unchanged item.
+                repeatable = data is not None and self.service.mode == "auto"
+                return await self._episode(own_copy(data or {}) if repeatable else data)
             except NeedsMainThread:
-                log.info("the run of %s that found it out is made again", self._name)
+                log.info("the failed run of %s is repeated in a process", self._name)
         async with self._free:
             return await self._episode(data)
 
@@ -175,7 +175,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         http_session = await workflow_context.get_aiohttp_session()
         await self._grant_capacity(http_session, data)
         client = self._client(http_session, data)
-        await self._rewarded(client, data)
+        await self._run_session(client, data)
         if not client.interaction_count:
             return None
         try:
@@ -188,12 +188,12 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             stats_tracker.get(workflow_context.stat_scope()).scalar(reward=last.reward)
         return interactions or None
 
-    async def _rewarded(self, client: OpenAIProxyClient, data: dict[str, Any] | None) -> None:
-        """Open the session, run the agent in it, give it the rewards and end it."""
+    async def _run_session(self, client: OpenAIProxyClient, data: dict[str, Any] | None) -> None:
+        """Open the session, run the agent in it, set its rewards and end it."""
         name, inline = f"{self._name}.run", self._pool is None
         no_call = _NO_CALL_INLINE if inline else _NO_CALL_APART
         rewards: Rewards = None
-        over = False
+        rewarded = False
         try:
             async with client:
                 rewards = await self._run_agent(client.session_url, data)
@@ -207,10 +207,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
                     ),
                     no_call=f"{name} returned a reward, and {no_call}",
                 )
-                over = True
+                rewarded = True
         except Exception as error:
             code = error.code if isinstance(error, AnyAgentError) else None
-            if over and code == "no_reward":
+            if rewarded and code == "no_reward":
                 raise no_reward(rewards, name) from None
             if inline and client.called is False and code != "no_model_call":
                 error.add_note(no_call)
@@ -232,9 +232,9 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     async def _grant_capacity(
         self, http_session: aiohttp.ClientSession, data: Mapping[str, Any] | None = None
     ) -> None:
-        """Let one more session open, for this episode's task; an evaluation needs no such grant.
+        """Grant a slot for one more session of this episode's task, except in an evaluation.
 
-        Where ``data`` is not given, the task is the one of the workflow's context.
+        Without ``data`` the task is that of the workflow's context.
         """
         if not workflow_context.get().is_eval:
             await self._client(http_session, data).grant_capacity()
@@ -242,10 +242,10 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
     # -- running -------------------------------------------------------------------------------
 
     async def _run_agent(self, session_url: str, data: dict[str, Any] | None) -> Rewards:
-        """Run the agent on an item in the session of this URL, and return its reward as a number, a
-        dict of them by completion id, or None.
+        """Run the agent on an item in the session of this URL; return its reward as a number, a
+        dict by completion id, or None.
 
-        Raises AgentFailed, NeedsMainThread or, inline, what the agent raised.
+        Raises AgentFailed, NeedsMainThread or, inline, the agent's own error.
         """
         if self._pool is not None:
             returned = await self._run_apart(self._pool, session_url, data)
@@ -254,13 +254,15 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         return rewards_of(returned, f"{self._name}.run")
 
     async def _run_inline(self, session_url: str, data: dict[str, Any] | None) -> Any:
-        given: dict[str, Any] = {"base_url": session_url, "api_key": _key_in(session_url)}
+        arguments: dict[str, Any] = {"base_url": session_url, "api_key": _key_in(session_url)}
         if "http_client" in self._takes:
-            given["http_client"] = await workflow_context.get_httpx_client()
-        wanted = {name: given[name] for name in self._takes}
+            arguments["http_client"] = await workflow_context.get_httpx_client()
+        wanted = {name: arguments[name] for name in self._takes}
         require_some_key()
         require_some_url(self.service.url)
-        run = asyncio.ensure_future(measure_steps(self.agent.run(data, **wanted), self._held))
+        run = asyncio.ensure_future(
+            measure_steps(self.agent.run(data, **wanted), self._warn_of_blocking)
+        )
         try:
             await asyncio.wait([run], timeout=self.service.timeout)
             if not run.done():
@@ -269,7 +271,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         except Exception as error:
             if self.service.mode != "auto" or not _needs_main_thread(error):
                 raise
-            self._go_to_processes("needs a main thread")
+            self._switch_to_processes("needs a main thread")
             raise NeedsMainThread(
                 f"the agent {self._name} needs a main thread: from now on it runs in processes",
                 code="agent_failed",
@@ -277,39 +279,39 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         finally:
             await cancel_and_wait(run, self._name)
 
-    def _held(self, seconds: float) -> None:
-        """Warn once of an agent that held the event loop for so long at a stretch."""
-        if seconds <= _HOLDS or self._told_of_holding:
+    def _warn_of_blocking(self, seconds: float) -> None:
+        """Warn once of an agent that has blocked the event loop for so long in one step."""
+        if seconds <= _MAX_BLOCKED or self._warned_of_blocking:
             return
-        self._told_of_holding = True
+        self._warned_of_blocking = True
         log.warning(
-            "%s.run held the event loop for %.0f s, and every other run with it: set "
+            "%s.run blocked the event loop, and so all other runs, for %.0f s: set "
             "rollout.agent.mode=subproc for an agent that blocks",
             self._name,
             seconds,
         )
 
-    def _go_to_processes(self, why: str) -> None:
-        """Run it in processes from now on, and say so once."""
+    def _switch_to_processes(self, why: str) -> None:
+        """Run the agent in processes from now on, and log this once."""
         if self._pool is not None:
             return
         try:
             self._use_processes()
         except ConfigError as error:
             raise ConfigError(
-                f"{self._name}.run {why}, so that it must run in a process of its own: {error}. Or "
+                f"{self._name}.run {why}, so that it must run in its own process, but: {error}. Or "
                 "make it a coroutine function that works in any thread"
             ) from error
         log.warning(
             "%s.run %s: it runs in processes from now on, %d at once (rollout.agent.max_workers); "
-            "set rollout.agent.mode=subproc to say so from the start",
+            "set rollout.agent.mode=subproc to do so from the start",
             self._name,
             why,
             self.service.max_workers,
         )
 
     def _use_processes(self) -> None:
-        """ConfigError where it cannot be sent to one."""
+        """Create the pool; ConfigError for an agent that cannot be sent to a process."""
         pack(self.agent.run)
         self._pool = shared_pool("agents", self.service.max_workers, secrets=SECRET_VARIABLES)
 
@@ -329,19 +331,19 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             ) from None
         except WorkerFailed as error:
             trace = f"\n{error.failure.trace}" if error.failure is not None else ""
-            told = Redactor().text(f"{error}{trace}")
-            raise AgentFailed(f"the agent {self._name} failed: {told}") from None
+            text = Redactor().text(f"{error}{trace}")
+            raise AgentFailed(f"the agent {self._name} failed: {text}") from None
 
     def _too_slow(self) -> AgentFailed:
         return AgentFailed(
             f"the agent {self._name} took more than {self.service.timeout:g} s for one run "
-            "(rollout.agent.timeout), and was ended",
+            "(rollout.agent.timeout), and was stopped",
             code="agent_timeout",
         )
 
 
 def _task_of(data: Mapping[str, Any] | None, task_id: int | str | None) -> int | str:
-    """The item's own name for its task, else the executor's number."""
+    """Return the item's own task id, else the executor's number."""
     own = data.get("task_id") if isinstance(data, Mapping) else None
     if isinstance(own, int | str) and own != "":
         return own
@@ -358,7 +360,7 @@ def _key_in(session_url: str) -> str:
 
 
 def _needs_main_thread(error: BaseException) -> bool:
-    """Return whether the error, its cause or its context is that of ``signal`` in a thread."""
+    """Return True if the error, its cause or its context is that of ``signal`` in a thread."""
     seen: set[int] = set()
     left: list[BaseException | None] = [error]
     while left:
@@ -377,7 +379,7 @@ def _needs_main_thread(error: BaseException) -> bool:
 def _require_run(agent: Any, name: str) -> None:
     if not callable(getattr(agent, "run", None)) or inspect.isclass(agent):
         raise ConfigError(
-            f"the agent {name} has no run that can be called: give an instance of a class with "
+            f"the agent {name} has no callable run: give an instance of a class with "
             "async def run(self, data, **extra_kwargs)"
         )
 
@@ -387,7 +389,7 @@ def _is_coroutine_function(run: Any) -> bool:
 
 
 def _arguments_for(agent: Any, name: str) -> tuple[str, ...]:
-    """Which of the things that an agent is given its run takes, by name."""
+    """Return those of the service's arguments that the agent's run takes by name."""
     if not _is_coroutine_function(agent.run):
         raise ConfigError(
             f"{name}.run is no coroutine: {_WRITE}, or set rollout.agent.mode=subproc for an agent "
@@ -395,13 +397,13 @@ def _arguments_for(agent: Any, name: str) -> tuple[str, ...]:
         )
     parameters = inspect.signature(agent.run).parameters.values()
     if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
-        return _GIVEN
+        return _ARGUMENTS
     named = [one.name for one in parameters if one.kind is not inspect.Parameter.POSITIONAL_ONLY]
-    taken = tuple(one for one in _GIVEN if one in named)
+    taken = tuple(one for one in _ARGUMENTS if one in named)
     if "base_url" not in taken:
         raise ConfigError(
-            f"{name}.run takes no base_url, so its calls would go elsewhere: {_WRITE} and make its "
-            "client with that, or set rollout.agent.mode=subproc for an agent that reads "
+            f"{name}.run takes no base_url, so its calls would go elsewhere: {_WRITE} and create "
+            "its client with that, or set rollout.agent.mode=subproc for an agent that reads "
             "OPENAI_BASE_URL"
         )
     return taken

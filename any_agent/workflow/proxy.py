@@ -1,4 +1,4 @@
-"""Episodes of external agents: blocks until they finalize, then takes what was recorded."""
+"""`ProxyWorkflow`: waits for the sessions of external agents, and returns their recordings."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from any_agent.record import unpack_trajectories
 from any_agent.workflow.base import Episode, RolloutWorkflow
 
 _POLL_HERE = 5.0
-"""Seconds after which slots are reckoned anew, where an app of this process is asked."""
+"""Seconds of one poll of an app in this process; slots are recomputed before each."""
 
 
 class ProxyApp(Protocol):
-    """A rank's app in this process, as `proxy_ext.app.create_app` makes it."""
+    """A rank's app in this process, created by `proxy_ext.app.create_app`."""
 
     waiting: Counter[str]
 
@@ -39,16 +39,16 @@ class ProxyApp(Protocol):
 
 
 class ProxyWorkflow(RolloutWorkflow):
-    """Takes closed groups from a service: external agents have opened, rewarded and finalized them.
+    """Takes groups of sessions that external agents have opened, rewarded and finalized.
 
-    One episode is one group: all its finalized sessions, or a single session without a group.
+    One episode is one closed group: all its finalized sessions, or a single session without a
+    group.
 
-    ``source`` is the app of a rank in this process, a client, or a service's URL (its admin key is
-    `ANY_AGENT_SERVER__ADMIN_KEY`). From an app each episode is handed over once and for good, its
-    sessions end as trained, and as many groups are admitted as episodes wait. From a client or URL
-    it is leased, by the holder ``owner``: who trains on it says so by ``ack``, and admits sessions
-    himself, as the trainer's executor does; else it is handed out again.
-    ``poll`` is the length of one long poll in seconds.
+    ``source`` is the app of a rank in this process, a client, or a service's URL (with the admin
+    key in `ANY_AGENT_SERVER__ADMIN_KEY`). An app delivers each episode once, ends its sessions as
+    trained, and admits as many groups as episodes wait. From a client or URL an episode is leased
+    by ``owner``: its trainer must send ``ack``, and admit sessions itself, as the trainer's
+    executor does; otherwise it is leased again. ``poll`` is the length of one long poll in seconds.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class ProxyWorkflow(RolloutWorkflow):
         self._client = source if isinstance(source, RLClient) else None
         self._app = None if isinstance(source, RLClient) else source
         self._returned: deque[Episode] = deque()
-        """Handed over to somebody who was gone by then."""
+        """Episodes whose receiver was cancelled while they were delivered."""
 
     async def arun_episode(
         self, engine: RolloutEngine | None, data: dict[str, Any] | None
@@ -77,7 +77,7 @@ class ProxyWorkflow(RolloutWorkflow):
         """
         if data is not None:
             raise ConfigError(
-                "ProxyWorkflow runs on no dataset, its agents bring their own tasks: call "
+                "ProxyWorkflow takes no item, as its agents have their own tasks: call "
                 "arun_episode(engine, None)"
             )
         if self._client is not None:
@@ -88,12 +88,12 @@ class ProxyWorkflow(RolloutWorkflow):
         assert self._app is not None
         if engine is not None and engine is not self._app.engine:
             raise ConfigError(
-                "this engine is not the one that the app samples with: give app.engine, or None"
+                "this is not the engine that the app samples with: give app.engine, or None"
             )
-        return await self._handed_over(self._app)
+        return await self._receive(self._app)
 
-    async def _handed_over(self, app: ProxyApp) -> Episode:
-        """A group whose leases have ended; of whoever is cancelled nothing stays leased."""
+    async def _receive(self, app: ProxyApp) -> Episode:
+        """Return a group whose leases have ended; when cancelled, leave none of its leases."""
         holder = f"{self.owner}-{uuid.uuid4().hex[:12]}"[-64:]
         app.waiting[self.owner] += 1
         packed = None
@@ -102,34 +102,34 @@ class ProxyWorkflow(RolloutWorkflow):
                 await app.admit(seconds=_POLL_HERE)
                 packed = await app.lease(owner=holder, wait=min(self._poll, _POLL_HERE))
         except BaseException:
-            await asyncio.shield(self._leave(app, holder, []))
+            await asyncio.shield(self._end_wait(app, holder, []))
             raise
         if packed is None:
             app.waiting[self.owner] -= 1
             return self._returned.popleft()
         episode = unpack_trajectories(packed)
         taken = [trajectory.session_id for trajectory in episode]
-        left = asyncio.ensure_future(self._leave(app, holder, taken))
+        ending = asyncio.ensure_future(self._end_wait(app, holder, taken))
         try:
-            await asyncio.shield(left)
+            await asyncio.shield(ending)
         except asyncio.CancelledError:
-            # Not by what follows here, which may be cancelled once more.
-            left.add_done_callback(partial(self._keep, episode))
-            await asyncio.wait([left])
+            # A callback, because the code after this may be cancelled once more.
+            ending.add_done_callback(partial(self._keep, episode))
+            await asyncio.wait([ending])
             raise
         return episode
 
-    def _keep(self, episode: Episode, left: asyncio.Future[None]) -> None:
-        """Keep for the next one what was handed over to somebody who is gone."""
-        if not left.cancelled() and left.exception() is None:
+    def _keep(self, episode: Episode, ending: asyncio.Future[None]) -> None:
+        """Keep an episode whose receiver was cancelled for the next one."""
+        if not ending.cancelled() and ending.exception() is None:
             self._returned.append(episode)
 
-    async def _leave(self, app: ProxyApp, holder: str, taken: list[str]) -> None:
+    async def _end_wait(self, app: ProxyApp, holder: str, taken: list[str]) -> None:
         """End the leases and the wait."""
         app.waiting[self.owner] -= 1
         if taken:
             await app.ack(owner=holder, trained=taken, rejected=[])
-        # An app that has ended holds nothing for anybody.
+        # An app that has ended has no leases.
         with suppress(AnyAgentError):
             if not taken:
                 await app.give_back(owner=holder)

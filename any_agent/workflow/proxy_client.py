@@ -1,4 +1,4 @@
-"""One session of a service, from its start to its export."""
+"""`OpenAIProxyClient`: one session of a service, from its start to its export."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ import logging
 import re
 from collections.abc import Callable
 from hashlib import blake2b
-from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
@@ -49,7 +48,7 @@ class OpenAIProxyClient:
     grant, is sampled as the agent asks, and is never trained on. Each request waits up to
     ``patience`` seconds for a service that is full or unreachable, and takes effect only once.
 
-    Methods raise the AnyAgentError that the service answered.
+    Methods raise the AnyAgentError of the service's response.
     """
 
     def __init__(
@@ -69,7 +68,7 @@ class OpenAIProxyClient:
         self.interaction_count = 0
         """Number of the session's model calls, once it has ended."""
         self.called: bool | None = None
-        """Whether there was any call, also after an abort; None while that is unknown."""
+        """True if there was any call, also after an abort; None while that is unknown."""
         self._client = RLClient(
             self.base_url,
             admin_key=admin_api_key,
@@ -110,12 +109,7 @@ class OpenAIProxyClient:
         self._alive = asyncio.create_task(self._keep_alive())
         return self
 
-    async def __aexit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         await self._stop_heartbeat()
         if error is not None:
             await self._discard("abort", error)
@@ -175,8 +169,8 @@ class OpenAIProxyClient:
             try:
                 await self._call(path, {}, key=self.session_api_key)
             except errors.AnyAgentError as error:
-                # The next request shows the consequence for the episode.
-                log.debug("heartbeat of %s: %s", self.session_id, error.message)
+                # The next request will show this error.
+                log.debug("cannot send the heartbeat of %s: %s", self.session_id, error.message)
 
     async def _stop_heartbeat(self) -> None:
         if self._alive is not None:
@@ -196,10 +190,10 @@ class OpenAIProxyClient:
             ended = await asyncio.shield(self._call_briefly(path, body))
             self.called = bool(ended.get("interactions", True))
         except errors.AnyAgentError as refused:
-            # A session that is closed or leased needs no abort: the end of a run cuts many there.
+            # A closed or leased session needs no abort, which is usual at the end of a run.
             settled = isinstance(refused, errors.SessionClosed | errors.Conflict)
             level = logging.INFO if settled else logging.WARNING
-            log.log(level, "session %s was not discarded: %s", self.session_id, refused.message)
+            log.log(level, "cannot %s session %s: %s", how, self.session_id, refused.message)
 
     async def _call_briefly(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         try:
@@ -215,7 +209,7 @@ class OpenAIProxyClient:
 
 
 def task_name(task: object) -> str:
-    """Return a task's name in the form that sessions' ids can hold: its own, or a digest of it."""
+    """Return a task's name in a form for session ids: its own, or a digest of it."""
     name = str(task)
     if _TASK.fullmatch(name):
         return name
@@ -223,7 +217,7 @@ def task_name(task: object) -> str:
 
 
 def _reason(error: BaseException) -> str:
-    """Return an error's text in a form that the service accepts, whatever it holds."""
+    """Return an error's text in a form that the service always accepts."""
     try:
         text = f"{type(error).__name__}: {error}"
     except Exception:
@@ -232,9 +226,9 @@ def _reason(error: BaseException) -> str:
 
 
 def exported_interactions(answer: dict[str, Any]) -> dict[str, InteractionWithTokenLogpReward]:
-    """Return the interactions of an answer of `/export_trajectories`, by id.
+    """Return the interactions of a reply of `/export_trajectories` by id.
 
-    Raises AnyAgentError for an answer that holds no tensors.
+    Raises AnyAgentError for a reply without valid tensors.
     """
     return InteractionWithTokenLogpReward.link(
         {id: _interaction(id, one) for id, one in answer["interactions"].items()}

@@ -34,11 +34,11 @@ def resolve_workflow(
 ) -> RolloutWorkflow:
     """Return the named workflow; a class is instantiated with ``workflow_kwargs``.
 
-    An agent is wrapped: its calls go to the service of ``agents``, or to the one at the URL
-    ``proxy_addr``, with the key of ANY_AGENT_SERVER__ADMIN_KEY or else OPENAI_API_KEY. With a
+    An agent is wrapped: its calls go to the service ``agents``, or to the one at the URL
+    ``proxy_addr``, with the key in ANY_AGENT_SERVER__ADMIN_KEY or else OPENAI_API_KEY. With a
     ``group_size`` above 1 each episode is that many runs.
 
-    Raises ConfigError, which says what is wrong with the name, the class or its arguments.
+    Raises ConfigError for an invalid name, class or argument.
     """
     kwargs = dict(workflow_kwargs or {})
     found = require_workflow(workflow, kwargs)
@@ -49,8 +49,8 @@ def resolve_workflow(
             agents = AgentService(proxy_addr, _key_of_environment())
         if agents is None:
             raise ConfigError(
-                f"{_label(workflow)} is an agent, whose calls need a service to go to: run it in a "
-                "trainer, or give its URL (proxy_addr) or an AgentService"
+                f"{_label(workflow)} is an agent, whose calls need a service: run it in a trainer, "
+                "or give the service's URL (proxy_addr) or an AgentService"
             )
         found = OpenAIProxyWorkflow.of(found, agents)
     return found if group_size == 1 else GroupedRolloutWorkflow(found, group_size)
@@ -117,7 +117,7 @@ def _require_run(found: Any, named: str) -> None:
 
 
 def _awaitable(method: Any) -> bool:
-    """Return False only if the method is certainly no coroutine function."""
+    """Return False only for a method that is certainly no coroutine function."""
     method = inspect.unwrap(method)
     plain = inspect.isfunction(method) or inspect.ismethod(method)
     return not plain or inspect.iscoroutinefunction(method)

@@ -1,4 +1,4 @@
-"""One prompt, one answer, one reward that a function verifies."""
+"""`RLVRWorkflow`: one prompt, one answer, and one reward by a function that verifies it."""
 
 from __future__ import annotations
 
@@ -8,34 +8,24 @@ from typing import TYPE_CHECKING, Any
 
 from any_agent import stats_tracker
 from any_agent.engine import RolloutEngine
-from any_agent.rewards.async_wrapper import AsyncRewardWrapper
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.base import RolloutWorkflow
-from any_agent.workflow.turn_sampler import (
-    TokenRow,
-    TurnSampler,
-    checked_number,
-    field_of,
-    function_of,
-    reward_fields,
-)
+from any_agent.workflow.turn_sampler import RewardedWorkflow, TokenRow, field_of, function_of
 
 if TYPE_CHECKING:
     import torch
 
 
-class RLVRWorkflow(RolloutWorkflow):
+class RLVRWorkflow(RewardedWorkflow):
     """Samples one answer to each item's ``messages`` and rewards it.
 
     ``reward_fn(prompt, completions, prompt_ids, completion_ids, **data)`` is a function at the top
     level of a module, or its dotted name; it runs in a process of a pool (AsyncRewardWrapper). Its
-    ``completions`` is the answer's text without the token that ends it. ``gconfig`` None: answers
-    are sampled as the run samples. ``tokenizer`` is a tokenizer of transformers or the path of one.
-    ``data_extract_prompt_fn(data)`` gives the
-    messages where they are not the item's ``messages``; ``get_input_ids_fn(prompt, tokenizer,
-    enable_thinking)`` the prompt's token ids where the chat template is not wanted.
-    """
+    ``completions`` is the answer's text without the token that ends it. With ``gconfig`` None the
+    run's sampling parameters apply. ``tokenizer`` is a tokenizer of transformers or the path of
+    one. ``data_extract_prompt_fn(data)`` returns the messages where they are not the item's
+    ``messages``; ``get_input_ids_fn(prompt, tokenizer, enable_thinking)`` returns the prompt's
+    token ids instead of the chat template."""
 
     def __init__(
         self,
@@ -46,9 +36,8 @@ class RLVRWorkflow(RolloutWorkflow):
         get_input_ids_fn: Callable[..., list[int]] | str | None = None,
         data_extract_prompt_fn: Callable[[dict[str, Any]], Any] | str | None = None,
     ) -> None:
-        self.async_reward_fn = AsyncRewardWrapper(function_of(reward_fn, "reward_fn"))
+        super().__init__(reward_fn, gconfig, tokenizer, enable_thinking)
         self.enable_thinking = enable_thinking
-        self._sampler = TurnSampler(tokenizer, gconfig, enable_thinking=enable_thinking)
         self._ids_of = get_input_ids_fn and function_of(get_input_ids_fn, "get_input_ids_fn")
         self._prompt_of = data_extract_prompt_fn and function_of(
             data_extract_prompt_fn, "data_extract_prompt_fn"
@@ -57,17 +46,10 @@ class RLVRWorkflow(RolloutWorkflow):
     async def arun_episode(
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
-        """A batch of one row, [1, length]."""
+        """Return a batch of one row, [1, length]."""
         sampler = self._sampler
         response = await sampler.sample(engine, self._input_ids(data), uuid.uuid4().hex)
-        returned = await self.async_reward_fn(
-            sampler.chat.decode(response.input_ids),
-            sampler.said(response),
-            response.input_ids,
-            response.output_ids,
-            **reward_fields(data),
-        )
-        reward = checked_number(returned, "reward_fn")
+        reward = await self._reward(response, data)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
         row = TokenRow(sampler.gconfig.temperature)
         row.add(response)

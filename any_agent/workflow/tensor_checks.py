@@ -1,4 +1,4 @@
-"""The fields of an episode's tensors: shapes, types and values.
+"""Checks of the fields of an episode's tensors: shapes, types and values.
 
 A dictionary of tensors has, padded on the right:
 
@@ -8,18 +8,17 @@ field             shape      dtype
 input_ids         [B, T]     int32    required: prompt and output, or a whole conversation
 attention_mask    [B, T]     bool     required: True on tokens, False on padding
 loss_mask         [B, T]     int32    1 on the outputs to train on
-logprobs          [B, T]     float32  of the sampled tokens, in nats; 0 on prompts
-versions          [B, T]     int32    of the weights that sampled the token; -1 on prompts
+logprobs          [B, T]     float32  natural logarithms for sampled tokens; 0 on prompts
+versions          [B, T]     int32    the weight version of each sampled token; -1 on prompts
 rewards           [B]        float32
-temperatures      [B]        float32  what the outputs were sampled at, where not as the run says
+temperatures      [B]        float32  the sampling temperature, where it is not the run's
 ================  =========  =======  =========================================================
 
-Whole numbers of another width become int32, masks of 0 and 1 the mask's type, float64 and whole
-numbers float32, where every value fits; what does not is refused. Everything is unshifted: entry t
-speaks of token t. Training needs all but the last one; without
-``loss_mask`` and what follows it, a batch can be collected, but not trained on. Other tensors
-whose first dimension is B are handed on.
-"""
+Integers of another width become int32, masks of 0 and 1 the mask's type, float64 and integers
+float32, where every value fits; other values are refused. All fields are unshifted: entry t belongs
+to token t. Training needs all fields but ``temperatures``; without ``loss_mask`` and the fields
+after it a batch can be collected, but not trained on. Other tensors whose first dimension is B are
+kept."""
 
 from __future__ import annotations
 
@@ -49,17 +48,17 @@ MASKS = ("attention_mask", "loss_mask")
 REQUIRED = ("input_ids", "attention_mask")
 TRAINED_ON = (*REQUIRED, "loss_mask", "logprobs", "versions", "rewards")
 PADDING: Mapping[str, int] = {"versions": -1}
-"""Elsewhere it is 0."""
+"""The padding of a field, where it is not 0."""
 
 
 def checked_arrays(result: Mapping[str, Any]) -> Arrays:
-    """They as numpy arrays of the documented types.
+    """Return the fields as numpy arrays of the documented types.
 
-    Raises InvalidTrajectory, which names the field, what it is and what it must be.
+    Raises InvalidTrajectory with the field, its value and its requirement.
     """
     for name in REQUIRED:
         if name not in result:
-            raise wrong(name, f"is missing; there are {', '.join(map(str, result)) or 'none'}")
+            raise wrong(name, f"is missing; the fields are {', '.join(map(str, result)) or 'none'}")
     arrays = {name: _array(name, value) for name, value in result.items()}
     shape = arrays["input_ids"].shape
     if len(shape) != 2 or 0 in shape:
@@ -76,8 +75,8 @@ def checked_arrays(result: Mapping[str, Any]) -> Arrays:
         elif values.shape[:1] != shape[:1]:
             raise wrong(
                 name,
-                f"has the shape {list(values.shape)}: what you add must have a first dimension of "
-                f"{shape[0]}, the batch's",
+                f"has the shape {list(values.shape)}: the first dimension of an additional field "
+                f"must be {shape[0]}, the batch's",
             )
     _check_values(arrays)
     return arrays
@@ -93,7 +92,7 @@ def _array(name: object, value: Any) -> npt.NDArray[Any]:
     try:
         return np.asarray(value.detach().cpu().numpy())
     except (TypeError, RuntimeError) as error:
-        # Numpy knows no bfloat16, and no sparse tensors.
+        # Numpy has neither bfloat16 nor sparse tensors.
         raise wrong(name, f"is {value.dtype}, which numpy cannot read: {error}") from None
 
 
@@ -111,13 +110,13 @@ def _checked(
         if (bad := (values != 0) & (values != 1)).any():
             raise wrong(name, f"has {_first(values, bad)}: it must be 0 or 1")
     elif kind not in ("iu" if dtype is np.int32 else "iuf") or values.dtype == np.float16:
-        # Half the digits of what was sampled are gone from a float16 already.
+        # A float16 has lost half of the digits of a sampled value.
         raise wrong(name, f"is {values.dtype.name}: it must be {wanted}; write .to(torch.{wanted})")
     elif dtype is np.int32:
         known = np.iinfo(np.int32)
         if (bad := (values < known.min) | (values > known.max)).any():
-            raise wrong(name, f"has {_first(values, bad)}, which is no int32: are these {name}?")
-    with np.errstate(over="ignore"):  # what becomes infinite is found by its value
+            raise wrong(name, f"has {_first(values, bad)}, which does not fit into int32")
+    with np.errstate(over="ignore"):  # the check of values finds infinite ones
         return values.astype(dtype)
 
 
@@ -177,7 +176,7 @@ def _check_rows(arrays: Arrays) -> None:
     ):
         raise wrong(
             "temperatures",
-            f"has {_first(temperatures, bad)}: what is sampled to be trained on needs one above 0",
+            f"has {_first(temperatures, bad)}: training needs a sampling temperature above 0",
         )
 
 
@@ -198,12 +197,12 @@ def _at(attention: npt.NDArray[np.bool_], ids: npt.NDArray[Any]) -> str:
 
 
 def wrong(field: str, what: str) -> InvalidTrajectory:
-    """What to raise about a field."""
+    """Return the error for a field."""
     return InvalidTrajectory(f"{field} {what}", param=field)
 
 
 def shown(value: Any) -> str:
-    """It in an error's text: its type, and a little of what it is."""
+    """Return a value as an error shows it: its type, and the beginning of its text."""
     kind = type(value).__name__
     if isinstance(value, Mapping | list | tuple | set):
         return f"a {kind} of {len(value)}" + (

@@ -1,6 +1,6 @@
-"""What episodes return as one batch of tensors, or as the rows that a trainer eats.
+"""Conversion of episodes' results into one batch of tensors, or into a trainer's rows.
 
-:mod:`any_agent.workflow.tensor_checks` says what the fields of such tensors are.
+:mod:`any_agent.workflow.tensor_checks` describes the fields of such tensors.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Kind: TypeAlias = Literal["tensors", "interactions", "trajectories"]
 
 
 def kind_of(result: Any) -> Kind:
-    """Which of the forms it is that an episode may return; InvalidTrajectory for any other."""
+    """Return the kind of an episode's result; InvalidTrajectory for any other value."""
     if isinstance(result, list) and result and all(isinstance(t, Trajectory) for t in result):
         return "trajectories"
     if isinstance(result, Mapping) and result:
@@ -47,7 +47,7 @@ def kind_of(result: Any) -> Kind:
         ):
             return "tensors"
     if isinstance(result, Mapping | list) and not result:
-        raise _nothing()
+        raise _empty_result()
     raise InvalidTrajectory(
         f"arun_episode returned {shown(result)}: it must return a dictionary of tensors, of "
         "interactions (as EngineOpenAI.export_interactions gives them), a list of trajectories, or "
@@ -56,28 +56,29 @@ def kind_of(result: Any) -> Kind:
 
 
 def trajectories_of(result: EpisodeResult | None) -> list[Trajectory]:
-    """It, if it is a list of recorded sessions, and none if it is None; else InvalidTrajectory."""
+    """Return a result that is a list of sessions, [] for None; else raise InvalidTrajectory."""
     if result is None:
         return []
     if isinstance(result, list):
         return result
-    raise InvalidTrajectory(f"trajectories are wanted, not {shown(result)}")
+    raise InvalidTrajectory(f"the episode must be a list of trajectories, not {shown(result)}")
 
 
 def tensors_of(result: EpisodeResult, *, discount: float = 1.0) -> TensorDict:
-    """It as one checked batch of tensors, padded; ``discount`` as in :func:`rows_of`."""
+    """Return a result as one checked, padded batch of tensors; ``discount`` as in
+    :func:`rows_of`."""
     if kind_of(result) == "tensors":
         return checked_tensors(cast(Mapping[str, Any], result))
     rows = [row for row, _ in rows_of(result, discount=discount)]
     if not rows:
-        raise _nothing()
+        raise _empty_result()
     return padded(rows)
 
 
 def checked_tensors(result: Mapping[str, Any]) -> TensorDict:
-    """The fields of an episode's tensors, of the documented types; those that are come as they are.
+    """Return the fields as tensors of the documented types, unchanged where they have them.
 
-    Raises InvalidTrajectory, which names the field, what it is and what it must be.
+    Raises InvalidTrajectory with the field, its value and its requirement.
     """
     import torch
 
@@ -97,11 +98,11 @@ def rows_of(
     newest: int | None = None,
     vocab_size: int | None = None,
 ) -> list[tuple[Row, float | None]]:
-    """An episode as the trainer's rows, without padding, each with its temperature, if known.
+    """Return an episode as the trainer's rows without padding, each with its temperature, if known.
 
-    Rewards of tensors and interactions are taken as they are (r); through trajectories they run
-    back here, with ``discount``. ``newest`` is the weight version that nothing can be newer than,
-    ``vocab_size`` what every token id is below. Raises InvalidTrajectory.
+    Rewards of tensors and interactions are final; those of trajectories are propagated here, with
+    ``discount``. ``newest`` is the newest possible weight version, and token ids must lie below
+    ``vocab_size``. Raises InvalidTrajectory.
     """
     kind = kind_of(result)
     if kind == "trajectories":
@@ -125,7 +126,7 @@ def rows_of(
 
 
 def padded(rows: Sequence[Row]) -> TensorDict:
-    """Rows as one batch of tensors, padded on the right: [rows, longest], per row [rows]."""
+    """Return rows as one batch of tensors, padded on the right: [rows, longest], per row [rows]."""
     import torch
 
     longest = max(len(row["input_ids"]) for row in rows)
@@ -135,18 +136,17 @@ def padded(rows: Sequence[Row]) -> TensorDict:
         if values[0].ndim == 0:
             out[name] = torch.from_numpy(np.stack(values))
             continue
-        whole = np.full((len(rows), longest), PADDING.get(name, 0), values[0].dtype)
+        filled = np.full((len(rows), longest), PADDING.get(name, 0), values[0].dtype)
         for k, value in enumerate(values):
-            whole[k, : len(value)] = value
-        out[name] = torch.from_numpy(whole)
+            filled[k, : len(value)] = value
+        out[name] = torch.from_numpy(filled)
     return out
 
 
 def concat_padded_tensors(batches: Sequence[TensorDict]) -> TensorDict:
-    """Batches one below the other, [sum of B, longest T]; shorter ones are padded on the right.
+    """Concatenate batches, [sum of B, longest T]; shorter ones are padded on the right.
 
-    All must have the same fields, and fields of more than one dimension the same further ones but
-    the second. Raises InvalidTrajectory.
+    All need the same fields, with equal dimensions after the second one. Raises InvalidTrajectory.
     """
     import torch
     from torch.nn import functional
@@ -156,7 +156,7 @@ def concat_padded_tensors(batches: Sequence[TensorDict]) -> TensorDict:
     first, *others = batches
     for other in others:
         if odd := first.keys() ^ other.keys():
-            raise wrong(min(odd), "is in some of the batches only: all need the same fields")
+            raise wrong(min(odd), "is missing in some of the batches: all need the same fields")
     longest = {
         name: max(b[name].shape[1] for b in batches)
         for name, value in first.items()
@@ -178,7 +178,7 @@ def concat_padded_tensors(batches: Sequence[TensorDict]) -> TensorDict:
     return out
 
 
-def _nothing() -> InvalidTrajectory:
+def _empty_result() -> InvalidTrajectory:
     return InvalidTrajectory(
         "arun_episode returned nothing to train on: no model call was recorded. Return None to "
         "reject an episode"
@@ -217,7 +217,7 @@ def _check_ids(rows: list[tuple[Row, float | None]], vocab_size: int) -> None:
     for row, _ in rows:
         if (most := int(row["input_ids"].max())) >= vocab_size:
             raise wrong(
-                "input_ids", f"has the token id {most}: the model knows those below {vocab_size}"
+                "input_ids", f"has the token id {most}: the model's ids are below {vocab_size}"
             )
 
 

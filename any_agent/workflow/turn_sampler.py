@@ -1,4 +1,4 @@
-"""What ready workflows share: sampling one turn, and the row of tokens that turns make."""
+"""The common parts of the built-in workflows: sampling, rewarding, and the row of tokens."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from any_agent.chat import ChatFormat, chat_format_for
 from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.engine import RolloutEngine
 from any_agent.errors import ConfigError, ContextLengthExceeded
+from any_agent.rewards.async_wrapper import AsyncRewardWrapper
 from any_agent.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from any_agent.workflow import context as workflow_context
+from any_agent.workflow.base import RolloutWorkflow
 
 if TYPE_CHECKING:
     import torch
 
 
 class TurnSampler:
-    """Samples answers to token ids as a run or an evaluation wants them.
+    """Samples answers to token ids with the parameters of a run or an evaluation.
 
-    ``tokenizer`` is as :func:`~any_agent.chat.chat_format_for` takes it. Without ``gconfig``
-    answers are sampled as the run samples.
+    ``tokenizer`` is an argument of :func:`~any_agent.chat.chat_format_for`. Without ``gconfig``
+    the run's sampling parameters apply.
     """
 
     def __init__(
@@ -38,14 +40,15 @@ class TurnSampler:
 
     @property
     def gconfig(self) -> GenerationHyperparameters:
-        """What this episode is sampled with.
+        """The sampling parameters of this episode.
 
-        ConfigError for what could not be trained on, unless it is an evaluation that samples.
+        Raises ConfigError for parameters whose samples cannot be trained on, except in an
+        evaluation.
         """
         context = workflow_context.get()
         gconfig = self._gconfig or context.sampling
         if gconfig is None:
-            raise ConfigError("outside of a run nobody says how to sample: give gconfig")
+            raise ConfigError("outside of a run there are no sampling parameters: give gconfig")
         stops = dict.fromkeys([*gconfig.stop_token_ids, *self.chat.stop_token_ids])
         gconfig = gconfig.new(stop_token_ids=tuple(stops))
         if context.is_eval:
@@ -54,16 +57,15 @@ class TurnSampler:
             return gconfig.new(temperature=context.temperature)
         if why := has_modified_distribution(gconfig):
             raise ConfigError(
-                f"what gconfig samples cannot be trained on ({why}): set a temperature above 0, "
-                "and leave the other fields that bend the distribution alone; evaluations may "
-                "sample as they like"
+                f"samples of this gconfig cannot be trained on ({why}): set a temperature above 0, "
+                "and no other field that changes the distribution; evaluations may use any"
             )
         return gconfig
 
     async def sample(self, engine: RolloutEngine, ids: list[int], rid: str) -> ModelResponse:
-        """The answer to a prompt, as long as the context has room.
+        """Return the answer to a prompt, limited to the context's room.
 
-        Raises ContextLengthExceeded if it has none, and as the engine's ``agenerate``.
+        Raises ContextLengthExceeded without any room, and the errors of the engine's ``agenerate``.
         """
         gconfig = self.gconfig
         length = await self._context_length(engine)
@@ -71,30 +73,63 @@ class TurnSampler:
             room = length - len(ids)
             if room < 1:
                 raise ContextLengthExceeded(
-                    f"the prompt has {len(ids)} tokens, and the engine's context {length}: "
-                    "nothing is left for an answer"
+                    f"the prompt has {len(ids)} tokens, and the engine's context {length}: no "
+                    "token is left for an answer"
                 )
             gconfig = gconfig.new(max_new_tokens=min(gconfig.max_new_tokens, room))
         request = ModelRequest(rid=rid, input_ids=ids, gconfig=gconfig)
         return await engine.agenerate(request)
 
     async def _context_length(self, engine: RolloutEngine) -> int | None:
-        asks = getattr(engine, "context_length", None)
-        if asks is None:
+        read = getattr(engine, "context_length", None)
+        if read is None:
             return None
         if engine not in self._lengths:
-            self._lengths[engine] = int(await asks())
+            self._lengths[engine] = int(await read())
         return self._lengths[engine]
 
-    def said(self, response: ModelResponse) -> str:
-        """An answer's text, without the token that ends it."""
+    def answer_text(self, response: ModelResponse) -> str:
+        """Return an answer's text without the token that ends it."""
         ids = response.output_ids
         ended = ids and ids[-1] in self.chat.stop_token_ids
         return self.chat.decode(ids[:-1] if ended else ids)
 
 
+class RewardedWorkflow(RolloutWorkflow):
+    """A workflow that samples turns, and rewards them by a function of an answer and its item."""
+
+    def __init__(
+        self,
+        reward_fn: Callable[..., Any] | str,
+        gconfig: GenerationHyperparameters | None,
+        tokenizer: Any,
+        enable_thinking: bool | None,
+    ) -> None:
+        self.async_reward_fn = AsyncRewardWrapper(function_of(reward_fn, "reward_fn"))
+        self._sampler = TurnSampler(tokenizer, gconfig, enable_thinking=enable_thinking)
+
+    async def _reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
+        sampler = self._sampler
+        reward = await self.async_reward_fn(
+            sampler.chat.decode(response.input_ids),
+            sampler.answer_text(response),
+            response.input_ids,
+            response.output_ids,
+            **{str(k): v for k, v in data.items() if k not in REWARD_ARGUMENTS},
+        )
+        try:
+            if isinstance(reward, str | bytes):
+                raise TypeError
+            return float(reward)
+        except (TypeError, ValueError, RuntimeError):
+            raise ConfigError(
+                f"reward_fn returned {reward!r} ({type(reward).__name__}): a reward must be a "
+                "number"
+            ) from None
+
+
 class TokenRow:
-    """The tokens of a conversation, each turn's prompt beginning with all that is in it before."""
+    """The tokens of a conversation, in which each turn's prompt continues the turns before it."""
 
     def __init__(self, temperature: float) -> None:
         self.ids: list[int] = []
@@ -104,16 +139,16 @@ class TokenRow:
         self._versions: list[int] = []
 
     def add(self, response: ModelResponse) -> None:
-        """A turn whose prompt goes on from what is here."""
+        """Append a turn whose prompt continues this row."""
         new = response.input_ids[len(self.ids) :]
-        assert response.input_ids[: len(self.ids)] == self.ids, "the prompt does not go on exactly"
+        assert response.input_ids[: len(self.ids)] == self.ids, "the prompt must continue the row"
         self.ids += [*new, *response.output_ids]
         self._mask += [0] * len(new) + [1] * len(response.output_ids)
         self._logprobs += [0.0] * len(new) + response.output_logprobs
         self._versions += [-1] * len(new) + response.output_versions
 
     def tensors(self, reward: float) -> dict[str, torch.Tensor]:
-        """As a batch of one, [1, length], with its reward and its temperature, [1]."""
+        """Return a batch of one row, [1, length], with its reward and its temperature, [1]."""
         import torch
 
         out = {
@@ -130,7 +165,7 @@ class TokenRow:
 
 
 def function_of(given: Callable[..., Any] | str, setting: str) -> Callable[..., Any]:
-    """A function, or the one of a dotted name; ConfigError naming the setting."""
+    """Return a function, or the function with a dotted name; ConfigError names the setting."""
     if isinstance(given, str):
         module, _, name = given.rpartition(".")
         try:
@@ -145,7 +180,7 @@ def function_of(given: Callable[..., Any] | str, setting: str) -> Callable[..., 
 
 
 def field_of(data: dict[str, Any], name: str, workflow: str) -> Any:
-    """A field of the dataset's item; ConfigError naming those that there are."""
+    """Return a field of a dataset's item; ConfigError lists the item's fields."""
     try:
         return data[name]
     except (KeyError, TypeError):
@@ -156,21 +191,4 @@ def field_of(data: dict[str, Any], name: str, workflow: str) -> Any:
 
 
 REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
-"""What a reward function is given before the item's fields, which do not replace them."""
-
-
-def reward_fields(data: dict[str, Any]) -> dict[str, Any]:
-    """The item's fields as a reward function is given them, by keyword."""
-    return {str(k): v for k, v in data.items() if k not in REWARD_ARGUMENTS}
-
-
-def checked_number(reward: Any, name: str) -> float:
-    """A reward function's number; ConfigError for what is none."""
-    try:
-        if isinstance(reward, str | bytes):
-            raise TypeError
-        return float(reward)
-    except (TypeError, ValueError, RuntimeError):
-        raise ConfigError(
-            f"{name} returned {reward!r} ({type(reward).__name__}): a reward must be a number"
-        ) from None
+"""The first arguments of a reward function; the item's fields do not replace them."""

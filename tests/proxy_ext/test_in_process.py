@@ -240,7 +240,7 @@ async def test_what_an_episode_is_not_run_on(start: Start) -> None:
     workflow = ProxyWorkflow(proxy.front)
     with pytest.raises(ConfigError, match=r"arun_episode\(engine, None\)"):
         await workflow.arun_episode(proxy.front.engine, {"messages": []})
-    with pytest.raises(ConfigError, match="not the one that the app samples with"):
+    with pytest.raises(ConfigError, match="not the engine that the app samples with"):
         await workflow.arun_episode(other, None)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="cannot take episodes from a dict"):
         ProxyWorkflow({})  # type: ignore[arg-type]

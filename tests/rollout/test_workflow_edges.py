@@ -84,7 +84,7 @@ def test_a_token_that_the_model_does_not_know_costs_its_session_alone() -> None:
         stream = iter([(n, {"n": n}) for n in (100, 99)])
         ((session,),) = e.sessions_batch(stream, Doing(), timeout=60)
         assert (session.session_id, dict(e.rejected)) == ("data-99-0", {"invalid": 1})
-    with pytest.raises(InvalidTrajectory, match="token id 100: the model knows those below 100"):
+    with pytest.raises(InvalidTrajectory, match="token id 100: the model's ids are below 100"):
         rows_of(tensors([1, 2, 100]), vocab_size=100)
 
 

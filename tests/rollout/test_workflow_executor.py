@@ -87,7 +87,7 @@ def test_ids_of_ones_own() -> None:
 def test_waiting_for_what_was_not_submitted() -> None:
     with executor() as e:
         e.submit({"n": 1}, Doing())
-        with pytest.raises(ValueError, match="2 items are waited for, 1 were submitted"):
+        with pytest.raises(ValueError, match="2 items are waited for, 1 are left"):
             e.wait(2)
         with pytest.raises(ValueError, match="count is 0"):
             e.wait(0)
@@ -199,7 +199,7 @@ def test_one_loader_and_workflow_per_executor() -> None:
     with executor() as e:
         e.prepare_batch(data, workflow, timeout=60)
         for other in ((items(10), workflow, 1), (data, Doing(), 1), (data, workflow, 2)):
-            with pytest.raises(ConfigError, match="make another RemoteSGLangEngine"):
+            with pytest.raises(ConfigError, match="create another RemoteSGLangEngine"):
                 e.prepare_batch(*other[:2], group_size=other[2])
         assert e.prepare_batch(data, workflow, timeout=60)
 
@@ -215,10 +215,10 @@ def test_a_group_that_fits_into_no_batch() -> None:
 @pytest.mark.parametrize(
     ("loader", "error", "said"),
     [
-        ([], ValueError, "the dataloader gave nothing"),
+        ([], ValueError, "the dataloader has no items"),
         (["text"], TypeError, "a batch is a list of dictionaries, .* not str 'text'"),
         ([["text"]], TypeError, "item 0 of the batch is str 'text': items are dictionaries"),
-        (iter(items(2)), ValueError, "is it empty, or an iterator at its end"),
+        (iter(items(2)), ValueError, "is it empty, or an exhausted iterator"),
     ],
 )
 def test_what_is_no_loader(loader: Any, error: type[Exception], said: str) -> None:
@@ -244,7 +244,7 @@ class Breaking:
 def test_an_empty_loader_fails_its_own_call_alone() -> None:
     with executor() as e:
         for _ in range(2):
-            with pytest.raises(ValueError, match="the dataloader gave nothing"):
+            with pytest.raises(ValueError, match="the dataloader has no items"):
                 e.prepare_batch([], Doing(), timeout=60)
         assert [numbers(r) for r in e.rollout_batch(items(2), Doing())] == [[0], [1]]
         batch = e.prepare_batch(items(4), Doing(), timeout=60)

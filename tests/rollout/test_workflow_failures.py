@@ -102,7 +102,7 @@ def test_what_failed_for_good_is_told_as_the_error_of_an_earlier_call() -> None:
     with executor(max_failures=2, max_concurrent=1) as e:
         with pytest.raises(TrainingError, match=r"^2 episodes in a row failed"):
             e.rollout_batch(items(8), workflow)
-        earlier = r"ended in an earlier call, .*2 episodes in a row failed.*make another Workflow"
+        earlier = r"ended by the error of an earlier call: .*2 episodes.*create another Workflow"
         with pytest.raises(TrainingError, match=earlier):
             e.rollout_batch(items(2), Doing())
         with pytest.raises(TrainingError, match=earlier):

@@ -70,7 +70,7 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
     ("content", "named"),
     [
         ('{"question": "What?"}\n', "line 1 .*header"),
-        ("hello", "holds no results"),
+        ("hello", "has no results"),
         ("hello\n", "line 1"),
         ("3\n", "line 1"),
         (json.dumps(HEADER.as_dict()) + '\n{"state": "lost"}\n', "line 2"),
@@ -139,7 +139,7 @@ async def test_what_its_process_forked_off_does_not_hold_it(tmp_path: Path) -> N
 async def test_one_runner_at_a_time(tmp_path: Path) -> None:
     file = tmp_path / "r.jsonl"
     log = opened(file)
-    with pytest.raises(ConfigError, match="another runner writes"):
+    with pytest.raises(ConfigError, match="another runner is writing"):
         opened(file)
     await log.close()
     await opened(file).close()

@@ -304,7 +304,7 @@ async def test_it_does_not_block_an_event_loop(served: Served) -> None:
     with pytest.raises(RuntimeError, match="use `async with AgentSession"), AgentSession():
         pass
     async with AgentSession() as session:
-        with pytest.raises(RuntimeError, match="would block the event loop"):
+        with pytest.raises(RuntimeError, match="would block the running event loop"):
             session.blocking.set_reward(1.0)
         await asyncio.to_thread(session.blocking.abort, "from a thread")
     assert (await served.info(session.session_id))["reason"] == "from a thread"

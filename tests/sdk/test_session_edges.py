@@ -16,10 +16,10 @@ from any_agent import AgentSession
 from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.rl_client import RLClient
 from any_agent.protocol.rl import SessionStarted
-from any_agent.sdk import clients
 from any_agent.sdk import sdk_thread as background
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.heartbeats import Heartbeats
+from any_agent.sdk.session import AsyncSession
 from tests.support.proxy import until
 from tests.support.sdk.hops import serving
 from tests.support.sdk_fixtures import Served
@@ -123,7 +123,7 @@ async def test_ctrl_c_just_as_it_was_opened(
             raise KeyboardInterrupt
         return answer
 
-    monkeypatch.setattr("any_agent.sdk.session.wait_for", wait_for)
+    monkeypatch.setattr("any_agent.sdk.open_session.wait_for", wait_for)
 
     def agent() -> None:
         with pytest.raises(KeyboardInterrupt), AgentSession():
@@ -146,7 +146,8 @@ async def test_its_clients_follow_nobody_elsewhere() -> None:
     async with serving() as service, serving() as elsewhere:
         path = "/v1/chat/completions"
         service.redirects[path] = f"{elsewhere.url}{path}"
-        async with clients.openai_client("Async", service.url, "sk-v1.0.secret", {}) as client:
+        session = AsyncSession(ServiceAddress(service.url), started(60), retry_for=1)
+        async with session.openai() as client:
             with pytest.raises(APIStatusError):
                 await client.chat.completions.create(model="m", messages=[])
         assert [path for path, _ in service.seen] == [path]

@@ -99,7 +99,7 @@ async def test_an_agent_that_exits_ends_its_own_run_alone() -> None:
 
     assert (await run(answer))["input_ids"].shape == (3, 3)
     group = GroupedRolloutWorkflow(Counted(lambda _: exit(3), 1), 1)
-    with pytest.raises(RuntimeError, match=r"tried to end the process: SystemExit"):
+    with pytest.raises(RuntimeError, match=r"tried to exit the process: SystemExit"):
         await group.arun_episode(None, {})  # type: ignore[arg-type]
 
 

@@ -267,7 +267,7 @@ async def test_a_run_that_skips_its_item_is_rejected(proxy: Proxy) -> None:
         (MyAgent(reward=lambda _: {"chatcmpl-x": 1.0}), "invalid_reward", "'chatcmpl-x'"),
         (MyAgent(reward=lambda _: {1: 1.0}), "invalid_reward", "key 1"),
         (MyAgent(reward=lambda all: {all[0].id: math.inf}), "invalid_reward", "inf for chatcmpl"),
-        (Elsewhere(), "no_model_call", "with the base_url that run is given.*mode=subproc"),
+        (Elsewhere(), "no_model_call", "with the base_url that run is called with.*mode=subproc"),
     ],
 )
 async def test_what_is_no_reward_is_named(proxy: Proxy, agent: Any, code: str, said: str) -> None:
@@ -305,11 +305,11 @@ async def test_a_call_to_the_url_of_the_environment_is_refused_at_once(
 ) -> None:
     monkeypatch.setenv("OPENAI_API_KEY", "")
     monkeypatch.setenv("OPENAI_BASE_URL", setting)
-    told = r"base_url of run's arguments.*mode=subproc"
+    told = r"base_url that run is called with.*mode=subproc"
     with pytest.raises(AuthenticationError, match=told) as raised:
         await episode(ReadsEnvironment(), proxy)
     note = format_error(raised.value)
-    assert "none of its model calls came to the service" in note
+    assert "none of its model calls reached the service" in note
     assert "rollout.agent.mode=subproc for an agent that reads OPENAI_BASE_URL" in note
     assert (await state_of(proxy, "7-0-0"))[0] is SessionState.ABORTED
     # It is no service of anybody's.
@@ -339,10 +339,10 @@ async def test_an_agent_that_holds_the_loop_is_named_once(
     workflow = workflow_of(MyAgent(turns=2), proxy)
     with context.use(WorkflowContext(task_id=7)):
         await workflow.arun_episode(None, ITEM)
-        assert "held the event loop" not in caplog.text
-        monkeypatch.setattr(openai_proxy, "_HOLDS", 0.0)
+        assert "blocked the event loop" not in caplog.text
+        monkeypatch.setattr(openai_proxy, "_MAX_BLOCKED", 0.0)
         await workflow.arun_episode(None, ITEM)
-    (told,) = [one for one in caplog.messages if "held the event loop" in one]
+    (told,) = [one for one in caplog.messages if "blocked the event loop" in one]
     assert "agents.MyAgent.run" in told and "rollout.agent.mode=subproc" in told
 
 
@@ -423,7 +423,7 @@ class Deaf:
 @pytest.mark.parametrize(
     ("agent", "said"),
     [
-        (object(), "has no run"),
+        (object(), "has no callable run"),
         (MyAgent, "give an instance"),
         (Synchronous(), r"async def run.*rollout\.agent\.mode=subproc"),
         (Deaf(), r"takes no base_url.*rollout\.agent\.mode=subproc"),

@@ -84,10 +84,14 @@ def test_what_training_alone_needs_may_be_missing_until_then() -> None:
 
 
 WRONG: list[tuple[str, Any, str]] = [
-    ("input_ids", None, "input_ids is missing; there are attention_mask"),
+    ("input_ids", None, "input_ids is missing; the fields are attention_mask"),
     ("attention_mask", None, "attention_mask is missing"),
     ("input_ids", torch.tensor([[1.0, 2, 3]]), r"is float32: .* int32; write .to\(torch.int32"),
-    ("input_ids", torch.tensor([[1, 2, 1 << 31]]), "2147483648 in row 0, position 2, which is no"),
+    (
+        "input_ids",
+        torch.tensor([[1, 2, 1 << 31]]),
+        "2147483648 in row 0, position 2, which does not fit",
+    ),
     ("input_ids", torch.tensor([1, 2, 3], dtype=torch.int32), r"unsqueeze\(0\)"),
     ("input_ids", torch.zeros((1, 0), dtype=torch.int32), r"\[1, 0\]: .* neither of them 0"),
     ("input_ids", torch.tensor([[1, -2, 3]], dtype=torch.int32), "-2 in row 0, position 1"),
@@ -108,7 +112,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("logprobs", torch.zeros((1, 3), dtype=torch.float16), "is float16: it must be float32"),
     ("logprobs", torch.zeros((1, 3), dtype=torch.bool), "is bool: it must be float32"),
     ("logprobs", torch.tensor([[0, 0, -1e300]], dtype=torch.float64), "has -inf .* must be finite"),
-    ("versions", torch.tensor([[-1, -1, 1 << 40]]), "1099511627776 .* no int32: are these vers"),
+    ("versions", torch.tensor([[-1, -1, 1 << 40]]), "1099511627776 .* not fit into int32"),
     ("logprobs", torch.zeros((1, 3), dtype=torch.bfloat16), "logprobs is torch.bfloat16"),
     ("logprobs", torch.tensor([[0, 0, torch.nan]]), "has nan in row 0, position 2"),
     ("logprobs", torch.tensor([[0, 0, -torch.inf]]), "has -inf .* must be finite"),
@@ -120,7 +124,7 @@ WRONG: list[tuple[str, Any, str]] = [
     ("rewards", torch.tensor([[1.0]]), r"rewards has the shape \[1, 1\]"),
     ("rewards", 1.0, "rewards is float '1.0': it must be a tensor"),
     ("temperatures", torch.tensor([0.0]), "temperatures has 0 in row 0"),
-    ("mine", torch.zeros(2, 3), r"mine has the shape \[2, 3\]: .* first dimension of 1"),
+    ("mine", torch.zeros(2, 3), r"mine has the shape \[2, 3\]: .* field must be 1"),
     ("mine", "text", "mine is str 'text': it must be a tensor"),
 ]
 
@@ -260,7 +264,7 @@ def test_batches_are_concatenated_and_padded() -> None:
 
 
 def test_batches_of_other_fields_do_not_go_together() -> None:
-    with pytest.raises(InvalidTrajectory, match="mine is in some of the batches only"):
+    with pytest.raises(InvalidTrajectory, match="mine is missing in some of the batches"):
         concat_padded_tensors([tensors([1, 2, 3]), tensors([1, 2, 3], mine=torch.ones(1))])
     assert concat_padded_tensors([]) == {}
 

@@ -55,7 +55,7 @@ def test_a_workflow_must_say_how_it_runs() -> None:
 async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
     client = ScriptedClient([pack_trajectories([Trajectory("s", "g", [])])])
     workflow = ProxyWorkflow(client)
-    with pytest.raises(ConfigError, match="runs on no dataset"):
+    with pytest.raises(ConfigError, match="takes no item"):
         await workflow.arun_episode(None, {"messages": []})
     assert len(await workflow.arun_episode(None, None)) == 1
     assert client.asked == [(workflow.owner, 30.0, 1)]

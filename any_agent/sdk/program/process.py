@@ -1,9 +1,8 @@
 """`run_program`: one program that `any-agent run` starts, with its output in files.
 
-Nothing of it is left at its end. It has a session of its own, so that it and its children are one
-process group. A process that leaves the group (a tool that makes itself a daemon, a detached child
-of Node's) is found by the mark in its environment, where the system shows that (Linux), and is
-ended, too.
+No process of it remains at its end. It runs in its own POSIX session, so that it and its children
+are one process group. A process that leaves the group (a daemon, a detached child of Node's) is
+found by the mark in its environment on Linux, and is killed, too.
 """
 
 from __future__ import annotations
@@ -29,13 +28,13 @@ _REAP_TIMEOUT = 5.0
 _MAX_SWEEPS = 10
 _ECHO_BYTES = 65_536
 MAX_OUTPUT = 2**30
-"""Bytes of output after which a program is ended: one that only prints would fill the disk."""
+"""Bytes of output after which a program is ended, as it could fill the disk."""
 
 
 @dataclass(frozen=True, slots=True)
 class Program:
-    """A command and its files. ``mark`` is a ``NAME=value`` of its environment that no other run
-    has."""
+    """A command and its files. ``mark`` is a ``NAME=value`` in its environment, unique to the
+    run."""
 
     argv: Sequence[str]
     env: Mapping[str, str]
@@ -47,7 +46,7 @@ class Program:
 
 @dataclass(frozen=True, slots=True)
 class ProgramExit:
-    """The end of a program: by itself with ``code`` (negative: by that signal), or by us, for the
+    """The end of a program: by itself with ``code`` (negative: a signal), or by its runner, for the
     reason ``cut_off``."""
 
     code: int | None
@@ -70,7 +69,7 @@ class ProgramExit:
 async def run_program(program: Program, *, limit: float) -> ProgramExit:
     """Run a program to its end, or for ``limit`` seconds; AgentFailed if it cannot be started.
 
-    On return, and also after a cancellation, nothing of it is running any more.
+    On return, and also after a cancellation, none of its processes is running any more.
     """
     began = time.monotonic()
     child = _start(program)
@@ -83,7 +82,7 @@ async def run_program(program: Program, *, limit: float) -> ProgramExit:
         await _terminate(child)
         raise
     finally:
-        # Before it is reaped: after that, another group may get its number.
+        # Before it is reaped, because another group may get its number afterwards.
         _signal_group(child.pid, signal.SIGKILL)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(_REAP_TIMEOUT)
@@ -116,7 +115,7 @@ def _start(program: Program) -> subprocess.Popen[bytes]:
 async def _wait_for_end(
     child: subprocess.Popen[bytes], program: Program, deadline: float, limit: float
 ) -> str | None:
-    """Wait until the program has ended by itself; return why it must be ended, if it must."""
+    """Wait until the program has ended by itself, or return the reason to end it."""
     pause = 0.005
     while not _has_ended(child):
         if time.monotonic() >= deadline:
@@ -138,7 +137,7 @@ async def _terminate(child: subprocess.Popen[bytes]) -> None:
 
 
 def _has_ended(child: subprocess.Popen[bytes]) -> bool:
-    """Return True if the process is dead; it is not reaped where there is `waitid`."""
+    """Return True if the process is dead; it stays unreaped where the system has `waitid`."""
     if not hasattr(os, "waitid"):
         return child.poll() is not None
     try:
@@ -158,10 +157,8 @@ def _signal_group(pid: int, number: int) -> None:
 
 
 def _kill_strays(mark: str) -> None:
-    """Send SIGKILL to all processes with this mark in their environment.
-
-    Repeated until none is found, since one may have started another meanwhile.
-    """
+    """Send SIGKILL to all processes with this mark in their environment, until none is found: one
+    may start another meanwhile."""
     for _ in range(_MAX_SWEEPS):
         if not [name for name in _processes() if _kill_if_marked(int(name), mark.encode())]:
             return
@@ -177,7 +174,7 @@ def _processes() -> list[str]:
 
 
 def _kill_if_marked(pid: int, mark: bytes) -> bool:
-    # Through a descriptor, so that the number cannot become another process's in between.
+    # By a descriptor, because another process may get the number in between.
     try:
         process = os.pidfd_open(pid)
     except OSError:
@@ -202,7 +199,7 @@ def _signal_name(number: int) -> str:
 
 
 class OutputEcho:
-    """Copies a growing file to a descriptor, in a thread of its own: its reader may be slow."""
+    """Copies a growing file to a descriptor in its own thread, as the reader may be slow."""
 
     def __init__(self, path: Path, descriptor: int) -> None:
         self._path = path
@@ -212,7 +209,7 @@ class OutputEcho:
         self._thread.start()
 
     def end(self) -> None:
-        """Report that the file grows no more; returns at once."""
+        """Announce that the file is complete; return at once."""
         self._ended.set()
 
     def finish(self) -> None:

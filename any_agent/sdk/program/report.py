@@ -26,7 +26,7 @@ def exit_code(runs: ProgramGroup) -> int:
 
 
 def table(results: Sequence[ProgramRun]) -> str:
-    """Return a line for each run, and one for all."""
+    """Return a line for each run, and a summary."""
     rows = [_COLUMNS, *map(_row, results)]
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]

@@ -1,6 +1,6 @@
 """`RewardSource`: the command, file or grader that gives a run's reward in `any-agent run`.
 
-Every failure of it is an AgentFailed that names the source and its fault.
+Every failure is an AgentFailed that names the source and its fault.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ _MAX_QUOTED = 120
 class RewardSource:
     """At most one of ``command`` (for a shell), ``file`` and ``grader`` (`module.function`).
 
-    ``limit``: seconds that the command or the grader may take. ``env`` is theirs: their author's
-    own, not that of the session, because a judge model that they call is not the agent.
+    ``limit``: seconds that the command or the grader may take. ``env`` is their environment: the
+    user's, not the session's, because a judge model that they call is not the agent.
     """
 
     command: str | None = None
     file: str | None = None
-    """`{run}` in it stands for the run's number."""
+    """The file's path, with `{run}` for the run's number."""
     grader: str | None = None
     limit: float = 60.0
     env: Mapping[str, str] | None = None
@@ -47,7 +47,7 @@ class RewardSource:
         return "the reward file"
 
     def file_of(self, index: int) -> Path | None:
-        """Return the file for a run's reward, if one is named."""
+        """Return the file for a run's reward; None if none is named."""
         return Path(self.file.replace("{run}", str(index))) if self.file is not None else None
 
 
@@ -59,7 +59,8 @@ class RewardFile:
         self._before = self._state()
 
     def read(self) -> Reward | None:
-        """Return the reward, or None if the run has not written it; AgentFailed if it is none."""
+        """Return the reward, None if the run has not written it; AgentFailed for invalid
+        content."""
         if self._state() == self._before:
             return None
         return reward_in(self.path, f"the reward file {self.path}")

@@ -30,7 +30,7 @@ from any_agent.errors import (
 from any_agent.protocol.rl import SessionContent, SessionInfo
 from any_agent.sdk.attempts import Attempt, AttemptRunner
 from any_agent.sdk.find_service import ServiceAddress, shared_client
-from any_agent.sdk.open_session import run_info
+from any_agent.sdk.open_session import AgentSession, run_info
 from any_agent.sdk.program.process import OutputEcho, Program, ProgramExit, run_program
 from any_agent.sdk.program.reward import (
     ProgramReward,
@@ -42,23 +42,22 @@ from any_agent.sdk.program.reward import (
     reward_from,
 )
 from any_agent.sdk.run_plan import RunId
-from any_agent.sdk.session import AgentSession, AsyncSession
+from any_agent.sdk.session import AsyncSession
 
 UNUSABLE = (Unauthenticated, Forbidden, ServiceUnavailable, WrongService, RunFinished)
-"""Errors that keep every run from opening a session: the service, its key, or the end of its
-training."""
+"""Errors of the service, its key, or the end of its training, which prevent every run."""
 _REFUSED = (*UNUSABLE, InvalidRequest, Unprocessable, Conflict, ConfigError)
-"""Errors of an open that every other open would get, too."""
+"""Errors of opening a session that every other run would get, too."""
 _ANSWER_TIMEOUT = 5.0
 _TTL_MARGIN = 300.0
-"""Seconds that a session may live longer than its program and its reward may take."""
+"""Seconds that a session may live beyond the limits of its program and its reward."""
 _RETRY_FOR = 60.0
 _NO_CALL = (
-    "made no model call: its client must go to OPENAI_BASE_URL with OPENAI_API_KEY (or "
-    "ANTHROPIC_BASE_URL with ANTHROPIC_API_KEY) of its environment"
+    "made no model call: its client must use OPENAI_BASE_URL and OPENAI_API_KEY (or "
+    "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY) of its environment"
 )
 _NO_REWARD = (
-    "was given no reward: take one by --reward-cmd, --reward-file or --grader, or let the program "
+    "has no reward: name its source by --reward-cmd, --reward-file or --grader, or let the program "
     "write it into $ANY_AGENT_REWARD_FILE, or post it to $ANTHROPIC_BASE_URL/rl/v1/set_reward"
 )
 
@@ -101,11 +100,12 @@ class ProgramRun:
     calls: int | None = None
     """Model calls of the policy."""
     exit_code: int | None = None
-    """Negative: the signal that ended it; None: we ended it, or it did not start."""
+    """The exit code, or the negative number of the signal that ended it; None: its runner ended it,
+    or it did not start."""
     seconds: float | None = None
     """Seconds that the program ran."""
     error: str | None = None
-    """Why it failed; or, with a reward, the reason of the reward on failure."""
+    """The reason of its failure, also where it got the reward of a failure."""
     stdout: str | None = None
     stderr: str | None = None
 
@@ -120,7 +120,7 @@ class ProgramGroup:
         self.options = options
         self.results = [ProgramRun(index) for index in range(options.n)]
         self.stopped: AnyAgentError | None = None
-        """The reason why the remaining runs were not started."""
+        """The reason why the remaining runs did not start."""
         self.group_id = f"run-{uuid.uuid4().hex[:16]}" if options.n > 1 else None
         self._ended = ended
         self._slots = asyncio.Semaphore(options.concurrency)
@@ -153,15 +153,15 @@ class ProgramGroup:
             echo.finish()
 
     async def _check_service(self) -> None:
-        """Find out once, and soon, that the service is away or its training has ended."""
+        """Raise early if the service cannot be reached, or its training has ended."""
         service = self.options.service
         retry_for = service.patience if service.file is not None else _ANSWER_TIMEOUT
         async with shared_client(service, retry_for=retry_for) as client:
             info = await run_info(client, service)
         if info.state == "finished" and self.options.mode == "train":
             raise RunFinished(
-                f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: it "
-                "takes no more train sessions; --mode eval goes on"
+                f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: "
+                "no train session can be opened; use --mode eval"
             )
 
     async def _run(self, run: ProgramRun) -> None:
@@ -215,7 +215,7 @@ class ProgramAgent:
     async def __call__(
         self, item: ProgramRun, session: AsyncSession, http_client: SharedClient | None = None
     ) -> None:
-        """Raises AgentFailed where the program or its reward failed, or the service refused."""
+        """Run the program; AgentFailed if it, its reward or the service's request fails."""
         item.session_id = session.session_id
         try:
             await self._run(item, session)
@@ -232,7 +232,7 @@ class ProgramAgent:
             "ANY_AGENT_RUN_INDEX": str(run.run),
             "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
         }
-        # A Python program's output is to be seen while it runs.
+        # A Python program's output is then visible while it runs.
         env = {"PYTHONUNBUFFERED": "1"} | without_ours(options.environ) | session.env() | variables
         mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
         program = Program(options.command, env, mark, beside(stem, "out"), beside(stem, "err"))
@@ -278,14 +278,13 @@ class ProgramAgent:
 
 
 def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment that programs and reward commands inherit: without our settings, and
-    so without an operator's or tenant's key."""
+    """Return the environment of programs and reward commands: without any-agent's settings, and so
+    without an operator's or tenant's key."""
     return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
 
 
 def beside(stem: Path, ending: str) -> Path:
-    """Return a path with this ending; a session's id may have dots, so it is no suffix to
-    replace."""
+    """Return a path with this ending appended, as a session's id may have dots itself."""
     return stem.with_name(f"{stem.name}.{ending}")
 
 
@@ -293,7 +292,7 @@ async def _finalize(session: AsyncSession, reward: Reward | None) -> SessionInfo
     try:
         return await session.finalize(reward)
     except SessionClosed:
-        # The program may have finalized it itself, with its own reward.
+        # The program may have finalized the session itself, with its own reward.
         ended = await session.end_state()
         if reward is not None or ended is None or ended.state == "aborted":
             raise
@@ -312,7 +311,7 @@ def _describe_exit(end: ProgramExit, program: Program) -> str:
 
 
 def _require_program(name: str, environ: Mapping[str, str]) -> None:
-    """Raise ConfigError unless there is such a program, which can be run."""
+    """Raise ConfigError unless there is such a program and it is executable."""
     if shutil.which(name, path=environ.get("PATH", os.defpath)) is None:
         raise ConfigError(
             f"there is no program {name}"

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.admission import free_slots, stalled
-from any_agent.rollout.slot_allocation import RankView, divide, total
+from any_agent.rollout.admission import RankView, divide, free_slots, stalled, total
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=1)
 
