@@ -59,7 +59,7 @@ class AnyAgentError(Exception):
     status: ClassVar[int] = 500
     default_code: ClassVar[str] = "internal_error"
     retryable: ClassVar[bool] = False
-    """True if the same request may succeed later; otherwise SDKs are told not to retry."""
+    """True if the same request may succeed later; otherwise a header tells SDKs not to retry."""
 
     def __init_subclass__(
         cls, *, status: int | None = None, code: str | None = None, retryable: bool | None = None
@@ -251,7 +251,7 @@ class StoreUnavailable(AnyAgentError, status=503, code="store_unavailable", retr
 
 
 class StoreBusy(StoreUnavailable, code="store_busy"):
-    """The store did not accept the write: the request was not even begun."""
+    """The store did not accept the write: the request did not even begin."""
 
 
 class StoreFull(StoreUnavailable, status=507, code="store_full"):
@@ -263,7 +263,7 @@ class ServiceUnavailable(AnyAgentError, status=503, code="service_unavailable", 
 
 
 class Draining(ServiceUnavailable, code="draining"):
-    """A process that is stopping accepts no new request: this one was not even begun."""
+    """A process that is stopping accepts no new request: this one did not even begin."""
 
 
 class WrongService(AnyAgentError, status=502, code="wrong_service"):

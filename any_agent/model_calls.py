@@ -207,8 +207,8 @@ class ModelRequest:
         if prompt is not None and len(ids):
             raise ValueError("a request has input_ids or a prompt: leave one of them out")
         named = {"temperature": temperature, "max_new_tokens": max_tokens}
-        asked = {name: value for name, value in named.items() if value is not None}
-        for name, value in asked.items():
+        given = {name: value for name, value in named.items() if value is not None}
+        for name, value in given.items():
             if gconfig is not None and getattr(gconfig, name) != value:
                 called = "max_tokens" if name == "max_new_tokens" else name
                 raise ValueError(
@@ -218,7 +218,7 @@ class ModelRequest:
         values = {
             "rid": new_request_id() if rid is None else rid,
             "input_ids": ids,
-            "gconfig": gconfig or GenerationHyperparameters(**asked),  # type: ignore[arg-type]
+            "gconfig": gconfig or GenerationHyperparameters(**given),  # type: ignore[arg-type]
             "cache_salt": cache_salt,
             "top_logprobs": top_logprobs,
             "tokenizer": tokenizer,
@@ -265,8 +265,7 @@ class GenerationChunk:
     stop_reason: StopReason | None = None
     matched_stop: str | int | None = None
     top_logprobs: list[list[tuple[int, float]]] | None = None
-    """For each token the likeliest ids with their log-probabilities, best first; None if not
-    requested."""
+    """The likeliest ids of each token with their log-probabilities, best first, if requested."""
 
     def __post_init__(self) -> None:
         n = len(self.output_ids)

@@ -52,7 +52,7 @@ BranchReason: TypeAlias = Literal[
     "history_rewritten",
     "new_conversation",
 ]
-"""Why an interaction does not continue an earlier one of its session:
+"""The reason why an interaction does not continue an earlier one of its session:
 
 =======================  ==========================================================================
 ``no_new_message``       no message follows the recorded answer
@@ -89,7 +89,7 @@ class Continuation(StrEnum):
     ROOT = "root"
     """No recorded interaction is a prefix of the request's messages."""
     EXACT = "exact"
-    """Its prompt begins with the parent's prompt + output ids."""
+    """The prompt begins with the ids of the parent's prompt and output."""
     BRANCH = "branch"
     """A parent's messages match, but its ids could not be continued: the prompt was rendered
     anew."""
@@ -124,7 +124,7 @@ class Interaction:
     """A :data:`BranchReason`, for a branch, and for a root that is not its session's first."""
     untrainable_reason: str | None = None
     reward: float | None = None
-    """Its own reward, before rewards are propagated through the tree."""
+    """The interaction's own reward, before rewards are propagated through the tree."""
     request: Mapping[str, Any] = field(default_factory=dict)
     """Parameters of the request that the run overrode, or only recorded."""
     created_at: float = 0.0
@@ -149,7 +149,7 @@ class SessionMode(StrEnum):
 class SessionState(StrEnum):
     OPEN = "open"
     AWAITING_REWARD = "awaiting_reward"
-    """Its agent has ended, and its reward is outstanding."""
+    """The agent has ended, and the reward is outstanding."""
     FINALIZED = "finalized"
     LEASED = "leased"
     TRAINED = "trained"

@@ -176,9 +176,9 @@ def create_key(
     if scope != "tenant" and (tenant is not None or limits not in (None, TenantLimits())):
         raise ConfigError("only a key of scope tenant can have a tenant and limits")
     now = time.time()
-    with _changed(path) as change:
+    with _locked_keys(path) as stored:
         text, id = new_key(scope)
-        while id in change.keys.by_id:
+        while id in stored.by_id:
             text, id = new_key(scope)
         key = StoredKey(
             id=id,
@@ -191,7 +191,7 @@ def create_key(
             expires_at=None if expires_in is None else now + expires_in,
         )
         record(key)
-        change.keys = StoredKeys((*change.keys.keys, key))
+        _write_keys(path, (*stored.keys, key))
     return text, key
 
 
@@ -200,8 +200,8 @@ def revoke_key(
 ) -> tuple[StoredKey, bool]:
     """Revoke a key for good; return it, and True unless it was revoked before. NotFound for an
     unknown id."""
-    with _changed(path) as change:
-        key = change.keys.by_id.get(id)
+    with _locked_keys(path) as stored:
+        key = stored.by_id.get(id)
         if key is None:
             # At most the length of an id: the text may be a key.
             raise NotFound(
@@ -211,24 +211,18 @@ def revoke_key(
             return key, False
         key = key.model_copy(update={"revoked_at": time.time()})
         record(key)
-        change.keys = StoredKeys(tuple(key if k.id == id else k for k in change.keys.keys))
+        _write_keys(path, tuple(key if k.id == id else k for k in stored.keys))
     return key, True
 
 
-@dataclass
-class _Change:
-    keys: StoredKeys
-
-
 @contextmanager
-def _changed(path: Path) -> Iterator[_Change]:
-    """Yield the keys for a change; they are written at the end if they have changed."""
+def _locked_keys(path: Path) -> Iterator[StoredKeys]:
     with locked(path):
-        change = _Change(before := read_keys(path))
-        yield change
-        if change.keys is not before:
-            content = _File(keys=change.keys.keys).model_dump_json(indent=1, exclude_none=True)
-            write_private(path, content + "\n")
+        yield read_keys(path)
+
+
+def _write_keys(path: Path, keys: tuple[StoredKey, ...]) -> None:
+    write_private(path, _File(keys=keys).model_dump_json(indent=1, exclude_none=True) + "\n")
 
 
 @contextmanager

@@ -188,7 +188,7 @@ class RewardSet(BaseModel):
     status: Literal["success"] = "success"
     session_id: str
     interaction_id: str | None
-    """None: it is the session's final reward."""
+    """The rewarded interaction; None for the session's final reward."""
     reward: float
     """The present sum of its named and unnamed rewards."""
 
@@ -275,7 +275,7 @@ class SessionFinalized(SessionInfo):
 
 class RewardEntry(BaseModel):
     interaction_id: str | None
-    """None: the session's final reward."""
+    """The rewarded interaction; None for the session's final reward."""
     name: str | None
     value: float
     by: str
@@ -390,7 +390,7 @@ class SessionLine(BaseModel):
 
     session_id: str
     number: int
-    """Its number in the order of creation on its rank."""
+    """The session's number in the order of creation on its rank."""
     state: str
     mode: Literal["train", "eval"]
     task_id: str | None
@@ -463,7 +463,7 @@ class Lease(_Body):
     session_ids: list[str] | None = Field(default=None, max_length=1024)
     """Lease only these sessions, of any group."""
     replay: bool = False
-    """With `session_ids`: lease also sessions that a step has consumed, for a resume before it."""
+    """True to lease also sessions that a step has consumed (with `session_ids`), for a resume."""
 
 
 class Rejection(_Body):

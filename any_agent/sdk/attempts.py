@@ -19,7 +19,7 @@ from any_agent.sdk.run_plan import RunId
 from any_agent.sdk.session import AsyncSession
 
 MissingReward: TypeAlias = float | Literal["fail", "await"]
-"""What happens to a run without a reward: it gets this number, fails, or awaits its reward from
+"""The treatment of a run without a reward: it gets this number, fails, or awaits its reward from
 another caller."""
 
 _RUN_STATES: dict[str, RunState] = {

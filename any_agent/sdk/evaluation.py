@@ -193,26 +193,14 @@ async def evaluate(
     pinned weight version.
     """
     work = asyncio.ensure_future(_evaluate(options, service))
-    if check is None:
-        return await work
-    checking = asyncio.ensure_future(_repeat(check))
     try:
-        await asyncio.wait([work, checking], return_when=asyncio.FIRST_COMPLETED)
-        if checking.done():
-            checking.result()
+        while check and not (await asyncio.wait([work], timeout=_CHECK_INTERVAL))[0]:
+            check()
         return await work
     finally:
-        for task in (work, checking):
-            task.cancel()
-        for task in (work, checking):
-            with suppress(asyncio.CancelledError, Exception):
-                await task
-
-
-async def _repeat(check: Callable[[], object]) -> None:
-    while True:
-        await asyncio.sleep(_CHECK_INTERVAL)
-        check()
+        work.cancel()
+        with suppress(asyncio.CancelledError, Exception):
+            await work
 
 
 async def _evaluate(options: EvalOptions, service: ServiceAddress) -> EvaluatedRun:

@@ -162,7 +162,7 @@ class StartedRun:
 
     attempt: int
     session_id: str | None
-    """None if no session was opened, or if that is unknown."""
+    """The opened session; None if no session was opened, or if that is unknown."""
 
 
 @dataclass(slots=True)

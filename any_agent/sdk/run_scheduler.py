@@ -107,7 +107,7 @@ class RunScheduler:
         self._undecided: Counter[tuple[int, int]] = Counter()
         """Runs of an item that are neither done nor left out of their group."""
         self._tried: Counter[RunId] = Counter()
-        """Numbers of the next attempts: each attempt at a run has its own."""
+        """The number of each run's next attempt."""
         self._failures_in_a_row = 0
 
     async def run(self) -> None:

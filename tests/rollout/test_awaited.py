@@ -24,8 +24,8 @@ def test_nobody_is_there() -> None:
 
 
 def test_sessions_are_open_or_asked_for() -> None:
-    assert describe_waiting(now(running=3)) == "3 open, 0 asked for"
-    assert describe_waiting(now(waiting=8)) == "0 open, 8 asked for"
+    assert describe_waiting(now(running=3)) == "3 open, 0 waiting for a slot"
+    assert describe_waiting(now(waiting=8)) == "0 open, 8 waiting for a slot"
 
 
 def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
@@ -34,7 +34,7 @@ def test_groups_that_are_not_full_are_named_whatever_their_rank() -> None:
         RankView(now(unfilled=[group("g~1", 20, members=3), group("last", 700)]), limit=9),
     ]
     assert describe_waiting(total(views)) == (
-        "2 open, 0 asked for"
+        "2 open, 0 waiting for a slot"
         "; group g~1 has 3 of 4 sessions, and up to 20 s for the others (sessions.group_timeout)"
         "; group late has 1 of 4 sessions, and up to 500 s for the others (sessions.group_timeout)"
         "; group later has 1 of 4 sessions, and up to 600 s for the others (sessions.group_timeout)"

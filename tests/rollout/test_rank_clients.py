@@ -110,7 +110,7 @@ def test_a_session_names_its_rank(tmp_path: Path) -> None:
     ranks = RankClients(tmp_path, 2)
     assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
     for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
-        with pytest.raises(NotFound, match="none of 2 ranks"):
+        with pytest.raises(NotFound, match="none of the 2 ranks"):
             ranks.home(wrong)
 
 

@@ -74,7 +74,12 @@ class Bench:
     def __post_init__(self) -> None:
         self.queue = JobQueue()
         episodes = EpisodeRunner(
-            None, lambda: self.step, sampling=None, eval_sampling=None, timeout=None, discount=1.0
+            engine=None,
+            version=lambda: self.step,
+            sampling=None,
+            eval_sampling=None,
+            timeout=None,
+            discount=1.0,
         )
         self.scheduler = EpisodeScheduler(episodes, self.config, self.queue)
         self.stream = JobStream(

@@ -247,7 +247,7 @@ def test_other_errors_of_a_step_made_again_give_nothing_up(settings: list[str]) 
     again = Lab(config, [], before=first)
 
     def elsewhere(*_: Any, **__: Any) -> None:
-        raise NotFound("none of 1 ranks holds a session")
+        raise NotFound("none of the 1 ranks has the session")
 
     again.executor.replay = elsewhere  # type: ignore[method-assign,assignment]
     with pytest.raises(NotFound):

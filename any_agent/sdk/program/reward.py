@@ -26,7 +26,7 @@ _MAX_QUOTED = 120
 
 @dataclass(frozen=True, slots=True)
 class RewardSource:
-    """At most one of ``command`` (for a shell), ``file`` and ``grader`` (`module.function`).
+    """A source of rewards: a ``command`` (for a shell), a ``file``, a ``grader``, or none of them.
 
     ``limit``: seconds that the command or the grader may take. ``env`` is their environment: the
     user's, not the session's, because a judge model that they call is not the agent.
