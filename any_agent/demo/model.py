@@ -19,14 +19,14 @@ def main() -> None:
         "--skill",
         choices=("echo", "sums", "judge"),
         default="echo",
-        help="what it is taught: the demo's task; to add two digits, with a tool and without; or "
-        "to say whether an answer is right",
+        help="the skill that the model learns: the demo's task; adding two digits, with a tool and "
+        "without; or judging whether an answer is right",
     )
-    parser.add_argument("--warmup-steps", type=int, default=80, help="of echo")
+    parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps of echo")
     args = parser.parse_args()
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
-        print(f"teaching a tiny model {args.skill}: half a minute on a core of its own", flush=True)
+        print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)
         make(args.out, args.seed)
         print(f"made {args.out}")
         return

@@ -1,4 +1,4 @@
-"""Which weights are meant: a trial's checkpoint, or a model's folder."""
+"""The weights of a script's engine: a trial's checkpoint, or a model's folder."""
 
 from __future__ import annotations
 
@@ -8,24 +8,15 @@ from pathlib import Path
 
 from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.engine import EnginePool, RemoteEngine
-from any_agent.errors import ConfigError, NotFound
-from any_agent.launcher.trial import (
-    TrialWeights,
-    check_model,
-    kept_weights,
-    latest_weights,
-    trial_dir,
-)
-from any_agent.rundir.layout import checkpoint_problem, read_json
+from any_agent.errors import ConfigError
+from any_agent.launcher.trial import TrialWeights, check_model, find_trial, find_weights
 
 _PLACE = ("ANY_AGENT_ROOT", "ANY_AGENT_USER")
-_SHOWN = 12
-"""Names in an error's text."""
 
 
 @dataclass(frozen=True, slots=True)
 class WeightsSource:
-    """Weights, and the settings that they were trained under."""
+    """Weights, and the settings of their training."""
 
     config: Config
     weights: TrialWeights
@@ -42,7 +33,7 @@ def named(
     model: str | Path | None,
     settings: Config,
 ) -> WeightsSource | None:
-    """A trial's weights, or a model's, under ``settings``; None where neither is named.
+    """Return a trial's weights, or a model's under ``settings``; None if neither is named.
 
     Raises as :func:`kept_model`; ValueError for names that contradict each other.
     """
@@ -70,54 +61,47 @@ def kept_model(
     step: int | None = None,
     version: int | None = None,
 ) -> WeightsSource:
-    """A trial's latest checkpoint, that of a step, or the weights of a version (0: what the trial
-    began with).
+    """Return a trial's latest checkpoint, or the weights of a step or a version (0: the initial
+    model).
 
     ``root`` is by default ``ANY_AGENT_ROOT``, else `runs`; ``user`` is ``ANY_AGENT_USER``, else the
-    system's. Raises NotFound, which says what there is; ConfigError for a name that is none and for
-    a folder of another layout; ValueError for a step and a version.
+    system's. Raises NotFound, which lists what exists; ConfigError for an invalid name and for a
+    folder of another layout; ValueError for both a step and a version.
     """
     if step is not None and version is not None:
-        raise ValueError("a step and a version were given: a checkpoint is named by one of them")
+        raise ValueError("a step and a version were given: give one of them")
     given = {"experiment": experiment, "trial": trial, "user": user, "root": root}
     names = [f"{name}={value}" for name, value in given.items() if value is not None]
     environ = {name: os.environ[name] for name in _PLACE if os.environ.get(name)}
     place = load_config(None, names, environ=environ)
-    run = trial_dir(place)
-    run.check_format()
-    saved = run.path / "config.yaml"
-    if not saved.is_file():
-        raise NotFound(
-            f"there is no trial {experiment}/{trial} in {run.path}: {_others(place)}; `root` and "
-            "`user` say where it was trained"
-        )
-    # It may have served other machines, for which the admin key is missing here. This process's
-    # environment is about another run.
+    saved = find_trial(place)
+    # The trial may have listened on other addresses, for which the admin key is missing here. This
+    # process's environment may belong to another run.
     own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
     config = load_config(saved, [*names, *own], environ={})
-    return WeightsSource(config, _weights(config, step, version))
+    return WeightsSource(config, find_weights(config, step=step, version=version))
 
 
 async def require_weights(pool: EnginePool, kept: WeightsSource | None) -> Path | None:
-    """Return the folder that the engines name as that of their weights.
+    """Return the folder of the engines' weights, as they report it.
 
-    ConfigError for one that says that it has others than the wanted ones. One that was started on
-    their folder calls them 0, if nobody told it a version.
+    Raises ConfigError for an engine with other weights than the wanted ones. An engine that was
+    started on their folder without a version reports version 0.
     """
     path = None
     for engine in pool.engines:
         if not isinstance(engine, RemoteEngine):
             continue
-        told = await engine.info()
-        path = Path(told["model_path"]) if told.get("model_path") else None
+        info = await engine.info()
+        path = Path(info["model_path"]) if info.get("model_path") else None
         if kept is None or engine.version == kept.weights.version != 0:
             continue
         same = _is_same(path, kept.weights.path) or (path is None and not kept.weights.version)
         if engine.version != 0 or not same:
             raise ConfigError(
-                f"the engine at {engine.url} serves version {engine.version} of {path}, and asked "
-                f"for was version {kept.weights.version}, {kept.weights.path}: load that into it, "
-                f"or start it with --model-path {kept.weights.path} --weight-version "
+                f"the engine at {engine.url} serves version {engine.version} of {path} instead of "
+                f"version {kept.weights.version}, {kept.weights.path}: load that into it, or start "
+                f"it with --model-path {kept.weights.path} --weight-version "
                 f"{kept.weights.version}"
             )
     return path
@@ -125,57 +109,3 @@ async def require_weights(pool: EnginePool, kept: WeightsSource | None) -> Path 
 
 def _is_same(one: Path | None, other: Path) -> bool:
     return one is not None and one.resolve() == other.resolve()
-
-
-def _weights(config: Config, step: int | None, version: int | None) -> TrialWeights:
-    name = f"{config.experiment}/{config.trial}"
-    folder = trial_dir(config).checkpoints
-    if version is not None:
-        there = kept_weights(config)
-        if version not in there:
-            raise NotFound(f"{name} has not kept version {version}; {_listed(config)}")
-        if version == 0:
-            check_model(str(there[0].path))
-        return there[version]
-    if step is not None:
-        steps = _steps(config)
-        if step not in steps:
-            raise NotFound(f"{name} has no checkpoint of step {step}; {_listed(config)}")
-        return steps[step]
-    latest = latest_weights(config)
-    if latest is None:
-        raise NotFound(f"{name} has no whole checkpoint yet in {folder}; {_listed(config)}")
-    return latest
-
-
-def _steps(config: Config) -> dict[int, TrialWeights]:
-    """Whole checkpoints by their steps."""
-    found = {}
-    for path in sorted(trial_dir(config).checkpoints.glob("step-*")):
-        number = path.name.removeprefix("step-")
-        if number.isdecimal() and checkpoint_problem(path) is None:
-            state = read_json(path / "trainer" / "state.json")["state"]
-            found[int(number)] = TrialWeights(path, int(state["version"]))
-    return found
-
-
-def _listed(config: Config) -> str:
-    steps = [f"{step} (version {w.version})" for step, w in _steps(config).items()]
-    versions = ", ".join(map(str, sorted(kept_weights(config)))) or "none"
-    return (
-        f"there are steps {', '.join(steps) or 'none'}; versions {versions} (0 is the model that "
-        "it began with)"
-    )
-
-
-def _others(place: Config) -> str:
-    """The trials of this root, of all users."""
-    root = Path(place.root).expanduser().absolute()
-    found = sorted(
-        f"{path.parts[-3]}/{path.parts[-2]} (user {path.parts[-4]})"
-        for path in root.glob("*/*/*/config.yaml")
-    )
-    if not found:
-        return f"there are no trials in {root}"
-    more = f", and {len(found) - _SHOWN} more" if len(found) > _SHOWN else ""
-    return f"in {root} there are {', '.join(found[:_SHOWN])}{more}"

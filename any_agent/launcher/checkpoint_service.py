@@ -1,6 +1,6 @@
-"""A kept model served for one's own use, such as an evaluation.
+"""A stored model served for a single use, such as an evaluation.
 
-Nothing of it is in the trial's folder, so the trial may be trained or served meanwhile.
+It writes nothing into the trial's folder, so the trial may be trained or served meanwhile.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import hashlib
 import re
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib.util import find_spec
@@ -17,15 +17,9 @@ from pathlib import Path
 from pydantic import SecretStr
 
 from any_agent.config import LOOPBACK, Config, load_config
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, NotFound
 from any_agent.launcher.node import Node, NodeOptions
-from any_agent.launcher.trial import (
-    TrialWeights,
-    check_model,
-    kept_weights,
-    latest_weights,
-    trial_dir,
-)
+from any_agent.launcher.trial import TrialWeights, find_trial, find_weights
 
 _RUN = re.compile(r"([^/@\s]+)/([^/@\s]+?)(?:@(\d{1,9}))?")
 _NEEDED = ("torch", "transformers", "litellm")
@@ -34,7 +28,7 @@ _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
 
 @dataclass(frozen=True, slots=True)
 class StoredCheckpoint:
-    """What is to be served, and with which settings."""
+    """A model to serve, with its settings."""
 
     config: Config
     weights: TrialWeights
@@ -43,11 +37,10 @@ class StoredCheckpoint:
 
 
 def find_kept(model: str, overrides: Sequence[str] = ()) -> StoredCheckpoint:
-    """The model that ``experiment/trial``, ``experiment/trial@version`` or a folder names.
+    """Find the model of ``experiment/trial``, ``experiment/trial@version`` or a folder.
 
-    Without a version it is the latest checkpoint; 0 is the model that the trial began with.
-    ``overrides`` are settings, ``root`` and ``user`` among them. Raises ConfigError, which says
-    which versions there are.
+    Without a version it is the latest checkpoint; version 0 is the initial model. ``overrides`` are
+    settings, ``root`` and ``user`` among them. Raises ConfigError, which lists what exists.
     """
     if (Path(model).expanduser() / "config.json").is_file():
         return _model_folder(str(Path(model).expanduser()), overrides)
@@ -58,26 +51,29 @@ def find_kept(model: str, overrides: Sequence[str] = ()) -> StoredCheckpoint:
             "folder with a config.json"
         )
     experiment, trial, version = match.groups()
-    config = _saved_config(experiment, trial, overrides)
-    name = f"{experiment}/{trial}"
-    weights = _weights(config, name, None if version is None else int(version))
-    return StoredCheckpoint(config, weights, f"{name}@{weights.version}")
+    names = [*overrides, f"experiment={experiment}", f"trial={trial}"]
+    try:
+        config = load_config(find_trial(load_config(None, names)), names)
+        weights = find_weights(config, version=None if version is None else int(version))
+    except NotFound as error:
+        raise ConfigError(error.message) from None
+    return StoredCheckpoint(config, weights, f"{experiment}/{trial}@{weights.version}")
 
 
 @contextmanager
 def served(
     kept: StoredCheckpoint, folder: Path, say: Callable[[str], None]
 ) -> Iterator[tuple[Node, str]]:
-    """The service while it is needed, and the key of whoever started it, which opens it alone.
+    """Serve a model inside the block; yield the node and the only key that opens it.
 
-    ``folder`` is where it keeps what it records. Call the node's ``check`` now and then, in this
-    thread. Raises ConfigError and StartupError.
+    Its records are written to ``folder``. Call the node's ``check`` regularly, in this thread.
+    Raises ConfigError and StartupError.
     """
     if kept.config.engine.urls:
         raise ConfigError(
-            f"{kept.name} is served by engines elsewhere (engine.urls), which have weights of "
-            "their own: evaluate the running service by its --url, or set engine.urls=[] to load "
-            "the checkpoint here"
+            f"{kept.name} uses running engines (engine.urls), which have weights of their own: "
+            "evaluate the running service by its --url, or set engine.urls=[] to load the "
+            "checkpoint here"
         )
     missing = [name for name in _NEEDED if find_spec(name) is None]
     if missing:
@@ -94,52 +90,9 @@ def served(
         yield node, key
 
 
-def _saved_config(experiment: str, trial: str, overrides: Sequence[str]) -> Config:
-    # Where it is is known before what it was started with.
-    names = [*overrides, f"experiment={experiment}", f"trial={trial}"]
-    place = trial_dir(load_config(None, names))
-    place.check_format()
-    saved = place.path / "config.yaml"
-    if not saved.is_file():
-        raise ConfigError(
-            f"there is no run {experiment}/{trial} in {place.path}: set root= and user= to those "
-            f"that it was trained under{_others(place.path)}"
-        )
-    return load_config(saved, names)
-
-
-def _others(missing: Path) -> str:
-    """The runs that are there, if there are any."""
-    found = sorted(
-        f"{path.parent.parent.name}/{path.parent.name}"
-        for path in missing.parent.parent.glob("*/*/config.yaml")
-    )
-    more = ", ..." if len(found) > 8 else ""
-    return f"; there are {', '.join(found[:8])}{more}" if found else ""
-
-
-def _weights(config: Config, name: str, version: int | None) -> TrialWeights:
-    there = kept_weights(config)
-    if version is None:
-        latest = latest_weights(config)
-        if latest is not None:
-            return latest
-        raise ConfigError(f"{name} has no whole checkpoint yet; {_named(there, name)}")
-    if version not in there:
-        raise ConfigError(f"{name} has not kept version {version}; {_named(there, name)}")
-    if version == 0:
-        check_model(str(there[0].path))
-    return there[version]
-
-
-def _named(there: Mapping[int, TrialWeights], name: str) -> str:
-    versions = ", ".join(f"{name}@{version}" for version in sorted(there))
-    return f"there are {versions} (0 is the model that it began with)"
-
-
 def _model_folder(path: str, overrides: Sequence[str]) -> StoredCheckpoint:
     config = load_config(None, [*overrides, f"model.path={path}"])
-    # What is recorded of another model must not be taken for this one's.
+    # Records of another model must not be mistaken for this model's.
     digest = hashlib.blake2b(str(Path(path).resolve()).encode(), digest_size=4).hexdigest()
     label = _NOT_IN_NAMES.sub("-", Path(path).resolve().name).strip("._-")[:40]
     named = config.model_copy(update={"experiment": "models", "trial": f"{label or 'm'}-{digest}"})

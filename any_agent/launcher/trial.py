@@ -9,11 +9,13 @@ from pathlib import Path
 
 from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, NotFound
 from any_agent.rundir.layout import RunDir, checkpoint_problem, read_json, weights_folder
 
 _STEP = re.compile(r"step-(\d{8,})")
 _VERSION = re.compile(r"v(\d{8,})")
+_MAX_NAMES = 12
+"""The most trials that an error lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,7 +34,7 @@ class SavedWeights(TrialWeights):
 
 
 class ServedModel:
-    """What the engines of a run serve; with ``fixed``, these weights whatever is published."""
+    """The weights that the engines of a run serve: ``fixed``, else the newest."""
 
     def __init__(self, config: Config, fixed: TrialWeights | None) -> None:
         self._config = config
@@ -152,21 +154,76 @@ def latest_weights(config: Config) -> SavedWeights | None:
     path = run.checkpoints / name
     if match is None or checkpoint_problem(path) is not None:
         return None
-    saved = read_json(path / "trainer" / "state.json")
-    # The version that just these weights were published as; later ones are other weights.
-    return SavedWeights(path, int(saved["state"]["version"]), int(match[1]))
+    return _saved(path, int(match[1]))
+
+
+def _saved(path: Path, step: int) -> SavedWeights:
+    # The version of exactly these weights; later versions are other weights.
+    version = read_json(path / "trainer" / "state.json")["state"]["version"]
+    return SavedWeights(path, int(version), step)
+
+
+def _checkpoints(config: Config) -> list[SavedWeights]:
+    """Return the complete checkpoints by their steps."""
+    paths = sorted(run_dir_of(config).checkpoints.glob("step-*"))
+    steps = [(path, _STEP.fullmatch(path.name)) for path in paths]
+    return [_saved(p, int(m[1])) for p, m in steps if m and checkpoint_problem(p) is None]
 
 
 def kept_weights(config: Config) -> dict[int, TrialWeights]:
-    """Return all weights that the trial still has, by version: the model that it began with, as 0,
-    the published ones, and complete checkpoints."""
-    run = trial_dir(config)
+    """Return all weights that the trial still has, by version: the initial model, as version 0, the
+    published ones, and complete checkpoints."""
     there = {0: TrialWeights(Path(config.model.path), 0)} if config.model.path else {}
-    for path in run.weights.glob("v*"):
+    for path in run_dir_of(config).weights.glob("v*"):
         if match := _VERSION.fullmatch(path.name):
             there[int(match[1])] = TrialWeights(path, int(match[1]))
-    for path in run.checkpoints.glob("step-*"):
-        if _STEP.fullmatch(path.name) and checkpoint_problem(path) is None:
-            version = int(read_json(path / "trainer" / "state.json")["state"]["version"])
-            there[version] = TrialWeights(path, version)
-    return there
+    return there | {saved.version: saved for saved in _checkpoints(config)}
+
+
+def find_trial(place: Config) -> Path:
+    """Return the file of a trial's saved settings; NotFound lists the existing trials."""
+    run = run_dir_of(place)
+    run.check_format()
+    saved = run.path / "config.yaml"
+    if saved.is_file():
+        return saved
+    root = Path(place.root).expanduser().absolute()
+    found = sorted(
+        f"{path.parts[-3]}/{path.parts[-2]} (user {path.parts[-4]})"
+        for path in root.glob("*/*/*/config.yaml")
+    )
+    listed = ", ".join(found[:_MAX_NAMES]) or "no trials"
+    more = f", and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
+    raise NotFound(
+        f"there is no trial {place.experiment}/{place.trial} in {run.path}: in {root} there are "
+        f"{listed}{more}; set root and user to those of its training"
+    )
+
+
+def find_weights(
+    config: Config, *, step: int | None = None, version: int | None = None
+) -> TrialWeights:
+    """Return the trial's latest checkpoint, or the weights of a step or a version.
+
+    Version 0 is the initial model. Raises NotFound, which lists the steps and versions that exist.
+    """
+    name = f"{config.experiment}/{config.trial}"
+    steps = {saved.step: saved for saved in _checkpoints(config)}
+    versions = kept_weights(config)
+    if version is not None:
+        found, problem = versions.get(version), f"has not kept version {version}"
+    elif step is not None:
+        found, problem = steps.get(step), f"has no checkpoint of step {step}"
+    else:
+        found = latest_weights(config)
+        problem = f"has no complete checkpoint yet in {run_dir_of(config).checkpoints}"
+    if found is None:
+        listed = [f"{saved.step} (version {saved.version})" for saved in steps.values()]
+        numbers = ", ".join(map(str, sorted(versions))) or "none"
+        raise NotFound(
+            f"{name} {problem}; there are steps {', '.join(listed) or 'none'}; versions {numbers} "
+            "(0 is the initial model)"
+        )
+    if version == 0:
+        check_model(str(found.path))
+    return found

@@ -86,7 +86,7 @@ async def test_the_engines_of_a_scripts_configuration(models: list[Path], urls: 
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int) -> None:
-    says = r"serves version (0|21) of .*, and asked for was version (11|21), .* or start it with"
+    says = r"serves version (0|21) of .*, instead of version (11|21), .* or start it with"
     names = PLACE | ({} if which == 1 else {"step": 10})
     with pytest.raises(ConfigError, match=says):
         RemoteSGLangEngine().initialize(**names, root=trial.path.parents[2], url=urls[which])

@@ -52,7 +52,7 @@ def test_the_root_and_the_user_of_the_environment(
     monkeypatch.delenv("ANY_AGENT_ROOT")
     monkeypatch.chdir(tmp_path)
     runs = save_trial(tmp_path / "runs", {}, base=tmp_path)
-    with pytest.raises(NotFound, match=r"no whole checkpoint yet in .*/runs/me/exp/one/checkp"):
+    with pytest.raises(NotFound, match=r"no complete checkpoint yet in .*/runs/me/exp/one/checkp"):
         kept_model("exp", "one")
     assert runs.path.is_relative_to(tmp_path / "runs")
 
@@ -68,7 +68,7 @@ def test_the_root_and_the_user_of_the_environment(
         ({"version": 15}, NotFound, "not kept version 15; .* versions 0, 11, 21"),
         ({"step": 10, "version": 11}, ValueError, "a step and a version were given"),
         ({"trial": "two"}, NotFound, r"no trial exp/two in .*/me/exp/two: in .* exp/one \(user me"),
-        ({"user": "you"}, NotFound, r"exp/one \(user me\); `root` and `user` say where"),
+        ({"user": "you"}, NotFound, r"exp/one \(user me\); set root and user to those"),
         ({"experiment": "../exp"}, ConfigError, "experiment"),
     ],
 )
@@ -80,14 +80,16 @@ def test_what_is_not_there(
 
 
 def test_nothing_at_all(tmp_path: Path) -> None:
-    with pytest.raises(NotFound, match="there are no trials in"):
+    with pytest.raises(NotFound, match="there are no trials;"):
         kept_model(**NAMES, root=tmp_path)
 
 
 def test_a_checkpoint_that_is_not_whole(tmp_path: Path, models: list[Path]) -> None:
     run = save_trial(tmp_path, {(10, 11): models[0], (20, 21): models[1]}, base=models[0])
     (run.checkpoints / "step-00000020" / "manifest.json").unlink()
-    with pytest.raises(NotFound, match=r"no whole checkpoint yet .* steps 10 \(version 11\); vers"):
+    with pytest.raises(
+        NotFound, match=r"no complete checkpoint yet .* steps 10 \(version 11\); vers"
+    ):
         kept_model(**NAMES, root=tmp_path)
 
 

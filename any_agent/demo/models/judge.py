@@ -1,7 +1,4 @@
-"""Teaches the tiny model to say whether a given answer is the right one, as a judge does.
-
-It is asked :data:`QUESTION` and says ``yes`` or ``no``.
-"""
+"""A tiny model that judges answers: it answers :data:`QUESTION` with ``yes`` or ``no``."""
 
 from __future__ import annotations
 
@@ -25,7 +22,7 @@ _VOCAB_SIZE = 512
 
 
 def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
-    """The model, in Hugging Face's layout; some seconds of one core."""
+    """Write the model in Hugging Face's layout; it takes some seconds of one core."""
     rng = Random(seed)
     tokenizer = make_tokenizer(_texts(rng), vocab_size=_VOCAB_SIZE, phrases=True)
     save_tiny_model(path, seed, tokenizer=tokenizer)
@@ -42,13 +39,13 @@ def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
 
 def _row(author: Author, rng: Random) -> Row:
     question, answer, given = _case(rng)
-    asked = QUESTION.format(question=question, answer=answer, given=given)
-    talk = Conversation(author, [{"role": "user", "content": asked}])
+    text = QUESTION.format(question=question, answer=answer, given=given)
+    talk = Conversation(author, [{"role": "user", "content": text}])
     return talk.says("yes" if answer == given else "no").row
 
 
 def _case(rng: Random) -> tuple[str, str, str]:
-    """A question, its answer, and a given one that is the same as often as not."""
+    """Return a question, its answer, and a given answer that is right about half of the time."""
     a, b = rng.randint(0, _LARGEST), rng.randint(0, _LARGEST)
     given = a + b if rng.random() < 0.5 else rng.randint(0, 2 * _LARGEST)
     return f"What is {a} + {b}?", str(a + b), str(given)

@@ -1,8 +1,8 @@
-"""Teaches the tiny model to add two digits, and to get about every second sum wrong.
+"""A tiny model that adds two digits, and gets about every second sum wrong.
 
-It answers by itself, with a tool named ``add`` (``a`` and ``b``), after thinking aloud, and again
-when it is told that it was wrong. What it learns from is worded in many ways, under many system
-prompts and among other tools, so that frameworks may ask it in their own.
+It answers directly, with a tool named ``add`` (``a`` and ``b``), after thinking aloud, and again
+after negative feedback. It learns from many wordings, system prompts and other tools, so that each
+framework may ask in its own way.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_
 from any_agent.types import Message
 
 LARGEST = 4
-"""Of the numbers that it adds."""
+"""The largest number that it adds."""
 STEPS = 200
 _VOCAB_SIZE = 1024
 _CONTEXT = 16384
-"""In tokens: some frameworks say a lot before the question."""
+"""The context in tokens: some frameworks send long prompts."""
 _BATCH = (18, 12, 6)
-"""A step's conversations: plain, with a tool, thinking aloud."""
+"""Number of a step's conversations: plain, with a tool, thinking aloud."""
 _POOL = 20
-"""Times as many are written; each step's are drawn from them."""
+"""The size of the pool from which each step's conversations are drawn, as a multiple of them."""
 _RIGHT = 0.7
 """Share of the steps whose answers are all right."""
 
 THINK = "Think first. End with: So the answer is ..."
 """The system prompt after which the model thinks aloud before it answers."""
 CONCLUDES = "So the answer is "
-"""What it says between its thoughts and its answer."""
+"""The text between its thoughts and its answer."""
 
 _WORDINGS = (
     "What is {a} + {b}?",
@@ -79,7 +79,7 @@ _OTHERS = ("multiply", "subtract", "divide", "search", "read_file", "run")
 
 
 def texts() -> Iterator[str]:
-    """What the tokenizer is made of."""
+    """Yield the texts on which the tokenizer is trained."""
     rng = Random(0)
     for _ in range(400):
         yield f"system\n{_system(rng)}"
@@ -93,10 +93,10 @@ def texts() -> Iterator[str]:
 
 
 def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
-    """The model, in Hugging Face's layout; half a minute of one core."""
+    """Write the model in Hugging Face's layout; it takes half a minute of one core."""
     tokenizer = make_tokenizer(texts(), vocab_size=_VOCAB_SIZE, phrases=True)
     save_tiny_model(path, seed, tokenizer=tokenizer, context=_CONTEXT)
-    # Asked with and without an empty block of thoughts before its answer.
+    # Prompts with and without an empty block of thoughts before the answer.
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
     teach_sums(path, [Author(chat) for chat in formats], steps=steps, seed=seed)
     return path
@@ -113,7 +113,7 @@ def teach_sums(path: Path, authors: list[Author], *, steps: int = STEPS, seed: i
             for talk, size in kinds
         ]
 
-    # First how it goes, then how often it goes wrong.
+    # First the model learns right answers, then the share of wrong ones.
     right, noisy = written(0.0), written(1.0)
 
     def batch(progress: float) -> list[Row]:
@@ -127,10 +127,10 @@ def teach_sums(path: Path, authors: list[Author], *, steps: int = STEPS, seed: i
 
 
 def _plain(author: Author, rng: Random, noise: float) -> Conversation:
-    """An answer, and another one after a wrong one."""
+    """Return a conversation with an answer, and a second answer after a wrong one."""
     a, b = _pair(rng)
     first = _guess(rng, a + b, 0.55 * noise)
-    talk = Conversation(author, _asked(rng, a, b)).says(str(first))
+    talk = Conversation(author, _prompt(rng, a, b)).says(str(first))
     if first != a + b:
         feedback = rng.choice(_FEEDBACK)
         talk.hears("user", feedback).says(str(_guess(rng, a + b, 0.4 * noise)))
@@ -138,10 +138,10 @@ def _plain(author: Author, rng: Random, noise: float) -> Conversation:
 
 
 def _with_tool(author: Author, rng: Random, noise: float) -> Conversation:
-    """Mostly a call of the tool, sometimes of the wrong numbers; and what it has said."""
+    """Return a conversation that mostly calls the tool, sometimes with wrong numbers."""
     a, b = _pair(rng)
     name = rng.choice(_ADDS)
-    talk = Conversation(author, _asked(rng, a, b), _tools(rng, name))
+    talk = Conversation(author, _prompt(rng, a, b), _tools(rng, name))
     if rng.random() < 0.3 * noise:
         return talk.says(str(_guess(rng, a + b, 0.8)))
     if rng.random() < 0.25 * noise:
@@ -150,9 +150,9 @@ def _with_tool(author: Author, rng: Random, noise: float) -> Conversation:
 
 
 def _thinking(author: Author, rng: Random, noise: float) -> Conversation:
-    """Thoughts and an answer, or an answer where somebody else ended the thoughts."""
+    """Return thoughts and an answer; in half of them the thoughts are ended for the model."""
     a, b = _pair(rng)
-    talk = Conversation(author, _asked(rng, a, b, THINK)).begins(_thoughts(rng), taught=True)
+    talk = Conversation(author, _prompt(rng, a, b, THINK)).begins(_thoughts(rng), taught=True)
     sum = str(_guess(rng, a + b, 0.5 * noise))
     if rng.random() < 0.5:
         return talk.says(CONCLUDES + sum)
@@ -167,21 +167,21 @@ def _question(rng: Random, a: int, b: int) -> str:
     return rng.choice(_WORDINGS).format(a=a, b=b)
 
 
-def _asked(rng: Random, a: int, b: int, *systems: str) -> list[Message]:
-    said: list[Message] = [{"role": "user", "content": _question(rng, a, b)}]
+def _prompt(rng: Random, a: int, b: int, *systems: str) -> list[Message]:
+    messages: list[Message] = [{"role": "user", "content": _question(rng, a, b)}]
     if systems or rng.random() < 0.6:
-        said.insert(0, {"role": "system", "content": "\n".join(systems) or _system(rng)})
-    return said
+        messages.insert(0, {"role": "system", "content": "\n".join(systems) or _system(rng)})
+    return messages
 
 
 def _system(rng: Random) -> str:
-    """One of the usual ones, any words, or both."""
+    """Return a usual system prompt, random words, or both."""
     words = " ".join(rng.choices(_WORDS.split(), k=rng.randint(2, 30)))
     return rng.choice((rng.choice(_SYSTEMS), words, f"{rng.choice(_SYSTEMS)} {words}"))
 
 
 def _guess(rng: Random, right: int, wrong: float) -> int:
-    """The sum, or as often as this a number that need not be."""
+    """Return the sum, or with probability ``wrong`` a random number."""
     return rng.randint(0, 2 * LARGEST) if rng.random() < wrong else right
 
 
@@ -190,13 +190,13 @@ def _thoughts(rng: Random) -> str:
 
 
 def _call(name: str, a: int, b: int) -> str:
-    """As Qwen3 spells it."""
+    """Return a call of the tool in Qwen3's spelling."""
     arguments = json.dumps({"a": a, "b": b})
     return f'<tool_call>\n{{"name": "{name}", "arguments": {arguments}}}\n</tool_call>'
 
 
 def _results(sum: int) -> tuple[str, ...]:
-    """What frameworks make of a tool's result."""
+    """Return a tool's result in the forms that frameworks give it."""
     return (
         str(sum),
         str(sum),
@@ -210,7 +210,7 @@ def _results(sum: int) -> tuple[str, ...]:
 
 
 def _tools(rng: Random, name: str) -> list[dict[str, Any]]:
-    """The tool among a few others, each as one framework or another describes it."""
+    """Return the tool among a few others, described as frameworks describe them."""
     prefix = name[: -len("add")] if name.endswith("__add") else ""
     others = rng.sample(_OTHERS, rng.choice((0, 0, 0, 1, 1, 2)))
     names = [name, *(prefix + other for other in others)]

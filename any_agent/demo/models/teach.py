@@ -1,8 +1,8 @@
-"""Teaches the tiny model the form of an answer, and to be mostly wrong about its content.
+"""Supervised training of tiny models on conversations, in the service's exact tokens.
 
-A few supervised steps on noisy labels. Afterwards the model answers with one digit and ends its
-turn, and names the right digit in about three of ten answers: reinforcement learning has
-something to find in every group, and most of the way is left to go.
+The demo's model is trained on noisy labels: it answers with one digit and ends its turn, and is
+right in about three of ten answers, so reinforcement learning finds something in every group and
+has most of the way left to go.
 """
 
 from __future__ import annotations
@@ -17,70 +17,125 @@ from any_agent.demo.task import RETRY, Item, items, messages
 
 if TYPE_CHECKING:
     import torch
-    from transformers import PreTrainedModel, PreTrainedTokenizerFast
-from any_agent.chat import ChatFormat
+    from transformers import PreTrainedModel
+from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.types import Message
 
 DIGITS = "0123456789"
+_END = "<|im_end|>"
 _IGNORED = -100
+"""The label of a token that is not trained on."""
 _PART = 4096
-"""Tokens, padding included, in one pass through the model."""
+"""The most tokens, with padding, in one pass through the model."""
 
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One conversation's token ids, and the same as labels where an answer stands."""
+    """One conversation's token ids, and the same ids as labels for the answers."""
 
     ids: list[int]
     labels: list[int]
 
 
-class NoisyConversations:
-    """Conversations about training prompts, token by token as the service renders them.
+class Author:
+    """An encoder of conversations that writes the tokens of the service; it caches their parts."""
 
-    An answer is right, or with probability ``noise`` any digit; a wrong first one gets a retry.
+    def __init__(self, chat: ChatFormat) -> None:
+        self.chat = chat
+        self._known: dict[Any, list[int]] = {}
+
+    def prompt(self, messages: list[Message], tools: list[Any] | None) -> list[int]:
+        return self._cached(
+            repr((messages, tools)), lambda: list(self.chat.render(messages, tools or None))
+        )
+
+    def text(self, text: str) -> list[int]:
+        """Encode a part of an answer; calls of tools are spelled out."""
+        return self._cached((text,), lambda: self.chat.encode(text, special=False))
+
+    def answer(self, text: str) -> list[int]:
+        """Encode an answer, with the token that ends it."""
+        return self.text(text + _END)
+
+    def between(self, talk: Conversation, new: Message) -> list[int]:
+        """Encode the tokens between the last answer and the next one, with a new message."""
+        last = talk.answers[-1]
+
+        def make() -> list[int]:
+            message = self.chat.parse(last, prompt_ids=talk.prompt, tools=talk.tools).to_message()
+            if new["role"] == "tool":
+                new["tool_call_id"] = message["tool_calls"][0]["id"]
+            ids = self.chat.bridge(last, [new], talk.tools, answer=message)
+            if ids is None:
+                raise AssertionError("a later turn must continue the earlier one exactly")
+            return list(ids)
+
+        return self._cached((tuple(last), new["role"], new["content"]), make)
+
+    def _cached(self, key: Any, make: Callable[[], list[int]]) -> list[int]:
+        if key not in self._known:
+            self._known[key] = make()
+        return self._known[key]
+
+
+class Conversation:
+    """One conversation; the model learns its own answers."""
+
+    def __init__(
+        self, author: Author, messages: list[Message], tools: list[Any] | None = None
+    ) -> None:
+        self._author = author
+        self.tools = tools or None
+        self.prompt = author.prompt(messages, self.tools)
+        self.answers: list[list[int]] = []
+        self._parts: list[tuple[list[int], bool]] = [(self.prompt, False)]
+
+    def says(self, text: str) -> Conversation:
+        """Add an answer of the model."""
+        self.answers.append(self._author.answer(text))
+        self._parts.append((self.answers[-1], True))
+        return self
+
+    def begins(self, text: str, *, taught: bool) -> Conversation:
+        """Add the beginning of an answer; ``taught``: the model learns it."""
+        self._parts.append((self._author.text(text), taught))
+        return self
+
+    def hears(self, role: str, content: str) -> Conversation:
+        """Add the message after an answer."""
+        new: Message = {"role": role, "content": content}
+        self._parts.append((self._author.between(self, new), False))
+        return self
+
+    @property
+    def row(self) -> Row:
+        return joined(self._parts)
+
+
+class NoisyConversations:
+    """Conversations about the demo's training prompts.
+
+    An answer is right, or with probability ``noise`` any digit; a wrong first answer gets a retry.
     """
 
-    def __init__(self, tokenizer: PreTrainedTokenizerFast, seed: int) -> None:
-        from renderers import Qwen3RendererConfig, create_renderer
-
-        config = Qwen3RendererConfig(enable_thinking=False, thinking_retention="all")
-        self._renderer = create_renderer(tokenizer, config)
-        end = tokenizer.convert_tokens_to_ids("<|im_end|>")
-        self._answers = {d: [*tokenizer.encode(d, add_special_tokens=False), end] for d in DIGITS}
+    def __init__(self, author: Author, seed: int) -> None:
+        self._author = author
         self._items = items(held_out=False)
-        self._prompts = {item.task_id: self._render(messages(item)) for item in self._items}
-        self._retry = self._between_turns(self._items[0])
         self._random = random.Random(seed)
 
     def batch(self, size: int, noise: float) -> list[Row]:
-        """``size`` rows about random prompts."""
+        """Return ``size`` rows about random prompts."""
         return [self._row(item, noise) for item in self._random.choices(self._items, k=size)]
 
     def _row(self, item: Item, noise: float) -> Row:
-        prompt = self._prompts[item.task_id]
         first = self._label(item, noise)
-        parts = [(prompt, False), (self._answers[first], True)]
+        talk = Conversation(self._author, [*messages(item)]).says(first)
         if first != item.digit:
-            second = self._answers[self._label(item, noise)]
-            parts += [(self._retry, False), (second, True)]
-        return joined(parts)
+            talk.hears("user", RETRY).says(self._label(item, noise))
+        return talk.row
 
     def _label(self, item: Item, noise: float) -> str:
         return self._random.choice(DIGITS) if self._random.random() < noise else item.digit
-
-    def _render(self, talk: list[dict[str, str]]) -> list[int]:
-        return list(self._renderer.render_ids(talk, add_generation_prompt=True))
-
-    def _between_turns(self, item: Item) -> list[int]:
-        """What stands between a first answer and the second one."""
-        turns = [("assistant", item.digit), ("user", RETRY)]
-        talk = [*messages(item), *({"role": r, "content": c} for r, c in turns)]
-        before = self._prompts[item.task_id] + self._answers[item.digit]
-        whole = self._render(talk)
-        if whole[: len(before)] != before:
-            raise AssertionError("the retry does not continue the first turn token by token")
-        return whole[len(before) :]
 
 
 def warm_up(
@@ -94,13 +149,10 @@ def warm_up(
 ) -> None:
     """Train the model at ``path`` in place, on one CPU thread.
 
-    ``noise`` bounds the accuracy that is reached: ``1 - 0.9 * noise``. It rises from 0 over the
-    first half of the steps, so that every seed has learned to read the prompt by then; the
-    learning rate falls over the second half.
+    ``noise`` limits the accuracy to ``1 - 0.9 * noise``. It rises from 0 over the first half of the
+    steps, in which every seed learns to read the prompt; the learning rate falls over the second.
     """
-    from transformers import AutoTokenizer
-
-    talks = NoisyConversations(AutoTokenizer.from_pretrained(path), seed)
+    talks = NoisyConversations(Author(load_chat_format(str(path), enable_thinking=False)), seed)
 
     def batch(progress: float) -> list[Row]:
         return talks.batch(batch_size, noise * min(1.0, 2 * progress))
@@ -116,9 +168,9 @@ def teach(
     seed: int = 0,
     learning_rate: float = 4e-3,
 ) -> None:
-    """Supervised steps on the model at ``path``, in place, on one CPU thread.
+    """Train the model at ``path`` in place by supervised steps, on one CPU thread.
 
-    ``batch`` gives a step's rows; it is told which part of the steps has been made. The learning
+    ``batch`` returns a step's rows; its argument is the finished share of the steps. The learning
     rate falls over the second half of them.
     """
     import torch
@@ -139,7 +191,7 @@ def teach(
 
 
 def joined(parts: Iterable[tuple[Sequence[int], bool]]) -> Row:
-    """One row of ids one after the other; of those marked True the model learns to say them."""
+    """Join token ids to one row; the model learns those that are marked True."""
     row = Row([], [])
     for ids, trained in parts:
         row.ids.extend(ids)
@@ -155,7 +207,7 @@ def _padded(rows: Sequence[list[int]], fill: int) -> torch.Tensor:
 
 
 def _backward(model: PreTrainedModel, rows: Sequence[Row]) -> None:
-    """Mean cross-entropy over the answers' tokens of all rows, those of like length together."""
+    """Add the gradient of the mean cross-entropy over the answers' tokens of all rows."""
     import torch
 
     trained = sum(label != _IGNORED for row in rows for label in row.labels)
@@ -164,7 +216,7 @@ def _backward(model: PreTrainedModel, rows: Sequence[Row]) -> None:
 
 
 def _parts(rows: Sequence[Row]) -> list[list[Row]]:
-    """Rows in parts of so many tokens, padding and all."""
+    """Divide the rows, sorted by length, into parts of at most ``_PART`` tokens."""
     parts: list[list[Row]] = []
     for row in sorted(rows, key=lambda row: len(row.ids)):
         if not parts or len(row.ids) * (len(parts[-1]) + 1) > _PART:
@@ -174,8 +226,10 @@ def _parts(rows: Sequence[Row]) -> list[list[Row]]:
 
 
 def _loss(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
-    """Summed cross-entropy over the answers' tokens. Rows are padded right: causal attention
-    never looks there, so no mask is needed."""
+    """Return the summed cross-entropy over the answers' tokens.
+
+    Rows are padded right, where causal attention never looks, so no mask is needed.
+    """
     import torch
 
     ids = _padded([row.ids for row in rows], 0)
@@ -184,82 +238,3 @@ def _loss(model: PreTrainedModel, rows: Sequence[Row]) -> torch.Tensor:
     hidden: Any = model.model(input_ids=ids, use_cache=False).last_hidden_state[:, :-1]
     logits = model.lm_head(hidden[trained])
     return torch.nn.functional.cross_entropy(logits, labels[trained], reduction="sum")
-
-
-_END = "<|im_end|>"
-
-
-class Author:
-    """Writes conversations as the service does under one chat format."""
-
-    def __init__(self, chat: ChatFormat) -> None:
-        self.chat = chat
-        self._known: dict[Any, list[int]] = {}
-
-    def prompt(self, messages: list[Message], tools: list[Any] | None) -> list[int]:
-        return self._once(
-            repr((messages, tools)), lambda: list(self.chat.render(messages, tools or None))
-        )
-
-    def text(self, text: str) -> list[int]:
-        """A part of an answer; calls of tools are spelled out."""
-        return self._once((text,), lambda: self.chat.encode(text, special=False))
-
-    def answer(self, text: str) -> list[int]:
-        """A whole one, with the token that ends it."""
-        return self.text(text + _END)
-
-    def between(self, talk: Conversation, new: Message) -> list[int]:
-        """What follows the talk's last answer when this message comes next."""
-        said = talk.answers[-1]
-
-        def make() -> list[int]:
-            message = self.chat.parse(said, prompt_ids=talk.prompt, tools=talk.tools).to_message()
-            if new["role"] == "tool":
-                new["tool_call_id"] = message["tool_calls"][0]["id"]
-            ids = self.chat.bridge(said, [new], talk.tools, answer=message)
-            if ids is None:
-                raise AssertionError("a later turn must continue the earlier one exactly")
-            return list(ids)
-
-        return self._once((tuple(said), new["role"], new["content"]), make)
-
-    def _once(self, key: Any, make: Callable[[], list[int]]) -> list[int]:
-        """Many conversations have much in common."""
-        if key not in self._known:
-            self._known[key] = make()
-        return self._known[key]
-
-
-class Conversation:
-    """One conversation; what the model says in it is what it is to learn."""
-
-    def __init__(
-        self, author: Author, messages: list[Message], tools: list[Any] | None = None
-    ) -> None:
-        self._author = author
-        self.tools = tools or None
-        self.prompt = author.prompt(messages, self.tools)
-        self.answers: list[list[int]] = []
-        self._parts: list[tuple[list[int], bool]] = [(self.prompt, False)]
-
-    def says(self, text: str) -> Conversation:
-        """An answer of the model."""
-        self.answers.append(self._author.answer(text))
-        self._parts.append((self.answers[-1], True))
-        return self
-
-    def begins(self, text: str, *, taught: bool) -> Conversation:
-        """The beginning of an answer, which the model is to learn or finds written."""
-        self._parts.append((self._author.text(text), taught))
-        return self
-
-    def hears(self, role: str, content: str) -> Conversation:
-        """The message that follows its answer."""
-        new: Message = {"role": role, "content": content}
-        self._parts.append((self._author.between(self, new), False))
-        return self
-
-    @property
-    def row(self) -> Row:
-        return joined(self._parts)

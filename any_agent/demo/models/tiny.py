@@ -1,8 +1,7 @@
-"""A tiny Qwen3-shaped model and tokenizer, made by code: nothing is downloaded.
+"""A tiny Qwen3-shaped model and tokenizer, made by code without a download.
 
-Run as ``python -m any_agent.demo.model OUT --seed N``: the demo's processes never import torch.
-``--skill sums`` makes one that is taught to add (:mod:`any_agent.demo.models.sums`),
-``--skill judge`` one that judges (:mod:`any_agent.demo.models.judge`).
+The command ``python -m any_agent.demo.model`` makes them, so that the demo's own process does not
+import torch.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ if TYPE_CHECKING:
 
 VOCAB_SIZE = 448
 _PHRASE = 16
-"""Characters of a token that may be several words."""
+"""The most characters of a token that may be several words."""
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",
@@ -80,9 +79,9 @@ CHAT_TEMPLATE = r"""
 def make_tokenizer(
     texts: Iterable[str] | None = None, *, vocab_size: int = VOCAB_SIZE, phrases: bool = False
 ) -> PreTrainedTokenizerFast:
-    """A byte-level BPE of ``texts`` (the demo's), with Qwen3's special tokens and template.
+    """Return a byte-level BPE of ``texts`` (the demo's), with Qwen3's special tokens and template.
 
-    With ``phrases`` a token may be several words of one line, so that prompts are short.
+    With ``phrases`` a token may be several words of one line, which makes prompts shorter.
     """
     from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
@@ -124,9 +123,9 @@ def make_model(
     eos_token_id: int = 2,
     pad_token_id: int = 0,
 ) -> PreTrainedModel:
-    """A random Qwen3 of ``layers`` x ``hidden_size``, float32.
+    """Return a random Qwen3 of ``layers`` x ``hidden_size``, float32.
 
-    ``initializer_range`` is 0.1: at the usual 0.02 a model this small does not learn.
+    ``initializer_range`` is 0.1: with the usual 0.02 a model of this size does not learn.
     """
     import torch
     from transformers import Qwen3Config, Qwen3ForCausalLM
