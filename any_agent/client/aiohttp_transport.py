@@ -18,6 +18,8 @@ from urllib.request import getproxies, proxy_bypass
 
 import httpx
 
+from any_agent.errors import ConfigError
+
 if TYPE_CHECKING:
     import aiohttp
     from yarl import URL
@@ -114,7 +116,9 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                 proxy=self._proxy(target),
                 ssl=self._context(target),
             )
-            response = await stack.enter_async_context(sending)
+            # aiohttp's own limits begin when the whole request is sent.
+            async with asyncio.timeout(None if self._bounded else _CONNECT_TIMEOUT + timeout):
+                response = await stack.enter_async_context(sending)
             body = await (self._read_bounded(response) if self._bounded else response.read())
             return Response(response.status, response.headers, body)
 
@@ -129,19 +133,22 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         target = _parse_url(str(request.url))
         content = await request.aread()
         items = request.headers.multi_items()
+        phases = [timeouts.get(phase) for phase in ("connect", "write", "read")]
+        sent_within = None if None in phases else sum(phases)
         with _httpx_errors(timeouts.get("read")):
-            response = await self._open_session().request(
-                request.method,
-                target,
-                data=content or None,
-                headers=[(k, v) for k, v in items if k.lower() != "transfer-encoding"],
-                timeout=limit,
-                allow_redirects=False,
-                skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
-                auto_decompress=False,
-                proxy=self._proxy(target),
-                ssl=self._context(target),
-            )
+            async with asyncio.timeout(sent_within):
+                response = await self._open_session().request(
+                    request.method,
+                    target,
+                    data=content or None,
+                    headers=[(k, v) for k, v in items if k.lower() != "transfer-encoding"],
+                    timeout=limit,
+                    allow_redirects=False,
+                    skip_auto_headers=("Accept", "Accept-Encoding", "Content-Type", "User-Agent"),
+                    auto_decompress=False,
+                    proxy=self._proxy(target),
+                    ssl=self._context(target),
+                )
         return httpx.Response(
             response.status,
             headers=list(response.raw_headers),
@@ -166,7 +173,10 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         return self._session
 
     def _context(self, url: URL) -> ssl.SSLContext | bool:
-        return (self._tls or tls_context()) if url.scheme == "https" else True
+        if url.scheme != "https" or (self._tls is None and not self._owns_session):
+            # The connector of the caller's session may have a context of its own.
+            return True
+        return self._tls or tls_context()
 
     def _proxy(self, url: URL) -> str | None:
         if not self._trust_env:
@@ -175,7 +185,8 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         if origin not in self._proxies:
             named = getproxies()
             proxy = named.get(url.scheme) or named.get("all")
-            self._proxies[origin] = None if proxy_bypass(url.authority) else proxy
+            bypassed = not proxy or proxy_bypass(url.authority)
+            self._proxies[origin] = None if bypassed else _proxy_url(str(proxy))
         return self._proxies[origin]
 
     async def _read_bounded(self, response: aiohttp.ClientResponse) -> bytes:
@@ -218,6 +229,18 @@ def _parse_url(url: str) -> URL:
     if target.scheme not in ("http", "https") or not target.host:
         raise httpx.UnsupportedProtocol("the URL has neither http:// nor https://, or no host")
     return target
+
+
+def _proxy_url(named: str) -> str:
+    """Return the URL of a proxy as an environment variable names it, `host:port` included."""
+    url = named if "://" in named else f"http://{named}"
+    scheme = url.partition("://")[0].lower()
+    if scheme not in ("http", "https"):
+        raise ConfigError(
+            f"the environment names a {scheme} proxy, and this client supports HTTP proxies only: "
+            "set HTTPS_PROXY or HTTP_PROXY to one, or NO_PROXY to the service's host"
+        )
+    return url
 
 
 @contextmanager

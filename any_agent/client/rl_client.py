@@ -389,7 +389,8 @@ class RLClient:
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
-                if (wait := _quota_wait(response)) and backoff.allows(wait):
+                wait = _requested_wait(response, repeatable=bool(once or repeatable))
+                if wait and backoff.allows(wait):
                     await backoff.wait_at_least(wait)
                     continue
                 lost = response.status_code in _LOST_OR_UNREACHABLE
@@ -449,12 +450,17 @@ def _require_our_api(response: Response, url: str | None) -> None:
     )
 
 
-def _quota_wait(response: Response) -> float | None:
-    """Return the seconds until the tenant's quota admits the request; None for other responses."""
+def _requested_wait(response: Response, *, repeatable: bool) -> float | None:
+    """Return the seconds after which a request that a rate limit refused (429) may be repeated.
+
+    The limit is a tenant's quota, or that of a gateway before the service. None for the service's
+    other refusals.
+    """
     if response.status_code != 429:
         return None
     error = errors.from_response(429, response.content, response.headers.get("retry-after"))
-    return error.retry_after if error.code == "quota_exceeded" else None
+    by_gateway = repeatable and API_HEADER not in response.headers
+    return error.retry_after if error.code == "quota_exceeded" or by_gateway else None
 
 
 def _path_of(session_id: str) -> str:

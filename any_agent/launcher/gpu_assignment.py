@@ -25,7 +25,8 @@ def require_devices(config: Config, *, trains: bool) -> None:
     for name, device in wanted.items():
         if device == "cuda" and not sees_gpu():
             raise ConfigError(f"{name}=cuda, but there is no GPU {_where()}; use cpu or auto")
-    owns_gpus = engine_kind(config).owns_gpus and not config.engine.urls
+    # With engine.urls the kind may be one that only a plugin knows.
+    owns_gpus = not config.engine.urls and engine_kind(config).owns_gpus
     if owns_gpus and config.engine.gpus > 1 and not sees_gpu():
         raise ConfigError(f"engine.gpus={config.engine.gpus}, but there is no GPU {_where()}")
 

@@ -54,17 +54,14 @@ class ProxyWorkflow(RolloutWorkflow):
     def __init__(
         self, source: RLClient | ProxyApp | str, *, owner: str | None = None, poll: float = 30.0
     ) -> None:
-        if isinstance(source, str):
-            source = RLClient(source, admin_key=os.environ.get(SECRET_VARIABLES[0]))
-        if not callable(getattr(source, "lease", None)):
+        if not isinstance(source, str) and not callable(getattr(source, "lease", None)):
             raise ConfigError(
                 f"ProxyWorkflow cannot take episodes from a {type(source).__name__}: give it the "
                 "app of proxy_ext.app.create_app, an RLClient, or a service's URL"
             )
         self.owner = owner or f"workflow-{uuid.uuid4().hex[:12]}"
         self._poll = poll
-        self._client = source if isinstance(source, RLClient) else None
-        self._app = None if isinstance(source, RLClient) else source
+        self._source = source
         self._returned: deque[Episode] = deque()
         """Episodes whose receiver was cancelled while they were delivered."""
 
@@ -80,17 +77,24 @@ class ProxyWorkflow(RolloutWorkflow):
                 "ProxyWorkflow takes no item, as its agents have their own tasks: call "
                 "arun_episode(engine, None)"
             )
-        if self._client is not None:
-            while True:
-                packed = await self._client.lease(owner=self.owner, wait=self._poll)
-                if packed is not None:
-                    return unpack_trajectories(packed)
-        assert self._app is not None
-        if engine is not None and engine is not self._app.engine:
+        if isinstance(self._source, str):
+            # Nothing would close a client that lived longer than the episode's lease.
+            key = os.environ.get(SECRET_VARIABLES[0])
+            async with RLClient(self._source, admin_key=key) as client:
+                return await self._leased(client)
+        if isinstance(self._source, RLClient):
+            return await self._leased(self._source)
+        if engine is not None and engine is not self._source.engine:
             raise ConfigError(
                 "this is not the engine that the app samples with: give app.engine, or None"
             )
-        return await self._receive(self._app)
+        return await self._receive(self._source)
+
+    async def _leased(self, client: RLClient) -> Episode:
+        while True:
+            packed = await client.lease(owner=self.owner, wait=self._poll)
+            if packed is not None:
+                return unpack_trajectories(packed)
 
     async def _receive(self, app: ProxyApp) -> Episode:
         """Return a group whose leases have ended; when cancelled, leave none of its leases."""

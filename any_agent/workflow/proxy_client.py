@@ -205,7 +205,16 @@ class OpenAIProxyClient:
     async def _call(self, path: str, body: dict[str, Any], **how: Any) -> dict[str, Any]:
         """Send a request that takes effect once, however often it is sent; return its answer."""
         response = await self._client.request("POST", path, body, once=True, base="", **how)
-        return dict(json.loads(response.content))
+        try:
+            answer = json.loads(response.content)
+        except ValueError:
+            answer = None
+        if not isinstance(answer, dict):
+            raise errors.WrongService(
+                f"the server at {self.base_url} (status {response.status_code}) did not answer "
+                "with a JSON object: check the URL"
+            )
+        return answer
 
 
 def task_name(task: object) -> str:

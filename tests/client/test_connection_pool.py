@@ -5,11 +5,14 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 
+import aiohttp
 import httpx
 import pytest
 from aiohttp import web
+from yarl import URL
 
-from any_agent.client.aiohttp_transport import AiohttpTransport
+from any_agent.client.aiohttp_transport import AiohttpTransport, tls_context
+from any_agent.errors import ConfigError
 
 
 class Counting:
@@ -101,11 +104,39 @@ async def test_proxies_of_the_environment(
         except httpx.ConnectError:
             assert not found
         await transport.aclose()
+    monkeypatch.setenv("http_proxy", server.url.removeprefix("http://"))
+    transport = AiohttpTransport(trust_env=True)
+    assert (await transport.request("GET", url, headers={}, timeout=5)).content == b"/a"
+    await transport.aclose()
+    monkeypatch.setenv("http_proxy", "socks5://user:secret@127.0.0.1:1080")
+    with pytest.raises(ConfigError, match="names a socks5 proxy") as refused:
+        await AiohttpTransport(trust_env=True).request("GET", url, headers={}, timeout=5)
+    assert "secret" not in str(refused.value)
     monkeypatch.setenv("no_proxy", "service.invalid")
     transport = AiohttpTransport(trust_env=True)
     with pytest.raises(httpx.ConnectError):
         await transport.request("GET", url, headers={}, timeout=5)
     await transport.aclose()
+
+
+async def test_a_server_that_stops_reading() -> None:
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        await asyncio.sleep(60)
+
+    body, limits = b"x" * (64 << 20), httpx.Timeout(0.2)
+    async with await asyncio.start_server(answer, "127.0.0.1", 0) as server:
+        url = f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}"
+        async with httpx.AsyncClient(transport=AiohttpTransport(), timeout=limits) as http:
+            with pytest.raises(httpx.ReadTimeout):
+                await asyncio.wait_for(http.post(url, content=body), 20)
+
+
+async def test_a_session_of_the_caller_keeps_its_own_authorities() -> None:
+    async with aiohttp.ClientSession() as session:
+        theirs = AiohttpTransport(session=session)
+        assert theirs._context(URL("https://service")) is True
+    assert AiohttpTransport()._context(URL("https://service")) is tls_context()
 
 
 async def test_a_compressed_body_is_decoded_by_the_client() -> None:

@@ -58,7 +58,8 @@ def started(version: str | None = API_VERSION) -> httpx.Response:
 
 def full(retry_after: str = "1") -> httpx.Response:
     error = {"error": {"message": "no slot", "code": "no_capacity"}}
-    return httpx.Response(429, json=error, headers={"Retry-After": retry_after})
+    headers = {"Retry-After": retry_after, API_HEADER: API_VERSION}
+    return httpx.Response(429, json=error, headers=headers)
 
 
 async def test_paths_and_keys() -> None:
@@ -272,7 +273,8 @@ async def test_a_503_is_asked_again_until_the_deadline(
 
 def over_quota(retry_after: str) -> httpx.Response:
     error = {"error": {"message": "used up", "code": "quota_exceeded", "quota": "requests"}}
-    return httpx.Response(429, json=error, headers={"Retry-After": retry_after})
+    headers = {"Retry-After": retry_after, API_HEADER: API_VERSION}
+    return httpx.Response(429, json=error, headers=headers)
 
 
 async def test_a_quota_is_waited_for_as_long_as_it_says(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -287,6 +289,18 @@ async def test_a_quota_is_waited_for_as_long_as_it_says(monkeypatch: pytest.Monk
     with pytest.raises(TooManyRequests) as raised:
         await client.lease(owner="o", wait=0)
     assert (raised.value.code, raised.value.retry_after, len(seen)) == ("quota_exceeded", 40, 1)
+
+
+async def test_a_gateways_limit_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Clock(monkeypatch)
+    limited = httpx.Response(429, text="slow down", headers={"Retry-After": "3"})
+    client, seen = client_with(limited, httpx.Response(200, content=b"{}"), retry_for=30)
+    await client.request("POST", "/ack", {}, repeatable=True)
+    assert len(seen) == 2 and clock.now >= 3
+    client, seen = client_with(limited, retry_for=30)
+    with pytest.raises(TooManyRequests):
+        await client.request("POST", "/ack", {})
+    assert len(seen) == 1
 
 
 async def test_a_503_may_hide_that_sessions_were_leased() -> None:

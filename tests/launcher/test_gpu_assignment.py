@@ -40,6 +40,9 @@ def test_what_is_not_started_here_needs_none(monkeypatch: pytest.MonkeyPatch) ->
     devices.require_devices(settings("train.device=cuda"), trains=False)
     elsewhere = settings("engine.device=cuda", "engine.urls=[http://10.0.0.1:3, http://10.0.0.2:3]")
     devices.require_devices(elsewhere, trains=True)
+    one = ("engine.urls=[http://10.0.0.1:3]", "server.ranks=1")
+    plugins = settings("engine.kind=complete", *one)
+    devices.require_devices(plugins, trains=True)
 
 
 def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -5,7 +5,7 @@ import asyncio
 import pytest
 
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, ServiceUnavailable
 from any_agent.record import pack_trajectories
 from any_agent.types import Trajectory
 from any_agent.workflow import ProxyWorkflow, RolloutWorkflow
@@ -62,6 +62,14 @@ async def test_it_takes_no_items_of_a_dataset_and_names_itself() -> None:
     assert workflow.owner != ProxyWorkflow(client).owner
 
 
-def test_it_takes_a_url() -> None:
-    workflow = ProxyWorkflow("http://127.0.0.1:9/v1", owner="me")
-    assert workflow._client is not None and workflow._client.url == "http://127.0.0.1:9"
+async def test_it_takes_a_url(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[RLClient] = []
+
+    async def lease(client: RLClient, *, owner: str, wait: float) -> bytes:
+        used.append(client)
+        raise ServiceUnavailable(f"{client.url} {owner}")
+
+    monkeypatch.setattr(RLClient, "lease", lease)
+    with pytest.raises(ServiceUnavailable, match=r"http://127\.0\.0\.1:9 me"):
+        await ProxyWorkflow("http://127.0.0.1:9/v1", owner="me").arun_episode(None, None)
+    assert len(used) == 1

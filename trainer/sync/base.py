@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import time
 from collections.abc import Callable, Collection, Coroutine, Iterator
@@ -12,6 +13,7 @@ from typing import Any, Protocol, TypeVar
 from torch import Tensor
 
 from any_agent.errors import EngineUnavailable, ServiceUnavailable
+from any_agent.protocol.rl import RunInfo
 from any_agent.rollout import RankClients
 
 log = logging.getLogger(__name__)
@@ -94,14 +96,23 @@ class WeightSync:
     def repair(self, ranks: RankClients, new: NewWeights) -> None:
         """Give the weights to the ranks that sample with others, after an engine's restart."""
 
-        async def served() -> list[int]:
-            infos = await ranks.all(lambda rank: ranks.clients[rank].run_info())
-            return [info.version for info in infos]
+        async def served() -> list[RunInfo | BaseException]:
+            asked = (client.run_info() for client in ranks.clients)
+            return await asyncio.gather(*asked, return_exceptions=True)
 
-        stale = {rank: v for rank, v in enumerate(self.wait(served())) if v != new.version}
-        for rank, version in stale.items():
-            log.warning("rank %d samples with version %d, not %d", rank, version, new.version)
-        self._bring(ranks, stale.keys(), new)
+        stale, failures = [], []
+        for rank, info in enumerate(self.wait(served())):
+            if isinstance(info, BaseException):
+                failures.append(info)
+            elif info.version != new.version:
+                stale.append(rank)
+                log.warning(
+                    "rank %d samples with version %d, not %d", rank, info.version, new.version
+                )
+        # A rank that does not answer must not keep the others from their weights.
+        self._bring(ranks, stale, new)
+        for failure in failures:
+            raise failure
 
     def close(self) -> None:
         """Release the resources that the engines share with this process."""

@@ -175,7 +175,9 @@ class ProgramGroup:
                 interrupt_reason="any-agent run was interrupted",
             )
             try:
-                await self._attempts.run_attempt(attempt)
+                outcome = await self._attempts.run_attempt(attempt)
+                if run.state == "not started":
+                    run.state, run.error = "failed", outcome.result.error
             except asyncio.CancelledError:
                 if run.session_id is not None and run.state != "finalized":
                     run.state = "interrupted"

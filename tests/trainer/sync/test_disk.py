@@ -238,3 +238,20 @@ async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]
         sync = DiskSync(on_this_loop, load_timeout=30)
         await asyncio.to_thread(sync.repair, fleet, SEVEN)
     assert [client.events for client in fleet.clients] == [[], WHOLE]
+
+
+async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fleet = Fleet(*engines)
+
+    async def away() -> Any:
+        raise ServiceUnavailable("rank 0 does not answer")
+
+    monkeypatch.setattr(fleet.clients[0], "run_info", away)
+    async with engines[0].serve(), engines[1].serve():
+        HERE.set(asyncio.get_running_loop())
+        sync = DiskSync(on_this_loop, load_timeout=30)
+        with pytest.raises(ServiceUnavailable):
+            await asyncio.to_thread(sync.repair, fleet, SEVEN)
+    assert [client.events for client in fleet.clients] == [[], WHOLE]
