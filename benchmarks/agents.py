@@ -1,4 +1,4 @@
-"""What `loop.py` and `staleness.py` share: scripted agents and the service that they use.
+"""Scripted agents and the service that they use, for `loop.py` and `staleness.py`.
 
 Agents are coroutines of this process over raw aiohttp, so that they take little of the machine.
 """
@@ -23,20 +23,20 @@ from any_agent.launcher import Node
 
 Talk = list[dict[str, Any]]
 Job = tuple[Item, str]
-"""What to ask, and the group to do it in; "" for an eval session."""
+"""The questions, and the group of each; "" for an eval session."""
 _MOST_REFUSALS = 20
 _LOOK_EVERY = 0.1
 
 
 class Service:
-    """The service as an agent sees it; every call raises the AnyAgentError that it answered."""
+    """An agent's client of the service; every call raises the AnyAgentError of its answer."""
 
     def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
         self._http = http
         self._url = url
 
     async def open(self, item: Item, group: str) -> tuple[str, Talk]:
-        """Open a session, waiting for a slot: its key, and the talk so far."""
+        """Open a session, waiting for a slot; return its key and its conversation so far."""
         opening: dict[str, Any] = {"mode": "eval", "task_id": item.task_id}
         if group:
             opening |= {"mode": "train", "group_id": group, "group_size": GROUP_SIZE, "wait": 60}
@@ -51,7 +51,7 @@ class Service:
         raise AssertionError
 
     async def ask(self, key: str, talk: Talk) -> str:
-        """The next answer, which becomes part of the talk."""
+        """Get the next answer and append it to the conversation."""
         body = {"model": "policy", "messages": talk}
         answer = await self._post("/v1/chat/completions", body, key)
         text = answer["choices"][0]["message"]["content"] or ""
@@ -78,7 +78,7 @@ class Service:
 
 @asynccontextmanager
 async def service(node: Node) -> AsyncIterator[Service]:
-    """The node's service; connections without limit."""
+    """Open a client of the node's service, without a limit of connections."""
     timeout = aiohttp.ClientTimeout(total=180)
     connector = aiohttp.TCPConnector(limit=0)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
@@ -89,7 +89,7 @@ async def service(node: Node) -> AsyncIterator[Service]:
 async def load(
     work: Callable[[], Coroutine[Any, Any, None]], agents: int
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """So many agents at ``work`` at once, as one task; stopped with the context."""
+    """Run ``count`` agents at ``work`` at once, as one task; stop them with the context."""
 
     async def crowd() -> None:
         async with asyncio.TaskGroup() as tasks:
@@ -111,9 +111,9 @@ async def look_after(
     *,
     until: Callable[[], bool] | None = None,
 ) -> None:
-    """Let the load run for so long, or ``until`` something holds, which must not take longer.
+    """Let the load run for ``seconds``, or ``until`` a condition holds, within ``seconds``.
 
-    Raises what an agent or the service failed with.
+    Raises the error of an agent or of the service.
     """
     loop = asyncio.get_running_loop()
     deadline = loop.time() + seconds
@@ -136,14 +136,14 @@ def _end_of_log(node: Node, part: str) -> str:
 
 
 def groups(items: list[Item]) -> Iterator[Job]:
-    """Each item once for every member of a group; again and again, in new groups."""
+    """Yield each item once for every member of a group, endlessly, in new groups."""
     for number, item in enumerate(itertools.cycle(items)):
         for _ in range(GROUP_SIZE):
             yield item, f"{item.task_id}-{number}"
 
 
 def make_model(folder: Path, seed: int) -> None:
-    """The demo's warmed-up model, in a process of its own."""
+    """Make the demo's warmed-up model in a process of its own."""
     log = folder.with_suffix(".log")
     command = ["-m", "any_agent.demo.model", str(folder), "--seed", str(seed)]
     # More threads than free cores cost such a small model ten times the time.

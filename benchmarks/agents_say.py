@@ -1,4 +1,4 @@
-"""What an agent sends and gets in each API, for `proxy.py`."""
+"""The requests and answers of an agent in each API, for `proxy.py`."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _ENDS = {
 
 @dataclass(slots=True)
 class Talk:
-    """One conversation and the key that it is held under."""
+    """One conversation and its session's key."""
 
     session: str
     key: str
@@ -32,7 +32,7 @@ class Talk:
 
 
 def body_of(contender: Contender, talk: Talk, size: int, *, stream: bool) -> bytes:
-    """A request's body."""
+    """Return a request's body."""
     body: dict[str, Any] = {"model": "policy"}
     match contender.api:
         case "chat":
@@ -50,7 +50,7 @@ def body_of(contender: Contender, talk: Talk, size: int, *, stream: bool) -> byt
 
 
 def added(contender: Contender, answer: bytes) -> list[Message]:
-    """What an agent appends of an answer, as it got it."""
+    """Return the part of an answer that an agent appends, unchanged."""
     body = orjson.loads(answer)
     match contender.api:
         case "chat":
@@ -63,5 +63,5 @@ def added(contender: Contender, answer: bytes) -> list[Message]:
 
 
 def ended(contender: Contender, stream: bytes) -> bool:
-    """Whether a stream came to its end."""
+    """Return True if a stream came to its end."""
     return _ENDS[contender.api] in stream

@@ -1,8 +1,9 @@
 """Compare the benchmarks' ratios with the last ones kept: ``python benchmarks/check.py``.
 
 Each benchmark's quick form runs once. A ratio is ours over a peer's figure of the same run, so that
-it means the same on another machine; lower is better. What became worse by more than 15 % is named,
-and the exit code is 1. ``--record`` adds the figures to benchmarks/history.jsonl instead.
+it means the same on another machine; lower is better. Ratios that became worse by more than
+15 % are named, and the exit code is 1. ``--record`` adds the figures to benchmarks/history.jsonl
+instead.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ NAMES = (
     "loop",
 )
 TIMEOUT = 1800
-"""Seconds; for one benchmark."""
+"""Seconds for one benchmark."""
 
 
 def run(name: str, form: str) -> dict[str, float]:

@@ -1,4 +1,4 @@
-"""What the benchmarks share: processes and their CPU and memory, medians, one line on the machine.
+"""Shared parts of the benchmarks: processes, their CPU and memory, medians, a line on the machine.
 
 The figures of interest are CPU seconds of one process, not wall time: other load on the machine
 then changes them little.
@@ -31,7 +31,9 @@ def parser(doc: str | None) -> argparse.ArgumentParser:
     lines = (doc or "").splitlines()
     made = argparse.ArgumentParser(description=lines[0] if lines else "")
     made.add_argument("--quick", action="store_true", help="fewer rounds")
-    made.add_argument("--smoke", action="store_true", help="seconds: show that it runs at all")
+    made.add_argument(
+        "--smoke", action="store_true", help="take seconds, to show that it runs at all"
+    )
     made.add_argument("--json", type=Path, help="write the ratios to this file, too")
     return made
 
@@ -42,13 +44,13 @@ def ratio(name: str, ours: float, peer: float) -> None:
 
 
 def finish(arguments: argparse.Namespace) -> None:
-    """Write what :func:`ratio` recorded to the file that was asked for."""
+    """Write the ratios that :func:`ratio` recorded to the requested file."""
     if arguments.json is not None:
         arguments.json.write_text(json.dumps(RATIOS) + "\n")
 
 
 def cpu_seconds(pid: int) -> float:
-    """User + system time of a process, all its threads, without its children."""
+    """Return the user + system time of a process with all threads, without its children."""
     try:
         # The kernel's clock of that process (clock_getcpuclockid), to the nanosecond.
         return time.clock_gettime(((~pid) << 3) | 2)
@@ -66,7 +68,7 @@ def median(values: Iterable[float]) -> float:
 
 
 def machine() -> str:
-    """Date, interpreter and cores: what a table needs beside it."""
+    """Return the date, interpreter and cores, for a line beside a table."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     return f"{time.strftime('%Y-%m-%d')}, Python {platform.python_version()}, {cores} cores"
 
@@ -78,7 +80,7 @@ def child(
     environment: Mapping[str, str] | None = None,
     program: str = sys.executable,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """``PROGRAM COMMAND`` with its output in ``log``, ended with the context."""
+    """Run ``PROGRAM COMMAND`` with its output in ``log``; end it with the context."""
     with open(log, "ab") as out:
         process = subprocess.Popen(
             [program, *command],

@@ -4,8 +4,8 @@ The same prompts (128 tokens) and 64 new tokens each, sampled at temperature 1, 
 one thread for the model, a random model of 0.85 M parameters. ``generate`` gets all prompts as one
 batch, which is its best case; the engine gets them as separate requests at the same time, in one
 process and over HTTP (a server in its own process). Rounds are interleaved and the medians shown,
-because machines are noisy. CPU seconds are of all threads of the engine's process; over HTTP the
-client's are not counted.
+because machines are noisy. CPU seconds are those of all threads of the engine's process; over HTTP
+the client's are not counted.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 PROMPT, NEW = 128, 64
 Round = Callable[[list[list[int]]], Awaitable[tuple[float, float]]]
-"""Prompts to seconds of wall time and of CPU time."""
+"""Takes prompts; returns seconds of wall time and of CPU time."""
 
 
 def prompts(n: int, seed: int) -> list[list[int]]:

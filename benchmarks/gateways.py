@@ -16,7 +16,7 @@ PROMPT, OUTPUT = 1000, 500
 OURS = "any-agent"
 _PEERS = Path(__file__).with_name("peers")
 KEY = "sk-benchmark-benchmark-benchmark"
-"""LiteLLM does not start without a master key; the bare routes look at none."""
+"""A master key, without which LiteLLM does not start; the bare routes check none."""
 Message = dict[str, Any]
 Api = Literal["chat", "responses", "messages"]
 
@@ -43,7 +43,7 @@ class Contender:
 
 
 class Lab:
-    """Starts the engine and the contenders in a folder."""
+    """The engine and the contenders, started in a folder."""
 
     def __init__(self, folder: Path, stack: ExitStack, gap: float) -> None:
         self._folder = folder
@@ -126,7 +126,7 @@ class Lab:
 
 
 def _other_apis(chat: Contender) -> list[Contender]:
-    """The same process under the other APIs, whose answers have no log-probabilities."""
+    """Return the same process under the other APIs, whose answers have no log-probabilities."""
     apis: tuple[Api, ...] = ("responses", "messages")
     return [
         replace(
@@ -158,7 +158,7 @@ class Texts:
         self._random = random.Random(0)
 
     def user(self, tokens: int) -> Message:
-        """A user message of about so many tokens; another one every time."""
+        """Return a user message of about ``tokens`` tokens, a new one each time."""
         parts: list[str] = []
         size = 0
         while size < tokens:
@@ -168,7 +168,7 @@ class Texts:
         return {"role": "user", "content": "".join(parts)}
 
     def canned(self) -> dict[str, Any]:
-        """Fixed ids whose texts are visible ASCII, so that every token is a chunk."""
+        """Return fixed ids whose texts are visible ASCII, so that every token is a chunk."""
         size = self._tokenizer.get_vocab_size()
         texts = {i: self._tokenizer.decode([i], skip_special_tokens=False) for i in range(size)}
         plain = [i for i, t in texts.items() if t.strip() and t.isascii() and "<" not in t]

@@ -1,4 +1,4 @@
-"""What the journal costs: ``python benchmarks/journal.py``.
+"""The cost of the journal: ``python benchmarks/journal.py``.
 
 Interactions of 10 KB (500 prompt ids; 500 output ids with their log-probabilities and versions;
 messages) go through the journal's interface, beside raw sqlite3 in the same run and the same
@@ -58,7 +58,7 @@ Row = tuple[str, str, bytes]
 
 
 class Maker:
-    """Makes interactions, all of them different."""
+    """A maker of interactions, each different."""
 
     def __init__(self) -> None:
         self._random = random.Random(0)
@@ -94,12 +94,12 @@ class Maker:
         return self._random.randbytes(16)
 
     def _text(self, tokens: int) -> str:
-        """About as long as so many tokens of a small talk."""
+        """Return a text about as long as ``tokens`` tokens of a conversation."""
         return " ".join(self._random.choices(_WORDS, k=max(1, tokens // 3)))
 
 
 def size_of(interaction: Interaction) -> int:
-    """Bytes of its tokens and messages."""
+    """Return the bytes of its tokens and messages."""
     i = interaction
     tokens = 4 * len(i.prompt_delta_ids) + 12 * len(i.output_ids)
     return tokens + len(orjson.dumps([*i.message_delta, i.output_message]))
@@ -122,7 +122,7 @@ def raw_rows(count: int, size: int) -> list[Row]:
 
 
 async def many_through_journal(journal: Journal, maker: Maker, each: int) -> tuple[float, float]:
-    """Seconds and CPU seconds for a row."""
+    """Return seconds and CPU seconds for a row."""
     todo = [[maker.interaction(f"s-{w}") for _ in range(each)] for w in range(WRITERS)]
     keys = [[maker.key() for _ in range(each)] for _ in range(WRITERS)]
 
@@ -152,7 +152,7 @@ def many_raw(raw: sqlite3.Connection, each: int, size: int) -> tuple[float, floa
 async def one_after_another(
     journal: Journal, raw: sqlite3.Connection, path: Path, maker: Maker, count: int, size: int
 ) -> dict[str, list[float]]:
-    """Seconds of single writes. The three take turns: what a disk needs changes by the second."""
+    """Return seconds of single writes. The three take turns, because a disk's speed varies."""
     out: dict[str, list[float]] = defaultdict(list)
     appended = os.open(path, os.O_CREAT | os.O_APPEND | os.O_WRONLY)
     for row in raw_rows(count, size):
@@ -177,7 +177,7 @@ async def one_after_another(
 
 
 async def episode(folder: Path, maker: Maker, turns: int) -> tuple[int, int]:
-    """The bytes that it takes, and those of its tokens and messages."""
+    """Return the bytes that it takes on disk, and those of its tokens and messages."""
     path = folder / "episode.sqlite"
     empty = await _written(path, [])
     told: list[Interaction] = []
@@ -188,7 +188,7 @@ async def episode(folder: Path, maker: Maker, turns: int) -> tuple[int, int]:
 
 
 async def _written(path: Path, rows: list[Interaction]) -> int:
-    """The file's size with these added, nothing left in its log."""
+    """Return the file's size with these added and an empty log."""
     maker = Maker()
     journal = SQLiteJournal(path)
     for row in rows:

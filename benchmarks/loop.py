@@ -3,11 +3,11 @@
 The demo's tiny model behind a real service of two ranks (engines, proxies, router, trainer; each
 a process), used by concurrent scripted agents over HTTP. Two tables:
 
-- what training costs: agents that never pause (two calls, a reward, the end, in groups of eight),
+- the cost of training: agents that never pause (two calls, a reward, the end, in groups of eight),
   first with training on, then as eval sessions on a service without a trainer. The learning rate
-  is negligible, so that both sample from the same policy; rewards are drawn at random, so that no
-  group is without variance. CPU seconds are of the processes, per trajectory.
-- what eta buys: see `staleness.py`.
+  is negligible, so that both sample from the same policy; rewards are random, so that every group
+  has variance. CPU seconds are those of the processes, per trajectory.
+- the gain by eta: see `staleness.py`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ TO_START = 180.0
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """What one measured window came to."""
+    """The result of one measured window."""
 
     trajectories: int
     seconds: float
@@ -53,7 +53,7 @@ class Phase:
 
 
 class Agents:
-    """As fast as the service lets them."""
+    """Work as fast as the service allows."""
 
     def __init__(self, service: Service, *, train: bool) -> None:
         self._service = service
@@ -73,7 +73,7 @@ class Agents:
 
 
 def processes(node: Node) -> list[tuple[str, int]]:
-    """Each process of the service by its kind, and this one, which is the agents."""
+    """Return the processes of the service by kind, and this one, which runs the agents."""
     found = [("agents", os.getpid())]
     for name, part in node.parts.items():
         kind = name.partition("-")[0]
@@ -111,7 +111,7 @@ def run_phase(folder: Path, seconds: float, *, train: bool) -> Phase:
 
 
 def _config(folder: Path, *, train: bool) -> Config:
-    """The demo's settings, but for the learning rate, the number of steps and the trial's name."""
+    """Return the demo's settings with another learning rate, number of steps and trial."""
     demo = demo_config(folder, seed=0, steps=10**6, ranks=RANKS)
     slow: dict[str, Any] = {"lr": 1e-9, "checkpoint_every": 10**6}
     return demo.model_copy(

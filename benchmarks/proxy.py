@@ -1,4 +1,4 @@
-"""What recording a model call costs at the gateway: ``python benchmarks/proxy.py``.
+"""The cost of recording a model call at the gateway: ``python benchmarks/proxy.py``.
 
 A chat call with a prompt of 1,000 tokens and an answer of 500 (the last one ends the turn), with
 the log-probability of every token. Every contender is a process of its own and talks to the same
@@ -42,7 +42,7 @@ SYSTEM = "You answer with one digit."
 
 
 class Load:
-    """Opens sessions and makes calls; its own CPU time is not counted."""
+    """A client that opens sessions and makes calls; its own CPU time is not counted."""
 
     def __init__(self, http: aiohttp.ClientSession, texts: Texts) -> None:
         self._http = http
@@ -63,20 +63,20 @@ class Load:
             return opened["session_id"], opened["api_key"]
 
     async def allow(self, contender: Contender) -> None:
-        """Play the trainer: as many train sessions as are asked for."""
+        """Act as the trainer: admit as many train sessions as are requested."""
         body = {"limit": 10**9, "ttl": 3600, "owner": "benchmark"}
         async with self._http.put(f"{contender.url}/rl/v1/capacity", json=body) as response:
             assert response.status == 200, await response.text()
 
     async def whole(self, contender: Contender, talk: Talk, size: int = OUTPUT) -> None:
-        """One turn; the answer and a next user message join the conversation."""
+        """Run one turn; append the answer and a next user message to the conversation."""
         async with self._post(contender, talk, size, stream=False) as response:
             answer = await response.read()
             assert response.status == 200, answer
         talk.said += [*added(contender, answer), self._texts.user(TURN_USER)]
 
     async def stream(self, contender: Contender, talk: Talk) -> float:
-        """One streamed turn; seconds until the first byte of the answer."""
+        """Run one streamed turn; return the seconds until the first byte of the answer."""
         began = time.perf_counter()
         first = 0.0
         got: list[bytes] = []
@@ -104,7 +104,7 @@ class Bench:
         self._args = args
 
     async def round(self, c: Contender, *, keep: bool) -> None:
-        """First turns, continued turns, streams; ``keep`` False: to warm up."""
+        """Measure first turns, continued turns and streams; ``keep`` False: only warm up."""
         calls = self._args.calls
         talks = await self._load.talks(c, calls)
         for kind in ("first", "continued"):
@@ -122,7 +122,7 @@ class Bench:
             c.first += latencies
 
     async def crowd(self, c: Contender) -> None:
-        """Whole calls from many clients at once."""
+        """Measure whole calls from many clients at once."""
         talks = await self._load.talks(c, 4 * CONCURRENT)
         todo = iter(talks)
 
@@ -135,7 +135,7 @@ class Bench:
         c.rate.append(len(talks) / (time.perf_counter() - began))
 
     async def episodes(self, c: Contender) -> None:
-        """Long conversations; the first one warms up and is not counted."""
+        """Measure long conversations; the first one warms up and is not counted."""
         count = self._args.episodes
         memory = disk = 0.0
         for number in range(count + 1):
@@ -185,7 +185,7 @@ def print_calls(contenders: list[Contender]) -> None:
 
 
 def print_apis(contenders: list[Contender]) -> None:
-    """What an API costs more than chat, and less than LiteLLM's of that API."""
+    """Print the ratio of an API's cost to chat's, and of LiteLLM's cost to it."""
     ms = {c.name: {k: 1000 * median(v) for k, v in c.cpu.items()} for c in contenders}
     kinds = ("first", "stream", "continued")
     print("\nThe other APIs (whole / stream / continued)")

@@ -1,13 +1,13 @@
-"""What running episodes costs, and what running them ahead buys: ``python benchmarks/rollout.py``.
+"""The cost of episodes, and the gain by running ahead: ``python benchmarks/rollout.py``.
 
 - A chat call of an agent in the trainer's process, by the direct client (`EngineOpenAI`) and
-  through a proxy: the CPU of all processes of ours that have part in it, the agent's own included.
+  through a proxy: the CPU of all our processes that take part, the agent's own included.
   1,000 tokens in, 500 out; both record every token. The engine is canned, a process of its own.
 - `prepare_batch` at staleness 2 against `rollout_batch`, for the same episodes: each takes a
   log-normal time (half of them under 0.15 s, one in a hundred over 16 times as long), and each
-  training step 0.2 s. None of that is work for this machine.
+  training step 0.2 s. That time is spent asleep, not computing.
 - 1,000 episodes at once in groups of 8, as the trainer takes them: the CPU of the executor for each
-  of them, which is what the same episodes take more than under `asyncio.gather`.
+  of them, which is the difference to the same episodes under `asyncio.gather`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ EPISODES, GROUP, ROW = 1000, 8, 512
 
 
 async def calls(folder: Path, stack: ExitStack, number: int, rounds: int) -> None:
-    """Print what a call costs on either path."""
+    """Print the cost of a call on either path."""
     from any_agent.chat import load_chat_format
     from any_agent.engine import EnginePool
 
@@ -130,7 +130,7 @@ def row(length: int, first: int = 0) -> dict[str, InteractionWithTokenLogpReward
 
 
 class Tail(RolloutWorkflow):
-    """Takes the time that its item says; ``begun`` has the version that each began with."""
+    """A workflow that takes its item's time; ``begun`` has the version that each began with."""
 
     def __init__(self) -> None:
         self.begun: dict[int, int] = {}
@@ -163,9 +163,9 @@ Taken = list[dict[str, Any]]
 
 
 def train(take: Callable[[WorkflowExecutor, Tail], Taken], eta: int, steps: int) -> list[float]:
-    """Trajectories a second, those of them that are no older than eta steps, and their mean age.
+    """Return trajectories a second, those no older than eta steps, and their mean age.
 
-    Of a run that is well under way: what is sampled ahead at first is not counted.
+    The run is well under way: samples taken ahead at its start are not counted.
     """
     config = RolloutConfig(  # type: ignore[call-arg]
         batch_size=BATCH, max_concurrent=3 * BATCH, eta=eta
@@ -200,7 +200,7 @@ def _ahead(seed: int) -> Callable[[WorkflowExecutor, Tail], Taken]:
 
 
 def tails(seeds: int, steps: int) -> None:
-    """Print what running ahead buys."""
+    """Print the gain by running ahead."""
     print(
         f"\n{steps} steps of {BATCH} episodes; an episode takes {MEDIAN} s (median), log-normal "
         f"with sigma {SIGMA:g}, a step {TRAINING} s; trajectories a second"
@@ -232,7 +232,7 @@ def tails(seeds: int, steps: int) -> None:
 
 
 class Mock(RolloutWorkflow):
-    """Three calls that somebody else answers, and a row of 512 tokens."""
+    """Three awaits that stand for calls, and a row of 512 tokens."""
 
     def __init__(self) -> None:
         self.running = self.most = 0

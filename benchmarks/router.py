@@ -1,4 +1,4 @@
-"""What the one URL costs: ``python benchmarks/router.py``.
+"""The cost of the one URL: ``python benchmarks/router.py``.
 
 Requests of 2 KB with answers of 2 KB, and streams of stamped events, through each router in turn.
 A router has a core to itself; the load (this process) and the ranks behind share the others.
@@ -55,7 +55,7 @@ class Contender:
     """Where the load goes; connections take turns."""
     pid: int | None
     us: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    """One figure a round, in microseconds, by what it is of."""
+    """One figure a round, in microseconds, by kind of measurement."""
     rate: list[float] = field(default_factory=list)
 
     def cpu(self) -> float:
@@ -66,7 +66,7 @@ class Contender:
 
 
 class Cores:
-    """One core for the router, the rest for everything else; all for all where that cannot be."""
+    """Give the router one core and everything else the rest, where possible."""
 
     def __init__(self) -> None:
         cores = sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_setaffinity") else []
@@ -79,7 +79,7 @@ class Cores:
 
 
 class Lab:
-    """Starts the ranks and the routers in a folder."""
+    """The ranks and the routers, started in a folder."""
 
     def __init__(self, folder: Path, stack: ExitStack, cores: Cores) -> None:
         from any_agent.config import load_config
@@ -118,7 +118,7 @@ class Lab:
         return process.pid
 
     def keys(self, count: int) -> list[str]:
-        """Session keys, the ranks' in turn."""
+        """Return session keys, of the ranks in turn."""
         return [self._signer.mint(number % RANKS)[1] for number in range(count)]
 
     def direct(self) -> Contender:
@@ -138,7 +138,7 @@ class Lab:
 
     @contextlib.contextmanager
     def _registered(self) -> Iterator[None]:
-        """The ranks' entries in the run's registry, kept fresh as the ranks would."""
+        """Keep the ranks' entries in the run's registry fresh, as the ranks would."""
         from any_agent.rundir.registry import HEARTBEAT, RegistryEntry, publish, rank_name
 
         entries = [
@@ -185,7 +185,7 @@ class Lab:
 
 
 def find_nginx() -> str:
-    """The program, which users' PATH often lacks."""
+    """Return the path of nginx, which users' PATH often lacks."""
     path = os.pathsep.join((os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"))
     found = shutil.which("nginx", path=path)
     if found is None:
@@ -204,7 +204,7 @@ class Bench:
         self._args = args
 
     async def round(self, c: Contender, *, keep: bool) -> None:
-        """Requests at once, one at a time, streams; ``keep`` False: to warm up."""
+        """Measure requests at once, one at a time, and streams; ``keep`` False: only warm up."""
         requests = self._args.requests
         cpu, seconds = await self._requests(c, CONCURRENT, requests)
         alone, _ = await self._requests(c, 1, requests // 4)
@@ -221,7 +221,7 @@ class Bench:
         c.us[LATE].append(median(late for a in answers for late in a.late) / 1e3)
 
     async def _requests(self, c: Contender, concurrent: int, count: int) -> tuple[float, float]:
-        """CPU and wall seconds of so many requests."""
+        """Return the CPU and wall seconds of ``count`` requests."""
         todo = iter(range(count))
         async with connections(c.urls, concurrent) as opened:
 
@@ -240,7 +240,7 @@ class Bench:
     async def streams(
         self, c: Contender, count: int, events: int, gap: float
     ) -> tuple[list[Answer], float]:
-        """So many streams at once; the CPU seconds of all."""
+        """Run ``count`` streams at once; return the CPU seconds of all."""
         async with connections(c.urls, count) as opened:
             cpu = c.cpu()
             calls = [
@@ -285,7 +285,7 @@ def _ratios(row: list[float], of: list[float]) -> str:
 
 
 def print_long(answers: list[Answer], events: int, cpu: float, seconds: float) -> int:
-    """How the many slow streams went; the number of those cut."""
+    """Print the result of the many slow streams; return the number of those cut."""
     cut = sum(not answer.whole_stream(events) for answer in answers)
     late = sorted(late / 1e6 for answer in answers for late in answer.late)
     print(

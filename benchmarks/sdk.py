@@ -1,9 +1,9 @@
-"""What the SDK costs its user's process: ``python benchmarks/sdk.py``.
+"""The cost of the SDK in its user's process: ``python benchmarks/sdk.py``.
 
-A thousand mock agents at once, that make no call and return a reward, by `AgentRunner` with its
-file of results, against a service that only answers. Beside it the same three requests of each
-session by bare httpx and bare aiohttp, which keep nothing. Then how long `import any_agent` and
-`any-agent --help` take.
+`AgentRunner` with its file of results runs a thousand mock agents at once, which make no call and
+return a reward, against a service that only answers. The peers are the same three requests of each
+session by bare httpx and bare aiohttp, which keep nothing. At the end come the times of `import
+any_agent` and `any-agent --help`.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from common import child, finish, machine, median, parser, ratio, wait_until_up
 AT_ONCE = 1000
 SESSIONS = 3000
 SLOW = {"httpx"}
-"""They do a third of the sessions."""
+"""Contenders that do a third of the sessions."""
 ROUNDS = 3
 STARTS = 9
 GROUP = 8
 AGENT_TAKES = 0.2
-"""Seconds that a mock agent is busy elsewhere."""
+"""Seconds that a mock agent sleeps."""
 
 # -- the service ---
 
@@ -69,7 +69,7 @@ _RUN = {
 
 
 def serve(port: int) -> None:
-    """Answers as a service does, and remembers nothing."""
+    """A server that answers like a service and stores nothing."""
     count = 0
 
     async def run_info(_: web.Request) -> web.Response:
@@ -153,7 +153,7 @@ async def by_aiohttp(url: str, sessions: int) -> None:
 
 
 async def by_nobody(_: str, sessions: int) -> None:
-    """The mock agents alone."""
+    """Run the mock agents alone."""
     await _all_of(None, sessions)
 
 

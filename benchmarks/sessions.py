@@ -1,4 +1,4 @@
-"""What sessions cost: ``python benchmarks/sessions.py``.
+"""The cost of sessions: ``python benchmarks/sessions.py``.
 
 A real proxy (``python -m proxy_ext``, with its journal and LiteLLM), a canned engine and a client
 share the machine.
@@ -60,7 +60,7 @@ Messages = list[dict[str, Any]]
 
 @dataclass(slots=True)
 class Proxy:
-    """A running proxy; ``start`` and ``cpu``: seconds from its start to its first answer."""
+    """A running proxy; ``start`` and ``cpu`` are seconds from its start to its first answer."""
 
     url: str
     pid: int
@@ -77,7 +77,7 @@ class Talk:
 
 
 class Bench:
-    """Starts proxies over a canned engine, and uses them."""
+    """Proxies over a canned engine, with the measurements on them."""
 
     def __init__(self, folder: Path, stack: ExitStack, args: argparse.Namespace) -> None:
         self._folder = folder
@@ -152,7 +152,7 @@ class Bench:
         return await self._timed(proxy, one)
 
     async def _timed(self, proxy: Proxy, one: Any) -> tuple[float, float, float]:
-        """Repetitions per second, and CPU seconds of the proxy and of this process for each."""
+        """Return repetitions per second, and CPU seconds of proxy and this process for each."""
         count = self._args.pairs
 
         async def work() -> None:
@@ -216,7 +216,7 @@ class Bench:
         print(f"{'first touch':<18} {1e3 * cold:.2f} ms CPU a call, {1e3 * warm:.2f} ms when warm")
 
     async def _recorded(self, proxy: Proxy, http: aiohttp.ClientSession) -> Messages:
-        """The messages of a session of so many turns, the first one in the journal."""
+        """Return the messages of a recorded session, the first one in the journal."""
         opened = await post(proxy, http, "start_session", {"mode": "eval"})
         messages: Messages = [{"role": "system", "content": SYSTEM}, self._lab.text.user(TURN_USER)]
         for _ in range(TURNS):
@@ -227,7 +227,7 @@ class Bench:
     async def _continue(
         self, proxy: Proxy, http: aiohttp.ClientSession, talks: list[Talk]
     ) -> float:
-        """CPU seconds of a call."""
+        """Return the CPU seconds of a call."""
         todo = iter(talks)
 
         async def work() -> None:
@@ -269,7 +269,7 @@ async def post(
 
 
 async def complete(proxy: Proxy, http: aiohttp.ClientSession, talk: Talk) -> None:
-    """One turn; the answer joins the messages."""
+    """Run one turn; append the answer to the messages."""
     body = {"model": "policy", "messages": talk.messages, "max_tokens": TURN_OUTPUT}
     headers = {"authorization": f"Bearer {talk.key}", "content-type": "application/json"}
     url = f"{proxy.url}/v1/chat/completions"

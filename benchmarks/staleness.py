@@ -1,16 +1,16 @@
-"""What letting tokens be up to two steps old buys; a part of `loop.py`.
+"""The gain by tokens that are up to two steps old; a part of `loop.py`.
 
 Agents whose work has a long tail train the demo's tiny model twice from the same start: with
 `rollout.eta=0`, where a step's sessions are opened once the step before is done, and with
-`rollout.eta=2`, where agents go on meanwhile. Everything else is the same: 192 agents, the order
-of prompts, and how long the k-th session's agent needs. The agent tries each answer out, which
+`rollout.eta=2`, where agents continue meanwhile. Everything else is the same: 192 agents, the order
+of prompts, and the time of the k-th session's agent. The agent tries each answer out, which
 takes it a log-normal time: half of them under a sixth of a second, one in a hundred over 16 times
-as long. Nothing of that is work for this machine, so the tail decides how long a step takes. A
+as long. An agent sleeps for that time, so the tail decides how long a step takes. A
 group whose members all score alike is replaced by another one, so that with eta 0 a step may wait
 for several tails in a row.
 
 Measured from the end of the first step to the end of the last one, by the trainer's own record
-(`metrics.jsonl`): starting is not in it, nor is the first batch, which finds the service empty.
+(`metrics.jsonl`): the start is not included, nor is the first batch, which finds the service empty.
 """
 
 from __future__ import annotations
@@ -41,14 +41,14 @@ MEDIAN, SIGMA = 0.15, 1.2
 TRIES = 2
 """The most answers of a session."""
 AGENTS = 192
-"""As many as may be open at once (`rollout.max_concurrent`): three batches."""
+"""Sessions that may be open at once (`rollout.max_concurrent`): three batches."""
 ASKED = 3
 """Eval sessions per held-out prompt, before and after."""
 ASKING = 48
-"""Of these at once."""
+"""Eval sessions at once."""
 LAST = 256
-"""Sessions that agents ended last, whose mean score is shown. Not sessions that steps took: they
-leave out groups whose members all score alike, which at the end most do."""
+"""The last sessions that agents ended, whose mean score is shown. Sessions that steps took would
+leave out groups whose members all score alike, which most do at the end."""
 EQUAL = 0.05
 """Final scores of held-out prompts that differ by less, averaged over seeds, count as equal."""
 _LONGEST = 300.0
@@ -64,7 +64,7 @@ class Run:
     steps: Sequence[dict[str, Any]]
     """The lines of `metrics.jsonl`."""
     ended: Sequence[tuple[float, float]]
-    """When an agent's session was finalized (Unix time), and its score; in this order."""
+    """The time (Unix) when each agent's session was finalized, and its score, in order."""
     before: float
     after: float
     """Mean score of held-out prompts."""
@@ -83,17 +83,17 @@ class Run:
 
     @property
     def finalized(self) -> float:
-        """Trajectories per second that agents ended."""
+        """Return the trajectories per second that agents ended."""
         return sum(self._begin < at <= self._end for at, _ in self.ended) / self.seconds
 
     @property
     def trained(self) -> float:
-        """Trajectories per second that steps learned from."""
+        """Return the trajectories per second that steps learned from."""
         return self.each(lambda step: step["sessions"]) * (len(self.steps) - 1) / self.seconds
 
     @property
     def left_out(self) -> float:
-        """Share of the steps' sessions that were too old."""
+        """Return the share of the steps' sessions that were too old."""
         stale = self.each(lambda step: step["left_out"].get("stale", 0))
         return stale / (stale + self.each(lambda step: step["sessions"]))
 
@@ -102,12 +102,12 @@ class Run:
         return mean([score for at, score in self.ended if at <= self._end][-LAST:])
 
     def each(self, read: Callable[[dict[str, Any]], float]) -> float:
-        """A step's figure, on average; without the first step."""
+        """Return the mean of a step's figure, without the first step."""
         return mean(float(read(step)) for step in self.steps[1:])
 
 
 class Agents:
-    """Agents that take their time; ``ended`` is that of :class:`Run`."""
+    """Agents that take their time; ``ended`` is :class:`Run`'s."""
 
     def __init__(self, service: Service, seed: int, sigma: float) -> None:
         self._service = service
@@ -119,7 +119,7 @@ class Agents:
         self.ended: list[tuple[float, float]] = []
 
     async def work(self) -> None:
-        """Sessions until the run has finished."""
+        """Run sessions until the run has finished."""
         for number, (item, group) in self._jobs:
             # Of the session's number, so that both runs meet the same agents.
             draws = random.Random(f"{self._seed}-{number}")
@@ -134,9 +134,9 @@ class Agents:
 async def session(
     service: Service, item: Item, group: str, needs: Sequence[float] = (0.0,) * TRIES
 ) -> float:
-    """One session, over at the first right answer; its score.
+    """Run one session, which ends at the first right answer; return its score.
 
-    ``needs``: seconds that trying out the first, the second answer takes.
+    ``needs``: seconds for trying out the first and the second answer.
     """
     key, talk = await service.open(item, group)
     right: list[bool] = []
@@ -151,7 +151,7 @@ async def session(
 
 
 async def held_out(node: Node, service: Service) -> float:
-    """Mean score of eval sessions on prompts that are never trained on."""
+    """Return the mean score of eval sessions on prompts that are never trained on."""
     todo = iter(items(held_out=True) * ASKED)
     scores: list[float] = []
 
@@ -174,14 +174,14 @@ async def _train(node: Node, seed: int, eta: int, sigma: float) -> Run:
 
 
 def _config(folder: Path, *, seed: int, eta: int, steps: int) -> Config:
-    """The demo's settings, but for eta and the trial's name."""
+    """Return the demo's settings with another eta and trial."""
     demo = demo_config(folder, seed=seed, steps=steps, ranks=RANKS)
     rollout = demo.rollout.model_copy(update={"eta": eta})
     return demo.model_copy(update={"trial": f"eta-{eta}", "rollout": rollout})
 
 
 def compare(folder: Path, *, sigma: float, quick: bool) -> None:
-    """Train with each eta from each seed, in turns, and print what came of it."""
+    """Train with each eta from each seed, in turns, and print the results."""
     seeds, steps = (QUICK_SEEDS, QUICK_STEPS) if quick else (SEEDS, STEPS)
     print(
         f"\nwhat eta buys: {steps} steps of 64 sessions, {AGENTS} agents; trying out an answer "

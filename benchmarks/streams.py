@@ -1,8 +1,8 @@
-"""Whether a proxy keeps its pace under many calls: ``python benchmarks/streams.py``.
+"""A proxy's pace under many calls: ``python benchmarks/streams.py``.
 
-Streams: 256 at once, each of 20 tokens a second, for half a minute. Its event loop's lag is what
-`any_agent_loop_lag_seconds` says of that time; a small request beside them shows the same from
-outside. Calls: 20,000 of them in sessions that end, and the memory of the process meanwhile.
+Streams: 256 at once, each of 20 tokens a second, for half a minute. The event loop's lag is taken
+from `any_agent_loop_lag_seconds`; a small request beside the streams shows it from outside. Calls:
+20,000 of them in sessions that end, with the memory of the process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _BOUND = 0.05
 
 
 async def lag_counts(http: aiohttp.ClientSession, url: str) -> dict[float, float]:
-    """Observations of the loop's lag so far, by the upper ends of its buckets (cumulative)."""
+    """Return the observations of the loop's lag so far, by upper ends of buckets (cumulative)."""
     async with http.get(f"{url}/metrics") as response:
         text = await response.text()
     lines = [line for line in text.splitlines() if line.startswith(_LAG)]
@@ -34,7 +34,7 @@ async def lag_counts(http: aiohttp.ClientSession, url: str) -> dict[float, float
 
 
 def share_within(before: Mapping[float, float], after: Mapping[float, float]) -> tuple[float, str]:
-    """The share of observations within 50 ms, and the bucket in which the 99th percentile lies."""
+    """Return the share of observations within 50 ms, and the bucket of the 99th percentile."""
     counts = {bound: after[bound] - before[bound] for bound in after}
     total = max(counts.values())
     p99 = min(bound for bound, count in counts.items() if count >= 0.99 * total)
@@ -42,7 +42,7 @@ def share_within(before: Mapping[float, float], after: Mapping[float, float]) ->
 
 
 async def ping(http: aiohttp.ClientSession, url: str, until: float) -> list[float]:
-    """Seconds that small requests take, four a second."""
+    """Yield the seconds of small requests, four a second."""
     out = []
     while time.monotonic() < until:
         began = time.perf_counter()
@@ -56,7 +56,7 @@ async def ping(http: aiohttp.ClientSession, url: str, until: float) -> list[floa
 async def streams(
     http: aiohttp.ClientSession, load: Load, c: Contender, count: int, lasting: float
 ) -> None:
-    """Every place streams for the whole time, one answer after another."""
+    """Stream at every place for the whole time, one answer after another."""
     talks = await load.talks(c, count)
     until = time.monotonic() + lasting
     done = 0
@@ -87,7 +87,7 @@ async def streams(
 
 
 async def calls(http: aiohttp.ClientSession, load: Load, c: Contender, count: int) -> None:
-    """Sessions of ten turns, which are given up at their end; the memory after each fifth."""
+    """Run sessions of ten turns, aborted at their end; return the memory after each fifth."""
     sessions = count // TURNS
     left, ended = sessions, 0
     sizes = [resident_mib(c.pid)]

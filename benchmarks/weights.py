@@ -1,16 +1,16 @@
 """New weights from a trainer to two embedded engines: ``python benchmarks/weights.py``.
 
 A random model on the CPU (``--parameters``), its trainer in this process, two engines in processes
-of their own. What a way costs is compared with what it cannot do without, in the same rounds:
+of their own. The cost of each way is compared with its lower bound, in the same rounds:
 
 - by the folder: writing the safetensors once (as `save_pretrained` does, without the trainer's
-  forcing them to the disk), and both engines' loading them, side by side;
+  fsync), and loading them in both engines, side by side;
 - by a process group: a plain gloo broadcast of the same bytes, in the same tensors, to two
-  processes that do nothing else; and the engines' loading.
+  processes that do nothing else, and the engines' loading.
 
-Everything else is in a way's own time: the pauses, the sessions, the checksums of every tensor in
-trainer and engines. The pause is what agents see: from the proxy's pause to its resumption, here
-without a proxy. Medians of ``--rounds``; CPU seconds are of all threads, per 10^9 bytes of weights.
+A way's own time includes everything else: the pauses, the sessions, the checksums of every tensor
+in trainer and engines. Agents see the pause, from the proxy's pause to its resumption, here without
+a proxy. Figures are medians of ``--rounds``; CPU seconds are of all threads, per 10^9 bytes.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ LIMIT = 600.0
 
 
 def make_model(folder: Path, parameters: int) -> Path:
-    """A random Qwen3 of about so many parameters, with the demo's tokenizer."""
+    """Make a random Qwen3 of about ``parameters`` parameters, with the demo's tokenizer."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
@@ -73,7 +73,7 @@ def make_model(folder: Path, parameters: int) -> Path:
 
 
 class Proxy:
-    """Pauses the engine, lets it go on, and takes the time in between."""
+    """A gate that pauses and resumes the engine, and takes the time in between."""
 
     def __init__(self, url: str) -> None:
         self.url = url
@@ -160,11 +160,11 @@ class Bench:
         return self.policy.buckets(BUCKET)
 
     def write(self) -> None:
-        """The floor of the trainer's part: the same files, as transformers writes them."""
+        """Measure the lower bound of the trainer's part: transformers writes the same files."""
         self.policy.model.save_pretrained(self.folder / "plain")
 
     def load(self) -> None:
-        """The floor of the engines' part, at once."""
+        """Measure the lower bound of the engines' part, at once."""
         body = {"model_path": str(self.folder / "plain"), "weight_version": str(self._version)}
 
         async def both() -> None:
@@ -174,7 +174,7 @@ class Bench:
         self._call(both(), timeout=LIMIT)
 
     def by(self, sync: Any) -> None:
-        """A whole update, as the trainer makes it."""
+        """Measure a whole update, as the trainer makes it."""
         from trainer.weight_folders import prune
 
         self._version += 1
@@ -192,7 +192,7 @@ class Bench:
 
 @contextmanager
 def broadcast(bench: Bench) -> Iterator[Callable[[], None]]:
-    """The floor of a group: two processes that only receive."""
+    """The lower bound of a group: two processes that only receive."""
     from any_agent.engine.weight_process_group import Rendezvous, WeightGroup
 
     meeting = Rendezvous("127.0.0.1")
@@ -215,7 +215,7 @@ def broadcast(bench: Bench) -> Iterator[Callable[[], None]]:
 
 
 def receive(told: str) -> None:
-    """What the floor's two processes do, until the group is closed."""
+    """Receive as one of these two processes, until the group is closed."""
     import torch
 
     from any_agent.engine.weight_process_group import WeightGroup
@@ -232,7 +232,7 @@ def receive(told: str) -> None:
 
 
 def measured(rounds: int, contenders: dict[str, Callable[[], None]], pids: list[int]) -> Any:
-    """Medians of seconds, the trainer's CPU seconds and an engine's, by contender."""
+    """Print medians of seconds, and CPU seconds of the trainer and an engine, by contender."""
     seconds: dict[str, dict[str, list[float]]] = defaultdict(lambda: defaultdict(list))
     for _ in range(rounds):
         for name, run in contenders.items():

@@ -1,4 +1,4 @@
-"""The load on a router: keep-alive connections on httptools, cheap enough to be beside it."""
+"""The load on a router: keep-alive connections on httptools, cheap enough to share its machine."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ SDK_HEADERS = (
     b"x-stainless-retry-count: 0\r\nx-stainless-runtime: CPython\r\n"
     b"x-stainless-runtime-version: 3.11.7\r\n"
 )
-"""What OpenAI's client sends with every call."""
+"""The headers that OpenAI's client sends with every call."""
 _SENT = slice(len(b'data: {"sent":"'), len(b'data: {"sent":"') + 19)
 _NUMBER = slice(_SENT.stop + len(b'","number":"'), _SENT.stop + len(b'","number":"') + 6)
 
 
 def request(key: str, size: int, **fields: float | bool) -> bytes:
-    """A chat call of about ``size`` bytes of body; ``fields`` tell the upstream what to do."""
+    """Return a chat call of about ``size`` bytes of body; ``fields`` control the upstream."""
     body = {
         "model": "policy",
         "messages": [{"role": "user", "content": "w" * (size - 100)}],
@@ -44,25 +44,25 @@ def request(key: str, size: int, **fields: float | bool) -> bytes:
 
 @dataclass(slots=True)
 class Answer:
-    """What came back for one request."""
+    """The answer to one request."""
 
     status: int = 0
     size: int = 0
     complete: bool = False
-    """The message ended as HTTP wants it; not so when the connection was closed before."""
+    """True if the message ended as HTTP requires, not by a closed connection."""
     events: int = 0
-    """In order and each once."""
+    """True if the events came in order and once each."""
     done: bool = False
-    """The stream's own end was seen."""
+    """True if the stream's own end was seen."""
     late: list[int] = field(default_factory=list)
-    """ns between each event's writing and its reading."""
+    """Nanoseconds between each event's writing and its reading."""
 
     def whole_stream(self, events: int) -> bool:
         return self.status == 200 and self.complete and self.done and self.events == events
 
 
 class Connection(asyncio.Protocol):
-    """Sends one request at a time."""
+    """A connection that sends one request at a time."""
 
     def __init__(self) -> None:
         self._parser = httptools.HttpResponseParser(self)
@@ -70,7 +70,7 @@ class Connection(asyncio.Protocol):
         self._now = 0
 
     async def call(self, data: bytes) -> Answer:
-        """Send a request; its answer, also one that was cut off."""
+        """Send a request; return its answer, even one that was cut off."""
         assert self._waiter is None
         self._answer = Answer()
         self._rest = b""
@@ -117,7 +117,7 @@ class Connection(asyncio.Protocol):
 
 @contextlib.asynccontextmanager
 async def connections(urls: Sequence[str], count: int) -> AsyncIterator[list[Connection]]:
-    """So many open connections, to the servers in turn."""
+    """Open ``count`` connections, to the servers in turn."""
     loop = asyncio.get_running_loop()
     servers = itertools.cycle(urlsplit(url) for url in urls)
     opened: list[Connection] = []

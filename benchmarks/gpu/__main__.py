@@ -1,10 +1,10 @@
-"""What one GPU gives: ``python -m benchmarks.gpu``, from the repository's folder.
+"""The speed of one GPU: ``python -m benchmarks.gpu``, run in the repository's folder.
 
 Random weights at Qwen3's shapes: nothing is downloaded, and no SGLang is needed. For each model the
 embedded engine on CUDA (tokens per second at several numbers of requests), the trainer's step
 (tokens per second, model FLOPs utilisation, peak memory) and the time to gather all weights, as a
-weight update does. A model that does not fit is said not to, and the others go on. Without a GPU it
-says so and ends with code 2; ``--device cpu --models tiny`` shows that it runs.
+weight update does. A model that does not fit is reported, and the others are measured. Without a
+GPU it prints an error and ends with code 2; ``--device cpu --models tiny`` shows that it runs.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ PEAKS = {
     "L4": 121.0,
     "RTX 4090": 165.0,
 }
-"""Dense bfloat16 TFLOP/s by what a card's name holds, from the makers' data sheets."""
+"""Dense bfloat16 TFLOP/s by a part of a card's name, from the makers' data sheets."""
 _INSTALL = (
     "pip install torch 'transformers>=5.23,<5.24' aiohttp httpx pydantic pyyaml orjson msgpack"
 )
@@ -177,7 +177,7 @@ def _trainer(shape: Any, args: argparse.Namespace, peak: float | None) -> dict[s
 
 
 def _or_too_large(measure: Any) -> Any:
-    """None where the card's memory is too small, said; whatever was taken is given back."""
+    """Measure; report a card whose memory is too small, release it, and return None."""
     import torch
 
     try:
@@ -192,7 +192,7 @@ def _or_too_large(measure: Any) -> Any:
 
 
 def _card(device: str) -> tuple[str, float | None, float | None]:
-    """Its name, its dense bfloat16 TFLOP/s by its data sheet, and those of a large product."""
+    """Return its name, its data sheet's dense bfloat16 TFLOP/s, and a large product's."""
     import torch
 
     if device == "cpu":

@@ -19,14 +19,14 @@ from benchmarks.gpu.shapes import Shape
 
 @dataclass(frozen=True, slots=True)
 class Generated:
-    """What ``requests`` at once came to: tokens sampled per second, all together."""
+    """The result of ``requests`` at once: tokens sampled per second, all together."""
 
     requests: int
     tokens_per_second: float
     first_token_ms: float
-    """Until the median request has its first token."""
+    """Seconds until the median request has its first token."""
     peak_gb: float
-    """Of the GPU's memory, 1e9 bytes; 0 on a CPU."""
+    """Peak of the GPU's memory, 1e9 bytes; 0 on a CPU."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -42,14 +42,16 @@ def generating(
     new: int,
     rounds: int,
 ) -> list[Generated]:
-    """A random model of this shape; each number of requests ``rounds`` times after one that warms
-    up, the medians. Prompts differ from their first token on: nothing is shared."""
+    """Measure a random model of this shape with each number of requests; return the medians.
+
+    Each is run ``rounds`` times after a warm-up. Prompts differ from their first token on: nothing
+    is shared."""
     loaded = random_model(shape, device, dtype)
     return asyncio.run(_all(loaded, concurrency, prompt, new, rounds))
 
 
 def random_model(shape: Shape, device: str, dtype: torch.dtype) -> LoadedModel:
-    """Made on its device: nothing is read, and nothing loaded."""
+    """Make the model on its device; nothing is read or loaded."""
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
@@ -97,7 +99,7 @@ async def _all(
 async def _round(
     engine: EmbeddedEngine, requests: int, prompt: int, new: int
 ) -> tuple[float, float]:
-    """Seconds until all are done, and until the median one has begun."""
+    """Return the seconds until all are done, and until the median one has begun."""
     rng = random.Random(requests)
     vocab = engine.loaded.vocab_size
     began = time.perf_counter()
@@ -123,5 +125,5 @@ def _reset_peak(device: torch.device) -> None:
 
 
 def peak_gb(device: torch.device) -> float:
-    """The most that tensors took since it was reset."""
+    """Return the peak of the tensors' memory since its reset."""
     return torch.cuda.max_memory_allocated(device) / 1e9 if device.type == "cuda" else 0.0

@@ -1,4 +1,4 @@
-"""The shapes of Qwen3's dense models, as far as memory and work follow from them."""
+"""The shapes of Qwen3's dense models, from which memory and work follow."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ class Shape:
     head_dim: int = 128
     vocab: int = 151_936
     tied: bool = False
-    """The output head is the embedding."""
+    """True if the output head is the embedding."""
     positions: int = 40_960
 
     @property
     def layer_parameters(self) -> int:
-        """Of one layer: projections, feed-forward part, norms."""
+        """Return the parameters of one layer: projections, feed-forward part, norms."""
         attention = self.hidden * self.head_dim * 2 * (self.heads + self.kv_heads)
         return attention + 3 * self.hidden * self.intermediate + 2 * (self.hidden + self.head_dim)
 
     @property
     def embedding_parameters(self) -> int:
-        """Of the embedding, and of the head where that is another matrix."""
+        """Return the parameters of the embedding, and of the head if it is another matrix."""
         return self.vocab * self.hidden * (1 if self.tied else 2)
 
     @property
@@ -40,11 +40,11 @@ class Shape:
 
     @property
     def cache_bytes(self) -> int:
-        """Of one token's keys and values in bfloat16, all layers."""
+        """Return the bytes of one token's keys and values in bfloat16, in all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
     def forward_flops(self, tokens: int, length: int, heads: int) -> float:
-        """Of ``tokens`` in rows of ``length``, ``heads`` of which go through the output head.
+        """Return the FLOPs of ``tokens`` in rows of ``length``, ``heads`` of them through the head.
 
         Two for each weight, and for each pair of a query and a key that it sees: on average half a
         row of them, as attention is causal. Norms and the like are left out, as is usual.
@@ -54,7 +54,7 @@ class Shape:
         return tokens * (2.0 * weights + seen) + heads * 2.0 * self.vocab * self.hidden
 
     def config(self) -> Any:
-        """Transformers' configuration of such a model."""
+        """Return transformers' configuration of such a model."""
         from transformers import Qwen3Config
 
         return Qwen3Config(
@@ -84,4 +84,4 @@ SHAPES = {
         Shape("32B", 64, 5120, 64, 8, 25_600),
     )
 }
-"""Qwen3's, by their names, and one for machines without a GPU."""
+"""Qwen3's shapes by their names, and one for machines without a GPU."""

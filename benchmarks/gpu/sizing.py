@@ -17,25 +17,25 @@ from benchmarks.gpu.shapes import SHAPES, Shape
 
 GB = 1e9
 USABLE = 0.9
-"""Of a card's memory."""
+"""The usable share of a card's memory."""
 MASTER, GRADIENT, MOMENTS = 4, 4, 8
 """Bytes for each parameter, in float32, divided over the processes."""
 COMPUTE = 2
-"""Bytes of what passes compute in, bfloat16."""
+"""Bytes of a number that passes compute with, bfloat16."""
 HEAD_CHUNK = 1024
-"""Trained tokens whose logits exist at once, as the trainer has it."""
+"""Trained tokens whose logits exist at once, as in the trainer."""
 CARDS = {"24 GB": 24, "48 GB": 48, "80 GB": 80, "141 GB": 141}
-"""Such as RTX 4090 or A10G, L40S, A100 or H100, H200."""
+"""Sizes of cards such as RTX 4090 or A10G, L40S, A100 or H100, H200."""
 
 
 @dataclass(frozen=True, slots=True)
 class Training:
-    """Bytes on each GPU while a step is made; ``host`` are each process's beside the GPU."""
+    """Bytes on each GPU during a step; ``host``: bytes of each process outside the GPU."""
 
     state: float
     """Weights, gradients and moments: this process's share."""
     gathered: float
-    """Layers that are whole while they are at work, and their whole gradients."""
+    """Layers that are gathered while they compute, and their gathered gradients."""
     activations: float
     logits: float
     host: float = 0.0
@@ -53,9 +53,10 @@ def training(
     checkpointing: bool = True,
     offload: bool = False,
 ) -> Training:
-    """What one of ``processes`` needs, with ``tokens`` in a forward pass: train.processes (times
-    cluster.training_nodes), train.micro_batch_tokens, train.gradient_checkpointing and
-    train.offload_optimizer."""
+    """Return the need of one of ``processes``, with ``tokens`` in a forward pass.
+
+    The arguments are train.processes (times cluster.training_nodes), train.micro_batch_tokens,
+    train.gradient_checkpointing and train.offload_optimizer."""
     state = shape.parameters * (MASTER + GRADIENT + MOMENTS) / processes
     # The layer at work, the next one that is fetched meanwhile, one whose gradient is divided; and
     # embedding and head, which are at work from the first layer to the last.
@@ -73,8 +74,10 @@ def training(
 
 
 def layer_activations(shape: Shape) -> float:
-    """Bytes for each token that one layer keeps for its backward pass in bfloat16, without
-    checkpointing: its inputs and norms, queries, keys and values, and the feed-forward part."""
+    """Return the bytes per token that one layer keeps for its backward pass in bfloat16.
+
+    Without checkpointing these are its inputs and norms, queries, keys and values, and the
+    feed-forward part."""
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
     # Keys count like queries, values less, as nothing normalises or turns them.
     attention -= shape.kv_heads * shape.head_dim
@@ -94,25 +97,26 @@ class Serving:
 
 
 def serving(shape: Shape, gpus: int, *, cached_tokens: int) -> Serving:
-    """What each of an engine's ``gpus`` needs (engine.gpus) to keep so many tokens' keys and
-    values: sessions at once times the length that they reach."""
+    """Return the need of each of an engine's ``gpus`` (engine.gpus) for so many cached tokens.
+
+    Cached tokens are the number of concurrent sessions times their length."""
     return Serving(shape.parameters * COMPUTE / gpus, shape.cache_bytes * cached_tokens / gpus)
 
 
 def weights_bytes(shape: Shape) -> float:
-    """Of one published version: what a weight update moves to each engine."""
+    """Return the bytes of one published version, which a weight update moves to each engine."""
     return float(shape.parameters * COMPUTE)
 
 
 def fewest(need: Iterable[tuple[int, float]], card: float) -> int | None:
-    """The first number of GPUs, of (number, bytes on each), whose need a card of GB fits."""
+    """Return the first number of GPUs, of (number, bytes on each), that fits cards of GB."""
     return next((n for n, size in need if size <= USABLE * card * GB), None)
 
 
 def training_gpus(
     shape: Shape, card: float, *, tokens: int = 16_384, offload: bool = False
 ) -> int | None:
-    """The fewest GPUs of so many GB that train it, of 1, 2, 4, ... 64; None: not even 64 do."""
+    """Return the fewest GPUs of this size that train it, of 1, 2, 4, ... 64; None: not even 64."""
     return fewest(
         (
             (n, training(shape, n, tokens=tokens, offload=offload).total)
@@ -123,7 +127,7 @@ def training_gpus(
 
 
 def serving_gpus(shape: Shape, card: float, *, cached_tokens: int = 131_072) -> int | None:
-    """The same for one engine; it is divided among the GPUs of one machine, so 8 at most."""
+    """Return the same for one engine, which uses the GPUs of one machine, so 8 at most."""
     numbers = [n for n in (1, 2, 4, 8) if shape.kv_heads % n == 0]
     return fewest(
         ((n, serving(shape, n, cached_tokens=cached_tokens).total) for n in numbers), card
@@ -136,7 +140,7 @@ MODELS = ("0.6B", "4B", "8B", "32B")
 
 
 def tables() -> str:
-    """Markdown: what each model needs, and on how many of which GPUs it fits."""
+    """Return Markdown tables: each model's need, and the number of GPUs that it fits on."""
     return "\n\n".join((_bytes_table(), _cards_table()))
 
 

@@ -1,4 +1,4 @@
-"""The trainer's speed: whole optimizer steps, and how long it takes to hand out the weights."""
+"""The trainer's speed: whole optimizer steps, and the time to gather the weights."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from trainer.packing import Row, with_training_signal
 from trainer.policy import Policy, PolicyConfig
 
 _BUCKET = 1 << 30
-"""Bytes of weights that are whole at a time."""
+"""Bytes of weights that are gathered at a time."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,15 +28,15 @@ class Stepped:
     seconds: float
     tokens_per_second: float
     tflops: float
-    """Of the model's own work per second, 1e12: what is computed a second time is not counted."""
+    """The model's own work per second, 1e12 FLOP/s, without recomputation."""
     mfu: float | None
-    """Of what the card can do; None where nothing is known of it."""
+    """The share of the card's peak; None for an unknown card."""
     peak_gb: float
     gather_seconds: float
-    """To have all weights whole in bfloat16, bucket by bucket."""
+    """Seconds to gather all weights in bfloat16, bucket by bucket."""
     gather_gb_per_second: float
     to_host_seconds: float
-    """The same, each bucket copied to the machine's memory, as for the disk."""
+    """The same, with each bucket copied to the machine's memory, as for the disk."""
 
     def as_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -54,8 +54,10 @@ def stepping(
     peak_tflops: float | None,
     offload: bool = False,
 ) -> Stepped:
-    """A random model of this shape, held in float32 and computing in ``compute``, as the trainer
-    does with train.gradient_checkpointing; one step to warm up and the median of ``rounds``."""
+    """Measure a random model of this shape, in float32 and computing in ``compute``.
+
+    It trains as the trainer does with train.gradient_checkpointing: one step to warm up, then the
+    median of ``rounds``."""
     policy = _policy(shape, device, compute, offload)
     batch = _rows(shape, rows, length)
     trained = sum(int(row["loss_mask"].sum()) for row in batch)
@@ -104,7 +106,7 @@ def _policy(shape: Shape, device: str, compute: torch.dtype | None, offload: boo
 
 
 def _rows(shape: Shape, rows: int, length: int) -> list[Row]:
-    """Random tokens, the second half of each row trained on."""
+    """Return random tokens; the second half of each row is trained on."""
     rng = random.Random(0)
     generator = torch.Generator().manual_seed(0)
     out = []

@@ -1,4 +1,4 @@
-"""The least that a recording gateway in Python does, and the least that a relay does."""
+"""The smallest recording gateway in Python, and the smallest relay."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The router that one writes first: aiohttp on both sides, a client session for each request."""
+"""The obvious router: aiohttp on both sides, a client session for each request."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"
 
 
 class Obvious:
-    """Checks the session key as ours does, and finds the rank in it."""
+    """Check the session key like our router, and return its rank."""
 
     def __init__(self, ranks: list[str], signer: KeySigner) -> None:
         self._ranks = ranks

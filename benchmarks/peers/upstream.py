@@ -52,7 +52,7 @@ def _chunk(data: bytes) -> bytes:
 
 
 class Upstream(asyncio.Protocol):
-    """One connection. A body that says ``stream`` gets so many ``events``, ``gap`` s apart."""
+    """One connection. A body with ``stream`` gets ``events`` events, ``gap`` seconds apart."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()

@@ -1,6 +1,6 @@
-"""A chat agent of CAMEL-AI's with a tool.
+"""A CAMEL-AI chat agent with a tool.
 
-It runs as well against any provider of an OpenAI-compatible API: `await CamelAgent().run(task,
+It also runs against any provider of an OpenAI-compatible API: `await CamelAgent().run(task,
 base_url=..., api_key=...)`.
 """
 
@@ -17,7 +17,7 @@ from camel.utils import BaseTokenCounter
 
 
 class Characters(BaseTokenCounter):
-    """Says when a conversation is too long. CAMEL's own fetches a vocabulary of OpenAI's."""
+    """A counter that decides when a conversation is too long; CAMEL's own fetches a vocabulary."""
 
     def count_tokens_from_messages(self, messages: list[Any]) -> int:
         return len(str(messages))
@@ -41,7 +41,7 @@ def add(a: int, b: int) -> int:
 
 class CamelAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         model = ModelFactory.create(
             model_platform=ModelPlatformType.OPENAI_COMPATIBLE_MODEL,
             model_type="policy",

@@ -1,6 +1,6 @@
 """An agent of the Claude Agent SDK with a tool over MCP.
 
-It runs as well against Anthropic: `await ClaudeAgent().run(task)` with ANTHROPIC_API_KEY set.
+It also runs against Anthropic: `await ClaudeAgent().run(task)` with ANTHROPIC_API_KEY set.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ async def add(given: dict[str, Any]) -> dict[str, Any]:
 
 
 def variables(base_url: str | None, api_key: str | None) -> dict[str, str]:
-    """What Claude Code's program is to see of the service, beside what this process has."""
+    """Return the service's variables for Claude Code's program, beside this process's own."""
     given = {
         # No calls of its own, such as one for a title: they would be in the session.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
@@ -39,7 +39,7 @@ def variables(base_url: str | None, api_key: str | None) -> dict[str, str]:
 
 class ClaudeAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         options = ClaudeAgentOptions(
             model="claude-sonnet-4-5",  # whose API it speaks; the policy answers whatever it says
             env=variables(extra_kwargs.get("base_url"), extra_kwargs.get("api_key")),

@@ -1,4 +1,4 @@
-"""Trains the agent:
+"""Train the agent:
 
 python examples/claude_agent/train.py --config examples/claude_agent/config.yaml
 """
@@ -16,7 +16,7 @@ class SumsConfig(GRPOConfig):
     """The run's settings and one of our own."""
 
     largest: int = 99_999
-    """Of the numbers that are added."""
+    """The largest number that is added."""
 
 
 def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:

@@ -1,4 +1,4 @@
-"""Trains by the workflow:
+"""Train with the workflow:
 
 python examples/custom_workflow/train.py --config examples/custom_workflow/config.yaml
 """
@@ -16,9 +16,9 @@ class BudgetConfig(GRPOConfig):
     """The run's settings and two of our own."""
 
     largest: int = 99_999
-    """Of the numbers that are added."""
+    """The largest number that is added."""
     budget: int = 128
-    """Tokens of thoughts."""
+    """The most tokens of thoughts."""
 
 
 def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
-"""A workflow that no agent could be: it takes the word from the model in the middle of its answer.
+"""A workflow that no agent could be: it writes a part of the model's answer itself.
 
-The model thinks for so many tokens. If it has not come to its answer by then, the words that
-begin it are written for it, and it goes on from there. What was written is not trained on.
+The model thinks for a number of tokens. If it has not begun its answer by then, the workflow writes
+the first words, and the model continues from there. The written words are not trained on.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ CONCLUDES = "So the answer is "
 
 
 class Row:
-    """The tokens of an episode, and of each what training must know."""
+    """The tokens of an episode, with each token's data for training."""
 
     def __init__(self, prompt: list[int]) -> None:
         self.ids: list[int] = []
@@ -36,7 +36,7 @@ class Row:
         self.written(prompt)
 
     def written(self, ids: list[int]) -> None:
-        """Tokens that the model has not sampled."""
+        """Append tokens that the model has not sampled."""
         self.ids += ids
         self.trained += [0] * len(ids)
         self.logprobs += [0.0] * len(ids)
@@ -74,7 +74,7 @@ class BudgetedThinking(RolloutWorkflow):
     async def arun_episode(
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor] | None:
-        """One row: the prompt, the thoughts, what was written, the answer."""
+        """Return one row: the prompt, the thoughts, the written words, the answer."""
         prompt = self._prompt(data["question"])
         row = Row(prompt)
         thoughts = await self._sample(engine, row, self.budget)

@@ -1,7 +1,7 @@
 """An agent whose answers another model judges.
 
-The judge is a frozen model: it is asked at the same URL under the same key, by its name, and
-nothing of it is trained on.
+The judge is a frozen model: it is called at the same URL under the same key, by its name, and is
+never trained on.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ QUESTION = (
 
 class JudgedAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: what the judge says."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return the judge's reward."""
         client = AsyncOpenAI(
             base_url=extra_kwargs.get("base_url"),
             api_key=extra_kwargs.get("api_key"),

@@ -1,4 +1,4 @@
-"""Trains the agent: python examples/judge/train.py --config examples/judge/config.yaml"""
+"""Train the agent: python examples/judge/train.py --config examples/judge/config.yaml"""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ class JudgeConfig(GRPOConfig):
     """The run's settings and one of our own."""
 
     largest: int = 99_999
-    """Of the numbers that are added."""
+    """The largest number that is added."""
 
 
 def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:

@@ -1,6 +1,6 @@
-"""An agent of LangChain's with a tool.
+"""A LangChain agent with a tool.
 
-It runs as well against OpenAI: `await AdderAgent().run(task)` with OPENAI_API_KEY set.
+It also runs against OpenAI: `await AdderAgent().run(task)` with OPENAI_API_KEY set.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ def add(a: int, b: int) -> int:
 
 class AdderAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         model = ChatOpenAI(
             model="policy",
             base_url=extra_kwargs.get("base_url"),

@@ -1,6 +1,6 @@
 """An agent on OpenAI's Agents SDK whose tools come from an MCP server.
 
-It runs as well against OpenAI: `await CalculatorAgent().run(task)` with OPENAI_API_KEY set.
+It also runs against OpenAI: `await CalculatorAgent().run(task)` with OPENAI_API_KEY set.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ TOOLS = {"command": sys.executable, "args": [str(Path(__file__).with_name("calcu
 
 class CalculatorAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         client = AsyncOpenAI(
             base_url=extra_kwargs.get("base_url"),
             api_key=extra_kwargs.get("api_key"),

@@ -1,4 +1,4 @@
-"""A server of tools over MCP, as any other: it knows nothing of agents or of training."""
+"""An ordinary MCP server with tools; it contains nothing for agents or for training."""
 
 from mcp.server import MCPServer
 

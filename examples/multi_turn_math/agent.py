@@ -1,6 +1,6 @@
-"""An agent that is told when its answer is wrong, and may try again.
+"""An agent that may try again after a wrong answer.
 
-It runs as well against OpenAI: `await RetryAgent().run(task)` with OPENAI_API_KEY set.
+It also runs against OpenAI: `await RetryAgent().run(task)` with OPENAI_API_KEY set.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class RetryAgent:
         self.turns = turns
 
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         client = AsyncOpenAI(
             base_url=extra_kwargs.get("base_url"),
             api_key=extra_kwargs.get("api_key"),

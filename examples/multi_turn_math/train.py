@@ -1,4 +1,4 @@
-"""Trains the agent:
+"""Train the agent:
 
 python examples/multi_turn_math/train.py --config examples/multi_turn_math/config.yaml
 """
@@ -16,9 +16,9 @@ class MathConfig(GRPOConfig):
     """The run's settings and two of our own."""
 
     largest: int = 99_999
-    """Of the numbers that are added."""
+    """The largest number that is added."""
     turns: int = 2
-    """How often the agent may answer."""
+    """The number of answers that the agent may give."""
 
 
 def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:

@@ -1,5 +1,5 @@
-"""What a session was worth, from what was said in it; the service's own `sessions.grader` may be
-the same function."""
+"""The reward of a session, from its conversation; `sessions.grader` of a service may be the same
+function."""
 
 from __future__ import annotations
 
@@ -8,8 +8,7 @@ from typing import Any
 
 
 def correct(session: dict[str, Any]) -> dict[str, float]:
-    """Whether the last number of the last answer is the one of the session's metadata, and a
-    little for having it worked out by the tool."""
+    """Return rewards for the right last number of the last answer, and for using the tool."""
     last = session["interactions"][-1]
     numbers = re.findall(r"-?\d+", last["output_message"].get("content") or "")
     right = numbers[-1:] == [session["metadata"]["answer"]]

@@ -1,6 +1,6 @@
 """An agent on OpenAI's Agents SDK with two tools, whose answers math-verify checks.
 
-It runs as well against OpenAI: `asyncio.run(CalculatorAgent().run(task))` with OPENAI_API_KEY set.
+It also runs against OpenAI: `asyncio.run(CalculatorAgent().run(task))` with OPENAI_API_KEY set.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def multiply(a: int, b: int) -> int:
 
 
 def solved(said: str, answer: str) -> float:
-    """Whether they are the same in mathematics: `\\boxed{6/2}` is 3."""
+    """Return 1.0 if both are mathematically equal: `\\boxed{6/2}` is 3."""
     return float(verify(parse(answer), parse(said)))
 
 
@@ -46,7 +46,7 @@ verdict = AsyncRewardWrapper(solved, timeout_seconds=30)
 
 class CalculatorAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
-        """One task, ``{"question": ..., "answer": ...}``; the reward: whether it is solved."""
+        """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         client = AsyncOpenAI(
             base_url=extra_kwargs.get("base_url"),
             api_key=extra_kwargs.get("api_key"),

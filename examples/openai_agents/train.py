@@ -1,4 +1,4 @@
-"""Trains the agent:
+"""Train the agent:
 
 python examples/openai_agents/train.py --config examples/openai_agents/config.yaml
 """
@@ -16,7 +16,7 @@ class CalculatorConfig(GRPOConfig):
     """The run's settings and one of our own."""
 
     largest: int = 999
-    """Of the numbers that are added."""
+    """The largest number that is added."""
 
 
 def tasks(count: int, largest: int, seed: int) -> list[dict[str, str]]:

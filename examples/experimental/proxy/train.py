@@ -1,4 +1,4 @@
-"""Trains whatever agent its command names, on a dataset:
+"""Train the agent that the command names, on a dataset:
 
 python3 examples/experimental/proxy/train.py --config examples/experimental/proxy/config.yaml \
     scheduler.type=local workflow=my_agent.MathAgent
