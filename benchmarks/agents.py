@@ -89,7 +89,7 @@ async def service(node: Node) -> AsyncIterator[Service]:
 async def load(
     work: Callable[[], Coroutine[Any, Any, None]], agents: int
 ) -> AsyncIterator[asyncio.Task[None]]:
-    """Run ``count`` agents at ``work`` at once, as one task; stop them with the context."""
+    """Run ``agents`` agents at ``work`` at once, as one task; stop them with the context."""
 
     async def crowd() -> None:
         async with asyncio.TaskGroup() as tasks:
