@@ -19,24 +19,24 @@ log = logging.getLogger(__name__)
 State = Literal["starting", "ready", "restarting", "ended"]
 
 _ENDED_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP)
-"""Exit codes of processes that another one ended; a crash, such as a segmentation fault, is a
-failure of its own. Proxies and routers that were told to stop end with code 0."""
+"""Exit codes of processes that another process ended; a crash, such as a segmentation fault, is a
+failure of the part itself. Proxies and routers that are stopped end with code 0."""
 _START_ERRORS = (OSError, subprocess.SubprocessError)
 
 
 @dataclass(frozen=True, slots=True)
 class RestartPolicy:
-    """How often a part may end before it is given up, and how long each restart waits."""
+    """Limits of a part's restarts, and the delay before each restart."""
 
     max_restarts: int = 5
-    """Deaths within ``window`` seconds, and lives in a row that failed and came to nothing."""
+    """Deaths within ``window`` seconds, and consecutive lives that failed without any result."""
     window: float = 60.0
     max_failures: int = 20
-    """Deaths of its own within ``long_window`` seconds, so that a part that dies slowly is given
-    up, too."""
+    """Failures of the part itself within ``long_window`` seconds, which end a part that dies
+    slowly."""
     max_deaths: int = 40
-    """Deaths of every kind within ``long_window`` seconds, and lives in a row without progress: a
-    trainer that the system kills for its memory, step by step, is given up, too."""
+    """Deaths of every kind within ``long_window`` seconds, and consecutive lives without progress,
+    which end a trainer that the system kills for its memory at every step."""
     long_window: float = 600.0
     first_delay: float = 0.2
     """Seconds before the first restart; the delay doubles with each recent death."""
@@ -49,11 +49,11 @@ class RestartHistory:
     def __init__(self, policy: RestartPolicy) -> None:
         self._policy = policy
         self._deaths: list[tuple[float, bool]] = []
-        """Times of death within the long window, and whether the part failed by itself."""
+        """Times of death within the long window; True for a failure of the part itself."""
         self._useless_lives = 0
-        """Lives in a row that failed and came to nothing."""
+        """Consecutive lives that failed without any result."""
         self._stuck_lives = 0
-        """Lives in a row without progress, however they ended."""
+        """Consecutive lives without progress, however they ended."""
 
     def end_life(self, *, useless: bool, stuck: bool) -> None:
         self._useless_lives = self._useless_lives + 1 if useless else 0
@@ -68,7 +68,7 @@ class RestartHistory:
         recent = [death for death in self._deaths if now - death[0] < policy.long_window]
         self._deaths = [*recent, (now, failed)]
         limits = (
-            (self._lately(now), policy.max_restarts),
+            (self._recent_deaths(now), policy.max_restarts),
             (sum(own for _, own in self._deaths), policy.max_failures),
             (max(len(self._deaths), self._stuck_lives), policy.max_deaths),
         )
@@ -76,10 +76,10 @@ class RestartHistory:
 
     def delay(self, now: float) -> float:
         """Return the seconds to wait before the next start."""
-        growth = 2.0 ** (self._lately(now) - 1)
+        growth = 2.0 ** (self._recent_deaths(now) - 1)
         return min(self._policy.max_delay, self._policy.first_delay * growth)
 
-    def _lately(self, now: float) -> int:
+    def _recent_deaths(self, now: float) -> int:
         deaths = sum(now - at < self._policy.window for at, _ in self._deaths)
         return max(deaths, self._useless_lives)
 
@@ -87,12 +87,11 @@ class RestartHistory:
 class Component:
     """Keeps one process running. :meth:`check`, called several times a second, never waits.
 
-    ``make`` creates the process of each start, so that its arguments are those of that moment.
-    ``ready`` is called in a thread until it returns true.
-    ``progress`` returns something that changes while the process does its work. With ``finishes``,
-    exit code 0 is the part's end, not a failure. ``where`` is printed when the part is first
-    ready. ``kind`` decides when the part is stopped; by default it is the name up to its hyphen.
-    The part's end takes at least ``grace`` seconds.
+    ``make`` creates the process of each start, with the arguments of that moment. ``ready`` is
+    called in a thread until it returns true. ``progress`` returns a value that changes while the
+    process works. With ``finishes``, exit code 0 is the part's end, not a failure. ``where`` is
+    printed when the part is first ready. ``kind``, by default the name up to its hyphen, decides
+    when the part is stopped, for which it has ``grace`` more seconds.
     """
 
     def __init__(
@@ -118,7 +117,7 @@ class Component:
         self.state: State = "starting"
         self.restarts = 0
         self.finished = False
-        """Whether the process ended by itself, with success."""
+        """True if the process ended by itself with success."""
         self._make = make
         self._say = say
         self._ready = ready
@@ -131,9 +130,9 @@ class Component:
         self._process: SupervisedProcess | None = None
         self._probe: _ReadinessProbe | None = None
         self._killed = False
-        """Whether :meth:`kill` ended this life."""
+        """True if :meth:`kill` ended this life."""
         self._first_progress: object = None
-        """The progress when this life began."""
+        """The progress at the start of this life."""
         self._restart_at: float | None = None
         self._ready_deadline = 0.0
 
@@ -151,10 +150,10 @@ class Component:
             raise StartupError(f"{self.label} could not be started: {error}") from error
 
     def check(self) -> None:
-        """Look at the process once, and do what is due.
+        """Check the process once, and restart it if that is due.
 
-        Raises ConfigError for a part that refuses its configuration, StartupError for one that
-        cannot start, is not ready in time, or ends again and again.
+        Raises ConfigError for a part that refuses its configuration, StartupError for a part that
+        cannot start, is not ready in time, or ends too often.
         """
         if self.state == "ended" or self._process is None:
             return
@@ -177,7 +176,7 @@ class Component:
                 )
 
     def kill(self, why: str) -> None:
-        """Kill a process that hangs, which is a failure of its own; `check` starts the next one."""
+        """Kill a process that hangs, which counts as a failure; `check` starts the next one."""
         self._say(f"{self.label:<9} {why}; killing it")
         self._killed = True
         if self._process is not None:
@@ -228,14 +227,13 @@ class Component:
         try:
             self._launch()
         except _START_ERRORS as error:
-            # A lack of memory or of processes may pass.
+            # A lack of memory or of processes may be temporary.
             self._history.fail_start()
             self._schedule_restart(f"could not be started ({error})")
 
     def _handle_end(self, code: int) -> None:
         failed = self._killed or code not in _ENDED_FROM_OUTSIDE
-        # A part may need a while to fail. One that is killed is hardly to blame for what it did
-        # not do.
+        # A part may need a while to fail. A killed part is not to blame for a lack of progress.
         stuck = self._first_progress is not None and self._first_progress == self._progress()
         useless = self._probe is not None or (failed and stuck)
         self._history.end_life(useless=useless, stuck=stuck)
@@ -245,10 +243,10 @@ class Component:
             self.state, self.finished = "ended", True
             return
         if code == ConfigError.exit_code:
-            raise ConfigError(f"{self.label} cannot go on as it is configured:\n{self._log()}")
+            raise ConfigError(f"{self.label} cannot run as it is configured:\n{self._log()}")
         if self.state == "starting" and code >= 0:
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
-        # The log says why a process failed, not why another one killed it.
+        # The log tells why a process failed, but not why another process killed it.
         hint = f" (log: {self._process.log})" if code > 0 and self._process else ""
         self._schedule_restart(how, hint, failed=failed)
 
@@ -273,7 +271,7 @@ class Component:
 
 
 class _ReadinessProbe:
-    """Calls ``ready`` in a thread until it returns true: a request by HTTP may take its time."""
+    """Calls ``ready`` in a thread until it returns true, because an HTTP request may take long."""
 
     def __init__(
         self, ready: Callable[[SupervisedProcess], bool], process: SupervisedProcess
@@ -299,7 +297,7 @@ class _ReadinessProbe:
         self.succeeded = True
 
     def _is_ready(self) -> bool:
-        """Take an error for a no, and log the first one: the thread has to go on."""
+        """Take an error for a no, and log the first one, so that the thread goes on."""
         try:
             return self._ready(self._process)
         except Exception:

@@ -1,4 +1,4 @@
-"""How a rank's engine is started, by its kind: our embedded one, or SGLang from an environment."""
+"""The start of a rank's engine, by its kind: the embedded one, or SGLang from an environment."""
 
 from __future__ import annotations
 
@@ -27,19 +27,20 @@ _COMPARE_TIMEOUT = 600.0
 
 @dataclass(frozen=True, slots=True)
 class EngineKind:
-    """What the launcher knows of one `engine.kind`."""
+    """The launcher's data about one `engine.kind`."""
 
     command: Callable[[Config, list[str], str], Command]
-    """Makes the command from the common arguments and the part's name."""
+    """Return the command, from the common arguments and the part's name."""
     health: str
-    """Path that answers 200 when the weights are loaded and the engine samples."""
+    """The path that answers 200 when the weights are loaded and the engine samples."""
     health_timeout: float
     start_timeout: Callable[[Config], float]
-    """Seconds until an engine that was started must be ready."""
+    """Return the seconds until an engine that was started must be ready."""
     require: Callable[[Config], None]
-    """Raises ConfigError where such an engine cannot be started."""
+    """Raise ConfigError if such an engine cannot be started."""
     owns_gpus: bool
-    """Whether each engine fills the memory of `engine.gpus` GPUs; else engines share one each."""
+    """True if each engine fills the memory of `engine.gpus` GPUs; otherwise an engine uses one GPU,
+    which it may share."""
 
 
 def engine_command(
@@ -82,7 +83,7 @@ def start_timeout(config: Config) -> float:
 
 
 def require_engines(config: Config) -> None:
-    """Raise ConfigError where the engines cannot be started here, or must not be used."""
+    """Raise ConfigError if the engines cannot be started here, or must not be used."""
     for url in config.engine.urls:
         require_private_url(url)
     if not config.engine.urls:
@@ -104,10 +105,10 @@ def _require_sglang(config: Config) -> None:
 
 
 def require_weights(config: Config, settings: Path, say: Callable[[str], None]) -> None:
-    """Raise ConfigError where an engine of `engine.urls` holds other weights than the run's.
+    """Raise ConfigError if an engine of `engine.urls` holds other weights than the run's.
 
-    A process that has torch compares log-probabilities of tokens, where the weights are here and
-    a CPU has the memory for them; else a line says that they were not compared. ``settings`` is
+    A process with torch compares log-probabilities of tokens, if the weights are on this machine
+    and fit into its memory; otherwise a line reports that they were not compared. ``settings`` is
     the run's resolved file.
     """
     command = [sys.executable, "-m", "any_agent.doctor.verify_weights", "--config", str(settings)]
@@ -143,7 +144,7 @@ def _require_divisible(config: Config) -> None:
         model = json.loads(text)
         heads = model.get("text_config", model).get("num_attention_heads")
     except (OSError, ValueError, AttributeError):
-        return  # a hub's name, say: SGLang will find out
+        return  # For example a name on the hub: SGLang checks it.
     if isinstance(heads, int) and heads % gpus:
         fits = [str(n) for n in range(1, heads + 1) if heads % n == 0]
         raise ConfigError(
@@ -156,7 +157,7 @@ def _embedded(config: Config, arguments: list[str], name: str) -> Command:
     engine = config.engine
     arguments = ["any_agent.engine.embedded", *arguments, "--threads", str(engine.threads)]
     arguments += ["--device", engine.device]
-    # The other parts read their logs' form from the settings; an engine reads no settings.
+    # Unlike the other parts, an engine does not read the form of its logs from the settings.
     return Command([*arguments, "--log-format", config.log_format, "--log-part", name])
 
 
@@ -169,15 +170,15 @@ def _sglang(config: Config, arguments: list[str], name: str) -> Command:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     else:
         arguments += ["--tp-size", str(engine.gpus)]
-    # At SIGTERM it first ends its requests, and without a launcher nothing kills it then. Its own
-    # processes end with the first of them.
+    # At SIGTERM SGLang first ends its requests; without a launcher nothing would kill it after
+    # that. Its other processes end with the first one.
     return Command(
         [*arguments, *engine.arguments], engine.python, variables, orphaned=signal.SIGKILL
     )
 
 
 def engine_kind(config: Config) -> EngineKind:
-    """Return what the launcher knows of the configured kind."""
+    """Return the data about the configured kind."""
     return _KINDS[config.engine.kind]
 
 
@@ -193,7 +194,7 @@ _KINDS = {
     "sglang": EngineKind(
         command=_sglang,
         health="/health_generate",
-        # SGLang takes up to 20 seconds to report that it is ill.
+        # SGLang takes up to 20 seconds to report a failure.
         health_timeout=25.0,
         # It loads its weights, then compiles and captures graphs for about as long.
         start_timeout=lambda config: _EMBEDDED_TIMEOUT + 2 * config.engine.load_timeout,

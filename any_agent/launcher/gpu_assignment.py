@@ -1,4 +1,4 @@
-"""Which part of a machine uses which GPUs, and whether there are enough; without torch."""
+"""The assignment of a machine's GPUs to its parts, without torch."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from any_agent.launcher.engines import engine_kind
 from any_agent.launcher.gpus import sees_gpu
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
-"""Variable that tells a trainer which of the machine's engines use its first GPU: `none`, `some`
-or `all`."""
+"""The variable that tells a trainer how many of the machine's engines use its first GPU: `none`,
+`some` or `all`."""
 
 
 def require_devices(config: Config, *, trains: bool) -> None:
-    """Raise ConfigError for `cuda` without a GPU, before the parts would fail one by one."""
+    """Raise ConfigError for `cuda` without a GPU, before each part fails."""
     wanted = {"engine.device": config.engine.device if not config.engine.urls else "auto"}
     if trains:
         wanted["train.device"] = config.train.device
@@ -53,9 +53,9 @@ def assign_gpus(
 ) -> GpuAssignment:
     """Give each of this machine's engines its GPUs, and the trainer those that are left.
 
-    The engines get the last ones: a script that trains in its own process takes the first. If none
-    is left, the trainer shares the engines'. More embedded engines than GPUs share them, too;
-    SGLang fills the memory of its GPUs: ConfigError where there are too few.
+    The engines get the last GPUs: a script that trains in its own process takes the first. If none
+    is left, the trainer shares the engines' GPUs. Embedded engines share GPUs if there are too few;
+    SGLang fills the memory of its GPUs, so too few raise ConfigError.
     """
     if not visible or config.engine.device == "cpu" or config.engine.urls:
         return GpuAssignment((None,) * engines, None)

@@ -8,7 +8,7 @@ import sys
 from pathlib import Path
 
 _SIGNS = ("nvidiactl", "nvidia0", "dxg", "kfd", "nvhost-gpu", "nvgpu")
-"""Devices in `/dev`: NVIDIA's driver, that of Windows' Linux, AMD's, and those of small boards."""
+"""Devices in `/dev` of NVIDIA's driver, of WSL, of AMD's driver, and of small boards."""
 
 
 def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
@@ -18,7 +18,7 @@ def visible_gpus(dev: Path = Path("/dev")) -> tuple[str, ...]:
         names = [name.strip() for name in hidden.split(",") if name.strip()]
         return () if "-1" in names else tuple(names)
     found = [path for path in dev.glob("nvidia*") if re.fullmatch(r"nvidia\d+", path.name)]
-    # CUDA counts from 0, whatever the driver's numbers: in a container they may be 2 and 3.
+    # CUDA counts from 0, also in a container whose devices have the numbers 2 and 3.
     return tuple(str(k) for k in range(len(found)))
 
 

@@ -1,10 +1,10 @@
-"""Ranks' journals: on a disk of their machine, and between two jobs in the run's folder.
+"""The storage of ranks' journals: on a disk of their machine, and between jobs in the run's folder.
 
-SQLite needs locks and shared memory that network file systems do not give. So on several machines
-each rank's journal is on its own machine (`server.journal_dir`), and a service that ends well
-leaves a copy in the run's folder, with which the next one goes on, on any machine. Beside it::
+SQLite needs locks and shared memory, which network file systems lack. So on several machines each
+rank's journal is on its own machine (`server.journal_dir`), and a service that ends normally leaves
+a copy in the run's folder, from which the next one continues on any machine. Beside the copy::
 
-    journal/rank-0.json   {"home": where it was used last, "kept": whether the copy is of its end}
+    journal/rank-0.json   {"home": the last place of use, "kept": true if the copy is complete}
 
 This note is written before a journal is used. So a journal without a note belongs to an earlier
 run, whose folder was removed.
@@ -29,7 +29,7 @@ _NETWORK = re.compile(
     r"glusterfs|orangefs|pvfs2|panfs|wekafs|ocfs2|gfs2|daos|9p2000|"
     r"fuse\.(?!fuse-overlayfs|ext|ntfs|bindfs).*"
 )
-"""File system types in mountinfo that other machines share, or that only pass files on."""
+"""Types of file systems in mountinfo that other machines share, or that forward to another one."""
 _MOUNTS = Path("/proc/self/mountinfo")
 
 
@@ -71,7 +71,7 @@ def fetch_journals(
 ) -> None:
     """Bring the journals of these ranks to this machine, as the last service left them.
 
-    A journal on a machine that is gone is lost: a line says so, and the rank begins empty.
+    A journal on a lost machine is lost, too: a line reports it, and the rank begins empty.
     """
     if run.journals is None:
         return
@@ -90,12 +90,12 @@ def fetch_journals(
             _remove(local)
             say(
                 f"rank {rank:<4} its sessions are lost: they are at {noted.get('home')}, which did "
-                "not end well"
+                "not end normally"
             )
         elif local.exists():
             say(
-                f"rank {rank:<4} a journal of an earlier run of this name was here; it is now "
-                f"{_set_aside(local)}"
+                f"rank {rank:<4} a journal of an earlier run of this name was here; it was renamed "
+                f"to {_set_aside(local)}"
             )
         write_json(note, {"home": home, "kept": False})
         # From now on the copy is outdated.
@@ -105,9 +105,9 @@ def fetch_journals(
 def store_journals(
     run: RunDir, ranks: Iterable[int], machine: str, say: Callable[[str], None]
 ) -> None:
-    """Copy these ranks' journals to the run's folder, once no process uses them any more.
+    """Copy these ranks' journals to the run's folder, once no process uses them.
 
-    A journal that cannot be copied gets a line, and the others are copied all the same.
+    A line reports a journal that cannot be copied; the others are still copied.
     """
     if run.journals is None:
         return
@@ -172,8 +172,7 @@ def _set_aside(journal: Path) -> Path:
 
 
 def journal_files(journal: Path) -> list[Path]:
-    """Return all files that a journal may consist of, its log first: without its file it is not
-    read."""
+    """Return the files of a journal, its log first: SQLite ignores a log without its file."""
     return [Path(f"{journal}{end}") for end in ("-wal", "-shm", "")]
 
 

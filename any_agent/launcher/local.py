@@ -1,6 +1,6 @@
-"""``python -m any_agent.launcher.local any_agent_grpo.py --config my.yaml``, on this machine.
+"""``python -m any_agent.launcher.local SCRIPT``: replace this process by a training script.
 
-Runs a training script in this process's place: the trainer's own, or one with a GRPOTrainer.
+The script is the trainer's own, any_agent_grpo.py, or one with a GRPOTrainer.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def is_service(script: Path) -> bool:
 def _run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0].startswith("-"):
         raise ConfigError(
-            f"no script is named: any_agent.launcher.local {SERVICE_SCRIPT} --config my.yaml, e.g."
+            f"name a script, e.g. any_agent.launcher.local {SERVICE_SCRIPT} --config my.yaml"
         )
     script = find_script(arguments[0])
     sys.stdout.flush()

@@ -51,11 +51,11 @@ class NodeOptions:
     trainer_outside: bool = False
     """With ``train``: the process that enters the node trains itself; no trainer is started."""
     weights: TrialWeights | None = None
-    """The weights that engines serve, for good; None: the newest at each start of an engine."""
+    """The weights that engines always serve; None: the newest at each start of an engine."""
     place: NodeRole = WHOLE
     """This machine's share of the service."""
     configured: Config | None = None
-    """The settings to save for the trial, where ``config`` has some of this start only."""
+    """The settings to save for the trial, if ``config`` has settings of this start only."""
     say: Callable[[str], None] = print
     """Called with a line when a part is ready, ends, or is started again."""
 
@@ -84,7 +84,7 @@ class Node:
         self._stack = ExitStack()
         self._lock: int | None = None
         self._journals_here = False
-        """Whether this machine's journals are here, and may change."""
+        """True while this machine's journals are here and may change."""
         self._public: socket.socket
         self._model = ServedModel(config, self.options.weights)
 
@@ -105,7 +105,7 @@ class Node:
         self._end(error, drains=isinstance(error, Terminated))
 
     def _end(self, error: BaseException | None, *, drains: bool) -> None:
-        """End every process; after a signal, print what becomes of calls."""
+        """End every process; after a signal, print how running calls end."""
         signalled = isinstance(error, Terminated | KeyboardInterrupt)
         say = self.options.say if signalled else lambda _: None
         cut = False
@@ -113,26 +113,25 @@ class Node:
             if drains:
                 within = self._drain_within(error)
                 say(
-                    "service   draining: new work is refused, what is under way has "
-                    f"{within:g} s to end"
+                    f"service   draining: new work is refused, running work has {within:g} s to end"
                 )
-                # The proxies need little of the time, where there is more of it than usual.
+                # The proxies need little of a longer time than usual.
                 usual = self.config.server.drain_timeout
                 longer = within - usual if within > 2 * usual else None
                 cut = not drain(self.parts, self._refuse_connections, within, trainer_within=longer)
                 self._warn_of_cut_trainer(say)
             else:
-                say("service   stopping: calls under way are cut off")
+                say("service   stopping: running calls are cut off")
         finally:
             self.stop()
-        say(f"service   stopped{'; what had not ended was cut off' if cut else ''}")
+        say(f"service   stopped{'; unfinished work was cut off' if cut else ''}")
 
     def _warn_of_cut_trainer(self, say: Callable[[str], None]) -> None:
         if any(part.kind == "trainer" and part.running for part in self.parts.values()):
             say(
-                "trainer   is cut off: its steps since the last checkpoint are made again; a step "
-                "with its checkpoint needs more time than it had (server.drain_timeout, or in a "
-                "Slurm job cluster.warning)"
+                "trainer   is cut off: its steps since the last checkpoint will be repeated; a "
+                "step with its checkpoint needs more time (server.drain_timeout, or in a Slurm job "
+                "cluster.warning)"
             )
 
     def _drain_within(self, error: BaseException | None) -> float:
@@ -177,9 +176,10 @@ class Node:
     def check(self) -> bool:
         """Check every part once, start dead ones again; return whether training has ended.
 
-        It never waits. A part that hangs is killed. A dead proxy's journal holds what it
-        acknowledged, a dead engine gets the newest weights, a dead trainer goes on from its
-        checkpoint. Raises ConfigError or StartupError for a part that cannot go on.
+        It never waits. A part that hangs is killed. A restarted proxy has everything that it
+        acknowledged in its journal, a restarted engine gets the newest weights, a restarted trainer
+        continues from its checkpoint. Raises ConfigError or StartupError for a part that cannot go
+        on.
         """
         for part in self.parts.values():
             part.check()
@@ -209,7 +209,7 @@ class Node:
         self._journals_here = True
         self.engine_urls = self.starter.engines()
         if config.engine.urls and place.router and not options.train:
-            # A trainer would give them the run's weights.
+            # A trainer would send them the run's weights.
             require_weights(config, self.dir.resolved, options.say)
         self.starter.proxies(self.engine_urls, self.url)
         if place.router:
@@ -217,14 +217,14 @@ class Node:
             # Agents find the service by this file.
             write_atomic(self.dir.url, f"{self.url}\n", mode=0o644)
             if options.train:
-                # Only now: a start that failed must not bind the trial to a mistyped model.
+                # Not earlier: a failed start must not bind the trial to a mistyped model.
                 saved = options.configured or config
                 write_atomic(self.dir.path / "config.yaml", _as_yaml(saved))
         if options.train and not options.trainer_outside:
             self._start_trainer()
 
     def _before_parts(self) -> None:
-        """Do what has to be done once the address and the folder are there, before any part."""
+        """Prepare the start of the parts; the address and the folder are there. For subclasses."""
 
     def _start_trainer(self) -> None:
         """Start this machine's trainer, if it has one; the service is ready."""
@@ -273,8 +273,8 @@ class Node:
         saved = latest_weights(self.config)
         if saved is not None and saved.step >= self.config.train.steps:
             self.options.say(
-                f"run       train.steps={self.config.train.steps} are done: raise train.steps, or "
-                f"choose another trial; train sessions are refused; checkpoint {saved.path}"
+                f"run       train.steps={self.config.train.steps} are done, so train sessions are "
+                f"refused: raise train.steps, or choose another trial; checkpoint {saved.path}"
             )
 
 

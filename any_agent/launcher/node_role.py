@@ -1,4 +1,4 @@
-"""Which parts of a service one machine runs, and where the other machines reach them."""
+"""The parts of a service that one machine runs, and their addresses for other machines."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ LOCAL = "127.0.0.1"
 
 @dataclass(frozen=True, slots=True)
 class TrainingNodes:
-    """The machines that train together, this one's place among them, and where they meet."""
+    """The machines that train together, this one's index, and the address where they meet."""
 
     count: int
     index: int
@@ -31,12 +31,12 @@ class NodeRole:
     ranks: tuple[int, ...] | None = None
     """Ranks whose engines and proxies are here, numbered over the whole service; None: all."""
     router: bool = True
-    """Whether the router is here. Its machine alone locks the run's folder for the service."""
+    """True if the router is here; only its machine locks the run's folder for the service."""
     trainer: bool = True
     training: TrainingNodes | None = None
-    """The machines that train together; None: this one alone, if it does."""
+    """The machines that train together; None: at most this one."""
     public_url: str = ""
-    """The service's URL, where the router is elsewhere."""
+    """The service's URL, if the router is on another machine."""
     machine: str = field(default_factory=lambda: socket.gethostname().partition(".")[0])
     """The machine's name, which identifies its disk."""
 

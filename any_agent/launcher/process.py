@@ -1,4 +1,4 @@
-"""One child process: started in a group of its own, logged to a file, ended for certain."""
+"""One child process in its own process group, with a log file and a guaranteed end."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """What a process runs, and the signals that end it."""
+    """The command of a process, and the signals that end it."""
 
     arguments: Sequence[str]
     """The arguments after `python -m`."""
@@ -34,18 +34,18 @@ class Command:
     variables: Mapping[str, str] = field(default_factory=dict)
     """Variables added to its environment."""
     secrets: Mapping[str, str] = field(default_factory=dict, repr=False)
-    """More variables for its environment; other settings of ours do not reach it that way."""
+    """Secret variables added to its environment, which has none of our other settings."""
     listener: int | None = None
-    """A socket that it inherits under this number."""
+    """The number of a socket that it inherits."""
     quick: int = signal.SIGTERM
-    """The signal that ends it at once; for a process that drains at SIGTERM it is another one."""
+    """The signal that ends it at once; a process that drains at SIGTERM needs another one."""
     drain: int = signal.SIGTERM
-    """The signal at which it ends its work and itself."""
+    """The signal at which it finishes its work and ends."""
     orphaned: int | None = None
     """The signal that it gets when the launcher is killed; None: ``quick``."""
     before: Sequence[str] = ()
-    """A program that runs the command elsewhere, such as srun. It passes signals on, and ends the
-    command should it be killed itself."""
+    """A program that runs the command on another machine, such as srun. It passes signals on, and
+    ends the command if it is killed itself."""
 
 
 class SupervisedProcess:
@@ -66,8 +66,8 @@ class SupervisedProcess:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
         orphaned = command.quick if command.orphaned is None else command.orphaned
-        # Slurm sends a step's signals to all of its processes: those that this process handles
-        # are for it alone.
+        # Slurm sends a step's signals to all of its processes; children ignore the signals that
+        # this process handles.
         handled = [number for number in _USER_SIGNALS if callable(signal.getsignal(number))]
 
         def prepare() -> None:
@@ -98,7 +98,7 @@ class SupervisedProcess:
         if self._popen is None:
             return None
         if self._popen.returncode is None and self._exited():
-            # Before it is reaped: after that, the group's number may be another one's.
+            # Killed before it is reaped: after that, another group may get the number.
             self._signal(signal.SIGKILL)
         return self._popen.poll()
 
@@ -119,7 +119,7 @@ class SupervisedProcess:
         self._popen.wait()
 
     def drain(self) -> None:
-        """Signal it to end its work and itself."""
+        """Signal it to finish its work and end."""
         if self.running:
             self._signal(self._command.drain)
 

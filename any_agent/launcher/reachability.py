@@ -1,4 +1,4 @@
-"""Addresses under which parts are reached, and a check that one answers."""
+"""The addresses of parts, and a check that a part answers."""
 
 from __future__ import annotations
 

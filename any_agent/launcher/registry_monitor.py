@@ -1,4 +1,4 @@
-"""Watches the parts' registry entries: for parts that hang, and for disks without room."""
+"""A monitor of the parts' registry entries, for parts that hang and for full disks."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ SILENCE_TIMEOUT = 30.0
 @dataclass(slots=True)
 class _Heartbeat:
     id: tuple[int, Stamp]
-    """The process's id, and what tells one write of its entry from the next."""
+    """The process's id, and the stamp of its last entry."""
     silence: float = 0.0
     """Seconds since the entry changed."""
 
 
 class RegistryMonitor:
-    """Kills a ready part that has stopped to write its registry entry; engines write none.
+    """Kills a ready part that no longer writes its registry entry; engines write none.
 
-    It also prints once when a rank's journal has no room left, and once when it has some again.
+    It also prints a line when the disk of a rank's journal is full, and when it has space again.
     """
 
     def __init__(
@@ -46,16 +46,16 @@ class RegistryMonitor:
         self._full: set[str] = set()
 
     def poll(self) -> None:
-        """Look at every entry, at most once per heartbeat; call it several times a second."""
+        """Check every entry, at most once per heartbeat; call it several times a second."""
         now = self._clock()
         passed = now - self._polled_at
         if passed < HEARTBEAT:
             return
         self._polled_at = now
         for part in self._parts.values():
-            # In a longer pause of this process the others may have been suspended, too.
-            self._listen(part, min(passed, 2 * HEARTBEAT))
-        # When no part is heard, the disk takes no writes, or shows none.
+            # During a longer pause of this process the others may have been suspended, too.
+            self._measure_silence(part, min(passed, 2 * HEARTBEAT))
+        # If all parts are silent, the disk accepts no writes, or does not show them.
         if any(beat.silence < SILENT_AFTER for beat in self._heartbeats.values()):
             silent = [n for n, b in self._heartbeats.items() if b.silence >= SILENCE_TIMEOUT]
             for name in silent:
@@ -63,7 +63,7 @@ class RegistryMonitor:
                 self._parts[name].kill(f"has sent no heartbeat for {SILENCE_TIMEOUT:g} s")
         self._check_disks()
 
-    def _listen(self, part: Component, passed: float) -> None:
+    def _measure_silence(self, part: Component, passed: float) -> None:
         stamp = read_stamp(self._folder, part.name) if part.state == "ready" else None
         if stamp is None:
             self._heartbeats.pop(part.name, None)

@@ -1,4 +1,4 @@
-"""How a node ends: at once, or after its parts have ended what they do."""
+"""The end of a node: at once, or after its parts have finished their work."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from any_agent.launcher.component import Component
 from any_agent.runtime.signals import handle_signals
 
 STOP_GRACE = 4.0
-"""Seconds for the trainer to finish its step, and again for all the others."""
+"""Seconds for the trainer to finish its step, and again for all other parts together."""
 _POLL_INTERVAL = 0.05
 _ENDS = (signal.SIGINT, signal.SIGTERM)
 
 
 class Terminated(SystemExit):
-    """Raised at SIGTERM in the main thread: the service drains, and the program exits with 0.
+    """The exit at SIGTERM, raised in the main thread: the service drains, and the exit code is 0.
 
     ``within``: seconds for the drain; None: as configured.
     """
@@ -35,11 +35,11 @@ def terminate(number: int, frame: FrameType | None) -> None:
 
 
 def stop(parts: Mapping[str, Component], close: Callable[[], None]) -> None:
-    """End every process within seconds, for certain; the trainer first, while it has a service.
+    """End every process within seconds; the trainer first, while it has a service.
 
-    It finishes the step under way and keeps a checkpoint, if its time is enough for that. Then the
-    router ends, so that nothing new arrives, the proxies, and their engines last. ``close`` is
-    called when the router ends: no client may wait for a next one.
+    The trainer finishes its step and writes a checkpoint, if the time is enough. Then the router
+    ends, so that nothing new arrives, then the proxies, and the engines last. ``close`` is called
+    when the router ends, so that no client waits for another one.
     """
     with uninterrupted():
         _stop(_of_kind(parts, "trainer"), STOP_GRACE)
@@ -56,13 +56,13 @@ def drain(
     *,
     trainer_within: float | None = None,
 ) -> bool:
-    """Let what is under way end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
+    """Let running work end, up to ``within`` seconds; SIGTERM or Ctrl-C ends the wait.
 
-    The router refuses new work from now on, while the trainer ends its step and keeps a checkpoint,
-    for which it needs the proxies: for ``trainer_within`` seconds, or half of the time. The proxies
-    are signalled after that, and answer long polls then. Afterwards :func:`stop` ends what is left.
+    The router refuses new work from now on, while the trainer finishes its step and writes a
+    checkpoint, for which it needs the proxies: for ``trainer_within`` seconds, or half of the time.
+    Then the proxies are signalled, and answer long polls. Afterwards :func:`stop` ends the rest.
 
-    Returns whether requests ended by themselves: a router or a proxy that ends at its own time
+    Returns whether all requests ended by themselves: a router or a proxy that ends at its own time
     limit has cut some off.
     """
     with _interrupt_event() as interrupted:
@@ -72,7 +72,7 @@ def drain(
         for part in [*router, *trainer]:
             part.drain()
         close()
-        # Requests may wait for an answer that comes when the proxies are told to end.
+        # Requests may wait for an answer that comes when the proxies are signalled.
         if trainer_within is None:
             trainer_within = max(0.5 * within, min(within, STOP_GRACE))
         _wait(trainer, now + trainer_within, interrupted)
@@ -95,7 +95,7 @@ def _wait(parts: Iterable[Component], deadline: float, interrupted: threading.Ev
 
 
 def _stop(parts: list[Component], grace: float) -> None:
-    """End these, all at once; SIGKILL for what is left after ``grace`` seconds."""
+    """End these parts at the same time; kill those that are left after ``grace`` seconds."""
     for part in parts:
         part.terminate()
     deadline = time.monotonic() + grace
@@ -105,7 +105,7 @@ def _stop(parts: list[Component], grace: float) -> None:
 
 @contextmanager
 def uninterrupted() -> Iterator[None]:
-    """Let no second Ctrl-C, and no signal of Slurm, end the launcher before its children."""
+    """Ignore Ctrl-C and Slurm's signals inside the block, so that all children are ended."""
     with handle_signals(signal.SIG_IGN, *_ENDS, signal.SIGUSR1, signal.SIGUSR2):
         yield
 

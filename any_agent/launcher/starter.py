@@ -1,4 +1,4 @@
-"""How the parts of one machine are started: their arguments, and when each is ready."""
+"""The start of the parts of one machine: their arguments, and checks that they are ready."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.reachability import answers, from_here
 from any_agent.launcher.trial import ServedModel
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import Registry, rank_name
+from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.ports import accept_on, reserve, url_of
 
 _BACKLOG = 2048
@@ -30,7 +30,7 @@ _BACKLOG = 2048
 
 
 class Starter:
-    """Adds parts to ``parts``. It calls ``check``, which supervises them, while it waits for one.
+    """Adds parts to ``parts``, and calls ``check``, which supervises them, while it waits for one.
 
     ``stack`` keeps the ports; ``lock`` is the run's locked file, which every child inherits.
     """
@@ -66,7 +66,7 @@ class Starter:
 
     @property
     def sharing(self) -> str:
-        """Which engines use the GPU that a trainer in this process sends new weights from."""
+        """The share of the engines on the GPU from which this process's trainer sends weights."""
         return self._gpus.sharing
 
     def engines(self) -> Sequence[str]:
@@ -124,8 +124,8 @@ class Starter:
     def router(self, public: socket.socket, public_url: str) -> None:
         """Start the router on this socket and wait until it is ready."""
         host, port = self._config.server.host, port_of(public)
-        # The launcher listens already, for all of the router's lives: a client that connects while
-        # none of them runs waits for the next one, instead of being refused.
+        # The launcher already listens: a client that connects while no router runs waits for the
+        # next one instead of being refused.
         accept_on(public, _BACKLOG)
         arguments = ["router", *self._settings, "--host", host, "--port", str(port)]
         arguments += ["--listener", str(public.fileno()), "--public-url", public_url]
@@ -145,7 +145,7 @@ class Starter:
         leads = self._place.training is None or self._place.training.index == 0
         gpus = self._gpus.trainer
         variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
-        # The trainer decides by it how weights go to the engines.
+        # The trainer chooses by it how weights go to the engines.
         variables[SHARED_GPUS] = self._gpus.sharing
         arguments = trainer_arguments(self._config, settings, self._place)
         self.add(
@@ -189,24 +189,22 @@ class Starter:
         """
 
         def ready(process: SupervisedProcess) -> bool:
-            registry = Registry(self._dir.registry)
-            registry.refresh()
-            entry = registry.get(name)
+            entry = read_entry(self._dir.registry, name)
             own = entry is not None and entry.pid == process.pid and entry.state == "ready"
             return own and (url is None or answers(f"{url}/healthz"))
 
         return ready
 
     def reserve(self, host: str, port: int) -> int:
-        """Return a port that a part gets at each start, reserved until the service ends."""
+        """Reserve a port for all starts of a part until the service ends."""
         return port_of(self._stack.enter_context(reserve(host, port)))
 
 
 def trainer_arguments(config: Config, settings: Path, place: NodeRole) -> list[str]:
     """Return the arguments after `python -m` of a trainer with these resolved settings.
 
-    Where several processes train, this process starts this machine's share of them, ends with
-    them, and they report its process id as the trainer's.
+    If several processes train, this process starts this machine's share of them and ends with them;
+    they report its process id as the trainer's.
     """
     each = ["--config", str(settings), "--host", place.host]
     together = place.training

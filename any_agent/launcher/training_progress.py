@@ -1,4 +1,4 @@
-"""Console lines for the steps, evaluations and waits that the trainer reports."""
+"""A reader of growing files, and console lines for the trainer's steps, evaluations and waits."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class LogTail:
         return [line.decode(errors="replace") for line in lines]
 
     def new_records(self) -> list[dict[str, Any]]:
-        """Return the new lines of a JSONL file, without what a writer that died left of one."""
+        """Return the records of a JSONL file's new lines; incomplete lines are skipped."""
         records = []
         for line in self.new_lines():
             with suppress(json.JSONDecodeError):
@@ -40,8 +40,8 @@ class LogTail:
 class TrainingProgress:
     """Formats the new lines of `metrics.jsonl`.
 
-    With ``waiting``, the file in which a trainer in another process writes what it waits for, also
-    that file's text, each time it is written.
+    ``waiting`` is the file in which a trainer in another process describes what it waits for; its
+    text is returned after each write.
     """
 
     def __init__(self, metrics: Path, steps: int, waiting: Path | None = None) -> None:

@@ -20,7 +20,7 @@ _MAX_NAMES = 12
 
 @dataclass(frozen=True, slots=True)
 class TrialWeights:
-    """A folder that an engine loads, and the version under which it serves it."""
+    """A folder of weights, and their version."""
 
     path: Path
     version: int

@@ -98,6 +98,12 @@ def read_stamp(folder: Path, name: str) -> Stamp | None:
         return None
 
 
+def read_entry(folder: Path, name: str) -> RegistryEntry | None:
+    """Return an entry as it is now; None if it cannot be read."""
+    stamp = read_stamp(folder, name)
+    return _parse(name, stamp[2]) if stamp is not None else None
+
+
 @dataclass(slots=True)
 class RegistrySnapshot:
     """A reader's last copy of an entry."""

@@ -83,7 +83,8 @@ def test_what_did_not_end_well_is_lost_elsewhere_and_told(tmp_path: Path) -> Non
     fetch_journals(two, [0], "n2", said.append)
     assert not two.journal(0).exists()
     assert said == [
-        f"rank 0    its sessions are lost: they are at n1:{one.journal(0)}, which did not end well"
+        f"rank 0    its sessions are lost: they are at n1:{one.journal(0)}, "
+        "which did not end normally"
     ]
 
 
@@ -96,7 +97,8 @@ def test_a_journal_of_an_earlier_run_of_the_name_is_not_this_ones(tmp_path: Path
         assert not run.journal(0).exists()
         aside = Path(f"{run.journal(0)}.earlier-{turn - 1}")
         assert turn == 1 or said == [
-            f"rank 0    a journal of an earlier run of this name was here; it is now {aside}"
+            "rank 0    a journal of an earlier run of this name was here; "
+            f"it was renamed to {aside}"
         ]
         with closing(write(run.journal(0), text)):
             # As a process leaves it that is killed: some of it is in the log only.
@@ -139,7 +141,7 @@ def test_their_folder_is_this_users_alone(tmp_path: Path, monkeypatch: pytest.Mo
 def test_a_folder_that_cannot_be_made_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     run = RunDir.of(tmp_path, "me", "exp", "trial", tmp_path / "file" / "disk")
-    with pytest.raises(ConfigError, match=r"/trial cannot be made \(Not a directory\)"):
+    with pytest.raises(ConfigError, match=r"/trial cannot be created \(Not a directory\)"):
         run.create()
 
 

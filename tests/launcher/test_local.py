@@ -47,7 +47,7 @@ def test_only_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> No
     for module, name in ((local, "local"), (slurm, "slurm")):
         assert module.main([]) == 2
         said = capsys.readouterr().err
-        assert said.startswith(f"error: no script is named: any_agent.launcher.{name} {SERVICE}")
+        assert said.startswith(f"error: name a script, e.g. any_agent.launcher.{name} {SERVICE}")
 
 
 def test_without_slurm_the_way_to_go_on_is_said(
@@ -86,7 +86,7 @@ def test_this_machine_runs_the_script_in_the_launchers_place(tmp_path: Path) -> 
 def test_which_script_must_be_said(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in ([], ["--config", "x"]):
         assert local.main(arguments) == 2
-        assert "no script is named" in capsys.readouterr().err
+        assert "name a script" in capsys.readouterr().err
     assert local.main(["nothing.py"]) == 2
     assert "there is no script nothing.py" in capsys.readouterr().err
     assert local.main(["--help"]) == 0

@@ -187,8 +187,8 @@ def test_a_run_that_is_trained_says_so(lab: Lab, monkeypatch: pytest.MonkeyPatch
     saved = SavedWeights(lab.home / "step-00000005", 7, 5)
     monkeypatch.setattr("any_agent.launcher.node.latest_weights", lambda _: saved)
     line = (
-        "run       train.steps=5 are done: raise train.steps, or choose another trial; train "
-        f"sessions are refused; checkpoint {saved.path}"
+        "run       train.steps=5 are done, so train sessions are refused: raise train.steps, or "
+        f"choose another trial; checkpoint {saved.path}"
     )
     for steps, said in ((6, False), (5, True)):
         with lab.node("server.ranks=1", f"train.steps={steps}"):
@@ -233,7 +233,7 @@ def test_a_part_that_hangs_is_killed_and_comes_back(
 
 
 def test_a_part_that_fails_later_ends_the_service(lab: Lab) -> None:
-    with pytest.raises(ConfigError, match="rank 0 cannot go on") as raised, lab.node() as node:
+    with pytest.raises(ConfigError, match="rank 0 cannot run as") as raised, lab.node() as node:
         lab.refuse("rank-0", 2)
         os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
         node.watch()

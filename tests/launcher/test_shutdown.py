@@ -53,7 +53,7 @@ def test_an_interrupt_drains_nothing(lab: Lab) -> None:
         all_started(lab, node)
         raise KeyboardInterrupt
     assert {codes(lab)[name] for name in ("router", "rank-0", "rank-1")} == {AT_ONCE}
-    assert lab.said[-2:] == ["service   stopping: calls under way are cut off", "service   stopped"]
+    assert lab.said[-2:] == ["service   stopping: running calls are cut off", "service   stopped"]
 
 
 def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
@@ -63,7 +63,7 @@ def test_what_does_not_end_is_awaited_for_so_long(lab: Lab) -> None:
         began = time.monotonic()
         terminate(signal.SIGTERM, None)
     assert time.monotonic() - began >= 2
-    assert lab.said[-1] == "service   stopped; what had not ended was cut off"
+    assert lab.said[-1] == "service   stopped; unfinished work was cut off"
     assert lab.names("drains") == ["rank-1"]
     assert codes(lab)["rank-0"] == DRAINED
     assert codes(lab)["rank-1"] == AT_ONCE

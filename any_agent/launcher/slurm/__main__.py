@@ -86,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     if args.script is None:
         raise ConfigError(
-            f"no script is named: any_agent.launcher.slurm {SERVICE_SCRIPT} --config my.yaml, e.g."
+            f"name a script, e.g. any_agent.launcher.slurm {SERVICE_SCRIPT} --config my.yaml"
         )
     if not is_service(find_script(args.script)):
         raise ConfigError(
@@ -102,7 +102,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
     say = partial(print, flush=True)
     job = current_job()
     if job is None:
-        # First: without Slurm no other mistake matters.
+        # Checked first: without Slurm no other error matters.
         require_cluster()
     scheduler = SCHEDULER.set("slurm")
     try:
@@ -188,7 +188,7 @@ def submit(
     job. Raises ConfigError for a model or a key that is missing, StartupError if Slurm has no such
     job in the end, or the trial has one already.
     """
-    # Errors that the job itself would report, in hours perhaps.
+    # The job itself would report these errors, perhaps hours later.
     require_key(config, "a service in a Slurm job")
     if newest_weights(config) is None:
         check_model(config.model.path)
@@ -204,7 +204,7 @@ def submit(
     path = run.logs / "job.sbatch"
     write_atomic(path, script(config, arguments, run.logs / "job-%j.log"))
     output = _sbatch(path)
-    # Where the controller dies just then, its answer may be lost, or the job.
+    # If the controller dies at this moment, its answer may be lost, or the job.
     found = _find_new_job(name, before)
     if found is None:
         raise StartupError(f"Slurm has no job {name}: sbatch printed {output!r}; submit it again")
@@ -233,7 +233,7 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
                 say(line)
                 return 0
             if state == "GONE" or state in _ENDED_STATES:
-                raise StartupError(f"job {job} has ended ({state.lower()}): {log} says why")
+                raise StartupError(f"job {job} has ended ({state.lower()}): read {log}")
             time.sleep(_POLL_INTERVAL)
     except KeyboardInterrupt:
         say(f"job       {job} goes on; scancel {job} ends it")

@@ -18,23 +18,23 @@ from any_agent.launcher.shutdown import Terminated, terminate
 from any_agent.launcher.slurm.job import SlurmJob, mark, node_address, requeue, require_program
 from any_agent.launcher.slurm.plan import NodePlan, Role, plan
 from any_agent.launcher.training_progress import LogTail
-from any_agent.rundir.registry import HEARTBEAT, Registry
+from any_agent.rundir.registry import HEARTBEAT, read_entry
 
 _RESERVED = 40.0
-"""Seconds of the warning that are left for copies of the journals and for Slurm."""
+"""Seconds of the warning that are reserved for copies of the journals and for Slurm."""
 _GRACE = 20.0
-"""Seconds for a node to end its parts and to copy its journals, at most."""
+"""The most seconds in which a node ends its parts and copies its journals."""
 _PREFIX = (
     *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"),
-    # Whatever the site's defaults: a node needs PATH and keys as this one does.
+    # A node needs this one's PATH and keys, whatever the site's defaults are.
     "--export=ALL",
-    # One task, but not one core.
+    # One task may use all cores.
     "--cpu-bind=none",
 )
 
 
 class Warned(Terminated):
-    """Raised at SIGUSR1: the job's time is almost over."""
+    """The job's time is almost over; raised at SIGUSR1."""
 
 
 def prepare(config: Config, job: SlurmJob) -> tuple[Config, NodePlan, str]:
@@ -80,16 +80,16 @@ class HeadNode(Node):
         """Logs of the other nodes' launchers, by the nodes' names."""
         self._token = ""
         self.came_up = False
-        """Whether all parts were ready once, and the trainer had its model."""
-        self._next_look = 0.0
+        """True once all parts were ready and the trainer had its model."""
+        self._next_check = 0.0
 
     def check(self) -> bool:
         for node, log in self._node_logs.items():
             for line in log.new_lines():
                 self.options.say(f"{node:<9} {line}")
         trained = super().check()
-        if not self.came_up and time.monotonic() >= self._next_look:
-            self._next_look = time.monotonic() + HEARTBEAT
+        if not self.came_up and time.monotonic() >= self._next_check:
+            self._next_check = time.monotonic() + HEARTBEAT
             self.came_up = self._is_up()
         return trained
 
@@ -104,8 +104,8 @@ class HeadNode(Node):
             say(f"role      {role.node}{where}: {role}")
         if len(roles.roles) > 1:
             say(
-                "journals  each node's own disk has those of its ranks: a node that is lost loses "
-                "its open sessions; surviving that needs a journal in Redis"
+                "journals  each node's own disk has those of its ranks: a lost node loses its open "
+                "sessions; to keep them, the journal would have to be in Redis"
             )
 
     def _claim_address(self) -> None:
@@ -115,7 +115,7 @@ class HeadNode(Node):
         except ConfigError:
             if server.port != ServerConfig.model_fields["port"].default or server.public_url:
                 raise
-            # A file has the URL, so no job has to fail for a default port that is in use.
+            # Agents read the URL from a file, so another port than the default works, too.
             self.options.say(f"url       port {server.port} is in use here: taking another one")
             server = server.model_copy(update={"port": 0})
             self.config = self.config.model_copy(update={"server": server})
@@ -181,26 +181,22 @@ class HeadNode(Node):
         return arguments
 
     def _is_ready(self, name: str, start: str) -> bool:
-        registry = Registry(self.dir.registry)
-        registry.refresh()
-        entry = registry.get(name)
+        entry = read_entry(self.dir.registry, name)
         return entry is not None and entry.boot_id == start and entry.state == "ready"
 
     def _is_up(self) -> bool:
         if any(part.state == "starting" for part in self.parts.values()):
             return False
-        registry = Registry(self.dir.registry)
-        registry.refresh()
         # A node is ready before its trainer, which the service does not need.
-        trainer = registry.get("trainer")
+        trainer = read_entry(self.dir.registry, "trainer")
         return trainer is not None and trainer.state != "starting"
 
 
 def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], None]) -> int:
     """Serve and train in this job until the last step or the end of its time; return the exit code.
 
-    At SIGUSR1, the warning, it keeps a checkpoint, ends, and has Slurm queue the job again. At
-    SIGTERM, as scancel and preemption send it, what is under way ends; nothing is queued.
+    At SIGUSR1, the warning, it writes a checkpoint, ends, and has Slurm queue the job again. At
+    SIGTERM, from scancel or preemption, running work ends and nothing is queued.
     """
     for name in ("scontrol", "srun"):
         require_program(name)
@@ -224,10 +220,11 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
         took = time.monotonic() - began
         say(f"job       {job.id} has ended for now, after {took:.0f} s")
         if not node.came_up:
-            # The next start would achieve as little, and so on for ever.
+            # The next start would not get further.
             say(
-                f"job       its time limit is too short: {warning} s before it (cluster.warning) "
-                "not all parts were ready; it is not queued again: submit it with a longer --time"
+                f"job       its time limit is too short: not all parts were ready {warning} s "
+                "before it (cluster.warning); it is not queued again: submit it with a longer "
+                "--time"
             )
             return 1
         if not config.cluster.requeue:

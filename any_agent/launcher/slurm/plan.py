@@ -1,4 +1,4 @@
-"""Which node of a job does what, by the numbers of nodes and GPUs."""
+"""The roles of a job's nodes, by the numbers of nodes and GPUs."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from any_agent.errors import ConfigError
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one node does."""
+    """The role of one node."""
 
     index: int
-    """Of the node, in the job's order."""
+    """The node's index in the job."""
     node: str
-    """Its name in Slurm."""
+    """The node's name in Slurm."""
     ranks: tuple[int, ...] = ()
-    """Whose engines and proxies it has."""
+    """Ranks whose engines and proxies it runs."""
     training: int | None = None
-    """Which of the training nodes it is."""
+    """The node's index among the training nodes."""
 
     @property
     def router(self) -> bool:
@@ -40,19 +40,18 @@ class Role:
 
 @dataclass(frozen=True, slots=True)
 class NodePlan:
-    """Every node's role."""
+    """The roles of all nodes, and the numbers of ranks and training nodes."""
 
     roles: tuple[Role, ...]
     ranks: int
-    """In all."""
     training_nodes: int
 
 
 def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
-    """Roles of these nodes with so many GPUs each: inference on the first ones, training on the
-    last ones, the router on the very first. A single node does all of it.
+    """Assign roles to nodes with ``gpus`` GPUs each.
 
-    Raises ConfigError for numbers that do not fit, by their settings' names.
+    Inference is on the first nodes, training on the last ones, the router on the very first; a
+    single node does everything. Raises ConfigError that names settings that do not fit.
     """
     training = config.cluster.training_nodes
     inference = len(nodes) - training
@@ -61,7 +60,7 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
     elif inference < 1:
         raise ConfigError(
             f"cluster.training_nodes={training} leaves none of the job's {len(nodes)} nodes for "
-            "engines: ask for more nodes (cluster.nodes), or train on fewer"
+            "engines: request more nodes (cluster.nodes), or train on fewer"
         )
     each = _ranks_per_node(config, inference, gpus, shared=len(nodes) == 1)
     _check_ranks(config, inference, each)
@@ -75,22 +74,23 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
 
 
 def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) -> int:
-    """Engines on each node that has some; on the one that also trains, as many as configured."""
-    told, each = config.cluster.ranks_per_node, config.engine.gpus
+    """Return the engines on each inference node; a node that also trains has the configured
+    number."""
+    wanted, each = config.cluster.ranks_per_node, config.engine.gpus
     use_gpus = gpus > 0 and config.engine.device != "cpu" and not config.engine.urls
-    if use_gpus and told is not None and told * each > gpus:
+    if use_gpus and wanted is not None and wanted * each > gpus:
         raise ConfigError(
-            f"cluster.ranks_per_node={told} engines with engine.gpus={each} need {told * each} "
-            f"GPUs, and a node has {gpus}"
+            f"cluster.ranks_per_node={wanted} engines with engine.gpus={each} need {wanted * each} "
+            f"GPUs, and a node has {gpus}: lower one of them"
         )
-    if told is not None:
-        return told
+    if wanted is not None:
+        return wanted
     if use_gpus and not shared:
         if gpus % each:
             fits = ", ".join(str(n) for n in range(1, gpus + 1) if gpus % n == 0)
             raise ConfigError(
                 f"engine.gpus={each} does not divide the {gpus} GPUs of a node: choose one of "
-                f"{fits}, or say how many engines a node has (cluster.ranks_per_node)"
+                f"{fits}, or set the number of engines of a node (cluster.ranks_per_node)"
             )
         return gpus // each
     ranks = config.server.ranks
@@ -104,7 +104,7 @@ def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) 
 
 
 def _check_ranks(config: Config, inference: int, each: int) -> None:
-    """What somebody wrote down must be so; what is only the default gives way."""
+    """Raise ConfigError if a configured number of ranks differs; a default gives way."""
     ranks, found = config.server.ranks, inference * each
     if ranks != found and ("ranks" in config.server.model_fields_set or config.engine.urls):
         raise ConfigError(
@@ -117,5 +117,5 @@ def _check_training(config: Config, gpus: int) -> None:
     processes = config.train.processes
     if gpus and config.train.device != "cpu" and processes > gpus:
         raise ConfigError(
-            f"train.processes={processes}, but a node has {gpus} GPUs: each of them needs its own"
+            f"train.processes={processes}, but a node has {gpus} GPUs: each process needs its own"
         )

@@ -171,7 +171,7 @@ def test_a_job_that_ends_before_its_service_listens(
     looks: list[Any], tmp_path: Path, last: dict[str, str], state: str
 ) -> None:
     looks += [{"7": "PENDING"}, {"7": "RUNNING"}, last]
-    with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): {tmp_path}/log says"):
+    with pytest.raises(StartupError, match=rf"job 7 has ended \({state}\): read {tmp_path}/log"):
         command._until_listening("name", "7", tmp_path / "log", print)
 
 
