@@ -33,8 +33,7 @@ from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import Journal, open_journal
-from proxy_ext.leases.fence import Fence, drop_leftovers
-from proxy_ext.leases.leases import LeaseManager
+from proxy_ext.leases import Fence, LeaseManager, drop_leftovers
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer

@@ -25,11 +25,11 @@ from proxy_ext.journal.rows import GRANT_OWNER
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.grants import GrantBook
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
 from proxy_ext.sessions.ids import TaskNumbers
 from proxy_ext.sessions.session import RecordedSession, clock_stamp
 from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.sessions.slots import GrantBook
 from proxy_ext.web.drain import draining
 from proxy_ext.web.quotas import TenantQuotas
 

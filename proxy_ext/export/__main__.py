@@ -18,8 +18,7 @@ from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.output import ExportOutput, output
-from proxy_ext.export.reader import SessionRecord, read_rank
-from proxy_ext.export.styles import rows
+from proxy_ext.export.reader import SessionRecord, read_rank, rows
 from proxy_ext.journal import ExportFilter
 
 _READER_LEFT = 141

@@ -11,14 +11,18 @@ import asyncio
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import orjson
+
 from any_agent.config import SessionConfig
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, Conflict
 from any_agent.protocol.rl import as_reward
 from any_agent.rewards import grader as grading
 from any_agent.rewards.grader import short
 from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, WorkerTimeout
+from any_agent.types import Interaction
 from proxy_ext.sessions.rewards import Parts, parts_of
 from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session_store import SessionStore
 
 _WORKERS = 2
 
@@ -27,12 +31,17 @@ class GraderFailed(Exception):
     """The grader gave no reward; the message says why."""
 
 
-def graded_session(session: RecordedSession) -> dict[str, Any]:
-    """Return a session as graders get it: a dict of plain values.
+def graded_session(session: RecordedSession, *, deltas: bool = False) -> dict[str, Any]:
+    """Return a loaded session as graders get it: a dict of plain values.
 
-    Each interaction has its whole conversation: ``messages`` and the answer, ``output_message``.
+    Each interaction has its answer, ``output_message``, and its conversation, ``messages``; with
+    ``deltas`` only the messages that it adds to its parent, ``message_delta``.
     """
     tree, row = session.tree, session.row
+
+    def messages(i: Interaction) -> dict[str, Any]:
+        return {"message_delta": i.message_delta} if deltas else {"messages": tree.messages(i.id)}
+
     return {
         "session_id": row.id,
         "mode": str(row.mode),
@@ -42,13 +51,35 @@ def graded_session(session: RecordedSession) -> dict[str, Any]:
             {
                 "id": i.id,
                 "parent_id": i.parent_id,
-                "messages": tree.messages(i.id),
+                **messages(i),
                 "output_message": i.output_message,
                 "finish_reason": i.finish_reason,
             }
             for i in tree
         ],
     }
+
+
+async def content_of(sessions: SessionStore, session: RecordedSession) -> bytes:
+    """Return :class:`any_agent.protocol.rl.SessionContent` as JSON, for graders elsewhere.
+
+    It has deltas: with whole conversations a long session would come to many times its size.
+    Conflict if the content is not stored here.
+    """
+    row = session.row
+    if row.content != "stored":
+        raise Conflict(
+            f"the content of session {row.id} is {row.content}, so it cannot be read here; "
+            "`any-agent export` reads archived sessions",
+            code="content_not_stored",
+        )
+    if not sessions.config.store_content:
+        raise Conflict(
+            "this run stores no texts (sessions.store_content), so there is nothing to grade",
+            code="content_not_stored",
+        )
+    await sessions.load(session)
+    return await asyncio.to_thread(orjson.dumps, graded_session(session, deltas=True))
 
 
 class Grader:

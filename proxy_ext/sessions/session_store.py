@@ -34,8 +34,6 @@ from proxy_ext.journal import (
 from proxy_ext.journal.rows import NO_PLACE
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.sessions.conversation_index import ConversationIndex
-from proxy_ext.sessions.counts import SessionCounts
-from proxy_ext.sessions.deadlines import DeadlineQueue
 from proxy_ext.sessions.delivery import (
     UNDELIVERED,
     UNMARKED,
@@ -43,12 +41,11 @@ from proxy_ext.sessions.delivery import (
     undelivered,
     was_used,
 )
-from proxy_ext.sessions.grants import GrantBook
 from proxy_ext.sessions.groups import Group, GroupBook
 from proxy_ext.sessions.ids import ArealIds, SessionIds
-from proxy_ext.sessions.lease_index import LeaseIndex
+from proxy_ext.sessions.indexes import DeadlineQueue, LeaseIndex, SessionCounts
 from proxy_ext.sessions.session import LIVE_STATES, RecordedSession, session_age
-from proxy_ext.sessions.slots import Admission
+from proxy_ext.sessions.slots import Admission, GrantBook
 from proxy_ext.sessions.state_machine import Event, owner_after, target
 from proxy_ext.sessions.tree_cache import TreeCache
 

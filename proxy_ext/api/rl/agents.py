@@ -26,7 +26,7 @@ from any_agent.protocol.rl import (
     Veto,
 )
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
-from proxy_ext.sessions.content import content_of
+from proxy_ext.sessions.grading import content_of
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.web.exchange import while_present
 

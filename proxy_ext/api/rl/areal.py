@@ -36,11 +36,11 @@ from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.rows import EXPORT_OWNER
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
-from proxy_ext.leases.leases import trajectory
+from proxy_ext.leases import trajectory
 from proxy_ext.service import RankService
-from proxy_ext.sessions.grants import GrantedSlot
 from proxy_ext.sessions.rewards import parts_of
 from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.slots import GrantedSlot
 from proxy_ext.web.drain import draining
 from proxy_ext.web.exchange import while_present
 

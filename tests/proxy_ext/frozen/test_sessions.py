@@ -16,7 +16,7 @@ from any_agent.config import FrozenConfig
 from any_agent.errors import ConfigError, SpendCapExceeded
 from any_agent.types import Continuation
 from proxy_ext.archive.records import read_record, record_line
-from proxy_ext.export.styles import rows
+from proxy_ext.export.reader import rows
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider_responses import MessagesResponse, ids_in
 from proxy_ext.frozen.spend_caps import SpendCaps

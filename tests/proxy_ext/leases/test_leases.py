@@ -12,8 +12,7 @@ from any_agent.errors import Conflict, NotFound
 from any_agent.protocol.rl import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
 from proxy_ext.journal import Statement
-from proxy_ext.leases import leases
-from proxy_ext.leases.leases import _CONFIRM_TIMEOUT
+from proxy_ext.leases import _CONFIRM_TIMEOUT, leases
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine

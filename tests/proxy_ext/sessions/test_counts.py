@@ -25,8 +25,7 @@ from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
-from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import LeaseManager
+from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer

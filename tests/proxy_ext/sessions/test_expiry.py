@@ -15,8 +15,8 @@ from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
 from proxy_ext.sessions import expiry
 from proxy_ext.sessions import session as clock
-from proxy_ext.sessions.deadlines import DeadlineQueue
 from proxy_ext.sessions.ids import SessionIds
+from proxy_ext.sessions.indexes import DeadlineQueue
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from tests.proxy_ext.api.test_refusals import refusal

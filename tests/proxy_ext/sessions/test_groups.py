@@ -32,8 +32,7 @@ from proxy_ext.admission import close_groups as closing
 from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
-from proxy_ext.leases.fence import Fence
-from proxy_ext.leases.leases import LeaseManager
+from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions import groups, session_store
 from proxy_ext.sessions import session as clock

@@ -7,10 +7,10 @@ from dataclasses import replace
 import pytest
 
 from any_agent.types import SessionState
-from proxy_ext.sessions import lease_index as module
+from proxy_ext.sessions import indexes as module
 from proxy_ext.sessions.groups import GroupBook
 from proxy_ext.sessions.ids import SessionIds
-from proxy_ext.sessions.lease_index import LeaseIndex
+from proxy_ext.sessions.indexes import LeaseIndex
 from proxy_ext.sessions.session import RecordedSession
 from tests.support.journal import make_row
 from tests.support.proxy_fixtures import Start

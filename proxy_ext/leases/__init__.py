@@ -1,1 +1,0 @@
-"""Handing finalized sessions to the trainer, once each."""

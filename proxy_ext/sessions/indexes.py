@@ -1,0 +1,208 @@
+"""Indexes over a rank's sessions: their counts, their deadlines, and the groups to lease.
+
+None of them scans all live sessions. Ended sessions leave the memory but not the counts, which a
+restart reads from the journal: the sessions ever created are always the sum over all states.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from bisect import bisect_left, insort
+from collections import Counter
+from collections.abc import Iterable, Mapping
+from typing import NamedTuple, TypeAlias
+
+from any_agent.types import SessionMode, SessionState
+from proxy_ext.journal import SessionRow
+from proxy_ext.journal.rows import GRANT_OWNER
+from proxy_ext.sessions.groups import GroupBook
+from proxy_ext.sessions.session import RecordedSession
+
+_UNDECIDED = (SessionState.OPEN, SessionState.AWAITING_REWARD)
+
+
+class SessionCounts:
+    """Sessions created by mode, and sessions by mode and state."""
+
+    def __init__(self) -> None:
+        self.created: Counter[str] = Counter()
+        self.now: Counter[tuple[str, SessionState]] = Counter()
+        self._undecided: Counter[str | None] = Counter()
+        self._granted: Counter[SessionState] = Counter()
+        """Live sessions that were opened on grants, by state."""
+
+    def for_trainer(self, *states: SessionState) -> int:
+        """Return how many live train sessions in these states a trainer has or may get."""
+        return sum(self.now[SessionMode.TRAIN, state] - self._granted[state] for state in states)
+
+    @property
+    def undecided(self) -> int:
+        """Number of sessions that are open or await their reward."""
+        return self._undecided.total()
+
+    def undecided_of(self, tenant: str) -> int:
+        """Return one tenant's number of sessions that are open or await their reward."""
+        return self._undecided[tenant]
+
+    def recover(
+        self, stored: Mapping[tuple[str, SessionState], int], live: Iterable[SessionRow]
+    ) -> None:
+        """Start with the journal's counts, which include the ``live`` sessions."""
+        self.now = Counter(stored)
+        self.created = Counter()
+        for (mode, _), number in stored.items():
+            self.created[mode] += number
+        rows = list(live)
+        self._undecided = Counter(row.tenant for row in rows if row.state in _UNDECIDED)
+        self._granted = Counter(row.state for row in rows if row.owner == GRANT_OWNER)
+
+    def add(self, row: SessionRow) -> None:
+        """Count a new session."""
+        self.created[str(row.mode)] += 1
+        self.now[str(row.mode), row.state] += 1
+        self._undecided[row.tenant] += row.state in _UNDECIDED
+        self._granted[row.state] += row.owner == GRANT_OWNER
+
+    def move(self, before: SessionRow, after: SessionRow) -> None:
+        """Count a change of a session's row."""
+        self.now[str(before.mode), before.state] -= 1
+        self.now[str(after.mode), after.state] += 1
+        self._granted[before.state] -= before.owner == GRANT_OWNER
+        self._granted[after.state] += after.owner == GRANT_OWNER
+        self._undecided[after.tenant] += (after.state in _UNDECIDED) - (before.state in _UNDECIDED)
+        if not self._undecided[after.tenant]:
+            del self._undecided[after.tenant]
+
+
+_MAX_STALE = 1024  # outdated heap entries beyond the number of ids
+
+
+class DeadlineQueue:
+    """Ids by the time at which each is due.
+
+    An id is due at the time of its last `add`, which costs O(log n). Its earlier heap entries are
+    skipped when their turn comes, or dropped together before they outnumber the current ones.
+    """
+
+    def __init__(self) -> None:
+        self._heap: list[tuple[float, str]] = []
+        self._due: dict[str, float] = {}
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def add(self, id: str, at: float) -> None:
+        """Make an id due at ``at`` (monotonic seconds), replacing its earlier time; inf: never."""
+        if math.isinf(at):
+            self._due.pop(id, None)
+        elif self._due.get(id) != at:
+            self._due[id] = at
+            heapq.heappush(self._heap, (at, id))
+            if len(self._heap) > 2 * len(self._due) + _MAX_STALE:
+                self._heap = [(at, id) for id, at in self._due.items()]
+                heapq.heapify(self._heap)
+
+    def discard(self, id: str) -> None:
+        """Remove an id."""
+        self._due.pop(id, None)
+
+    def pop(self, now: float) -> list[str]:
+        """Remove and return the ids that are due, earliest first."""
+        out = []
+        while self._heap and self._heap[0][0] <= now:
+            at, id = heapq.heappop(self._heap)
+            if self._due.get(id) == at:
+                del self._due[id]
+                out.append(id)
+        return out
+
+
+_Key: TypeAlias = tuple[bool, str]
+"""(True, a group's id) or, for a session without a group, (False, its id)."""
+
+_MAX_PENDING = 4096
+"""Changes that wait for the next query: where no trainer polls, there is none."""
+
+
+class _LeasePosition(NamedTuple):
+    """The sort key of a leasable group: the oldest is handed out first."""
+
+    created_at: float
+    key: _Key
+
+
+class LeaseIndex:
+    """The leased sessions of a rank, and its closed groups that wait, in their order."""
+
+    def __init__(self, live: Mapping[str, RecordedSession], groups: GroupBook) -> None:
+        self._live = live
+        self._groups = groups
+        self._leased: dict[str, RecordedSession] = {}
+        self._pending: set[_Key] = set()
+        self._waiting: list[_LeasePosition] = []
+        self._positions: dict[_Key, _LeasePosition] = {}
+
+    def update(self, session: RecordedSession) -> None:
+        """Take over a possible change of a session's state."""
+        if session.state is SessionState.LEASED:
+            self._leased[session.id] = session
+        else:
+            self._leased.pop(session.id, None)
+        self._add_pending(_key(session.row))
+
+    def update_group(self, group_id: str) -> None:
+        """Take over that a group may have closed."""
+        self._add_pending((True, group_id))
+
+    @property
+    def leased(self) -> Iterable[RecordedSession]:
+        """All leased sessions."""
+        return self._leased.values()
+
+    def first(self, limit: int) -> list[list[RecordedSession]]:
+        """Return the finalized members of up to ``limit`` closed groups, the oldest first."""
+        self._refresh()
+        return [self._members(position.key) for position in self._waiting[:limit]]
+
+    def _add_pending(self, key: _Key) -> None:
+        self._pending.add(key)
+        if len(self._pending) > _MAX_PENDING:
+            self._refresh()
+
+    def _refresh(self) -> None:
+        """Apply all pending changes."""
+        for key in self._pending:
+            self._reposition(key)
+        self._pending.clear()
+
+    def _reposition(self, key: _Key) -> None:
+        old = self._positions.pop(key, None)
+        if old is not None:
+            del self._waiting[bisect_left(self._waiting, old)]
+        members = self._members(key)
+        if members:
+            position = _LeasePosition(min(member.row.created_at for member in members), key)
+            self._positions[key] = position
+            insort(self._waiting, position)
+
+    def _members(self, key: _Key) -> list[RecordedSession]:
+        """Return the sessions of a group, or the single session, that can be leased now."""
+        grouped, id = key
+        if grouped:
+            group = self._groups.get(id)
+            # A group is handed out whole: not while an export leases a member.
+            if group is None or not group.closed or group.has_leased:
+                return []
+            return [self._live[member] for member in group.finalized]
+        session = self._live.get(id)
+        if session is None or session.mode is not SessionMode.TRAIN:
+            return []
+        if session.row.owner == GRANT_OWNER:
+            # Only an export gets it, which may come late.
+            return []
+        return [session] if session.state is SessionState.FINALIZED else []
+
+
+def _key(row: SessionRow) -> _Key:
+    return (True, row.group_id) if row.group_id is not None else (False, row.id)
