@@ -1,9 +1,9 @@
-"""What ended long ago, in compressed files: written once, self-describing, never in the way.
+"""Sessions that ended long ago, in compressed files that are written once and describe themselves.
 
 - `records.py`: one session as one line of JSON.
 - `files.py`: lines in a file, each compressed by itself, so that damage costs one of them.
-- `sweep.py`: moves sessions from the journal into files, and takes one out again.
+- `archiver.py`: moves sessions from the journal into files, and removes single ones from files.
 
-A file is whole and on disk before the journal lets go of what is in it. `any-agent export` reads
-files and journals alike, and imports no more than it needs: hence nothing is imported here.
+A file is complete and on disk before the journal drops its sessions. `any-agent export` reads files
+and journals alike, and needs a quick start, so nothing is imported here.
 """

@@ -1,9 +1,9 @@
 """Moves sessions that no resume needs from the journal into archives, a bounded batch at a time.
 
-A batch is written to a file, whole and on disk, before one transaction of the journal lets go of
-what is in it. Before the file gets its name, that name is in the journal, and the transaction takes
-it out again: so whoever finds one there knows that its sessions are still in the journal, and
-removes the file. Nothing is lost or kept twice, wherever a process is killed.
+A batch is in a file, complete and on disk, before one transaction of the journal drops its
+sessions. The journal has the file's name before the file gets it, and that transaction removes the
+name. So a name in the journal means that the file's sessions are still in the journal, and the file
+is removed. Nothing is lost or kept twice, wherever a process is killed.
 """
 
 from __future__ import annotations
@@ -30,20 +30,16 @@ from proxy_ext.sessions.session_store import SessionStore
 
 log = logging.getLogger(__name__)
 
-_INTERVAL = (1.0, 900.0)
-"""Seconds between two looks, each of which may make a file: a fiftieth of the time that content is
-kept, but within these."""
-_RETRY_DELAY = 30.0
-"""Seconds at most to the first look, and to the next one after one that failed."""
+_MIN_INTERVAL, _MAX_INTERVAL = 1.0, 900.0
+"""Bounds of the seconds between two sweeps, which are a fiftieth of the time that content is kept.
+Each sweep may write a file."""
+_RETRY_DELAY = 30.0  # seconds at most to the first sweep, and to the next one after a failure
 _BATCH = 256
 _BATCH_BYTES = 16 * 2**20
-"""Of lines, before they are compressed: what one transaction removes holds up the writes behind it
-for some milliseconds."""
+"""Uncompressed bytes of a batch: its removal delays the next writes by some milliseconds."""
 _PAUSE = 0.05
-_TRIMS = 256
-"""At most so often in a row."""
-_FREE = 4 * 2**20
-"""Bytes of free space that the journal keeps for what comes next."""
+_MAX_TRIMS = 256  # trims of the journal in a row
+_FREE = 4 * 2**20  # bytes of free space that the journal keeps for its next writes
 _INTENT = "archiving"
 _TOTALS = "archived"
 
@@ -60,7 +56,7 @@ class Archiver:
         keep_seconds: float,
         oldest_step: Callable[[], int | None],
     ) -> None:
-        """``about`` is said at the top of each file."""
+        """``about`` is written at the top of each file."""
         self._sessions = sessions
         self._journal = sessions.journal
         self._folder = folder
@@ -69,22 +65,22 @@ class Archiver:
         self._oldest_step = oldest_step
         self._unreadable: set[str] = set()
         self._files = asyncio.Lock()
-        """Held by whoever takes a session out of one."""
+        """A lock for the removal of a session from a file."""
         self.sessions = 0
-        """Archived so far, in this trial."""
+        """Number of sessions archived in this trial."""
         self.bytes = 0
-        """The files' size."""
+        """Size of the files."""
 
     async def recover(self) -> None:
-        """Begin with what the journal says; remove what a killed process was writing."""
+        """Load the totals from the journal, and remove the unfinished files of a killed process."""
         totals = await self._journal.meta(_TOTALS) or {}
         self.sessions, self.bytes = totals.get("sessions", 0), totals.get("bytes", 0)
         remove_partial(self._folder, self._sessions.rank)
         await self._settle()
 
     async def run(self) -> None:
-        """Archive, and give space back, until cancelled."""
-        usual = min(max(_INTERVAL[0], self._keep / 50), _INTERVAL[1])
+        """Archive sessions, and return free space to the disk, until cancelled."""
+        usual = min(max(_MIN_INTERVAL, self._keep / 50), _MAX_INTERVAL)
         soon = min(usual, _RETRY_DELAY)
         wait = soon
         while True:
@@ -96,7 +92,9 @@ class Archiver:
             except AnyAgentError as error:
                 log.warning("archiving failed and will be tried again: %s", error.message)
             except OSError as error:
-                log.warning("an archive cannot be written, sessions stay in the journal: %s", error)
+                log.warning(
+                    "an archive cannot be written, so its sessions stay in the journal: %s", error
+                )
             except Exception:
                 log.exception("archiving failed and will be tried again")
 
@@ -105,21 +103,21 @@ class Archiver:
             began = time.monotonic()
             if not await self.sweep():
                 break
-            # Half of the time is left to those who are served.
+            # Half of the time is left to requests.
             await asyncio.sleep(time.monotonic() - began)
-        for _ in range(_TRIMS):
+        for _ in range(_MAX_TRIMS):
             if await self._journal.trim() <= _FREE:
                 break
             await asyncio.sleep(_PAUSE)
 
     async def sweep(self) -> int:
-        """Archive one batch; how many sessions that was."""
+        """Archive one batch, and return its number of sessions."""
         await self._settle()
         batch = await self._batch()
         async with AsyncExitStack() as stack:
             sessions = {each.row.id: await self._sessions.by_id(each.row.id) for each in batch}
             for id in sorted(sessions):
-                # As whoever replays or deletes one: in the order of their ids.
+                # In the order of their ids, like replays and deletions, to avoid a deadlock.
                 await stack.enter_async_context(sessions[id].lock)
             batch = [each for each in batch if sessions[each.row.id].row == each.row]
             return await self._archive(batch) if batch else 0
@@ -137,16 +135,17 @@ class Archiver:
             await asyncio.to_thread(writer.abandon)
 
     async def remove(self, session_id: str) -> list[Statement]:
-        """Take a session out of the archives; what is to be written with its erasure.
+        """Remove a session, whose lock is held, from the archives.
 
-        The caller holds its lock.
+        Return the statements to commit together with its erasure.
         """
         number = await self._journal.number(session_id)
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
                 if number is not None and file.first <= number <= file.last:
-                    gone = await asyncio.to_thread(remove_from, file, session_id, log.warning)
-                    self.bytes -= gone
+                    self.bytes -= await asyncio.to_thread(
+                        remove_from, file, session_id, log.warning
+                    )
             return [self._totals()]
 
     async def _batch(self) -> list[NumberedRow]:
@@ -158,7 +157,7 @@ class Archiver:
         return [each for each in found if each.row.id not in self._unreadable]
 
     async def _write(self, writer: ArchiveWriter, batch: list[NumberedRow]) -> list[str]:
-        """Write as many as one file takes; their ids."""
+        """Write sessions until the file is full, and return their ids."""
         moved: list[str] = []
         for each in batch:
             try:
@@ -169,8 +168,10 @@ class Archiver:
             except (AnyAgentError, ValueError, TypeError, RecursionError) as error:
                 if isinstance(error, AnyAgentError) and error.retryable:
                     raise
-                # It is not to hold up the others, at each look again.
-                log.error("session %s stays in the journal: %s", each.row.id, error)
+                # Later sweeps leave it out, so that it does not delay other sessions again.
+                log.error(
+                    "session %s cannot be archived and stays in the journal: %s", each.row.id, error
+                )
                 self._unreadable.add(each.row.id)
                 continue
             await asyncio.to_thread(writer.add, each.number, line)
@@ -180,7 +181,7 @@ class Archiver:
         return moved
 
     async def _move(self, writer: ArchiveWriter, ids: list[str]) -> None:
-        """Put the file in its place, then remove its sessions from the journal."""
+        """Move the file to its place, then remove its sessions from the journal."""
         await self._journal.commit(PutMeta(_INTENT, writer.name))
         size = await asyncio.to_thread(writer.finish)
         before = self.sessions, self.bytes
@@ -198,9 +199,9 @@ class Archiver:
         """Remove a file whose sessions the journal still has."""
         name = await self._journal.meta(_INTENT)
         if name is not None:
-            # A failed write may show after a crash, but not once a later one is on disk.
+            # A failed write may reappear after a crash, but not once a later one is on disk.
             await self._journal.commit(PutMeta(_INTENT, name))
-            log.info("archiving was interrupted; it begins again without %s", name)
+            log.info("archiving was interrupted: %s is removed, and its sessions go on", name)
             await asyncio.to_thread(remove_file, self._folder / name)
             await self._journal.commit(PutMeta(_INTENT, None))
 

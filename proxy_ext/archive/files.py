@@ -1,11 +1,11 @@
 """Archive files: `rank-<rank>-<first>-<last>-<token>.jsonl.gz`, by the sessions' numbers.
 
-The token is random: whatever becomes of a journal and its numbers, no file is ever overwritten.
+The token is random: no file is ever overwritten, even if a journal is lost and its numbers repeat.
 
 Each line is a gzip member of its own, so that `zcat` reads the file, and a reader loses one line to
-damage and goes on with the next. The first line says what the file is; each other one is a record
-(:mod:`proxy_ext.archive.records`), ordered by number. A file changes only when a session is taken
-out of it.
+damage and goes on with the next. The first line describes the file; each other line is a record
+(:mod:`proxy_ext.archive.records`), ordered by number. A file changes only when a session is removed
+from it.
 """
 
 from __future__ import annotations
@@ -27,20 +27,19 @@ from any_agent.runtime.atomic_files import fsync
 FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)-[0-9a-f]+\.jsonl\.gz")
 _HEAD = re.compile(rb'\{"number":(\d+),"session":\{"id": "([^"\\]*)"')
-"""Of a record, as :func:`proxy_ext.archive.records.record_line` begins it."""
+"""The beginning of a record, as :func:`proxy_ext.archive.records.record_line` writes it."""
 _MEMBER = b"\x1f\x8b\x08"
-_GZIP = 31
-"""zlib's name for gzip's framing, with its checksum."""
+_GZIP = 31  # zlib's number for gzip's framing, with its checksum
 _CHUNK = 65_536
 _PARTIAL = ".partial-"
 
 Report = Callable[[str], None]
-"""Is told of damage, in words."""
+"""A callback that gets a description of damage."""
 
 
 @dataclass(frozen=True, slots=True)
 class ArchiveFile:
-    """A file by its name."""
+    """An archive file; its sessions' numbers lie between ``first`` and ``last``."""
 
     path: Path
     rank: int
@@ -49,7 +48,7 @@ class ArchiveFile:
 
 
 def list_archives(folder: Path, rank: int) -> list[ArchiveFile]:
-    """A rank's files, by the lowest number that they may hold."""
+    """Return a rank's files, ordered by their first number."""
     if not folder.is_dir():
         return []
     found = []
@@ -61,7 +60,7 @@ def list_archives(folder: Path, rank: int) -> list[ArchiveFile]:
 
 
 class ArchiveWriter:
-    """Writes one file under a temporary name, until :meth:`finish` puts it in its place."""
+    """Writes one file under a temporary name, until :meth:`finish` moves it to its place."""
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -72,17 +71,17 @@ class ArchiveWriter:
         self._token = secrets.token_hex(4)
         self._numbers: list[int] = []
         self.raw = 0
-        """Bytes of the lines before they were compressed."""
+        """Uncompressed bytes of the lines."""
         self._write(orjson.dumps({"archive": FORMAT, "rank": rank, **about}) + b"\n")
 
     @property
     def name(self) -> str:
-        """What it is called once it is whole."""
+        """The name of the complete file."""
         ends = f"{self._numbers[0]}-{self._numbers[-1]}"
         return f"rank-{self._rank}-{ends}-{self._token}.jsonl.gz"
 
     def add(self, number: int, line: bytes) -> None:
-        """Numbers ascend."""
+        """Add a line; numbers must ascend."""
         self._numbers.append(number)
         self._write(line)
 
@@ -91,7 +90,7 @@ class ArchiveWriter:
         self._file.write(zlib.compress(line, wbits=_GZIP))
 
     def finish(self) -> int:
-        """Whole and on disk under its name when it returns; its size in bytes."""
+        """Write the file to disk under its name, and return its size in bytes."""
         self._file.close()
         fsync(self.partial)
         size = self.partial.stat().st_size
@@ -100,30 +99,30 @@ class ArchiveWriter:
         return size
 
     def abandon(self) -> None:
-        """Leave nothing of what is not finished."""
-        # What could not be written is not to be: closing tries it once more.
+        """Remove the file if it is not finished."""
+        # A failed write fails once more when the file is closed.
         with contextlib.suppress(OSError):
             self._file.close()
         self.partial.unlink(missing_ok=True)
 
 
 def remove_partial(folder: Path, rank: int) -> None:
-    """Remove what a killed process was writing."""
+    """Remove the unfinished files of a killed process."""
     for path in folder.glob(f"{_PARTIAL}rank-{rank}-*"):
         path.unlink()
 
 
 def remove_file(path: Path) -> None:
-    """Gone from the disk when it returns, if it was there."""
+    """Remove a file durably, if it exists."""
     if path.exists():
         path.unlink()
         fsync(path.parent)
 
 
 def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
-    """Take a session out of a file; the bytes that it became smaller by, 0 if it was not there.
+    """Remove a session from a file, and return the bytes saved; 0 if the file does not have it.
 
-    What is damaged is kept as it is, so that nothing is lost that another reader might save.
+    Damaged parts are kept as they are, as another tool may still read them.
     """
     data = file.path.read_bytes()
     kept, found, others = [], False, False
@@ -153,26 +152,26 @@ def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
 
 
 class ArchiveHeader(NamedTuple):
-    """Which session a line holds."""
+    """The session of a line."""
 
     number: int
     session_id: str
 
 
 def head_of(line: bytes) -> ArchiveHeader | None:
-    """The beginning of a record; None for the line that says what the file is."""
+    """Return the beginning of a record; None for the line that describes the file."""
     match = _HEAD.match(line)
     return ArchiveHeader(int(match[1]), match[2].decode()) if match else None
 
 
 def first_session(file: ArchiveFile, report: Report) -> str | None:
-    """The id of the first session in a file that can be read."""
+    """Return the id of the first readable session in a file."""
     heads = map(head_of, read_lines(file.path, report))
     return next((head.session_id for head in heads if head is not None), None)
 
 
 def read_lines(path: Path, report: Report) -> Iterator[bytes]:
-    """The lines of a file, the first one included; damage is reported and passed over."""
+    """Iterate over the lines of a file, the first one included; report and skip damage."""
     with open(path, "rb") as file:
         try:
             data: mmap.mmap | bytes = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
@@ -180,18 +179,18 @@ def read_lines(path: Path, report: Report) -> Iterator[bytes]:
             data = b""
     for start, _, line in _members(data):
         if line is None:
-            report(f"{path.name}: damaged at byte {start}; what follows may be whole")
+            report(f"{path.name}: damaged at byte {start}; later lines may be readable")
         else:
             yield line
 
 
 def _members(data: mmap.mmap | bytes) -> Iterator[tuple[int, int, bytes | None]]:
-    """Where each member begins and ends, and its content; None for what cannot be read."""
+    """Iterate over the members: start, end, and content, which is None for unreadable bytes."""
     at, size = 0, len(data)
     while at < size:
         end, line = _member(data, at)
         if line is None:
-            # A look-alike inside of what is damaged fails its checksum.
+            # Bytes that look like a member inside damaged ones fail their checksum.
             end = data.find(_MEMBER, at + 1)
             while end >= 0 and _member(data, end)[1] is None:
                 end = data.find(_MEMBER, end + 1)
@@ -216,34 +215,35 @@ def _member(data: mmap.mmap | bytes, start: int) -> tuple[int, bytes | None]:
 
 
 class ArchiveFolder:
-    """Some of a rank's archives, for one pass in the order of numbers.
+    """Archives of a rank, read in one pass in the order of numbers.
 
-    ``look`` gives the files, again when one is missed: more may have been written meanwhile.
+    ``list_files`` returns them; it is called again if a session is missing, as more files may have
+    been written meanwhile.
     """
 
-    def __init__(self, look: Callable[[], list[ArchiveFile]], report: Report) -> None:
-        self._look = look
+    def __init__(self, list_files: Callable[[], list[ArchiveFile]], report: Report) -> None:
+        self._list_files = list_files
         self._report = report
         self._seen: set[Path] = set()
         self._waiting: list[ArchiveFile] = []
         self._open: list[_Cursor] = []
-        self._more()
+        self._add_new_files()
 
     def find(self, number: int, session_id: str) -> bytes | None:
-        """The line of a session; the numbers asked for ascend."""
+        """Return a session's line, or None. The numbers of successive calls must ascend."""
         for _ in range(2):
-            for cursor in self._at(number):
+            for cursor in self._seek(number):
                 if cursor.head == (number, session_id):
                     return cursor.line
-            if not self._more():
+            if not self._add_new_files():
                 break
         return None
 
     def all(self) -> Iterator[bytes]:
-        """Every session's line, each session once."""
+        """Iterate over all sessions' lines, each session once."""
         number = 0
         while self._waiting or self._open:
-            same = {cursor.head: cursor.line for cursor in self._at(number)}
+            same = {cursor.head: cursor.line for cursor in self._seek(number)}
             for head, line in same.items():
                 if head.number == number:
                     yield line
@@ -251,23 +251,22 @@ class ArchiveFolder:
             ahead += [file.first for file in self._waiting[:1]]
             number = max(number + 1, min(ahead, default=0))
 
-    def _at(self, number: int) -> list[_Cursor]:
-        """Every open file at its first session with at least this number."""
+    def _seek(self, number: int) -> list[_Cursor]:
+        """Move every open file to its first session with at least this number."""
         while self._waiting and self._waiting[0].first <= number:
             self._open.append(_Cursor(self._waiting.pop(0), self._report))
         self._open = [cursor for cursor in self._open if cursor.seek(number)]
         return self._open
 
-    def _more(self) -> bool:
-        """Whether there are new files."""
-        new = [file for file in self._look() if file.path not in self._seen]
+    def _add_new_files(self) -> bool:
+        new = [file for file in self._list_files() if file.path not in self._seen]
         self._seen.update(file.path for file in new)
         self._waiting = sorted([*self._waiting, *new], key=lambda file: file.first)
         return bool(new)
 
 
 class _Cursor:
-    """A place in one file."""
+    """A position in one file."""
 
     def __init__(self, file: ArchiveFile, report: Report) -> None:
         self._lines = read_lines(file.path, report)
@@ -275,7 +274,7 @@ class _Cursor:
         self.head = ArchiveHeader(-1, "")
 
     def seek(self, number: int) -> bool:
-        """Go on to the first session with at least this number; False if there is none."""
+        """Move to the first session with at least this number; False if there is none."""
         while self.head.number < number:
             line = next(self._lines, None)
             if line is None:

@@ -2,7 +2,7 @@
 
 ::
 
-    number        its place in the order of creation on its rank
+    number        its number in the order of creation on its rank
     session       id, mode, state, reason, task_id, group_id, group_size, tenant, opened_by,
                   pinned_version, metadata, created_at, ended_at (seconds since the epoch),
                   final_reward, step (the optimizer step that consumed it)
@@ -55,7 +55,7 @@ _INTERACTION = tuple(
 
 @dataclass(frozen=True, slots=True)
 class ArchiveRecord:
-    """One session with everything that was recorded of it."""
+    """One session with its rewards and interactions."""
 
     number: int
     session: Mapping[str, Any]
@@ -69,9 +69,9 @@ def record_line(
     rewards: Sequence[RewardRow],
     interactions: Sequence[Interaction],
 ) -> bytes:
-    """The line, its end included."""
+    """Return a session's line, its line break included."""
     line = {
-        # First: a reader that looks for a session need not parse the others.
+        # The number and the id come first: a reader that seeks a session parses no other.
         "number": number,
         "session": _json({name: getattr(row, name) for name in _SESSION}),
         "rewards": _json([dataclasses.asdict(reward) for reward in rewards]),
@@ -81,7 +81,7 @@ def record_line(
 
 
 def read_record(line: bytes) -> ArchiveRecord:
-    """The inverse of :func:`record_line`; ValueError for anything else."""
+    """Parse a line of :func:`record_line`; ValueError for anything else."""
     try:
         plain = json.loads(line)
         session_id = plain["session"]["id"]
@@ -92,7 +92,7 @@ def read_record(line: bytes) -> ArchiveRecord:
             interactions=[_read_interaction(i, session_id) for i in plain["interactions"]],
         )
     except (KeyError, TypeError, AttributeError, RecursionError) as error:
-        raise ValueError(f"it is no record of a session: {error!r}") from error
+        raise ValueError(f"the line is not a record of a session: {error!r}") from error
 
 
 def _interaction(interaction: Interaction) -> dict[str, Any]:
@@ -114,7 +114,7 @@ def _read_interaction(plain: dict[str, Any], session_id: str) -> Interaction:
         values[name] = id_array(plain[name]) if kind is np.int32 else logprob_array(plain[name])
     gconfig = plain["gconfig"]
     lists = {name: tuple(gconfig[name]) for name in ("stop", "stop_token_ids")}
-    # Not in archives of before it could be asked for.
+    # Older archives lack it, as requests could not have it.
     lists["logit_bias"] = tuple((i, bias) for i, bias in gconfig.get("logit_bias", ()))
     values["gconfig"] = GenerationHyperparameters(**{**gconfig, **lists})
     values["continuation"] = Continuation(plain["continuation"])

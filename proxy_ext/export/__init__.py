@@ -1,1 +1,1 @@
-"""`any-agent export`: journals and archives as JSON lines, without the service, without torch."""
+"""`any-agent export` writes journals and archives as JSON lines, without the service or torch."""

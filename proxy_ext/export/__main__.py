@@ -1,4 +1,4 @@
-"""``python -m proxy_ext.export``: what `any-agent export` starts."""
+"""The program that `any-agent export` starts: ``python -m proxy_ext.export``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import Config, load_config
-from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
+from any_agent.errors import ConfigError, StartupError, Unprocessable
 from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
@@ -21,14 +21,13 @@ from proxy_ext.export.output import ExportOutput, output
 from proxy_ext.export.reader import SessionRecord, read_rank, rows
 from proxy_ext.journal import ExportFilter
 
-_READER_LEFT = 141
-"""As a shell has it for a program that SIGPIPE ended."""
+_READER_LEFT = 141  # exit code that a shell reports for a program that SIGPIPE ended
 _PROGRESS_INTERVAL = 5.0
 _RANK = re.compile(rf"rank-(\d+)({re.escape(JOURNAL_SUFFIX)}|-.*\.jsonl\.gz)")
 
 
 class Exporter:
-    """One run of it."""
+    """One export of a run's sessions."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         config = _config(arguments)
@@ -36,31 +35,31 @@ class Exporter:
         self._style: str | None = arguments.style
         self._discount = _discount(self._dir, config, arguments)
         self._wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
-        self._ranks = self._chosen(arguments.rank)
-        self._told = time.monotonic()
+        self._ranks = self._chosen_ranks(arguments.rank)
+        self._progress_shown = time.monotonic()
         self.sessions = self.archived = self.lines = self.problems = 0
 
     def run(self, out: ExportOutput) -> None:
-        """Write everything that can be read."""
-        for found in self._found():
+        """Write every session that can be read."""
+        for found in self._records():
             try:
                 lines = self._lines(found)
             except (ValueError, KeyError, Unprocessable) as error:
-                said = error.message if isinstance(error, AnyAgentError) else str(error)
-                self.report(f"session {found.session_id} is left out: {said}")
+                self.report(f"session {found.session_id} is left out: {error}")
                 continue
             for line in lines:
                 out.write(line)
             self.sessions += 1
             self.archived += found.archived
             self.lines += len(lines)
-            self._progress()
+            self._show_progress()
 
     def report(self, problem: str) -> None:
+        """Count and print a problem."""
         self.problems += 1
         print(f"warning: {problem}", file=sys.stderr)
 
-    def _found(self) -> Iterator[SessionRecord]:
+    def _records(self) -> Iterator[SessionRecord]:
         each = [
             read_rank(self._dir.journal(rank), self._dir.archive, rank, self._wanted, self.report)
             for rank in self._ranks
@@ -72,20 +71,22 @@ class Exporter:
             return [found.line]
         return list(rows(read_record(found.line), self._style, self._discount))
 
-    def _chosen(self, asked: list[int] | None) -> list[int]:
+    def _chosen_ranks(self, wanted: list[int] | None) -> list[int]:
         folders = (self._dir.journal(0).parent, self._dir.archive)
         names = [p.name for f in folders if f.is_dir() for p in f.iterdir()]
-        there = sorted({int(m[1]) for name in names if (m := _RANK.fullmatch(name))})
-        if not there:
+        ranks = sorted({int(m[1]) for name in names if (m := _RANK.fullmatch(name))})
+        if not ranks:
             raise ConfigError(f"there are no sessions in {self._dir.path}; is root the right one?")
-        if missing := set(asked or ()) - set(there):
-            raise ConfigError(f"there is no rank {min(missing)} in {self._dir.path}, only {there}")
-        return sorted(set(asked)) if asked else there
+        if missing := set(wanted or ()) - set(ranks):
+            raise ConfigError(
+                f"there is no rank {min(missing)} in {self._dir.path}; choose among {ranks}"
+            )
+        return sorted(set(wanted)) if wanted else ranks
 
-    def _progress(self) -> None:
-        if time.monotonic() - self._told > _PROGRESS_INTERVAL:
-            self._told = time.monotonic()
-            print(f"{self.sessions} sessions so far", file=sys.stderr)
+    def _show_progress(self) -> None:
+        if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
+            self._progress_shown = time.monotonic()
+            print(f"{self.sessions} sessions exported so far", file=sys.stderr)
 
 
 def main() -> int:
@@ -93,7 +94,7 @@ def main() -> int:
     add_export_arguments(parser)
     arguments = parse(parser, None)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    # Sessions that took long lie in files that all reach to the same place in the order.
+    # The ranges of numbers of many files may overlap, and all of these are open at once.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         export = Exporter(arguments)
@@ -109,12 +110,12 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    said = f"{export.sessions} sessions ({export.archived} of them from archives)"
+    summary = f"{export.sessions} sessions ({export.archived} of them from archives)"
     if arguments.style is not None:
-        said += f", {export.lines} rows"
+        summary += f", {export.lines} rows"
     if export.problems:
-        said += f"; {export.problems} problems, see above"
-    print(said, file=sys.stderr)
+        summary += f"; {export.problems} problems, see above"
+    print(summary, file=sys.stderr)
     return 1 if export.problems else 0
 
 
@@ -128,7 +129,7 @@ def _config(arguments: argparse.Namespace) -> Config:
 
 
 def _run_dir(config: Config) -> RunDir:
-    """Of the run; its journals are where it was last started to keep them, unless told."""
+    """Return the run's folder; by default its journals lie where its last start kept them."""
     run = run_dir_of(config)
     saved = run.path / "config.yaml"
     if run.journals is None and saved.is_file():
@@ -139,7 +140,7 @@ def _run_dir(config: Config) -> RunDir:
 
 
 def _discount(run: RunDir, config: Config, arguments: argparse.Namespace) -> float:
-    """What was asked for; else what the run was last trained with."""
+    """Return the discount of the arguments, else the one that the run was last trained with."""
     if arguments.discount is not None:
         return float(arguments.discount)
     saved = run.path / "config.yaml"

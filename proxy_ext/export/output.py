@@ -1,4 +1,4 @@
-"""Where an export goes: standard output, a file that is replaced whole, or what is no file."""
+"""The target of an export: standard output, a file that is replaced atomically, or a device."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _STANDARD = ("-", "/dev/stdout")
 
 
 class ExportOutput:
-    """What lines are written to; errors name it as its user did."""
+    """A target of lines; errors show the ``name`` that its user gave."""
 
     def __init__(self, file: BinaryIO, name: str, kept: str = "") -> None:
         self._file = file
@@ -25,14 +25,14 @@ class ExportOutput:
         self._kept = kept
 
     def write(self, line: bytes) -> None:
-        """Raises StartupError if that cannot be written, BrokenPipeError if the reader left."""
+        """Write a line; StartupError if that fails, BrokenPipeError if the reader left."""
         try:
             self._file.write(line)
         except OSError as error:
             raise self._problem(error) from error
 
     def finish(self, partial: Path | None = None, target: Path | None = None) -> None:
-        """Write what is buffered; a partial file then takes its target's place."""
+        """Flush the buffer; then replace the target by the partial file."""
         try:
             self._file.flush()
             if partial is not None and target is not None:
@@ -50,15 +50,14 @@ class ExportOutput:
 
 @contextmanager
 def output(name: str) -> Iterator[ExportOutput]:
-    """What ``--out`` names; on leaving all of it is written.
+    """Open the target that ``--out`` names; it is complete when the context ends.
 
-    A plain file, or one that is not there yet, holds the whole export or what it held before; of a
-    symlink that is the file that it leads to. A pipe, a device or the like is opened and written
-    to, and stays what it is.
+    A plain or new file, or the target of a symlink, has the whole export in the end, or its old
+    content after a failure. A pipe or a device is opened and written to.
 
     Raises:
-        ConfigError: nothing can be written where the name says.
-        StartupError: it could not be written, e.g. because the disk is full.
+        ConfigError: nothing can be written under this name.
+        StartupError: writing failed, e.g. because the disk is full.
         BrokenPipeError: the reader left.
     """
     if name in _STANDARD:
@@ -67,7 +66,7 @@ def output(name: str) -> Iterator[ExportOutput]:
             yield out
             out.finish()
         except (BrokenPipeError, StartupError):
-            # Python would try to write the rest at its end, and say that it could not.
+            # At its end Python would try to write the rest, and print another error.
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise
         return
@@ -82,7 +81,7 @@ def output(name: str) -> Iterator[ExportOutput]:
     try:
         with _opened(name, partial) as file:
             if target.exists():
-                # Who may not read what it holds now may not read what it is to hold.
+                # The new content gets the permissions of the old.
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
             kept = "; what was there before is unchanged" if target.exists() else ""
             out = ExportOutput(file, name, kept)
@@ -102,13 +101,13 @@ def _opened(name: str, path: Path) -> Iterator[BinaryIO]:
     try:
         yield file
     finally:
-        # What could not be written has been said, and closing would try once more.
+        # A failed write was reported; closing would try and fail once more.
         with suppress(OSError):
             file.close()
 
 
 def _plain_file(name: str) -> Path | None:
-    """The file that is to be replaced, or made; None for what is no plain file."""
+    """Return the path of the file to replace or create; None for a pipe or a device."""
     try:
         mode = os.stat(name).st_mode
     except FileNotFoundError:
@@ -120,10 +119,10 @@ def _plain_file(name: str) -> Path | None:
     target = Path(os.path.realpath(name))
     if name == "" or name.endswith("/") or target.is_dir():
         example = os.path.join(name, "sessions.jsonl")
-        raise ConfigError(f"--out {name!r} names a folder: name a file in it, like {example}")
+        raise ConfigError(f"--out {name!r} is a folder: name a file in it, such as {example}")
     if mode is not None and not target.exists():
-        # It was deleted, and is still open under a name in /proc.
+        # The name in /proc belongs to an open file that was deleted.
         return None
     if not target.parent.is_dir():
-        raise ConfigError(f"--out {name}: there is no folder {target.parent}; make it first")
+        raise ConfigError(f"--out {name}: there is no folder {target.parent}; create it first")
     return target

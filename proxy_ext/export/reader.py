@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import heapq
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,21 +20,19 @@ from any_agent.record import (
     propagate_rewards,
 )
 from any_agent.record import to_json as row_to_json
-from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, first_session, list_archives
+from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, Report, first_session, list_archives
 from proxy_ext.archive.records import ArchiveRecord, read_record, record_line
 from proxy_ext.journal import DamagedSession, ExportFilter, JournalReader
 
-Report = Callable[[str], None]
-
 
 class SessionRecord(NamedTuple):
-    """One session."""
+    """One session as a line of JSON."""
 
     created_at: float
     rank: int
     session_id: str
     line: bytes
-    """Its JSON line, as in :mod:`proxy_ext.archive.records`."""
+    """The session as in :mod:`proxy_ext.archive.records`."""
     archived: bool
 
 
@@ -110,40 +108,42 @@ def _read_journal(
 
 
 def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[bytes]:
-    """Lines of one of the styles, a row each; of the policy's calls alone.
+    """Iterate over the rows of a session in a style, as lines of JSON, without frozen calls.
 
-    The reward of each is null if nobody gave the session any: not that of one that was worth 0.
+    Rewards run back through the session's tree. They are null if the session was given none at all,
+    so that it differs from a session that was given 0.
 
     Raises:
-        Unprocessable: for `concat`, a path of it is no exact token sequence.
+        Unprocessable: a path of the tree is not an exact token sequence, which `concat` needs.
     """
     session = record.session
     calls = [call for call in record.interactions if not is_frozen(call)]
     tree = InteractionTree.from_interactions(calls)
     rewards = propagate_rewards(calls, discount=discount, final_reward=session["final_reward"])
     rewarded = session["final_reward"] is not None or any(call.reward is not None for call in calls)
-    said = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
+    about = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
     if style == "messages":
         found = _messages(tree, rewards)
     else:
         found = {id: row_to_json(row) for id, row in export_rows(tree, rewards, style).items()}
     for id, row in found.items():
-        line = {"session_id": session["id"], "interaction_id": id, **said, **row}
+        line = {"session_id": session["id"], "interaction_id": id, **about, **row}
         if not rewarded:
             line["reward" if style == "messages" else "rewards"] = None
         yield json.dumps(line).encode() + b"\n"
 
 
 def _messages(tree: InteractionTree, rewards: dict[str, float]) -> dict[str, dict[str, Any]]:
-    """Each conversation by its last call, with that one's reward; discarded ones are left out."""
+    """Return each conversation, with its reward, by its last call; discarded calls are left out."""
     gone = discarded(tree)
-    going_on = {node.parent_id for node in tree if node.id not in gone}
-    out = {}
-    for node in tree:
-        if node.id not in gone and node.id not in going_on:
-            out[node.id] = {
-                "messages": [*tree.messages(node.id), node.output_message],
-                "tools": tree.path(node.id)[0].tools,
-                "reward": rewards[node.id],
-            }
-    return out
+    kept = [node for node in tree if node.id not in gone]
+    continued = {node.parent_id for node in kept}
+    return {
+        node.id: {
+            "messages": [*tree.messages(node.id), node.output_message],
+            "tools": tree.path(node.id)[0].tools,
+            "reward": rewards[node.id],
+        }
+        for node in kept
+        if node.id not in continued
+    }

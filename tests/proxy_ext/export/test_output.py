@@ -98,10 +98,10 @@ def test_names_of_no_file(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     (tmp_path / "loop").symlink_to("loop")
     for name, says in {
-        f"{tmp_path}": "names a folder: name a file in it",
-        f"{tmp_path}/new/": "names a folder",
-        "": "names a folder",
-        f"{tmp_path}/no/out": f"there is no folder {tmp_path}/no; make it first",
+        f"{tmp_path}": "is a folder: name a file in it",
+        f"{tmp_path}/new/": "is a folder",
+        "": "is a folder",
+        f"{tmp_path}/no/out": f"there is no folder {tmp_path}/no; create it first",
         f"{tmp_path}/file/out": "Not a directory",
         f"{tmp_path}/loop": "symbolic links",
     }.items():

@@ -11,8 +11,9 @@ import pytest
 from any_agent.errors import Conflict, NotFound
 from any_agent.protocol.rl import MAX_NAMED, Rejection
 from any_agent.record import unpack_trajectories
+from proxy_ext import leases
 from proxy_ext.journal import Statement
-from proxy_ext.leases import _CONFIRM_TIMEOUT, leases
+from proxy_ext.leases import _CONFIRM_TIMEOUT
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 from tests.support.scripted_engine import ScriptedEngine

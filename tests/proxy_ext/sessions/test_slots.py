@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from proxy_ext.leases import leases
+from proxy_ext import leases
 from proxy_ext.sessions import slots as admission
 from proxy_ext.sessions.slots import Admission
 from tests.proxy_ext.leases.test_leases import state
