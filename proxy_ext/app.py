@@ -204,7 +204,7 @@ def _add_health_routes(router: APIRouter) -> None:
         service = service_of(request)
         if service.journal.stats.full:
             raise ServiceUnavailable(
-                "the journal's disk is full: calls are answered with 507 until there is space",
+                "the journal's disk is full: calls get 507 until there is space; free some",
                 code="store_full",
                 retry_after=10,
             )
@@ -237,7 +237,9 @@ def _add_error_handlers(app: FastAPI) -> None:
             # FastAPI wraps errors that occur while it reads a body.
             return error_response(cause, path)
         if cause is not None:
-            unreadable = InvalidRequest("the body is not valid JSON", code="invalid_json")
+            unreadable = InvalidRequest(
+                "the body is not valid JSON; send a JSON object", code="invalid_json"
+            )
             return error_response(unreadable, path)
         response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
         # For a wrong method: the allowed ones.
@@ -249,7 +251,7 @@ def _add_error_handlers(app: FastAPI) -> None:
         return error.response
 
     async def unknown(request: Request, error: Exception) -> Response:
-        failed = AnyAgentError("the service failed; its log says why")
+        failed = AnyAgentError("the service failed; its log has the reason")
         return error_response(failed, request.url.path)
 
     app.add_exception_handler(AnyAgentError, known)
@@ -265,9 +267,9 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))[:200]
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return InvalidRequest("the body is not valid JSON", code="invalid_json")
+        return InvalidRequest("the body is not valid JSON; send a JSON object", code="invalid_json")
     if first["type"] == "missing" and not where:
         return InvalidRequest("the body is missing: send a JSON object")
     if first["type"] == "extra_forbidden":
-        return InvalidRequest(f"unknown field {where}", param=where)
+        return InvalidRequest(f"unknown field {where}; remove it", param=where)
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)

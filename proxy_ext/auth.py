@@ -34,7 +34,7 @@ class Authenticator:
 
     @property
     def open_mode(self) -> bool:
-        """Whether every caller counts as the operator."""
+        """True while every caller counts as the operator."""
         return self.access.open_mode
 
     def caller(self, request: Request) -> Caller:
@@ -146,7 +146,9 @@ class Authenticator:
             return session
         if name.startswith("sk-"):
             # An error must not repeat a key.
-            raise NotFound("there is no session of that name", code="session_not_found")
+            raise NotFound(
+                "there is no session of that name; check the key or id", code="session_not_found"
+            )
         try:
             session = await self._sessions.by_id(name)
             if own is None and is_callers(session, caller):
@@ -169,7 +171,7 @@ class Authenticator:
 
 def no_session(id: str) -> NotFound:
     """Return the error for a session that does not exist or that the caller must not see."""
-    return NotFound(f"there is no session {id[:80]!r}", code="session_not_found")
+    return NotFound(f"there is no session {id[:80]!r}; check its id", code="session_not_found")
 
 
 def is_callers(session: RecordedSession, caller: Caller) -> bool:
@@ -180,7 +182,7 @@ def is_callers(session: RecordedSession, caller: Caller) -> bool:
 
 
 _NOT_VALID = "this session key is not valid here"
-_DIFFERENT = "the request names two different sessions (path, key, header, query or body)"
+_DIFFERENT = "the request names two different sessions (path, key, header, query or body); name one"
 
 
 def bearers_of(request: Request) -> set[str]:

@@ -62,7 +62,7 @@ def idempotency_key(request: Request) -> str | None:
     key = found.pop()
     if found or not _KEY.fullmatch(key):
         raise InvalidRequest(
-            "Idempotency-Key must be one text of 1 to 255 visible ASCII characters",
+            "Idempotency-Key must be a single text of 1 to 255 visible ASCII characters",
             code="bad_idempotency_key",
         )
     return key

@@ -43,7 +43,6 @@ class RankApp(EntryMiddleware):
         self._service, self._loop = service, asyncio.get_running_loop()
 
     def on_stopped(self) -> None:
-        """Unbind the app from its parts."""
         self._service = None
 
     @property
@@ -57,7 +56,7 @@ class RankApp(EntryMiddleware):
 
     @property
     def engine(self) -> RolloutEngine:
-        """The engine that samples its calls: token ids in, token ids out. Always one object.
+        """The engine of the app's calls, always one object: token ids in, token ids out.
 
         ServiceUnavailable while the app is not running.
         """
@@ -82,7 +81,7 @@ class RankApp(EntryMiddleware):
 
         async def leased(service: RankService) -> bytes | None:
             if service.calls.draining:
-                raise Draining("the service is stopping and leases no more trajectories")
+                raise Draining("the service is stopping and leases no more trajectories; try again")
             body = Lease(owner=owner, wait=wait, max_groups=max_groups)
             return pack_trajectories(found) if (found := await service.leases.lease(body)) else None
 
@@ -95,11 +94,7 @@ class RankApp(EntryMiddleware):
 
     async def give_back(self, *, owner: str) -> None:
         """End all leases of one owner without an effect."""
-
-        async def given(service: RankService) -> None:
-            await service.leases.give_back(list(service.leases.leased_by(owner)), owner)
-
-        await self.run(given)
+        await self.run(lambda s: s.leases.give_back(list(s.leases.leased_by(owner)), owner))
 
     async def admit(self, *, seconds: float) -> None:
         """Allow as many sessions, open or ready to be leased, as the awaited groups need.
@@ -213,7 +208,7 @@ class Completions(Mapping[str, CompletionWithTokenLogpReward]):
 
 
 class _Recorded(CompletionWithTokenLogpReward):
-    """A completion that the journal has; setting an attribute raises AttributeError."""
+    """A recorded completion; setting an attribute raises AttributeError."""
 
     _complete = False
 
@@ -226,7 +221,7 @@ class _Recorded(CompletionWithTokenLogpReward):
     def __setattr__(self, name: str, value: object) -> None:
         if self._complete:
             raise AttributeError(
-                f"{name} of a recorded completion cannot be set, as the journal would not have it: "
-                "set rewards by POST /rl/v1/set_reward"
+                f"{name} of a recorded completion cannot be set, since the journal would not "
+                "have it: set rewards by POST /rl/v1/set_reward"
             )
         super().__setattr__(name, value)

@@ -152,7 +152,7 @@ class LeaseManager:
 
         if number_taken := await self._give_back(unknown):
             log.info(
-                "took back %d leased sessions that their trainer does not know of", number_taken
+                "took back %d leased sessions that their trainer did not confirm", number_taken
             )
         return self.capacity()
 
@@ -180,9 +180,11 @@ class LeaseManager:
         appeared meanwhile.
         """
         if body.owner == GRANT_OWNER:
-            raise InvalidRequest(f"no trainer may be named {GRANT_OWNER!r}", param="owner")
+            raise InvalidRequest(
+                f"the owner {GRANT_OWNER!r} is reserved; choose another name", param="owner"
+            )
         if body.replay and body.session_ids is None:
-            raise InvalidRequest("replay needs session_ids", param="session_ids")
+            raise InvalidRequest("replay needs session_ids; name the sessions", param="session_ids")
         if body.session_ids is not None:
             again = self.replay if body.replay else self.lease_sessions
             return await again(body.session_ids, body.owner)
@@ -265,15 +267,12 @@ class LeaseManager:
             log.warning("%d leases ran out; their sessions can be leased again", lapsed)
 
     def leased_by(self, owner: str) -> set[str]:
-        """Return the ids of the sessions that one owner leases."""
         return {s.id for s in self._lease_index.leased if holds(s.row, owner)}
 
     async def give_back(self, session_ids: list[str], owner: str) -> None:
         """End leases of one owner without an effect."""
         ids = set(session_ids)
         await self._give_back(lambda s: s.id in ids and holds(s.row, owner))
-
-    # ------------------------------------------------------------------------------------------
 
     async def _give_back(self, ended: Callable[[RecordedSession], bool]) -> int:
         """End the leases that are ``ended`` without an effect, and return their number."""

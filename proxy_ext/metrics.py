@@ -25,15 +25,15 @@ CONTINUATIONS = (FIRST, *Continuation)
 
 
 def _counter(name: str, meaning: str, read: Read, *labels: str) -> tuple[Metric, Read]:
-    return Metric(name, "counter", meaning, labels), read
+    return Metric(f"any_agent_{name}_total", "counter", meaning, labels), read
 
 
 def _gauge(name: str, meaning: str, read: Read, *labels: str) -> tuple[Metric, Read]:
-    return Metric(name, "gauge", meaning, labels), read
+    return Metric(f"any_agent_{name}", "gauge", meaning, labels), read
 
 
-def _histogram(name: str, meaning: str, read: Read, *labels: str) -> tuple[Metric, Read]:
-    return Metric(name, "histogram", meaning, labels), read
+def _histogram(name: str, meaning: str, read: Read) -> tuple[Metric, Read]:
+    return Metric(f"any_agent_{name}", "histogram", meaning), read
 
 
 def _by_one(counts: Counter[str], always: Iterable[str] = ()) -> Values:
@@ -53,69 +53,67 @@ def _frozen_tokens(s: RankService) -> Values:
 _METRICS: tuple[tuple[Metric, Read], ...] = (
     (LOOP_LAG, lambda s: {(rank_name(s.rank),): s.loop_lag}),
     _counter(
-        "any_agent_sessions_created_total",
+        "sessions_created",
         "Sessions ever created in this trial: at any moment the sum of any_agent_sessions.",
         lambda s: _by_one(s.sessions.counts.created, SessionMode),
         "mode",
     ),
     _gauge(
-        "any_agent_sessions",
+        "sessions",
         "Sessions of this trial by state, ended ones included.",
         lambda s: _by_two(s.sessions.counts.now, tuple(SessionMode), tuple(SessionState)),
         "mode",
         "state",
     ),
     _counter(
-        "any_agent_opens_refused_total",
+        "opens_refused",
         "start_session requests that were refused, by the error's code (no_capacity: 429).",
         lambda s: _by_one(s.opening.refused),
         "code",
     ),
     _gauge(
-        "any_agent_slots_admitted",
+        "slots_admitted",
         "Slots for train sessions taken so far, reserved ones too.",
         lambda s: s.sessions.admission.admitted,
     ),
     _gauge(
-        "any_agent_slots_limit",
+        "slots_limit",
         "Slots for train sessions that the trainer allows so far.",
         lambda s: s.sessions.admission.limit,
     ),
     _gauge(
-        "any_agent_slots_reserved",
+        "slots_reserved",
         "Slots taken by sessions that are not open yet.",
         lambda s: s.sessions.reserved,
     ),
     _counter(
-        "any_agent_groups_too_small_total",
+        "groups_too_small",
         "Groups whose sessions were rejected because fewer of them were finalized than "
         "sessions.min_group_size asks for.",
         lambda s: s.sessions.groups.too_small,
     ),
     _counter(
-        "any_agent_quotas_exceeded_total",
+        "quotas_exceeded",
         "Requests that a tenant's quota refused (429 quota_exceeded), by the quota.",
         lambda s: _by_one(s.quotas.refused, QUOTAS),
         "quota",
     ),
     _gauge(
-        "any_agent_slots_waiting",
-        "Slots that waiting opens need.",
-        lambda s: s.sessions.admission.waiting,
+        "slots_waiting", "Slots that waiting opens need.", lambda s: s.sessions.admission.waiting
     ),
-    _gauge("any_agent_calls_running", "Model calls under way.", lambda s: len(s.calls)),
+    _gauge("calls_running", "Model calls under way.", lambda s: len(s.calls)),
     _gauge(
-        "any_agent_calls_limit",
+        "calls_limit",
         "Model calls that run at once at most; others get 429.",
         lambda s: s.calls.concurrency.limit,
     ),
     _counter(
-        "any_agent_calls_refused_total",
+        "calls_refused",
         "Model calls refused because as many as the limit were under way (429).",
         lambda s: s.calls.concurrency.refused,
     ),
     _counter(
-        "any_agent_calls_total",
+        "calls",
         "Model calls that ended: completed (durable, in a session), aborted (the client left or "
         "the session ended) or failed; mode none: calls without a session.",
         lambda s: _by_two(s.calls.stats.ended, MODES, get_args(CallOutcome)),
@@ -123,29 +121,29 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "outcome",
     ),
     _histogram(
-        "any_agent_call_seconds",
+        "call_seconds",
         "Seconds from the request to the engine until the answer is durable, of completed calls.",
         lambda s: s.calls.stats.seconds,
     ),
     _histogram(
-        "any_agent_first_token_seconds",
+        "first_token_seconds",
         "Seconds from the request to the engine until its first tokens, of streamed calls.",
         lambda s: s.calls.stats.first_token_seconds,
     ),
     _counter(
-        "any_agent_prompt_tokens_total",
+        "prompt_tokens",
         "Prompt tokens of completed calls.",
         lambda s: _by_one(s.calls.stats.prompt_tokens, MODES),
         "mode",
     ),
     _counter(
-        "any_agent_output_tokens_total",
+        "output_tokens",
         "Sampled tokens of completed calls.",
         lambda s: _by_one(s.calls.stats.output_tokens, MODES),
         "mode",
     ),
     _counter(
-        "any_agent_interactions_total",
+        "interactions",
         "Recorded calls by how the prompt continues the session: first (of its session), exact "
         "(begins with the parent's ids), branch (has a parent whose ids could not be "
         "continued), root (a later call that extends nothing recorded: a sub-agent's, or a "
@@ -155,26 +153,26 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "continuation",
     ),
     _counter(
-        "any_agent_branches_total",
+        "branches",
         "Recorded calls that continue none exactly and are not their session's first, by reason.",
         lambda s: _by_one(s.calls.stats.branches),
         "reason",
     ),
     _counter(
-        "any_agent_overrides_total",
+        "overrides",
         "Completed calls in which the run's sampling replaced a parameter of the agent's.",
         lambda s: _by_one(s.calls.stats.overrides),
         "parameter",
     ),
     _counter(
-        "any_agent_ignored_parameters_total",
+        "ignored_parameters",
         "Completed calls with a parameter that had no effect (see x-any-agent-ignored), by its "
         "name; of names beyond the first 32, other.",
         lambda s: _by_one(s.calls.stats.ignored),
         "parameter",
     ),
     _counter(
-        "any_agent_untrainable_interactions_total",
+        "untrainable_interactions",
         "Interactions of train sessions that are never trained on, by reason (see "
         "docs/reference/parameters.md); undelivered: as any_agent_undelivered_answers_total, with "
         "those of eval sessions.",
@@ -184,32 +182,28 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "reason",
     ),
     _counter(
-        "any_agent_undelivered_answers_total",
+        "undelivered_answers",
         "Recorded answers that reached no client and are never trained on.",
         lambda s: s.sessions.undelivered,
     ),
     _counter(
-        "any_agent_policy_calls_by_name_total",
+        "policy_calls_by_name",
         "Calls of the policy by the model name in the request; of names beyond the first 32, "
         "other.",
         lambda s: _by_one(s.frozen.policy.calls),
         "name",
     ),
     _counter(
-        "any_agent_frozen_calls_total",
+        "frozen_calls",
         "Calls of frozen models that ended: completed, aborted (the client left or the session "
         "ended) or failed (at the provider).",
         lambda s: _by_two(s.frozen.stats.ended, s.frozen.names, OUTCOMES),
         "model",
         "outcome",
     ),
-    _gauge(
-        "any_agent_frozen_calls_running",
-        "Calls of frozen models under way.",
-        lambda s: len(s.frozen),
-    ),
+    _gauge("frozen_calls_running", "Calls of frozen models under way.", lambda s: len(s.frozen)),
     _counter(
-        "any_agent_frozen_calls_refused_total",
+        "frozen_calls_refused",
         "Calls of frozen models that were refused: cap session or tenant (402), or max_calls "
         "(429).",
         lambda s: _by_one(
@@ -219,31 +213,31 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "cap",
     ),
     _histogram(
-        "any_agent_frozen_call_seconds",
+        "frozen_call_seconds",
         "Seconds of completed calls of frozen models, until they are durable.",
         lambda s: s.frozen.stats.seconds,
     ),
     _counter(
-        "any_agent_frozen_tokens_total",
+        "frozen_tokens",
         "Tokens of calls of frozen models, as the provider counts them.",
         lambda s: _frozen_tokens(s),
         "model",
         "kind",
     ),
     _counter(
-        "any_agent_frozen_usd_total",
+        "frozen_usd",
         "What calls of frozen models cost, in USD.",
         lambda s: {(m,): s.frozen.stats.usd.get(m, 0.0) for m in s.frozen.names},
         "model",
     ),
     _counter(
-        "any_agent_frozen_unpriced_calls_total",
+        "frozen_unpriced_calls",
         "Calls of frozen models without a known price: no cap counts them.",
         lambda s: _by_one(s.frozen.stats.unpriced, s.frozen.names),
         "model",
     ),
     _counter(
-        "any_agent_implicit_calls_total",
+        "implicit_calls",
         "Model calls that named no session, by how they got theirs (sessions.implicit): opened, "
         "continued, ambiguous (continued where another session had the same answer), retried or "
         "reused (a session without any answer).",
@@ -251,18 +245,18 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "how",
     ),
     _gauge(
-        "any_agent_implicit_sessions_open",
+        "implicit_sessions_open",
         "Open implicit sessions: those that model calls opened.",
         lambda s: len(s.sessions.conversations),
     ),
     _counter(
-        "any_agent_implicit_sessions_ended_total",
+        "implicit_sessions_ended",
         "Implicit sessions that were idle for long enough or reached their ttl, and went to the "
         "grader.",
         lambda s: s.expiry.implicit_ended,
     ),
     _counter(
-        "any_agent_retries_total",
+        "retries",
         "Model calls that their SDK marked as retries, by their outcome: joined (the call under "
         "way), replayed (its recorded answer), recovered (an answer of before a restart) or new "
         "(a call of their own, as there was none to repeat).",
@@ -270,114 +264,102 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "got",
     ),
     _counter(
-        "any_agent_idempotent_replays_total",
+        "idempotent_replays",
         "Requests with an Idempotency-Key that were answered as their first ones.",
         lambda s: s.answers.replayed,
     ),
     _counter(
-        "any_agent_rewards_total",
+        "rewards",
         "Rewards that were set or revised, of a completion or of a whole session (final); each "
         "name counts.",
         lambda s: _by_one(s.rewards.given, ("completion", "final")),
         "of",
     ),
     _counter(
-        "any_agent_late_rewards_total",
+        "late_rewards",
         "Sessions that awaited their reward until its deadline, by outcome: rewarded (it had "
         "come), rejected, zero, graded or grader_failed (rejected, too).",
         lambda s: _by_one(s.late.outcomes, get_args(LateOutcome)),
         "outcome",
     ),
     _gauge(
-        "any_agent_sessions_grading",
+        "sessions_grading",
         "Sessions that are being graded or wait for it.",
         lambda s: s.late.grading,
     ),
-    _gauge(
-        "any_agent_weight_version",
-        "The weight version that the rank serves.",
-        lambda s: s.run.version,
+    _gauge("weight_version", "The weight version that the rank serves.", lambda s: s.run.version),
+    _counter(
+        "update_pauses", "Pauses of sampling for a weight update.", lambda s: s.run.pauses.count
     ),
     _counter(
-        "any_agent_update_pauses_total",
-        "Pauses of sampling for a weight update.",
-        lambda s: s.run.pauses.count,
-    ),
-    _counter(
-        "any_agent_update_pause_seconds_total",
-        "Seconds in all of these pauses.",
-        lambda s: s.run.pauses.seconds,
+        "update_pause_seconds", "Seconds in all of these pauses.", lambda s: s.run.pauses.seconds
     ),
     _gauge(
-        "any_agent_engine_up",
+        "engine_up",
         "1 while the rank's engine serves, 0 while calls wait for it.",
         lambda s: not s.engine.away,
     ),
     _counter(
-        "any_agent_resubmissions_total",
+        "resubmissions",
         "Calls sent to the engine again with their partial answer, after a weight update or "
         "after the engine's death.",
         lambda s: _by_one(s.engine.resubmitted, ("update", "death")),
         "reason",
     ),
     _counter(
-        "any_agent_keys_refused_total",
+        "keys_refused",
         "Requests refused before their route: invalid_api_key (none, or not valid), forbidden "
         "(a key of another scope).",
         lambda s: _by_one(s.audit.refused),
         "code",
     ),
     _counter(
-        "any_agent_audit_lines_lost_total",
+        "audit_lines_lost",
         "Lines missing in the audit log: its disk failed, or was too slow.",
         lambda s: s.audit.dropped,
     ),
     _counter(
-        "any_agent_journal_writes_total",
+        "journal_writes",
         "Writes committed to the journal; several share a commit.",
         lambda s: s.journal.stats.writes,
     ),
     _histogram(
-        "any_agent_journal_commit_seconds",
+        "journal_commit_seconds",
         "Seconds of a commit to the journal, its fsync included.",
         lambda s: s.journal.stats.commit_seconds,
     ),
     _gauge(
-        "any_agent_journal_full",
+        "journal_full",
         "1 while the journal's disk is full, as its last write found; calls are answered with 507.",
         lambda s: int(s.journal.stats.full),
     ),
     _counter(
-        "any_agent_journal_damaged_total",
+        "journal_damaged",
         "Sessions ended because their record was damaged, this start's included.",
         lambda s: s.journal.stats.damaged,
     ),
     _gauge(
-        "any_agent_journal_bytes",
-        "Bytes that the rank's journal takes on disk.",
-        lambda s: s.journal.size(),
+        "journal_bytes", "Bytes that the rank's journal takes on disk.", lambda s: s.journal.size()
     ),
     _gauge(
-        "any_agent_tree_bytes",
+        "tree_bytes",
         "Estimated bytes of live sessions' interactions in memory (at most sessions.hot_bytes "
         "and what is in use).",
         lambda s: s.sessions.trees.bytes,
     ),
     _counter(
-        "any_agent_tree_reads_total",
+        "tree_reads",
         "Sessions whose interactions had to be read from the journal. If they are many, "
         "sessions.hot_bytes is too low.",
         lambda s: s.sessions.trees.reads,
     ),
     _gauge(
-        "any_agent_archived_sessions",
+        "archived_sessions",
         "Sessions of this trial whose content was moved from the journal to an archive.",
         lambda s: s.archive.sessions,
     ),
     _gauge(
-        "any_agent_archive_bytes",
-        "Bytes that the rank's archives take on disk.",
-        lambda s: s.archive.bytes,
+        "archive_bytes", "Bytes that the rank's archives take on disk.", lambda s: s.archive.bytes
     ),
 )
 METRICS = tuple(metric for metric, _ in _METRICS)

@@ -61,7 +61,6 @@ class Reservation:
         self._size += size
 
     def release(self) -> None:
-        """End the request's share."""
         self._limits.bytes -= self._size
         self._limits.requests -= 1
 
@@ -237,7 +236,7 @@ class EntryMiddleware:
 
     def _too_large(self) -> PayloadTooLarge:
         return PayloadTooLarge(
-            f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes)"
+            f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes); send less"
         )
 
 

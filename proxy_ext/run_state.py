@@ -163,7 +163,7 @@ class RunState:
         highest = max(self._highest, self.version)
         if body.version < highest:
             raise Conflict(
-                f"version {body.version} is below {highest}; versions only grow",
+                f"version {body.version} is below {highest}; versions only grow: send a higher one",
                 code="version_reused",
             )
         self._highest = self._published = body.version
@@ -183,7 +183,7 @@ class RunState:
         await self._engine.info()
         if self._engine.version == HALF_LOADED:
             raise EngineUnavailable(
-                "the engine's weights are half loaded; it waits for its trainer"
+                "the engine's weights are half loaded; it serves once its trainer has sent the rest"
             )
         await self._engine.resume(self._engine.version)
         self._published = None
@@ -206,5 +206,7 @@ class RunState:
                 await self._resume_now()
                 return
             except AnyAgentError as error:
-                log.warning("could not resume the engine, trying again: %s", error.message)
+                log.warning(
+                    "the engine could not be resumed, which will be tried again: %s", error.message
+                )
             await asyncio.sleep(_RESUME_INTERVAL)

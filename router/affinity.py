@@ -67,7 +67,7 @@ class SessionAffinity:
         if "session_id" in query:
             if query.count("&") >= _MAX_FIELDS:
                 # The sender is not checked yet, and thousands take tens of milliseconds to parse.
-                raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields")
+                raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields; send fewer")
             named += [value for key, value in parse_qsl(query) if key == "session_id"]
         prefix = session_prefix(path)
         if prefix is not None:
@@ -131,7 +131,7 @@ class SessionAffinity:
         ranks = {rank for name in names if (rank := self.rank_of(name)) is not None}
         if len(ranks) > 1:
             raise SessionMismatch(
-                "the request names two different sessions (path, key, header or query)"
+                "the request names two different sessions (path, key, header or query); name one"
             )
         return ranks.pop() if ranks else None
 

@@ -196,7 +196,7 @@ class Router:
 
     def _check(self, request: web.BaseRequest) -> None:
         if sum(map(len, chain.from_iterable(request.raw_headers))) > _MAX_HEADER_BYTES:
-            raise PayloadTooLarge(f"the request's headers exceed {_LIMITS}")
+            raise PayloadTooLarge(f"the request's headers exceed {_LIMITS}; send shorter ones")
         path = request.raw_path
         # An absolute URL would name another host, and a fragment (#) would not be sent on.
         if not path.startswith("/") or not path.isascii() or "#" in path:
@@ -225,12 +225,12 @@ class Router:
         """Answer with the ranks that can be reached and take writes; 503 without any."""
         live = self.ranks.live
         if not live:
-            raise ServiceUnavailable("no rank of the service is up", retry_after=2)
+            raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
         ready = [rank for rank in live if not self._is_full(rank)]
         if not ready:
             raise ServiceUnavailable(
-                "the disk of the ranks' journals is full: calls are answered with 507 until "
-                "there is space",
+                "the disk of the ranks' journals is full: calls get 507 until there is "
+                "space; free some",
                 code="store_full",
                 retry_after=10,
             )
@@ -266,7 +266,7 @@ class _Connection(web.RequestHandler):
             # every stream, as it does not wait for the last, empty chunk.
             raise exc
         else:
-            log.error("a request failed", exc_info=exc)
+            log.error("a request failed because of a bug", exc_info=exc)
             error = AnyAgentError("the router failed; its log has the reason")
         if request.writer.output_size > 0:
             raise ConnectionError("the answer has started, so no error can be sent")

@@ -187,7 +187,6 @@ class ArealRoutes:
     async def _open_at(
         self, request: web.BaseRequest, content: bytes, rank: int, home: int | None
     ) -> UpstreamResponse:
-        """Open a session at this rank only."""
         deadline = time.monotonic() + self._ranks.wait
         for _ in range(_MAX_TRIES):
             before = (self._granted, self._grants.moved)

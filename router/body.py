@@ -50,7 +50,6 @@ class RequestBody:
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Yield the body's parts as they arrive."""
         try:
             async for part in self._parts(self._limit):
                 yield part
@@ -87,12 +86,13 @@ class RequestBody:
                 return await content.readany()
         except TimeoutError:
             raise InvalidRequest(
-                f"no part of the body came for {self._timeout:g} s", code="body_timeout"
+                f"no part of the body arrived for {self._timeout:g} s; send it again",
+                code="body_timeout",
             ) from None
 
     def _too_large(self, limit: int) -> PayloadTooLarge:
         where = " (server.max_body_bytes)" if limit == self._limit else ""
-        return PayloadTooLarge(f"the body exceeds {limit} bytes{where}")
+        return PayloadTooLarge(f"the body exceeds {limit} bytes{where}; send a shorter one")
 
 
 class BodyFields:
@@ -109,7 +109,9 @@ class BodyFields:
         try:
             self._query = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
         except ValueError:
-            raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields") from None
+            raise InvalidRequest(
+                f"the query has more than {_MAX_FIELDS} fields; send fewer"
+            ) from None
 
     def get(self, name: str, default: Any = None) -> Any:
         """Return a field's value in the body, else its text in the query."""
@@ -183,7 +185,9 @@ def dumped(fields: dict[str, Any]) -> bytes:
     try:
         return orjson.dumps(fields)
     except TypeError:
-        raise InvalidRequest("the body is nested too deep", code="too_deep") from None
+        raise InvalidRequest(
+            "the body is nested too deep; send a flatter one", code="too_deep"
+        ) from None
 
 
 def seconds(value: Any) -> float | None:

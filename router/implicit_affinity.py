@@ -33,23 +33,9 @@ class LongBodies:
     """Counts the bytes of the long bodies in memory, in total and by their key."""
 
     def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
+        self.max_bytes = max_bytes
         self.total = 0
         self.by_key: Counter[bytes] = Counter()
-
-    def change(self, key: bytes, by: int) -> None:
-        """Add to the bytes of a key."""
-        self.total += by
-        self.by_key[key] += by
-        if not self.by_key[key]:
-            del self.by_key[key]
-
-    def has_room(self, key: bytes, size: int) -> bool:
-        """Return whether a body fits; the only one does, whatever its size."""
-        own, most = self.by_key[key], self._max_bytes
-        if not size or not self.total:
-            return True
-        return self.total + size <= most and (not own or own + size <= most // 2)
 
 
 class _BodyShare:
@@ -63,8 +49,14 @@ class _BodyShare:
         """The thread that parses the body."""
 
     def acquire(self, size: int) -> None:
-        """Occupy so many bytes; ServiceUnavailable if there is no room."""
-        if not self._bodies.has_room(self._key, size):
+        """Occupy so many bytes; ServiceUnavailable if there is no room.
+
+        The only long body always has room; one key gets half of the room beside others.
+        """
+        bodies = self._bodies
+        own, most = bodies.by_key[self._key], bodies.max_bytes
+        too_many = bodies.total + size > most or (own and own + size > most // 2)
+        if size and bodies.total and too_many:
             raise ServiceUnavailable(
                 "too many long requests are in the router's memory; try again",
                 code="too_many_requests",
@@ -74,7 +66,11 @@ class _BodyShare:
 
     def set_size(self, size: int) -> None:
         """Correct the number of bytes."""
-        self._bodies.change(self._key, size - self._size)
+        bodies, by = self._bodies, size - self._size
+        bodies.total += by
+        bodies.by_key[self._key] += by
+        if not bodies.by_key[self._key]:
+            del bodies.by_key[self._key]
         self._size = size
 
     def release(self) -> None:
@@ -146,7 +142,8 @@ class ImplicitAffinity:
                     size += len(part)
         except TimeoutError:
             raise InvalidRequest(
-                f"the body did not come within {_UPLOAD_TIMEOUT:g} s", code="body_timeout"
+                f"the body did not arrive within {_UPLOAD_TIMEOUT:g} s; send it again",
+                code="body_timeout",
             ) from None
         share.set_size(size if size > MAX_SHORT_BYTES else 0)
         return parts[0] if len(parts) == 1 else b"".join(parts)

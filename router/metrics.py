@@ -65,7 +65,6 @@ class RouterStats:
         self.loop_lag = loop_lag_histogram()
 
     def end(self, request: web.BaseRequest, status: int) -> None:
-        """Count the end of a request."""
         self.running -= 1
         last = request.raw_path.partition("?")[0].rpartition("/")[2]
         self.ended[last if last in self._routes else OTHER, status] += 1

@@ -60,7 +60,7 @@ class RankHealth:
             return
         for rank, (before, now) in enumerate(zip(self._urls, urls, strict=True)):
             if before != now:
-                log.info("rank %d serves at %s" if now else "rank %d is away%s", rank, now)
+                log.info("rank %d serves at %s" if now else "rank %d does not answer%s", rank, now)
         self._urls = urls
         self.live = [rank for rank, url in enumerate(urls) if url]
         self._changed.set()

@@ -295,7 +295,6 @@ class _RankConnection(asyncio.Protocol):
         pool.append(self)
 
     def resume_reading(self) -> None:
-        """Read on from the rank."""
         if not self._closed:
             self._transport.resume_reading()
 

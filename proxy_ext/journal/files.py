@@ -44,7 +44,9 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
             connection.close()
             raise
     except (OSError, sqlite3.Error) as error:
-        raise StartupError(f"cannot open the journal {path}: {error}") from error
+        raise StartupError(
+            f"cannot open the journal {path}: {error}; check the disk and its permissions"
+        ) from error
     return connection, damage
 
 
@@ -97,8 +99,8 @@ def _checked(path: Path) -> salvage.Damage | None:
     rows = ", ".join(f"{number} of {table}" for table, number in damage.rows.items())
     log.error(
         "the journal %s was damaged (%s); rows that could not be read: %s; sessions ended for it: "
-        "%d, never trained on; everything else goes on. The damaged file is kept in %s: check the "
-        "disk, and delete the file when you do not need it",
+        "%d, never trained on; all other sessions continue. The damaged file is kept in %s: check "
+        "the disk, and delete the file when you do not need it",
         path,
         problem,
         rows or "none",

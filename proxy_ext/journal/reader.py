@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
+import orjson
+
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
 from any_agent.types import Interaction
@@ -17,6 +19,15 @@ from proxy_ext.journal import schema
 from proxy_ext.journal.rows import RewardRow, SessionRow
 from proxy_ext.journal.sqlite import session_row
 from proxy_ext.journal.writer import is_damage
+
+# By number: with any other index each step would scan all remaining rows.
+_NEXT = """
+SELECT * FROM sessions NOT INDEXED
+WHERE number > :number AND number <= :last AND content <> 'deleted'
+    AND (:states = '[]' OR state IN (SELECT value FROM json_each(:states)))
+    AND (:task_id IS NULL OR task_id = :task_id) AND (:since IS NULL OR created_at >= :since)
+ORDER BY number LIMIT 1
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +102,11 @@ class JournalReader:
 
     def sessions(self, wanted: ExportFilter) -> Iterator[StoredSession | DamagedSession]:
         """Iterate over the sessions of this moment that are not deleted, in order of creation."""
-        sql, values = _query(wanted)
+        values = {
+            "states": orjson.dumps(list(wanted.states)).decode(),
+            "task_id": wanted.task_id,
+            "since": wanted.since,
+        }
         with self._readable():
             (last,) = self._connection.execute("SELECT MAX(number) FROM sessions").fetchone()
         number = 0
@@ -100,7 +115,7 @@ class JournalReader:
                 self._connection.execute("BEGIN")
                 try:
                     bounds = {"number": number, "last": last}
-                    found = self._connection.execute(sql, {**values, **bounds}).fetchone()
+                    found = self._connection.execute(_NEXT, {**values, **bounds}).fetchone()
                     session = self._session(found) if found is not None else None
                 finally:
                     self._connection.execute("ROLLBACK")
@@ -150,22 +165,3 @@ class JournalReader:
                 f"the journal {self._path} cannot be read ({error}): start the service, which "
                 "saves what can be read of a damaged one"
             ) from error
-
-
-def _query(wanted: ExportFilter) -> tuple[str, dict[str, object]]:
-    conditions = ["number > :number", "number <= :last", "content <> 'deleted'"]
-    values: dict[str, object] = {}
-    if wanted.states:
-        marks = [f":state{k}" for k in range(len(wanted.states))]
-        conditions.append(f"state IN ({', '.join(marks)})")
-        values |= {mark[1:]: state for mark, state in zip(marks, wanted.states, strict=True)}
-    if wanted.task_id is not None:
-        conditions.append("task_id = :task_id")
-        values["task_id"] = wanted.task_id
-    if wanted.since is not None:
-        conditions.append("created_at >= :since")
-        values["since"] = wanted.since
-    where = " AND ".join(conditions)
-    # By number: with any other index each step would scan all remaining rows.
-    sql = f"SELECT * FROM sessions NOT INDEXED WHERE {where} ORDER BY number LIMIT 1"
-    return sql, values

@@ -47,7 +47,7 @@ class SessionRow:
 
     @property
     def implicit(self) -> bool:
-        """Whether a model call opened it."""
+        """True if a model call opened the session."""
         return self.opened_by is not None and self.opened_by.startswith(IMPLICITLY)
 
 

@@ -77,10 +77,9 @@ class _Table:
     known: dict[int, dict[str, Any]] = field(default_factory=dict)
     """The columns that the indexes have of each row, by its number."""
     complete: bool = False
-    """Whether all rows are known."""
+    """All rows are known."""
 
     def find_rows(self) -> None:
-        """Collect the number of every row."""
         listings: list[tuple[str, list[str]]] = [("NOT INDEXED", [])]
         listings += [(f'INDEXED BY "{name}"', columns) for name, columns in self.indexes]
         for how, columns in listings:
@@ -94,7 +93,7 @@ class _Table:
             self.complete = self.complete or any(read_fully)
 
     def _read_listing(self, sql: str, columns: list[str]) -> bool:
-        """Read a listing as far as possible, and return whether that was to its end."""
+        """Read a listing as far as possible, and return True if it was read to its end."""
         try:
             for number, *values in self.source.execute(sql):
                 row = self.known.setdefault(number, {})

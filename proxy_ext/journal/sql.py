@@ -51,7 +51,6 @@ ON CONFLICT (id) DO UPDATE SET
 
 
 def prepare(statement: Statement) -> Prepared:
-    """Return the SQL of a statement."""
     s = statement
     match s:
         case PutSession(row):

@@ -13,6 +13,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -136,8 +137,7 @@ class SQLiteJournal:
 
     async def last_session(self, prefix: str) -> str | None:
         sql = "SELECT MAX(id) FROM sessions WHERE id >= ? AND id < ?"
-        last: str | None = await self._value(sql, prefix, prefix + chr(0x10FFFF))
-        return last
+        return await self._value(str, sql, prefix, prefix + chr(0x10FFFF))
 
     async def last_number(self, prefix: str) -> int | None:
         at = len(prefix) + 1
@@ -146,8 +146,7 @@ class SQLiteJournal:
             "SELECT MAX(CAST(substr(id, ?) AS INTEGER)) FROM sessions WHERE id > ? AND id < ? "
             "AND substr(id, ?) NOT GLOB '*[^0-9]*'"
         )
-        number: int | None = await self._value(sql, at, prefix, end, at)
-        return number
+        return await self._value(int, sql, at, prefix, end, at)
 
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         rows = await self._rows("SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode")
@@ -166,9 +165,7 @@ class SQLiteJournal:
         return await self._read(read)
 
     async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
-        fields = ("state", "task_id", "group_id", "tenant")
-        values = {name: getattr(wanted, name) for name in fields}
-        values = {name: value for name, value in values.items() if value is not None}
+        values = {name: value for name, value in asdict(wanted).items() if value is not None}
         conditions = "".join(f" AND {name} = :{name}" for name in values)
         sql = f"{_PAGE}{conditions} ORDER BY number DESC LIMIT :limit"
 
@@ -191,10 +188,7 @@ class SQLiteJournal:
         return await self._read(read)
 
     async def number(self, session_id: str) -> int | None:
-        number: int | None = await self._value(
-            "SELECT number FROM sessions WHERE id = ?", session_id
-        )
-        return number
+        return await self._value(int, "SELECT number FROM sessions WHERE id = ?", session_id)
 
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
         sql = (
@@ -240,8 +234,7 @@ class SQLiteJournal:
 
     async def session_of_interaction(self, interaction_id: str) -> str | None:
         sql = "SELECT session_id FROM interactions WHERE id = ?"
-        session_id: str | None = await self._value(sql, interaction_id)
-        return session_id
+        return await self._value(str, sql, interaction_id)
 
     async def requests(self, session_id: str) -> list[StoredRequest]:
         sql = (
@@ -285,7 +278,7 @@ class SQLiteJournal:
         return AnswerRow(*rows[0]) if rows else None
 
     async def meta(self, key: str) -> Any:
-        value = await self._value("SELECT value FROM meta WHERE key = ?", key)
+        value = await self._value(bytes, "SELECT value FROM meta WHERE key = ?", key)
         return None if value is None else orjson.loads(value)
 
     async def trim(self) -> int:
@@ -313,8 +306,8 @@ class SQLiteJournal:
     async def _rows(self, sql: str, *values: Any) -> list[sqlite3.Row]:
         return await self._read(lambda c: c.execute(sql, values).fetchall())
 
-    async def _value(self, sql: str, *values: Any) -> Any:
-        """Return the first column of the first row; None without a row."""
+    async def _value(self, _: type[T], sql: str, *values: Any) -> T | None:
+        """Return the first column of the first row, of this type; None without a row."""
         rows = await self._rows(sql, *values)
         return rows[0][0] if rows else None
 

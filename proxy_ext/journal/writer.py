@@ -82,9 +82,9 @@ class JournalWriter:
     def submit(self, job: JournalJob) -> asyncio.Future[Any]:
         """Queue a job; StoreBusy if it will not be started."""
         if self._closed:
-            raise StoreBusy("the journal is closed", retry_after=2)
+            raise StoreBusy("the journal is closed, as the service ends; try again", retry_after=2)
         if self._queue.qsize() >= MAX_QUEUE:
-            raise StoreBusy("too many writes wait for the journal", retry_after=1)
+            raise StoreBusy("too many writes wait for the journal; try again", retry_after=1)
         self._queue.put(job)
         return job.future
 
@@ -182,7 +182,7 @@ class JournalWriter:
                 execute(f"PRAGMA busy_timeout = {usual}")
         if busy and self._next_wipe is None:
             log.warning(
-                "%s-wal still has erased content, as a reader uses it; later writes try again",
+                "%s-wal still has erased content, as a reader uses it; later writes will remove it",
                 self._path,
             )
         self._next_wipe = time.monotonic() + _WIPE_INTERVAL if busy else None
@@ -196,7 +196,7 @@ class JournalWriter:
                 outcomes.append((job, None, error))
             except Exception as cause:
                 self._log_failure("read", cause)
-                failure = StoreUnavailable("the journal cannot be read, try again", retry_after=5)
+                failure = StoreUnavailable("the journal cannot be read; try again", retry_after=5)
                 outcomes.append((job, None, failure))
         _report(outcomes)
 
@@ -218,11 +218,10 @@ class JournalWriter:
         log.error("journal %s failed: %s%s", kind, cause, _advice(cause))
 
     def _refusal(self, cause: Exception) -> StoreUnavailable:
-        """Return the error for the callers."""
         unsure = isinstance(cause, _UnsureCommit)
         if _code_of(cause) == sqlite3.SQLITE_FULL or (not unsure and self._no_room(cause)):
             return StoreFull(
-                "the journal's disk is full; nothing was recorded, try again when there is space",
+                "the journal's disk is full; nothing was recorded; try again when there is space",
                 retry_after=10,
             )
         if unsure:
@@ -232,7 +231,7 @@ class JournalWriter:
                 retry_after=5,
             )
         return StoreUnavailable(
-            "the journal cannot be written; nothing was recorded, try again later", retry_after=5
+            "the journal cannot be written; nothing was recorded; try again later", retry_after=5
         )
 
     def _no_room(self, cause: Exception) -> bool:

@@ -56,17 +56,17 @@ class ConversationMember:
     session: RecordedSession
     number: int
     loaded: bool
-    """Whether ``answers`` has what it recorded; an earlier process's answers are loaded later."""
+    """``answers`` has its recorded answers; those of an earlier process are loaded later."""
     answers: deque[RecordedAnswer] = field(default_factory=deque)
     recorded: bool = False
-    """Whether it recorded anything, truncated answers included."""
+    """It recorded at least one answer, truncated ones included."""
     joining: int = 0
     """Number of calls that chose the session and have not started yet."""
     ending: bool = False
 
     @property
     def usable(self) -> bool:
-        """Whether it takes calls and is not about to end."""
+        """True while the session takes calls and is not about to end."""
         s = self.session
         return s.state is SessionState.OPEN and not (s.closing or self.ending)
 
@@ -77,7 +77,7 @@ class ConversationMatch:
 
     answer: RecordedAnswer
     ambiguous: bool
-    """Whether another session's answer would have fitted as well."""
+    """An answer of another session would have fitted as well."""
 
 
 class ImplicitTask:
@@ -147,8 +147,7 @@ class ImplicitTask:
         return ConversationMatch(best, ambiguous=len(others) > 1)
 
     def find_unused(self, metadata: Mapping[str, Any]) -> ConversationMember | None:
-        """Return the oldest session without a recorded or running call: its first call failed, or
-        never started."""
+        """Return the oldest session whose first call failed or never started."""
         for member in self.members.values():
             idle = not (member.joining or member.recorded or member.session.calls)
             if idle and member.usable and member.loaded and member.session.row.metadata == metadata:
@@ -220,7 +219,7 @@ class ConversationIndex:
         return found[1] if found is not None else None
 
     def members(self, where: TaskKey) -> list[ConversationMember]:
-        """Return a task's sessions, oldest first."""
+        """Return the sessions of a task, oldest first."""
         task = self._tasks.get(where)
         return list(task.members.values()) if task is not None else []
 
@@ -236,25 +235,22 @@ class ConversationIndex:
         self._members[session.id] = (where, member)
 
     def add_answer(self, session: RecordedSession, interaction: Interaction, key: bytes) -> None:
-        """Index a new interaction of a session."""
         found = self._members.get(session.id)
         # A member that is not loaded yet finds it in the tree then.
         if found is not None and found[1].loaded:
             self._tasks[found[0]].add_answer(found[1], interaction, key)
 
     def mark_undelivered(self, session: RecordedSession, interaction_id: str) -> None:
-        """Record that an answer reached no client."""
         if (answer := self.answer(session, interaction_id)) is not None:
             answer.delivered = False
 
     def answer(self, session: RecordedSession, interaction_id: str) -> RecordedAnswer | None:
-        """Return an answer of an open session."""
         member = self.member(session)
         answers = member.answers if member is not None else ()
         return next((a for a in reversed(answers) if a.id == interaction_id), None)
 
     def refresh(self, sessions: Iterable[RecordedSession]) -> None:
-        """Remove those of the sessions that are not open any more."""
+        """Remove the sessions that are not open any more."""
         for session in sessions:
             if session.state is not SessionState.OPEN and session.id in self._members:
                 where, member = self._members.pop(session.id)

@@ -98,7 +98,7 @@ class SessionEnder:
         longest = self._config.reward_deadline
         if seconds is not None and seconds > longest:
             raise InvalidRequest(
-                f"deadline {seconds:g} exceeds sessions.reward_deadline ({longest:g} s)",
+                f"deadline {seconds:g} exceeds sessions.reward_deadline ({longest:g} s); lower it",
                 param="deadline",
             )
         async with session.lock:
@@ -203,8 +203,6 @@ class SessionEnder:
                 await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
                 session.tree = empty
             return answer
-
-    # ------------------------------------------------------------------------------------------
 
     async def _repeat(
         self, session: RecordedSession, final: Parts, keep: KeepAnswer

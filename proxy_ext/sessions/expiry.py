@@ -34,11 +34,15 @@ def _retried_later(sessions: SessionStore, session: RecordedSession) -> Iterator
     except SessionClosed:
         log.debug("session %s has ended otherwise", session.id)
     except AnyAgentError as error:
-        log.warning("could not end session %s yet: %s", session.id, error.message)
+        log.warning(
+            "session %s could not be ended, which will be tried again: %s",
+            session.id,
+            error.message,
+        )
         sessions.watch(session)
     except Exception:
         # The other sessions go on, and this one is tried again.
-        log.exception("could not end session %s yet", session.id)
+        log.exception("session %s could not be ended, which will be tried again", session.id)
         sessions.watch(session)
 
 
@@ -173,4 +177,4 @@ class LateRewardWaiter:
         if await self._endings.at_deadline(session, **ending):
             outcome = "rewarded"
         self.outcomes[outcome] += 1
-        log.info("session %s awaited its reward until its deadline: %s", session.id, outcome)
+        log.info("session %s reached the deadline of its reward: %s", session.id, outcome)

@@ -28,7 +28,7 @@ _WORKERS = 2
 
 
 class GraderFailed(Exception):
-    """The grader gave no reward; the message says why."""
+    """The grader gave no reward; the message has the reason."""
 
 
 def graded_session(session: RecordedSession, *, deltas: bool = False) -> dict[str, Any]:
@@ -106,7 +106,9 @@ class Grader:
         try:
             return parts_of(as_reward(returned))
         except ValueError as error:
-            raise GraderFailed(f"it returned {short(repr(returned))}: {error}") from None
+            raise GraderFailed(
+                f"it returned {short(repr(returned))}, which is not a reward: {error}"
+            ) from None
 
     async def close(self) -> None:
         """End the workers, also in the middle of a grade."""

@@ -85,12 +85,12 @@ class Group:
 
     @property
     def started(self) -> bool:
-        """Whether the group ever had a member: then the slots are its own, and its time runs."""
+        """True once the group had a member: then the slots are its own, and its time runs."""
         return bool(self.members or self.left)
 
     @property
     def unused(self) -> bool:
-        """Whether the group never had a member and no open is on the way."""
+        """True if the group never had a member and no open is under way."""
         return not (self.started or self.promised or self.openers)
 
     @property
@@ -99,12 +99,12 @@ class Group:
 
     @property
     def complete(self) -> bool:
-        """Whether no member joins any more and none can still be finalized."""
+        """True once no member joins any more and none can still be finalized."""
         return not (self.room or self.promised or self._states & _UNDECIDED)
 
     @property
     def too_small(self) -> bool:
-        """Whether the group is complete with too few finalized members, which are to be rejected.
+        """True for a complete group with too few finalized members, which are to be rejected.
 
         False while an export leases one: it would have to be rejected when it is given back.
         """
@@ -114,7 +114,7 @@ class Group:
 
     @property
     def closed(self) -> bool:
-        """Whether the group may be handed out, if members wait."""
+        """True once the group may be handed out, if members wait."""
         return self.complete and not self.too_small
 
     @property
@@ -124,7 +124,7 @@ class Group:
 
     @property
     def done(self) -> bool:
-        """Whether no member can be leased any more."""
+        """True once no member can be leased any more."""
         return self.complete and not self._waiting
 
     def update(self, row: SessionRow) -> None:

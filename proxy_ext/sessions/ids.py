@@ -102,7 +102,6 @@ class TaskNumbers:
         self._next = first
 
     def new(self) -> str:
-        """Return the id of a new session."""
         name = f"{self._prefix}{self._next}"
         self._next += 1
         return name

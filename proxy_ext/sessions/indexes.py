@@ -38,7 +38,6 @@ class SessionCounts:
 
     @property
     def undecided(self) -> int:
-        """Number of sessions that are open or await their reward."""
         return self._undecided.total()
 
     def undecided_of(self, tenant: str) -> int:
@@ -104,7 +103,6 @@ class DeadlineQueue:
                 heapq.heapify(self._heap)
 
     def discard(self, id: str) -> None:
-        """Remove an id."""
         self._due.pop(id, None)
 
     def pop(self, now: float) -> list[str]:
@@ -152,12 +150,10 @@ class LeaseIndex:
         self._add_pending(_key(session.row))
 
     def update_group(self, group_id: str) -> None:
-        """Take over that a group may have closed."""
         self._add_pending((True, group_id))
 
     @property
     def leased(self) -> Iterable[RecordedSession]:
-        """All leased sessions."""
         return self._leased.values()
 
     def first(self, limit: int) -> list[list[RecordedSession]]:
@@ -171,7 +167,6 @@ class LeaseIndex:
             self._refresh()
 
     def _refresh(self) -> None:
-        """Apply all pending changes."""
         for key in self._pending:
             self._reposition(key)
         self._pending.clear()

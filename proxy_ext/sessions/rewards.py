@@ -19,7 +19,7 @@ from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal import SessionRow, SetReward, SetState
+from proxy_ext.journal import SessionRow, SetReward
 from proxy_ext.journal.statements import KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import last_received
 from proxy_ext.sessions.session import RecordedSession
@@ -76,11 +76,8 @@ class RewardBook:
             before = interaction.reward
             statements, own = await self._combine(session, interaction.id, before, parts, by)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
-            row, also = _no_longer_unrewarded(session.row)
-            await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
+            await self._write(session, session.row, statements, answer, keep)
             interaction.reward = own
-            session.touch()
-            self.count_given(statements)
             return answer
 
     async def set_final_reward(
@@ -91,10 +88,8 @@ class RewardBook:
             target(session.row, Event.REWARD)
             statements, final = await self.final_statements(session, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
-            row, also = _no_longer_unrewarded(replace(session.row, final_reward=final))
-            await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
-            session.touch()
-            self.count_given(statements)
+            row = replace(session.row, final_reward=final)
+            await self._write(session, row, statements, answer, keep)
             return answer
 
     async def final_statements(
@@ -116,7 +111,6 @@ class RewardBook:
         return all(known.get(name) == value for name, value in parts.items())
 
     def count_given(self, statements: Iterable[SetReward]) -> None:
-        """Count rewards that were written."""
         for statement in statements:
             self.given["final" if statement.interaction_id is None else "completion"] += 1
 
@@ -135,7 +129,22 @@ class RewardBook:
         ]
         return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 
-    # ------------------------------------------------------------------------------------------
+    async def _write(
+        self,
+        session: RecordedSession,
+        row: SessionRow,
+        statements: list[SetReward],
+        answer: RewardSet,
+        keep: KeepAnswer,
+    ) -> None:
+        """Write rewards; a finalized session loses the reason that it was given none."""
+        also = []
+        if row.state is SessionState.FINALIZED and row.reason is not None:
+            row = replace(row, reason=None)
+            also = [set_state(row)]
+        await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
+        session.touch()
+        self.count_given(statements)
 
     async def _combine(
         self,
@@ -190,26 +199,20 @@ class RewardBook:
         return total
 
 
-def _no_longer_unrewarded(row: SessionRow) -> tuple[SessionRow, list[SetState]]:
-    """Return a rewarded session's row and the statements that write it: without the reason that no
-    reward was given, if it had one."""
-    if row.state is not SessionState.FINALIZED or row.reason is None:
-        return row, []
-    row = replace(row, reason=None)
-    return row, [set_state(row)]
-
-
 def _rewarded_interaction(session: RecordedSession, wanted: str | None) -> Interaction:
     tree = session.tree
     if wanted is not None and wanted not in tree:
-        # Any of them: the first one may still be sampled, or have failed.
+        # The first choice may still be sampled, or have failed.
         if any(completion_of(i.id) == wanted for i in tree):
             raise _choice_needed(wanted)
         raise NotFound(
-            f"session {session.id} has no completion {wanted[:80]!r}", code="completion_not_found"
+            f"session {session.id} has no completion {wanted[:80]!r}; check completion_id",
+            code="completion_not_found",
         )
     if len(tree) == 0:
-        raise Unprocessable("the session has no completion to reward yet", code="no_interactions")
+        raise Unprocessable(
+            "the session has no completion to reward yet; make a call first", code="no_interactions"
+        )
     if wanted is not None:
         return tree[wanted]
     last = last_received(session) or tree.last()

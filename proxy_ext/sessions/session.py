@@ -6,7 +6,6 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Protocol
@@ -93,10 +92,10 @@ class RecordedSession:
 
     @property
     def tree(self) -> InteractionTree:
-        """The interactions, perhaps in the journal alone: `await sessions.load(session)` first,
-        and do not await in between, unless its lock is held or one of its calls is under way.
+        """The interactions; RuntimeError if they are in the journal alone.
 
-        RuntimeError if they are not in memory.
+        `await sessions.load(session)` first, and do not await in between, unless the session's lock
+        is held or one of its calls is under way.
         """
         if self._tree is None:
             raise RuntimeError(f"the tree of session {self.id} was not loaded")
@@ -108,27 +107,27 @@ class RecordedSession:
 
     @property
     def loaded(self) -> bool:
-        """Whether its tree is in memory."""
+        """True while the tree is in memory."""
         return self._tree is not None
 
     def unload(self) -> None:
-        """Drop its tree from memory; the journal has it."""
+        """Drop the tree from memory; the journal has it."""
         self._tree = None
 
     @property
     def expires(self) -> float:
-        """Time at which its ttl runs out."""
+        """Time at which the session's ttl runs out."""
         return self.opened + self.row.expires_at - self.row.created_at
 
     @property
     def idle_expires(self) -> float:
-        """Time at which it expires as idle; later if something happens."""
+        """Time at which the session expires as idle, unless something happens before."""
         busy = self.calls or self.frozen_calls
         return (time.monotonic() if busy else self.active) + self.idle_timeout
 
     @property
     def reward_due(self) -> float:
-        """Deadline of its awaited reward; inf without one."""
+        """Deadline of the awaited reward; inf without one."""
         until = self.row.awaits_until
         return math.inf if until is None else self.opened + until - self.row.created_at
 
@@ -137,17 +136,16 @@ class RecordedSession:
         return self.row.created_at + monotonic - self.opened
 
     def touch(self) -> None:
-        """Renew its idle time."""
         self.active = time.monotonic()
 
     def require_open(self) -> None:
-        """Raise SessionClosed (410) unless it takes calls."""
+        """Raise SessionClosed (410) unless the session takes calls."""
         lifecycle.target(self.row, Event.CALL)
         if self.closing:
             raise lifecycle.refusal(self.row, Event.CALL, closing=True)
 
     def heartbeat(self) -> Heartbeat:
-        """Renew its idle time and return the times left; SessionClosed unless it is open."""
+        """Renew the idle time and return the times left; SessionClosed unless it is open."""
         lifecycle.target(self.row, Event.HEARTBEAT)
         self.touch()
         now = time.monotonic()
@@ -156,7 +154,7 @@ class RecordedSession:
         )
 
     def require_version(self, serving: int) -> None:
-        """Raise VersionGone if it is pinned to another weight version."""
+        """Raise VersionGone if the session is pinned to another weight version."""
         pinned = self.row.pinned_version
         if pinned is not None and pinned != serving:
             raise VersionGone.of(pinned, serving)
@@ -164,15 +162,18 @@ class RecordedSession:
     def info(
         self, row: SessionRow | None = None, tree: InteractionTree | None = None
     ) -> SessionInfo:
-        """Return its description; with ``row`` and ``tree`` as it will be with them."""
+        """Return the session's description, as it will be with this row and tree."""
         row = row or self.row
         tree = self.tree if tree is None else tree
         rewards = {i.id: i.reward for i in tree if i.reward is not None}
         first, last = _versions(tree)
         now = time.monotonic()
         taking_calls = row.state is SessionState.OPEN
-        awaiting = row.state is SessionState.AWAITING_REWARD and row.awaits_until is not None
+        awaiting = row.state is SessionState.AWAITING_REWARD
         until = self.row_time(now)
+        idle_in = self.idle_expires - now
+        # Without its content nothing tells whether single interactions were rewarded.
+        unrewarded = False if row.content == "stored" else None
         return SessionInfo(
             session_id=row.id,
             state=row.state,
@@ -186,7 +187,7 @@ class RecordedSession:
             interactions=len(tree),
             rewards=rewards,
             final_reward=row.final_reward,
-            rewarded=_rewarded(row, rewards),
+            rewarded=True if rewards or row.final_reward is not None else unrewarded,
             first_version=first,
             last_version=last,
             pinned_version=row.pinned_version,
@@ -194,23 +195,13 @@ class RecordedSession:
             created_at=row.created_at,
             ended_at=row.ended_at,
             expires_in=row.expires_at - until if taking_calls else None,
-            idle_in=_finite(self.idle_expires - now) if taking_calls else None,
+            idle_in=idle_in if taking_calls and math.isfinite(idle_in) else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
         )
 
 
-def _rewarded(row: SessionRow, rewards: Mapping[str, float]) -> bool | None:
-    if rewards or row.final_reward is not None:
-        return True
-    return False if row.content == "stored" else None
-
-
-def _finite(seconds: float) -> float | None:
-    return seconds if math.isfinite(seconds) else None
-
-
 def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:
-    """Return the first and last weight version of its tokens, which grow in each interaction."""
+    """Return the first and last weight version of the tokens; they grow in each interaction."""
     sampled = [i.output_versions for i in tree if len(i.output_versions)]
     if not sampled:
         return None, None
@@ -265,7 +256,7 @@ def session_age(row: SessionRow) -> float:
 
 @functools.cache
 def _boot_id() -> str:
-    """Return the boot's id; empty where there is none: then every restart counts as a reboot."""
+    """Return the boot's id; "" without one: then every restart counts as a reboot."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except OSError:

@@ -211,7 +211,9 @@ class SessionStore:
             return session
         row = await self.journal.session(session_id)
         if row is None:
-            raise NotFound(f"there is no session {session_id[:80]!r}", code="session_not_found")
+            raise NotFound(
+                f"there is no session {session_id[:80]!r}; check its id", code="session_not_found"
+            )
         return self._stored(row)
 
     def _stored(self, row: SessionRow) -> RecordedSession:
@@ -245,7 +247,7 @@ class SessionStore:
             try:
                 await self.write(session, row, set_state(row), EraseContent((row.id,)))
             except StoreUnavailable as error:
-                log.warning("could not end session %s, damaged: %s", row.id, error.message)
+                log.warning("the damaged session %s could not be ended: %s", row.id, error.message)
                 return
             session.tree = InteractionTree()
             self.journal.stats.damaged += 1
@@ -385,7 +387,6 @@ class SessionStore:
                 session.unload()
 
     async def wake_pollers(self) -> None:
-        """Let long polls check again."""
         async with self.ready:
             self.ready.notify_all()
 

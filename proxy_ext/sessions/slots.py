@@ -104,7 +104,6 @@ class Admission:
             self._refused[key] = (slots, time.monotonic() + _RECALL_SECONDS)
 
     def forget(self, key: str) -> None:
-        """Remove a remembered request that was granted."""
         self._refused.pop(key, None)
 
     def set_limit(self, limit: int, ttl: float) -> None:
@@ -118,7 +117,7 @@ class Admission:
         if self._closed is not None:
             raise self._closed
         if len(self._queue) >= self._max_waiting:
-            raise TooManyRequests("too many sessions wait for a slot", retry_after=5)
+            raise TooManyRequests("too many sessions wait for a slot; try again", retry_after=5)
         ticket = Ticket(slots)
         self._queue.append(ticket)
         self._grant()

@@ -107,8 +107,6 @@ class TreeCache:
         """Stop counting a session that is not live any more; its tree stays with its users."""
         self.bytes -= self._loaded.pop(session, _NOTHING).total
 
-    # ------------------------------------------------------------------------------------------
-
     async def _read(self, session: RecordedSession) -> None:
         try:
             stored = await self._journal.interactions(session.id)

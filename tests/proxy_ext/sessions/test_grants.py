@@ -61,7 +61,7 @@ async def test_a_trainer_that_names_it_is_told_why_not(proxy: Proxy) -> None:
         refusal(response, 409, code, episode.session_id)
     assert await state_of(proxy, episode) == (SessionState.FINALIZED, GRANT_OWNER)
     response = await proxy.http.post("/rl/v1/lease", json={"owner": GRANT_OWNER})
-    error = refusal(response, 400, "invalid_request", "no trainer may be named")
+    error = refusal(response, 400, "invalid_request", "is reserved")
     assert error["param"] == "owner"
 
 
