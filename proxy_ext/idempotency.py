@@ -40,7 +40,7 @@ _SWEEP_INTERVAL = 600.0
 _MAX_WAITING = 1024  # requests that wait for an equal one, over all keys
 _MAX_WAIT = 330.0  # seconds: longer than any route but polls takes
 _MAX_PARSED_BYTES = 1 << 20
-"""Longer bodies are compared byte by byte: to sort them would hold up the event loop."""
+"""Longer bodies are compared byte by byte, since sorting them would block the event loop."""
 _KEY = re.compile(r"[\x21-\x7e]{1,255}")
 _JSON = "application/json"
 
@@ -130,7 +130,7 @@ class Receipt:
 
 @dataclass(slots=True, eq=False)
 class _KeyLock:
-    """Lets equal requests go on one at a time."""
+    """Lets equal requests run one at a time."""
 
     lock: asyncio.Lock = field(default_factory=asyncio.Lock)
     users: int = 0
@@ -168,7 +168,7 @@ class IdempotencyStore:
             yield Receipt(self, scope, key, hashed)
 
     async def sweep(self) -> None:
-        """Forget old answers, now and then."""
+        """Delete old answers, every ten minutes."""
         if time.monotonic() - self._swept >= _SWEEP_INTERVAL:
             self._swept = time.monotonic()
             await self.journal.commit(DropAnswers(time.time() - ANSWER_TTL))

@@ -51,7 +51,7 @@ class Fence:
         self.epoch = 0
 
     async def recover(self) -> None:
-        """Load what the journal holds."""
+        """Load the latest start's number from the journal."""
         self.epoch = await self._journal.meta(_EPOCH) or 0
 
     async def admit(self, epoch: int | None) -> None:
@@ -131,8 +131,10 @@ class LeaseManager:
             self._sessions.ready.notify_all()
 
     async def set_capacity(self, body: SetCapacity) -> Capacity:
-        """Set the cap, renew the owner's leases, and take back those that their owner does not know
-        of: an earlier trainer's, and those whose answer was lost."""
+        """Set the cap, renew the owner's leases, and take back those that it does not know of.
+
+        These are an earlier trainer's, and those whose answer was lost.
+        """
         owner, number = self._last_message
         if body.owner == owner and body.number < number:
             return self.capacity()
@@ -233,7 +235,7 @@ class LeaseManager:
         """Lease these sessions once more, whatever a step has made of them.
 
         This is for a resume from before that step: the one way out of `trained` and `rejected`.
-        Conflict naming those that no step took, that an export leases, or whose content is gone.
+        Conflict for sessions that no step took, that an export leases, or whose content is gone.
         """
         async with self._lock:
             chosen = [await self._sessions.by_id(id) for id in dict.fromkeys(session_ids)]

@@ -39,7 +39,7 @@ _VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
 
 
 class Reservation:
-    """The share of one request until it is answered."""
+    """One request's share of the limits, until it is answered."""
 
     __slots__ = ("_limits", "_size")
 
@@ -69,7 +69,7 @@ class RequestLimits:
     """Bounds on the requests under way in one process, and on the bytes of their bodies.
 
     The parts behind have narrower bounds; these hold before them, as when very many clients wait or
-    send large bodies at once. A refused request is told when to retry.
+    send large bodies at once. The answer to a refused request says when to retry.
     """
 
     def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:

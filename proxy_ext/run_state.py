@@ -67,19 +67,18 @@ class RunState:
 
     @property
     def version(self) -> int:
-        """The weight version that the engine samples with; between publish and resume, the one
-        that it will sample with."""
+        """The weight version that the engine samples with, between publish and resume the next."""
         return self._engine.version if self._published is None else self._published
 
     async def recover(self) -> None:
-        """Load what the journal holds; the version is the engine's own.
+        """Load the state from the journal; the version is the engine's own.
 
-        An engine that an earlier process paused goes on: its trainer may be gone, too. One that is
-        amid an update, bucket by bucket, does once a trainer has given it all of a version.
+        An engine that an earlier process paused resumes: its trainer may be gone, too. An engine in
+        the middle of an update resumes once a trainer has sent it all of a version.
         """
         saved: dict[str, Any] = await self._journal.meta("run") or {}
         self.step = saved.get("step", 0)
-        # A finished run with further configured steps goes on once its trainer is there.
+        # A finished run with further configured steps continues once its trainer is there.
         goes_on = self.state == "training" and self.step < self._config.train.steps
         if saved.get("state") == "finished" and not goes_on:
             self.state = "finished"
@@ -150,7 +149,7 @@ class RunState:
         return self.oldest_step is None or row.step > self.oldest_step
 
     async def pause(self, ttl: float) -> None:
-        """Stop sampling for a weight update; it goes on by itself after ``ttl`` seconds."""
+        """Stop sampling for a weight update; it resumes by itself after ``ttl`` seconds."""
         self._watch(self._resume_after(ttl))
         self.pauses.begin()
         await self._engine.pause()

@@ -142,14 +142,14 @@ class RankService:
         self.loop_lag = loop_lag_histogram()
 
     async def recover(self) -> None:
-        """Load what the journal and the archives hold."""
+        """Load the state from the journal and the archives."""
         await self.sessions.recover(lease_ttl=self.config.rollout.lease_ttl)
         await self.run.recover()
         await self.archive.recover()
         await self.fence.recover()
 
     async def close(self) -> None:
-        """End calls and grading, and write what waits."""
+        """End calls and grading, and write the pending delivery marks."""
         self.run.close()
         await self.calls.close()
         await self.frozen.close()
@@ -158,7 +158,7 @@ class RankService:
             await self.sessions.deliveries.flush()
 
     async def drain(self) -> None:
-        """Refuse new calls and sessions, and answer long polls; calls under way go on."""
+        """Refuse new calls and sessions, and answer long polls; calls under way continue."""
         self.calls.draining = True
         self.opening.drain()
         await self.leases.drain()
@@ -267,7 +267,7 @@ async def _sweep(service: RankService) -> None:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
             service.auth.access.refresh()
-            # Clients that `/readyz` sends elsewhere write nothing that would find the room.
+            # While `/readyz` fails, clients write nothing that would show that there is room.
             await service.journal.retry_full()
             await service.expiry.sweep()
             await close_groups(service.sessions, service.expiry)

@@ -21,7 +21,7 @@ from any_agent.errors import ReplyLost
 _CONNECT_TIMEOUT = 5.0
 _STALE_TRIES = 10
 _KEEPALIVE = 60.0
-"""Seconds; below the 75 after which a proxy closes an idle connection."""
+"""Seconds until an idle connection is closed, fewer than the 75 after which a proxy does it."""
 _MAX_BUFFERED_BYTES = 131_072
 """Unread bytes of one answer above which reading from the rank pauses."""
 _MAX_HEAD_BYTES = 65_536
@@ -81,7 +81,7 @@ class RankResponse:
 
     @property
     def content_length(self) -> int | None:
-        """The length that the head states, in bytes; None for a chunked answer."""
+        """The body's length in bytes, as its head states; None for a chunked answer."""
         length = self.headers.get(hdrs.CONTENT_LENGTH)
         return int(length) if length is not None and length.isdecimal() else None
 

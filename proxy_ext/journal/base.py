@@ -32,7 +32,7 @@ class JournalStats:
         """Number of committed writes; one commit may carry many."""
         self.commit_seconds = Histogram(COMMIT_BOUNDS)
         self.full = False
-        """The disk has no room: the last write was refused for it."""
+        """The disk had no room for the last write."""
         self.damaged = 0
         """Number of sessions ended because the journal had lost some of their data."""
 
@@ -45,9 +45,9 @@ class Journal(Protocol):
     async def commit(self, *statements: Statement) -> None:
         """Write all statements durably or none; StoreUnavailable if the store cannot.
 
-        Its subclass StoreBusy means that the write was not begun, StoreFull that the disk has no
-        room and nothing was written. After any other StoreUnavailable a crash may show that the
-        statements were written all the same.
+        Its subclass StoreBusy means that the write was not started, StoreFull that the disk has no
+        room and nothing was written. After any other StoreUnavailable the statements may turn out
+        to be written after a crash.
         """
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
@@ -102,7 +102,7 @@ class Journal(Protocol):
     async def interactions(self, session_id: str) -> list[StoredInteraction]:
         """Return a session's interactions in the order of their first commit: parents first.
 
-        SessionDamaged if they are not what was written.
+        SessionDamaged if some are missing or changed.
         """
 
     async def session_of_interaction(self, interaction_id: str) -> str | None:
@@ -153,12 +153,12 @@ def open_journal(url: str) -> Journal:
 
     Raises:
         ConfigError: no journal is registered for the URL's scheme.
-        StartupError: the journal cannot be used; the message tells what to do.
+        StartupError: the journal cannot be used; the message says what to do.
     """
     scheme = urlsplit(url).scheme
     if scheme not in _OPENERS:
         known = ", ".join(sorted(_OPENERS))
         raise ConfigError(
-            f"there is no journal for {scheme}:// ({known} are known): call register_journal first"
+            f"there is no journal for {scheme}:// (known: {known}); call register_journal first"
         )
     return _OPENERS[scheme](url)

@@ -27,7 +27,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
     """Return the connection to a journal, created if it is new, and the damage if it had any.
 
     Raises:
-        StartupError: it cannot be used; the message tells what to do.
+        StartupError: it cannot be used; the message says what to do.
     """
     try:
         path.parent.mkdir(parents=True, exist_ok=True)

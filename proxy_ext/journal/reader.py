@@ -32,12 +32,12 @@ ORDER BY number LIMIT 1
 
 @dataclass(frozen=True, slots=True)
 class ExportFilter:
-    """A choice of sessions; None or empty: any."""
+    """A choice of sessions; a field that is None or empty matches all."""
 
     states: Sequence[str] = ()
     task_id: str | None = None
     since: float | None = None
-    """Earliest creation; seconds since the epoch."""
+    """The earliest creation, in seconds since the epoch."""
 
     def matches(self, state: str, task_id: str | None, created_at: float) -> bool:
         return (
@@ -64,9 +64,9 @@ class DamagedSession(NamedTuple):
 
 
 class JournalReader:
-    """Reads a journal a session at a time, each in a transaction of its own.
+    """Reads a journal one session at a time, each in a transaction of its own.
 
-    So a running service is not held up. Every method raises StartupError if the file cannot be read
+    So a running service need not wait. Every method raises StartupError if the file cannot be read
     at all.
     """
 
@@ -151,7 +151,7 @@ class JournalReader:
         )
         for id, data, checksum, reward in self._connection.execute(sql, (session_id,)):
             if zlib.crc32(data) != checksum:
-                raise ValueError(f"interaction {id} is not what was written")
+                raise ValueError(f"interaction {id} does not match its checksum")
             interaction = unpack_interaction(data)
             interaction.reward = reward
             yield interaction

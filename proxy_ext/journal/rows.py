@@ -21,7 +21,7 @@ class SessionRow:
     state: SessionState
     task_id: str | None
     group_id: str | None
-    """The generation of its group; None for a session without a group."""
+    """The id of the group's generation; None for a session without a group."""
     group_size: int
     metadata: dict[str, Any]
     created_at: float
@@ -29,21 +29,21 @@ class SessionRow:
     final_reward: float | None = None
     reason: str | None = None
     owner: str | None = None
-    """The trainer or export that has or had its lease; GRANT_OWNER if it was opened on a grant."""
+    """The trainer or export that has or had the lease; GRANT_OWNER after an open on a grant."""
     tenant: str | None = None
     opened_by: str | None = None
-    """The name of the key that opened it."""
+    """The name of the key that opened the session."""
     pinned_version: int | None = None
-    """The weight version of every token; None: any."""
+    """The only weight version that may sample tokens; None: any."""
     clock: str | None = None
-    """The boot's id and the boot clock's seconds at its opening."""
+    """The boot's id and the boot clock's seconds at the opening."""
     awaits_until: float | None = None
-    """Deadline of its awaited rewards."""
+    """The deadline of the awaited rewards."""
     step: int | None = None
-    """The optimizer step that consumed it."""
+    """The optimizer step that consumed the session."""
     ended_at: float | None = None
     content: Literal["stored", "archived", "deleted"] = "stored"
-    """The place of its interactions."""
+    """The store that has the interactions: the journal, an archive, or none."""
 
     @property
     def implicit(self) -> bool:
@@ -58,14 +58,14 @@ class NumberedRow:
     number: int
     row: SessionRow
     interactions: int = 0
-    """Number of its interactions, which not every read counts."""
+    """Number of the session's interactions, which not every read counts."""
     rewards_given: int = 0
-    """Number of its rewards, which not every read counts."""
+    """Number of the session's rewards, which not every read counts."""
 
 
 @dataclass(frozen=True, slots=True)
 class SessionFilter:
-    """A choice of sessions; None: any."""
+    """A choice of sessions; a field that is None matches all."""
 
     state: SessionState | None = None
     task_id: str | None = None
@@ -96,7 +96,7 @@ class StoredInteraction:
 
     interaction: Interaction
     key: bytes | None
-    """The chain key by which continuations find it; None in journals of version 1."""
+    """The chain key by which continuations find the interaction; None in version 1."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -296,7 +296,7 @@ def _copy_rows(table: _Table, target: sqlite3.Connection) -> list[int]:
                 raise sqlite3.IntegrityError("it cannot be read")
             target.execute(sql, row if len(row) == len(names) else (number, *row))
         except sqlite3.IntegrityError:
-            # Also a row that breaks a constraint: it is not what was written.
+            # A row that breaks a constraint is damaged as well.
             lost.append(number)
     return lost
 

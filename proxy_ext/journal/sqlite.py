@@ -57,7 +57,7 @@ WHERE content = 'stored' AND ended_at < :before AND (
     OR (state IN ('trained', 'rejected') AND step <= :oldest_step)
 ) ORDER BY ended_at LIMIT :limit
 """
-"""Ended sessions by the time of their end: archived ones, however many, cost nothing."""
+"""Selects ended sessions by the time of their end; archived ones cost nothing."""
 _PAGE = """
 SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions,
     (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given
@@ -66,7 +66,7 @@ FROM sessions WHERE number >= :lowest AND number < :before
 
 
 def session_row(row: sqlite3.Row) -> SessionRow:
-    """Return a session as the table has it; sqlite3.DatabaseError if it is not what was written.
+    """Return a session as the table has it; sqlite3.DatabaseError if it is damaged.
 
     SQLite's own checks do not find such damage.
     """
@@ -75,7 +75,7 @@ def session_row(row: sqlite3.Row) -> SessionRow:
         data["state"] = SessionState(data["state"])
         data["metadata"] = orjson.loads(data["metadata"])
     except ValueError as error:
-        damage = sqlite3.DatabaseError(f"session {data['id']} is not what was written: {error}")
+        damage = sqlite3.DatabaseError(f"the row of session {data['id']} is damaged: {error}")
         damage.sqlite_errorcode = sqlite3.SQLITE_CORRUPT
         raise damage from error
     return SessionRow(**data)
@@ -94,7 +94,7 @@ class SQLiteJournal:
         self._writer = JournalWriter(connection, path, self.stats)
 
     async def commit(self, *statements: Statement) -> None:
-        # Packing token data is the costly part: it happens here, not in the writer's transaction.
+        # The costly packing of tokens happens here, not in the writer's transaction.
         prepared = [line for statement in statements for line in prepare(statement)]
 
         def write(connection: sqlite3.Connection) -> None:
@@ -214,12 +214,12 @@ class SQLiteJournal:
         out = []
         for id, data, checksum, reward, key in await self._read(read):
             if zlib.crc32(data) != checksum:
-                raise self._damaged(session_id, f"interaction {id} is not what was written")
+                raise self._damaged(session_id, f"interaction {id} does not match its checksum")
             interaction = unpack_interaction(data)
             interaction.reward = reward
             out.append(StoredInteraction(interaction, key))
             if len(out) % _UNPACK_BATCH == 0:
-                # A long session takes tens of milliseconds: streams go on in between.
+                # A long session takes tens of milliseconds; streams continue in between.
                 await asyncio.sleep(0)
         return out
 
@@ -255,7 +255,7 @@ class SQLiteJournal:
     async def reward_parts(
         self, session_id: str, interaction_id: str | None
     ) -> tuple[dict[str | None, float], int]:
-        # The other columns of a row with a MAX are those of the largest one.
+        # SQLite takes the other columns from the row that has the MAX.
         parts = (
             "SELECT name, value, MAX(number) FROM rewards "
             "WHERE session_id = ? AND interaction_id IS ? GROUP BY name"

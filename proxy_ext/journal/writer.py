@@ -2,7 +2,7 @@
 
 It commits all writes that queued since its last commit in one transaction, so that concurrent calls
 share an fsync; then it runs the queued reads: they see committed data only, do not fail with a
-write, and never hold up a checkpoint.
+write, and never delay a checkpoint.
 """
 
 from __future__ import annotations
@@ -288,7 +288,7 @@ def _code_of(cause: Exception) -> int | None:
 
 
 def is_damage(cause: Exception) -> bool:
-    """Return whether an error means that the file is not what was written."""
+    """Return whether an error means that the file is damaged."""
     # Python's module reports a broken text without a code.
     no_text = isinstance(cause, sqlite3.OperationalError) and "decode to UTF-8" in str(cause)
     return no_text or _code_of(cause) in (sqlite3.SQLITE_CORRUPT, sqlite3.SQLITE_NOTADB)

@@ -91,20 +91,20 @@ class ImplicitTask:
     def hash_messages(
         self, messages: Sequence[Message], tools: Any, template: bytes
     ) -> ConversationQuery:
-        """Hash the messages but for a prefix that an earlier call had; thread-safe."""
-        begun, digest = self._prefixes.find(messages, [tools, template.hex()])
-        known = begun.messages if begun is not None else 0
+        """Hash the messages except for a prefix that an earlier call had; thread-safe."""
+        prefix, digest = self._prefixes.find(messages, [tools, template.hex()])
+        known = prefix.messages if prefix is not None else 0
         keys = chain_keys(
             messages[known:],
             tools,
-            start=begun.key if begun is not None else None,
+            start=prefix.key if prefix is not None else None,
             before=messages[:known],
             template=template,
         )
         at = [(key, known + k + 1) for k, key in enumerate(keys)]
-        if begun is not None and begun.parent is not None:
-            at.insert(0, begun.parent)
-        return ConversationQuery(at, keys[-1] if keys or begun is None else begun.key, digest)
+        if prefix is not None and prefix.parent is not None:
+            at.insert(0, prefix.parent)
+        return ConversationQuery(at, keys[-1] if keys or prefix is None else prefix.key, digest)
 
     def find(
         self, query: ConversationQuery, messages: Sequence[Message], ended: Container[bytes] = ()

@@ -37,8 +37,8 @@ _SETTLED_TIMEOUT = 30.0
 class SessionEnder:
     """Ends sessions of one rank.
 
-    ``needed`` tells whether a resume of the training may need a session. ``unarchive`` removes a
-    session, whose lock is held, from the archives and returns what else is to be written.
+    ``needed`` returns whether a resume of the training may need a session. ``unarchive`` removes a
+    session, whose lock is held, from the archives, and returns statements to write as well.
     """
 
     def __init__(
@@ -229,7 +229,7 @@ class SessionEnder:
     async def _close(
         self, session: RecordedSession, row: SessionRow, rewards: list[SetReward], keep: KeepAnswer
     ) -> SessionInfo:
-        """End its calls, then write its new row."""
+        """End the session's calls, then write its new row."""
         async with self._without_calls(session):
             awaiting = row.state is SessionState.AWAITING_REWARD
             # Also answers that are still being sent: the session does not wait for their clients.
@@ -260,7 +260,7 @@ class SessionEnder:
 
     @asynccontextmanager
     async def _without_calls(self, session: RecordedSession) -> AsyncIterator[None]:
-        """Let no call of the session run or start meanwhile; those being recorded are awaited."""
+        """Abort the session's calls and refuse new ones; calls that are being recorded finish."""
         session.closing = True
         try:
             calls: list[ActiveCall] = [*session.calls, *session.frozen_calls]

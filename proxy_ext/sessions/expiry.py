@@ -28,7 +28,7 @@ _BATCH = 256  # sessions that are ended together: they share the store's commits
 
 @contextmanager
 def _retried_later(sessions: SessionStore, session: RecordedSession) -> Iterator[None]:
-    """Schedule another check of a session that could not be ended; one that has ended is left."""
+    """Schedule another check of a session that could not be ended, unless it has ended."""
     try:
         yield
     except SessionClosed:
@@ -41,7 +41,7 @@ def _retried_later(sessions: SessionStore, session: RecordedSession) -> Iterator
         )
         sessions.watch(session)
     except Exception:
-        # The other sessions go on, and this one is tried again.
+        # The other sessions are still ended, and this one is tried again.
         log.exception("session %s could not be ended, which will be tried again", session.id)
         sessions.watch(session)
 
@@ -59,7 +59,7 @@ class SessionExpirer:
         """Number of implicit sessions that ended because they were idle or reached their ttl."""
 
     async def sweep(self) -> None:
-        """End every session whose time is over; the others cost nothing."""
+        """End every session whose time is over, without a scan of the others."""
         due = self._sessions.deadlines.pop(time.monotonic())
         for k in range(0, len(due), _BATCH):
             found = (self._sessions.live.get(id) for id in due[k : k + _BATCH])
@@ -110,7 +110,7 @@ class SessionExpirer:
 class LateRewardWaiter:
     """Ends sessions whose awaited reward did not come, as `sessions.late_reward` says.
 
-    The reason of each session, or the author of its reward, tells what happened.
+    The reason of each session, or the author of its reward, shows what happened.
     """
 
     def __init__(

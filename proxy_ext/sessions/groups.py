@@ -128,7 +128,7 @@ class Group:
         return self.complete and not self._waiting
 
     def update(self, row: SessionRow) -> None:
-        """Take over a member's state from its journal row."""
+        """Update a member's state from its journal row."""
         if row.owner == NO_PLACE:
             self.members.pop(row.id, None)
             self.left.add(row.id)

@@ -47,7 +47,7 @@ class SessionCounts:
     def recover(
         self, stored: Mapping[tuple[str, SessionState], int], live: Iterable[SessionRow]
     ) -> None:
-        """Start with the journal's counts, which include the ``live`` sessions."""
+        """Load the journal's counts, which include the ``live`` sessions."""
         self.now = Counter(stored)
         self.created = Counter()
         for (mode, _), number in stored.items():
@@ -78,7 +78,7 @@ _MAX_STALE = 1024  # outdated heap entries beyond the number of ids
 
 
 class DeadlineQueue:
-    """Ids by the time at which each is due.
+    """A queue of ids, each due at its own time.
 
     An id is due at the time of its last `add`, which costs O(log n). Its earlier heap entries are
     skipped when their turn comes, or dropped together before they outnumber the current ones.
@@ -142,7 +142,7 @@ class LeaseIndex:
         self._positions: dict[_Key, _LeasePosition] = {}
 
     def update(self, session: RecordedSession) -> None:
-        """Take over a possible change of a session's state."""
+        """Update the index after a possible change of a session's state."""
         if session.state is SessionState.LEASED:
             self._leased[session.id] = session
         else:

@@ -32,12 +32,12 @@ _OLD_KEY_SIZES = (16,)
 
 
 class ActiveCall(Protocol):
-    """A call under way, as its session knows it."""
+    """A call under way, as seen by its session."""
 
     task: asyncio.Task[None] | None
 
     def abort(self, reason: str) -> None:
-        """Cancel the call; without effect on what is being recorded."""
+        """Cancel the call; an answer that is being recorded is still recorded."""
 
 
 class PolicyCall(ActiveCall, Protocol):
@@ -56,9 +56,9 @@ class RecordedSession:
     idle_timeout: float = math.inf
     """Seconds without a call, a reward or a heartbeat after which the session expires."""
     opened: float = 0.0
-    """Time of its opening, derived from the row on a clock that survives a restart."""
+    """Time of the opening, derived from the row's clock, which survives a restart."""
     active: float = field(default_factory=time.monotonic)
-    """Time of its agent's last sign of life."""
+    """Time of the last call, reward or heartbeat."""
     _tree: InteractionTree | None = field(default=None, init=False, repr=False)
     calls: set[PolicyCall] = field(default_factory=set)
     frozen_calls: set[ActiveCall] = field(default_factory=set)
@@ -212,7 +212,7 @@ def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
     """Add a stored interaction under the key by which continuations find it.
 
     Interactions of frozen models are left out: nothing continues, rewards or exports them. A key of
-    an earlier version is computed anew from the texts; where these were not stored, a continuation
+    an earlier version is computed again from the texts; where these were not stored, a continuation
     of the interaction starts a branch.
     """
     interaction, key = stored.interaction, stored.key

@@ -93,7 +93,7 @@ class SessionStore:
     # -- start ---------------------------------------------------------------------------------
 
     async def recover(self, *, lease_ttl: float) -> None:
-        """Load what the journal holds: open sessions go on, finalized ones wait.
+        """Load the live sessions from the journal: open ones continue, finalized ones wait.
 
         Their interactions are read on demand, so that a start is quick.
         """
@@ -191,7 +191,7 @@ class SessionStore:
     # -- look-up -------------------------------------------------------------------------------
 
     async def by_lane(self, lane: str) -> RecordedSession | None:
-        """Return the lane's newest session; an ended one comes from the journal, without a tree."""
+        """Return a lane's newest session; an ended one comes from the journal, without a tree."""
         session_id = self._lanes.get(lane)
         if session_id is not None:
             return self.live[session_id]
@@ -205,7 +205,7 @@ class SessionStore:
         return session
 
     async def by_id(self, session_id: str) -> RecordedSession:
-        """Return a session by its id; NotFound."""
+        """Return a session by its id; NotFound if there is none."""
         session = self.live.get(session_id)
         if session is not None:
             return session
@@ -224,8 +224,11 @@ class SessionStore:
         return session
 
     async def load(self, session: RecordedSession) -> None:
-        """Load the session's tree, which stays in memory until the next `await`, and as long as
-        its lock is held or one of its calls is under way."""
+        """Load the session's tree.
+
+        It stays in memory until the next `await`, and while the session's lock is held or one of
+        its calls is under way.
+        """
         try:
             await self.trees.load(session)
         except SessionDamaged:
@@ -277,7 +280,7 @@ class SessionStore:
         return interaction
 
     async def mark_undelivered(self, session: RecordedSession, interaction: Interaction) -> None:
-        """Take an interaction whose answer reached no client out of training.
+        """Exclude an interaction whose answer reached no client from training.
 
         An interaction that is untrainable for another reason is marked as well: no reward without
         an id is meant for it.
@@ -322,7 +325,7 @@ class SessionStore:
     ) -> None:
         """Apply one event to several sessions in one write.
 
-        Raises the table's refusal of any of them; nothing is changed then.
+        If the table refuses one of them, this raises the refusal and changes nothing.
         """
         chosen = sorted(sessions, key=lambda session: session.id)
         reasons = reasons or {}
@@ -343,12 +346,12 @@ class SessionStore:
         await self._update_indexes(chosen)
 
     def _set_row(self, session: RecordedSession, row: SessionRow) -> None:
-        """Take over a row that the journal has."""
+        """Make a row that is in the journal the session's row."""
         self.counts.move(session.row, row)
         session.row = row
 
     async def _update_indexes(self, sessions: Iterable[RecordedSession]) -> None:
-        """Update groups and indexes to new states; wake long polls."""
+        """Update groups and indexes to the sessions' states, and wake long polls."""
         sessions = list(sessions)
         self.conversations.refresh(sessions)
         for session in sessions:
@@ -372,7 +375,7 @@ class SessionStore:
         await self.wake_pollers()
 
     async def group_changed(self, group: Group) -> None:
-        """Update the indexes to a group that takes no more members."""
+        """Update the indexes after a group stopped taking members."""
         if group.done:
             self.groups.discard(group)
         self.lease_index.update_group(group.id)
@@ -403,7 +406,7 @@ def set_state(row: SessionRow) -> SetState:
 
 
 def _set_states(rows: Iterable[SessionRow]) -> list[SetState]:
-    """Return one statement for all rows that it writes alike."""
+    """Return statements that write the rows' states, one for all rows with the same state."""
     same: dict[tuple[SessionState, str | None, str | None], list[SessionRow]] = {}
     for row in rows:
         # Sessions that are given back keep owners of their own.

@@ -4,7 +4,7 @@ The cap is absolute (`limit` sessions ever), so a repeated or lost capacity mess
 Slots are granted in the order of the requests; a group requests those of all its members at once.
 
 Beside them, slots are granted one by one. Each is for one session without a group, which is trained
-on elsewhere: only exports get it, and it opens also where no training goes on. Both counts of
+on elsewhere: only exports get it, and it opens even without a training. Both counts of
 grants are permanent, so that as many sessions are opened on grants as there were grants, over
 restarts too. The run's own trainer has grants of its own, which no other caller may use.
 """
@@ -205,8 +205,8 @@ class GrantBook:
                 await self._journal.commit(PutMeta(self._granted, self.granted))
 
     def spend(self) -> bool:
-        """Use a grant for a session that is written next, together with `statement`; False if none
-        is left."""
+        """Use a grant for a session, which is written together with `statement`; False if none is
+        left."""
         if self.left <= 0:
             return False
         self.spent += 1
@@ -217,5 +217,5 @@ class GrantBook:
         self.spent -= 1
 
     def statement(self) -> PutMeta:
-        """Return what is written together with a session that used a grant."""
+        """Return the statement to write together with a session that used a grant."""
         return PutMeta(self._spent, self.spent)
