@@ -95,6 +95,7 @@ class Router:
             **FanOut(forwarder).routes,
             **LeaseRoute(affinity, forwarder).routes,
             **ArealRoutes(affinity, forwarder, access).routes,
+            ("POST", "/export_trajectories"): self._pass_on_by_body,
             **{(m, "/healthz"): self._healthz for m in ("GET", "HEAD")},
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }

@@ -66,7 +66,7 @@ class SlotGrants:
         self.moved = 0
         """Number of slots that were moved."""
 
-    async def bring(self, request: web.BaseRequest, to: int) -> bool:
+    async def move_to(self, request: web.BaseRequest, to: int) -> bool:
         """Bring a slot that the request's sender may use to a rank; False if no other rank has one.
 
         Ranks that are away are passed over. A slot is never at two ranks. It is lost only with the
@@ -111,10 +111,7 @@ class SlotGrants:
 
 
 class ArealRoutes:
-    """`/grant_capacity`, `/rl/start_session`, `/export_trajectories`, `/health`.
-
-    The other routes name their session by its key or in their path, and are passed on.
-    """
+    """`/grant_capacity`, `/rl/start_session`, `/health`; the other routes name their session."""
 
     def __init__(self, affinity: SessionAffinity, forwarder: Forwarder, access: Access) -> None:
         self._affinity = affinity
@@ -131,7 +128,6 @@ class ArealRoutes:
         self.routes: dict[tuple[str, str], Handler] = {
             ("POST", GRANT): self.grant,
             ("POST", AREAL_START): self.open,
-            ("POST", "/export_trajectories"): self.export,
             ("GET", "/health"): self.health,
         }
 
@@ -196,7 +192,7 @@ class ArealRoutes:
             if not _has_no_slot(answer):
                 return answer
             # Shielded: a slot that is under way arrives, even if the client leaves.
-            moving = asyncio.ensure_future(self._grants.bring(request, rank))
+            moving = asyncio.ensure_future(self._grants.move_to(request, rank))
             brought = await asyncio.shield(moving)
             if not brought and before == (self._granted, self._grants.moved):
                 break
@@ -289,13 +285,6 @@ class ArealRoutes:
             return None
         except AnyAgentError:
             return None
-
-    async def export(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
-        """Export a session from its rank."""
-        fields = BodyFields(request, await body.read(MAX_BYTES))
-        name = fields.text("session_id")
-        rank = self._affinity.rank_of(name) if name is not None else None
-        return await self._forwarder.pass_on(request, rank, body, content=fields.content)
 
     async def health(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer that the process lives, and how many ranks serve."""

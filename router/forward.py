@@ -154,7 +154,7 @@ class Forwarder:
                 return await self._upstream.send(method, origin, target, headers, payload())
             except NeverSent:
                 self.retried += 1
-                self.ranks.failed(to)
+                self.ranks.mark_failed(to)
 
     async def _next_rank(self, deadline: float) -> int:
         """Return the next of the ranks that serve, in turn."""

@@ -133,7 +133,7 @@ class LeaseRoute:
             return None
         except ReplyLost:
             # The rank leases what it had leased in the lost answer once more.
-            self._ranks.failed(rank)
+            self._ranks.mark_failed(rank)
             return None
 
     async def _answer(

@@ -81,7 +81,7 @@ class RankHealth:
         """The trainer's last registry entry."""
         return self._registry.get("trainer")
 
-    def failed(self, rank: int) -> None:
+    def mark_failed(self, rank: int) -> None:
         """Count a rank that refused a connection as away until it writes its entry again.
 
         This takes effect at once, without the disk, which may hang. An entry that the rank wrote

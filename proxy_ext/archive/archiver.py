@@ -76,7 +76,7 @@ class Archiver:
         totals = await self._journal.meta(_TOTALS) or {}
         self.sessions, self.bytes = totals.get("sessions", 0), totals.get("bytes", 0)
         remove_partial(self._folder, self._sessions.rank)
-        await self._settle()
+        await self._undo_interrupted()
 
     async def run(self) -> None:
         """Archive sessions, and return free space to the disk, until cancelled."""
@@ -112,7 +112,7 @@ class Archiver:
 
     async def sweep(self) -> int:
         """Archive one batch, and return its number of sessions."""
-        await self._settle()
+        await self._undo_interrupted()
         batch = await self._batch()
         async with AsyncExitStack() as stack:
             sessions = {each.row.id: await self._sessions.by_id(each.row.id) for each in batch}
@@ -195,7 +195,7 @@ class Archiver:
             raise
         self._sessions.mark_archived(ids)
 
-    async def _settle(self) -> None:
+    async def _undo_interrupted(self) -> None:
         """Remove a file whose sessions the journal still has."""
         name = await self._journal.meta(_INTENT)
         if name is not None:

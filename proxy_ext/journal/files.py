@@ -37,7 +37,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
         damage = _checked(path)
         connection = _connect(path)
         try:
-            schema.settle(connection)
+            schema.configure(connection)
             if schema.version_of(connection, path) < schema.VERSION:
                 schema.migrate(connection)
         except BaseException:

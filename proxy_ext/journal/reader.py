@@ -6,7 +6,7 @@ import sqlite3
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -102,11 +102,7 @@ class JournalReader:
 
     def sessions(self, wanted: ExportFilter) -> Iterator[StoredSession | DamagedSession]:
         """Iterate over the sessions of this moment that are not deleted, in order of creation."""
-        values = {
-            "states": orjson.dumps(list(wanted.states)).decode(),
-            "task_id": wanted.task_id,
-            "since": wanted.since,
-        }
+        values = asdict(wanted) | {"states": orjson.dumps(list(wanted.states)).decode()}
         with self._readable():
             (last,) = self._connection.execute("SELECT MAX(number) FROM sessions").fetchone()
         number = 0

@@ -164,7 +164,7 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         raise unusable(path, error) from error
     target = sqlite3.connect(new, isolation_level=None)
     try:
-        schema.shape(target)
+        schema.set_file_format(target)
         target.execute("BEGIN")
         for sql in (*tables.values(), *indexes):
             target.execute(sql)

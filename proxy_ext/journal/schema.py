@@ -88,7 +88,7 @@ def create(path: Path) -> None:
     new.unlink(missing_ok=True)
     connection = sqlite3.connect(new, isolation_level=None)
     try:
-        shape(connection)
+        set_file_format(connection)
         connection.executescript(f"BEGIN; {TABLES} PRAGMA user_version = {VERSION}; COMMIT;")
     finally:
         connection.close()
@@ -98,7 +98,7 @@ def create(path: Path) -> None:
     fsync(path.parent.parent)
 
 
-def shape(connection: sqlite3.Connection) -> None:
+def set_file_format(connection: sqlite3.Connection) -> None:
     """Set what SQLite takes only before a file's first table."""
     connection.execute(f"PRAGMA page_size = {_PAGE_BYTES}")
     # So that space freed by archiving can go back to the file system in small steps.
@@ -132,7 +132,7 @@ def migrate(connection: sqlite3.Connection) -> None:
     connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
-def settle(connection: sqlite3.Connection) -> None:
+def configure(connection: sqlite3.Connection) -> None:
     """Apply the settings of a journal in use."""
     connection.execute("PRAGMA journal_mode = WAL")
     connection.execute("PRAGMA synchronous = FULL")

@@ -36,7 +36,7 @@ def has_lost_commits(log: Path) -> bool:
         if order is None or not 512 <= page_size <= 65536 or page_size & (page_size - 1):
             return True
         sums = _Checksums(order, page_size)
-        state = sums.of_header(head)
+        state = sums.header_sums(head)
         if state != (sum0, sum1):
             return True
         readable, commits_behind = True, 0
@@ -45,7 +45,7 @@ def has_lost_commits(log: Path) -> bool:
             frames = np.frombuffer(chunk, np.uint8)[: len(chunk) // size * size].reshape(-1, size)
             heads = np.ascontiguousarray(frames[:, :_FRAME_HEADER]).view(">u4").astype(int)
             for (_, commit, *found, sum0, sum1), own in zip(
-                heads.tolist(), sums.of_frames(frames), strict=True
+                heads.tolist(), sums.frame_shares(frames), strict=True
             ):
                 # Frames of an earlier round have other salts: the file has their pages already.
                 ours = found == salts
@@ -76,7 +76,7 @@ class _Checksums:
         self._factors: npt.NDArray[np.uint64] = factors.reshape(2, -1)
         self._power = power
 
-    def of_header(self, head: bytes) -> tuple[int, int]:
+    def header_sums(self, head: bytes) -> tuple[int, int]:
         words = np.frombuffer(head[:24], self._order).tolist()
         s0 = s1 = 0
         for x, y in zip(words[::2], words[1::2], strict=True):
@@ -84,7 +84,7 @@ class _Checksums:
             s1 = (s1 + y + s0) & _MASK
         return s0, s1
 
-    def of_frames(self, frames: npt.NDArray[np.uint8]) -> list[list[int]]:
+    def frame_shares(self, frames: npt.NDArray[np.uint8]) -> list[list[int]]:
         """Return each frame's share: of the first 8 bytes of its header, and of its page."""
         summed = np.concatenate([frames[:, :8], frames[:, _FRAME_HEADER:]], axis=1)
         words = summed.view(self._order).astype(np.uint64)

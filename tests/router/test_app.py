@@ -306,7 +306,7 @@ async def test_health_shows_the_ranks(pair: Lab) -> None:
     await pair.ranks[0].kill()
     pair.ranks[1].version = 7
     await pair.post("/v1/x", {}, pair.key(1))
-    pair.router.ranks.failed(0)
+    pair.router.ranks.mark_failed(0)
     await until(lambda: pair.router.ranks.entry(1).version == 7, "the entry is read")  # type: ignore[union-attr]
     health = (await pair.get("/healthz")).json()
     assert health["status"] == "ok"
@@ -321,7 +321,7 @@ async def test_health_shows_the_ranks(pair: Lab) -> None:
 
 async def test_without_ranks_it_lives_and_is_not_ready(lab: Lab) -> None:
     await lab.ranks[0].kill()
-    lab.router.ranks.failed(0)
+    lab.router.ranks.mark_failed(0)
     assert (await lab.get("/healthz")).status_code == 200
     response = await lab.get("/readyz")
     assert response.status_code == 503

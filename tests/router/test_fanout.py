@@ -25,7 +25,7 @@ def says(rank: FakeRank, data: Any, status: int = 200, **options: Any) -> None:
 
 async def away(lab: Lab, number: int) -> None:
     await lab.ranks[number].kill()
-    lab.router.ranks.failed(number)
+    lab.router.ranks.mark_failed(number)
 
 
 async def test_capacity_is_summed(pair: Lab) -> None:

@@ -226,7 +226,7 @@ async def test_what_goes_wrong_is_counted(pair: Lab) -> None:
     call.cancel()
     await until(lambda: pair.router.stats.ended["completions", CLIENT_LEFT])
     await rank.kill()
-    pair.router.ranks.failed(0)
+    pair.router.ranks.mark_failed(0)
     waiting = asyncio.create_task(pair.post("/v1/chat/completions", {}, key))
 
     async def waits() -> bool:

@@ -250,7 +250,7 @@ async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
         await ranks.refresh()
         assert ranks.live == [0]
         await rank.kill()
-        ranks.failed(0)
+        ranks.mark_failed(0)
         await ranks.refresh()
         assert ranks.live == []
         await rank.start()

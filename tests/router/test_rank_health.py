@@ -77,7 +77,7 @@ async def test_a_failed_rank_is_away_until_it_writes_again(
     await ranks.refresh()
     # Written before the failure, though not read before it.
     tell(tmp_path, 0)
-    ranks.failed(0)
+    ranks.mark_failed(0)
     assert ranks.live == [1]
     for _ in range(2):
         await ranks.refresh()
@@ -105,7 +105,7 @@ async def test_a_rank_that_fails_while_the_registry_is_read_is_away(
     tell(tmp_path, 0)
     look = asyncio.create_task(ranks.refresh())
     await until(began.is_set, "the look has begun")
-    ranks.failed(0)
+    ranks.mark_failed(0)
     assert ranks.live == []
     go.set()
     await look
@@ -135,7 +135,7 @@ async def test_a_disk_that_hangs_holds_nobody_up(
         monkeypatch.setattr(Registry, "refresh", stuck)
         await until(lambda: threads, "the registry is read")
         assert ranks.live == [0, 1]
-        ranks.failed(0)
+        ranks.mark_failed(0)
         assert ranks.live == [1]
         with pytest.raises(ServiceUnavailable, match="does not answer or is restarting"):
             await ranks.reach(0, soon(0.05))
@@ -154,7 +154,7 @@ async def test_after_a_failure_the_registry_is_read_at_once(
     monkeypatch.setattr(health, "_REFRESH", 3600.0)
     tell(tmp_path, 0)
     async with ranks.watched():
-        ranks.failed(0)
+        ranks.mark_failed(0)
         await until(lambda: ranks._failed_at[0] < float("inf"), "the registry is read")
 
 
