@@ -59,7 +59,7 @@ async def test_another_version_is_refused_at_the_opening(proxy: Proxy) -> None:
         response = await proxy.post("/rl/v1/start_session", body)
         refusal(response, 400, "invalid_request", says)
     response = await proxy.post("/rl/v1/start_session", {"mode": "eval", "version": 7})
-    error = refusal(response, 409, "version_gone", "weight version 7 cannot be had")
+    error = refusal(response, 409, "version_gone", "weight version 7 is not available")
     assert "session is" not in error["message"], "there is none"
     assert proxy.service.sessions.counts.created == {}
 
