@@ -30,7 +30,7 @@ class Tenants:
         made = TenantLimits.model_validate(limits)
         key = create_key(path, "tenant", tenant=tenant, limits=made)[0]
         # A proxy that has just looked does not look again for a moment.
-        assert self.proxy.service.auth.access._kept.get(within=0.0).find(key)
+        assert self.proxy.service.auth.access._stored.get(within=0.0).find(key)
         return key
 
     async def open(self, key: str, **fields: Any) -> httpx.Response:
