@@ -34,7 +34,7 @@ from proxy_ext.journal import (
     files,
     schema,
 )
-from proxy_ext.journal.schema import shape
+from proxy_ext.journal.schema import set_file_format
 from tests.chaos.conftest import Figure
 from tests.support.journal import make_interaction, make_row
 from tests.support.proxy import config_for, running_proxy, until
@@ -379,7 +379,7 @@ async def test_no_room_for_what_is_saved(
     before = path.read_bytes()
 
     def small(connection: sqlite3.Connection) -> None:
-        shape(connection)
+        set_file_format(connection)
         connection.execute("PRAGMA max_page_count = 40")
 
     with monkeypatch.context() as full:
