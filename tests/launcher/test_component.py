@@ -320,7 +320,7 @@ def test_a_refused_configuration_is_not_tried_again(lab: Lab, life: str) -> None
         lab.die(part)
         lab.now += 5
         part.check()
-    with pytest.raises(ConfigError, match=r"part 0 cannot run as as it is conf[\s\S]*last words"):
+    with pytest.raises(ConfigError, match=r"part 0 cannot run as it is conf[\s\S]*last words"):
         lab.until_noticed(part)
 
 
