@@ -383,7 +383,7 @@ async def test_no_room_for_what_is_saved(
         connection.execute("PRAGMA max_page_count = 40")
 
     with monkeypatch.context() as full:
-        full.setattr(schema, "shape", small)
+        full.setattr(schema, "set_file_format", small)
         with pytest.raises(StartupError, match="disk is full"):
             SQLiteJournal(path)
     assert path.read_bytes() == before
