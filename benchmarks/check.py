@@ -84,7 +84,7 @@ def record(name: str, form: str, ratios: dict[str, float]) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("names", nargs="*", help=f"which; default: all of {', '.join(NAMES)}")
+    parser.add_argument("names", nargs="*", help=f"benchmarks; default: {', '.join(NAMES)}")
     parser.add_argument("--form", choices=("smoke", "quick", "full"), default="quick")
     parser.add_argument("--record", action="store_true", help="add the figures to the history")
     args = parser.parse_args()

@@ -258,10 +258,12 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--rows", type=int, default=60, help="of a session in a round")
+    flags.add_argument("--rows", type=int, default=60, help="rows of a session in a round")
     flags.add_argument("--rounds", type=int, default=7)
-    flags.add_argument("--turns", type=int, default=TURNS, help="of the episode")
-    flags.add_argument("--folder", type=Path, help="where to write (a new folder in it)")
+    flags.add_argument("--turns", type=int, default=TURNS, help="turns of the episode")
+    flags.add_argument(
+        "--folder", type=Path, help="folder to write in (a new folder is made there)"
+    )
     args = flags.parse_args()
     if args.quick:
         args.rows, args.rounds = 20, 3

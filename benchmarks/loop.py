@@ -135,9 +135,9 @@ def print_cost(phases: dict[str, Phase]) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--only", choices=("cost", "eta"), help="one of the two tables")
+    flags.add_argument("--only", choices=("cost", "eta"), help="print only this table")
     flags.add_argument(
-        "--sigma", type=float, default=staleness.SIGMA, help="how long the agents' tail is"
+        "--sigma", type=float, default=staleness.SIGMA, help="length of the agents' tail"
     )
     args = flags.parse_args()
     seconds = SECONDS / 3 if args.quick else SECONDS

@@ -247,12 +247,18 @@ async def measure(lab: Lab, args: argparse.Namespace) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--calls", type=int, default=32, help="whole calls of a contender a round")
+    flags.add_argument(
+        "--calls", type=int, default=32, help="whole calls of a contender in a round"
+    )
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--episodes", type=int, default=3)
-    flags.add_argument("--no-litellm", action="store_true", help="leave the slow one out")
+    flags.add_argument(
+        "--no-litellm", action="store_true", help="leave LiteLLM out, which starts slowly"
+    )
     apis = ("chat", "responses", "messages")
-    flags.add_argument("--apis", nargs="+", choices=apis, default=apis, help="chat, and which")
+    flags.add_argument(
+        "--apis", nargs="+", choices=apis, default=apis, help="further APIs beside chat"
+    )
     flags.add_argument("--gap", type=float, default=1.0, help="ms between a stream's tokens")
     args = flags.parse_args()
     args.turns = TURNS

@@ -279,7 +279,7 @@ async def _gathered(mock: Mock) -> None:
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--only", choices=("calls", "tail", "crowd"), help="one of the three")
+    flags.add_argument("--only", choices=("calls", "tail", "crowd"), help="run only this part")
     args = flags.parse_args()
     seeds, rounds, steps, number = 3, 5, STEPS, 32
     if args.quick:

@@ -233,7 +233,7 @@ class Bench:
                         raise RuntimeError(f"{c.name} answered {answer}")
 
             cpu, began = c.cpu(), time.perf_counter()
-            # The keys of a rank meet that rank's connections when there is no router.
+            # Without a router, a rank's keys must go to that rank's connections.
             await asyncio.gather(*map(work, opened, self._keys))
             return c.cpu() - cpu, time.perf_counter() - began
 
@@ -314,10 +314,12 @@ async def measure(lab: Lab, args: argparse.Namespace) -> int:
 
 def main() -> int:
     flags = parser(__doc__)
-    flags.add_argument("--requests", type=int, default=2000, help="of a contender in a round")
+    flags.add_argument(
+        "--requests", type=int, default=2000, help="requests of a contender in a round"
+    )
     flags.add_argument("--rounds", type=int, default=5)
     flags.add_argument("--seconds", type=float, default=60, help="length of the last streams")
-    flags.add_argument("--no-nginx", action="store_true", help="leave it out")
+    flags.add_argument("--no-nginx", action="store_true", help="leave nginx out")
     args = flags.parse_args()
     args.events = EVENTS
     if args.quick:

@@ -319,9 +319,13 @@ async def _copy(
 
 def main() -> None:
     flags = parser(__doc__)
-    flags.add_argument("--pairs", type=int, default=1600, help="sessions opened and ended a round")
+    flags.add_argument(
+        "--pairs", type=int, default=1600, help="sessions opened and ended in a round"
+    )
     flags.add_argument("--rounds", type=int, default=5)
-    flags.add_argument("--sessions", type=int, default=10_000, help="open at once")
+    flags.add_argument(
+        "--sessions", type=int, default=10_000, help="sessions that are open at once"
+    )
     flags.add_argument("--starts", type=int, default=3)
     flags.add_argument("--only", choices=["rates", "crowd"])
     args = flags.parse_args()

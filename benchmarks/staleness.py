@@ -121,7 +121,7 @@ class Agents:
     async def work(self) -> None:
         """Run sessions until the run has finished."""
         for number, (item, group) in self._jobs:
-            # Of the session's number, so that both runs meet the same agents.
+            # Seeded by the session's number, so that both runs have the same agents.
             draws = random.Random(f"{self._seed}-{number}")
             needs = [MEDIAN * draws.lognormvariate(0.0, self._sigma) for _ in range(TRIES)]
             try:

@@ -63,7 +63,7 @@ async def streams(
 
     async def one(place: int) -> None:
         nonlocal done
-        # So that they do not begin, and end, all at once.
+        # Staggered, so that they do not begin and end all at once.
         await asyncio.sleep(place / count)
         while time.monotonic() < until:
             await load.stream(c, talks[place])

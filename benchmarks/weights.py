@@ -253,7 +253,7 @@ def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--parameters", type=float, default=5e8)
     flags.add_argument("--rounds", type=int, default=3)
-    flags.add_argument("--folder", help="where weights are written; default: a temporary one")
+    flags.add_argument("--folder", help="folder for the weights; default: a temporary one")
     flags.add_argument("--receive", help=argparse.SUPPRESS)
     args = flags.parse_args()
     if args.quick:

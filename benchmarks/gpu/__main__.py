@@ -20,7 +20,7 @@ from typing import Any
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
-# Long rows of all lengths: what is freed is to be of use for what comes.
+# Rows have all lengths, so freed memory must be reusable for others.
 os.environ.setdefault("PYTORCH_ALLOC_CONF", "expandable_segments:True")
 
 PEAKS = {
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--length", type=int, default=4096, help="tokens of each row")
     add("--micro-batch-tokens", type=int, default=16_384, help="tokens of a forward pass")
     add("--offload", action="store_true", help="train with train.offload_optimizer")
-    add("--rounds", type=int, default=3, help="the median of so many")
+    add("--rounds", type=int, default=3, help="rounds, of which the median is shown")
     add("--skip-engine", action="store_true")
     add("--skip-trainer", action="store_true")
     add("--json", metavar="FILE", help="write the figures there")

@@ -112,7 +112,7 @@ async def _round(
             first = first or time.perf_counter() - began
             sampled += len(chunk.output_ids)
         if sampled != new:
-            raise RuntimeError(f"{new} tokens were asked for and {sampled} came")
+            raise RuntimeError(f"the engine sampled {sampled} tokens, but {new} were requested")
         return first
 
     firsts = await asyncio.gather(*(one() for _ in range(requests)))

@@ -64,9 +64,9 @@ def training(
     ends = shape.embedding_parameters * (COMPUTE + GRADIENT)
     layer = layer_activations(shape) * tokens
     kept = shape.layers * shape.hidden * COMPUTE * tokens
-    # What a layer keeps, and the gradients of it on their way back.
+    # The activations that a layer keeps, and their gradients.
     activations = kept + 1.5 * layer if checkpointing else (shape.layers + 0.5) * layer
-    # In float32: the logits, what they are divided by the temperature, and their gradient.
+    # In float32: the logits, the logits divided by the temperature, and their gradient.
     logits = 3.0 * 4 * min(tokens, HEAD_CHUNK) * shape.vocab
     return Training(
         0.0 if offload else state, layers + ends, activations, logits, state if offload else 0.0
@@ -79,7 +79,7 @@ def layer_activations(shape: Shape) -> float:
     Without checkpointing these are its inputs and norms, queries, keys and values, and the
     feed-forward part."""
     attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    # Keys count like queries, values less, as nothing normalises or turns them.
+    # Keys count like queries; values count less, because they are not normalised or rotated.
     attention -= shape.kv_heads * shape.head_dim
     return 16.0 * shape.hidden + 10.0 * attention + 8.0 * shape.intermediate
 

@@ -71,7 +71,7 @@ def stepping(
     peak = peak_gb(policy.device)
     gather = statistics.median(_timed(policy.device, lambda: _gather(policy)) for _ in range(3))
     to_host = _timed(policy.device, lambda: _gather(policy, to_host=True))
-    # Forward, and twice as much backward.
+    # One part forward, two parts backward.
     tflops = 3 * shape.forward_flops(rows * length, length, trained) / seconds / 1e12
     size = sum(
         tensor.nbytes for part in policy.buckets(_BUCKET, torch.bfloat16) for _, tensor in part
@@ -94,7 +94,7 @@ def _policy(shape: Shape, device: str, compute: torch.dtype | None, offload: boo
     from transformers import AutoModelForCausalLM
 
     torch.manual_seed(0)
-    # Where it will be: large weights are drawn slowly on a CPU.
+    # On its device, because drawing large weights on a CPU is slow.
     with torch.device("cpu" if offload else device):
         model = AutoModelForCausalLM.from_config(
             shape.config(), dtype=torch.float32, attn_implementation="sdpa"
@@ -118,7 +118,7 @@ def _rows(shape: Shape, rows: int, length: int) -> list[Row]:
                 shape.vocab, (length,), generator=generator, dtype=torch.int32
             ),
             "loss_mask": mask,
-            # As a uniform distribution over the vocabulary has it, which random weights are near.
+            # That of a uniform distribution over the vocabulary, which random weights are close to.
             "logprobs": -torch.log(torch.tensor(float(shape.vocab))) * mask,
             "versions": torch.where(mask.bool(), 0, -1).int(),
             "attention_mask": torch.ones(length, dtype=torch.bool),

@@ -25,9 +25,9 @@ async def add(given: dict[str, Any]) -> dict[str, Any]:
 def variables(base_url: str | None, api_key: str | None) -> dict[str, str]:
     """Return the service's variables for Claude Code's program, beside this process's own."""
     given = {
-        # No calls of its own, such as one for a title: they would be in the session.
+        # Prevents the program's own calls, such as one for a title: they would be in the session.
         "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
-        # Nothing of this machine, its folders and the date behind each question.
+        # Omits this machine, its folders and the date after each question.
         "CLAUDE_CODE_SIMPLE": "1",
     }
     if base_url is not None:
@@ -41,12 +41,12 @@ class ClaudeAgent:
     async def run(self, data: dict[str, Any], **extra_kwargs: Any) -> float:
         """Solve one task, ``{"question": ..., "answer": ...}``; return 1.0 for a right answer."""
         options = ClaudeAgentOptions(
-            model="claude-sonnet-4-5",  # whose API it speaks; the policy answers whatever it says
+            model="claude-sonnet-4-5",  # selects the API; the policy answers in any case
             env=variables(extra_kwargs.get("base_url"), extra_kwargs.get("api_key")),
             system_prompt="Use your tools.",
             mcp_servers={"calculator": create_sdk_mcp_server("calculator", tools=[add])},
             allowed_tools=["mcp__calculator__add"],
-            # An agent of our own: none of Claude Code's tools, nothing of the user's settings.
+            # Our own agent: without Claude Code's tools and the user's settings.
             tools=[],
             setting_sources=[],
             strict_mcp_config=True,

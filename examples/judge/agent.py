@@ -33,7 +33,7 @@ class JudgedAgent:
             temperature=0,
             max_tokens=8,
         )
-        # Of the policy's last answer: the judge's own is none of those that are trained on.
+        # The reward of the policy's last answer; the judge's own answer is not trained on.
         return float(verdict.strip().lower().startswith("yes"))
 
 

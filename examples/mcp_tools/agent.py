@@ -33,7 +33,7 @@ class CalculatorAgent:
             http_client=extra_kwargs.get("http_client"),
             max_retries=0,
         )
-        # Every episode has a server, and so tools, of its own.
+        # Every episode has its own server, and so its own tools.
         async with MCPServerStdio(params=TOOLS, client_session_timeout_seconds=60) as tools:
             try:
                 result = await Runner.run(
@@ -47,7 +47,7 @@ class CalculatorAgent:
                     ),
                 )
             except (MaxTurnsExceeded, ModelBehaviorError):
-                # The model's own fault: it comes to no end, or calls what there is not.
+                # The model's own error: it never ends, or calls an unknown tool.
                 return 0.0
         numbers = re.findall(r"-?\d+", str(result.final_output))
         return float(numbers[-1:] == [data["answer"]])

@@ -1,5 +1,5 @@
-// An agent with npm's openai: adds what the model wants added, and prints the model's answer.
-// It knows nothing of training, and runs as well against OpenAI: OPENAI_API_KEY=... node agent.mjs "What is 2 + 3?"
+// An agent with npm's openai: it executes the model's additions, and prints the model's answer.
+// It contains nothing for training, and also runs against OpenAI: OPENAI_API_KEY=... node agent.mjs "What is 2 + 3?"
 import OpenAI from "openai";
 
 const TOOLS = [
@@ -22,7 +22,7 @@ function add(text) {
     const { a, b } = JSON.parse(text);
     if (Number.isSafeInteger(a) && Number.isSafeInteger(b)) return String(a + b);
   } catch {
-    // What the model wrote is no JSON.
+    // The model's text is not JSON.
   }
   return "error: a and b must be whole numbers";
 }

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Trains the agent until the last step: bash examples/node_agent/train.sh [key=value ...]
+# Train the agent until the last step: bash examples/node_agent/train.sh [key=value ...]
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 largest=${LARGEST:-99999}
 group=${GROUP:-8}
-export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}  # where the grader is
+export PYTHONPATH=$here${PYTHONPATH:+:$PYTHONPATH}  # the grader's folder
 
-# The service, which trains on what is finalized there.
+# The service, which trains on finalized sessions.
 exec {said}< <(exec any-agent train --config "$here/config.yaml" "$@" 2>&1)
 trainer=$!
 logs=$(mktemp -d)
@@ -21,7 +21,7 @@ done
 [[ -n ${ANY_AGENT_URL:-} ]] || exit 1
 cat <&"$said" &
 
-# The agents: one task after another, each tried by a group of them.
+# The agents: a group of runs for one task after another.
 while kill -0 "$trainer" 2> /dev/null; do
   a=$(((RANDOM * 32768 + RANDOM) % (largest + 1)))
   b=$(((RANDOM * 32768 + RANDOM) % (largest + 1)))
@@ -31,7 +31,7 @@ while kill -0 "$trainer" 2> /dev/null; do
     --metadata "{\"answer\": \"$((a + b))\"}" --grader grader.correct \
     -- node "$here/agent.mjs" "What is $a + $b?" || code=$?
   case $code in
-    0 | 1) ;;  # some may fail: they are thrown away
+    0 | 1) ;;  # some runs may fail: they are discarded
     3) break ;;  # the training has ended
     *) exit "$code" ;;
   esac

@@ -39,8 +39,8 @@ def solved(said: str, answer: str) -> float:
     return float(verify(parse(answer), parse(said)))
 
 
-# math-verify computes for seconds now and then, and stops itself by a signal, which works in a main
-# thread only. So it runs in a process of its own, and holds up no other run.
+# math-verify sometimes computes for seconds, and stops itself by a signal, which works only in a
+# main thread. So it runs in a process of its own, and delays no other run.
 verdict = AsyncRewardWrapper(solved, timeout_seconds=30)
 
 
@@ -65,6 +65,6 @@ class CalculatorAgent:
                 ),
             )
         except (MaxTurnsExceeded, ModelBehaviorError):
-            # The model's own fault: it comes to no end, or calls what there is not.
+            # The model's own error: it never ends, or calls an unknown tool.
             return 0.0
         return await verdict(str(result.final_output), data["answer"])

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# An agent in bash: asks a model, adds what the model wants added, and prints the model's answer.
-# It knows nothing of training, and runs as well against OpenAI, with these two variables set:
+# An agent in bash: it asks a model, executes the model's additions, and prints the model's answer.
+# It contains nothing for training, and also runs against OpenAI, with these two variables set:
 #   OPENAI_BASE_URL=https://api.openai.com/v1 OPENAI_API_KEY=... bash agent.sh "What is 2 + 3?"
 set -euo pipefail
 
@@ -16,7 +16,7 @@ tools='[{"type": "function", "function": {
 messages=$(jq -n --arg question "$1" '[{role: "user", content: $question}]')
 
 ask() {
-  # The key comes by a file: everybody on the machine sees a command's arguments.
+  # The key is passed by a file: every user of the machine sees a command's arguments.
   jq -n --argjson messages "$messages" --argjson tools "$tools" \
     '{model: "gpt-5-mini", messages: $messages, tools: $tools}' |
     curl -sS --fail-with-body --retry 8 "$OPENAI_BASE_URL/chat/completions" \
@@ -25,7 +25,7 @@ ask() {
 }
 
 add() {
-  # The numbers are the model's, and bash's arithmetic would run what it finds in them.
+  # The numbers are the model's, and bash's arithmetic would execute code in them.
   local whole='^(0|-?[1-9][0-9]{0,14})$'
   if [[ $1 =~ $whole && $2 =~ $whole ]]; then
     echo $(($1 + $2))
