@@ -141,7 +141,7 @@ class Bench:
         from trainer.sync import NewWeights
         from trainer.sync.bucketed import BucketSync
         from trainer.sync.disk import DiskSync
-        from trainer.sync.group_transport import GroupTransport
+        from trainer.sync.transports import GroupTransport
         from trainer.weight_folders import publish_to_disk
 
         self.policy = Policy.load(model, PolicyConfig(threads=1))

@@ -24,9 +24,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m trainer", description="Train one run.")
     parser.add_argument("--config", required=True, help="the run's resolved YAML")
     parser.add_argument(
-        "--host",
-        default="127.0.0.1",
-        help="address at which other machines read the metrics",
+        "--host", default="127.0.0.1", help="address at which other machines read the metrics"
     )
     args = parser.parse_args()
     try:
@@ -43,7 +41,7 @@ def main() -> int:
 def _train(config: Config, host: str) -> int:
     import transformers
 
-    from trainer.parallel.roles import follow, join_processes, lead
+    from trainer.parallel.trainer_group import follow, join_processes, lead
     from trainer.world import started_together
 
     transformers.utils.logging.disable_progress_bar()

@@ -76,9 +76,7 @@ ESTIMATORS: NamedRegistry[AdvantageEstimator] = NamedRegistry(
 )
 
 
-def register_advantage_estimator(
-    name: str,
-) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
+def register_advantage_estimator(name: str) -> Callable[[AdvantageEstimator], AdvantageEstimator]:
     """Decorate an estimator, so that `train.advantage_estimator` can name it in this process."""
     return lambda estimator: ESTIMATORS.register(name, estimator)
 

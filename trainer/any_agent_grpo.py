@@ -35,10 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     return guarded(
         lambda: run_service(
-            arguments.config,
-            overrides_of(arguments),
-            train=True,
-            stay=not arguments.exit_when_done,
+            arguments.config, overrides_of(arguments), train=True, stay=not arguments.exit_when_done
         )
     )
 

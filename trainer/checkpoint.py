@@ -54,12 +54,7 @@ class Checkpoint:
 
 
 def save_checkpoint(
-    root: Path,
-    policy: Policy,
-    tokenizer: Any,
-    state: Mapping[str, Any],
-    *,
-    keep: int | None = None,
+    root: Path, policy: Policy, tokenizer: Any, state: Mapping[str, Any], *, keep: int | None = None
 ) -> Path:
     """Write ``root/step-{policy.steps:08d}``, point ``latest`` at it, prune to ``keep``.
 
@@ -101,7 +96,9 @@ def load_checkpoint(
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
     if saved["format"] != FORMAT:
-        raise StartupError(f"{path}: format {saved['format']}, this version reads {FORMAT}")
+        raise StartupError(
+            f"{path} has format {saved['format']}, but this version of any-agent reads {FORMAT}"
+        )
     _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
     # Last: building the model drew random numbers.
@@ -210,7 +207,7 @@ def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]
             name = full_name.rsplit("/", 1)[0]
             if name not in parameters:
                 raise StartupError(
-                    f"the optimizer's state names a parameter the model lacks: {name}"
+                    f"{folder}: the optimizer's state has a parameter that the model lacks: {name}"
                 )
             if kept.get(full_name) == []:
                 alike[full_name] = file.get_tensor(full_name)

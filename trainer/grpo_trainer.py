@@ -35,8 +35,7 @@ from trainer.from_config import (
 )
 from trainer.loop import TrainingLoop
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.parallel.roles import follow, join_processes, lead
-from trainer.parallel.trainer_group import TrainerGroup
+from trainer.parallel.trainer_group import TrainerGroup, follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
 from trainer.world import World

@@ -11,7 +11,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,12 +35,7 @@ from trainer.batch import (
     versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
-from trainer.checkpoint import (
-    latest_checkpoint,
-    list_checkpoints,
-    load_checkpoint,
-    save_checkpoint,
-)
+from trainer.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, describe_step, last_reported, step_line
@@ -106,7 +101,7 @@ class TrainingLoop:
         self.policy: Policy
         self._tokenizer: Path
         self.loaded = False
-        """Model, optimizer and counters are loaded."""
+        """True once model, optimizer and counters are loaded."""
         self._saved_step: int | None = None
         self._saved_state: Mapping[str, Any] | None = None
         """The source's state in the latest checkpoint."""
@@ -116,7 +111,7 @@ class TrainingLoop:
         """The last step with a line in `metrics.jsonl` at the start."""
         self._stopping = False
         self._exhausted = False
-        """The dataset has no items left."""
+        """True once the dataset has no items left."""
         self._failure: BaseException | None = None
         self._group = group
         if group is not None:
@@ -141,7 +136,9 @@ class TrainingLoop:
         self._epoch = self.dir.next_epoch()
         self.loaded = True
         self._executor.start()
-        try:
+        with ExitStack() as stack:
+            for end in (self._executor.stop, self._publisher.close, self._source.stop):
+                stack.callback(end)
             self._catch_up()
             if not self._done:
                 announce(self._executor, "training", self._status)
@@ -163,14 +160,6 @@ class TrainingLoop:
             if self._done:
                 self._finish()
             return self._done
-        finally:
-            try:
-                self._source.stop()
-            finally:
-                try:
-                    self._publisher.close()
-                finally:
-                    self._executor.stop()
 
     def _finish(self) -> None:
         announce(self._executor, "finished", self._status)
@@ -195,10 +184,7 @@ class TrainingLoop:
         taken = self._manifest(groups)
         batch = self._batch(groups, taken)
         taken = replace(
-            taken,
-            trained=batch.trained,
-            rejected=batch.rejected,
-            tokens=tokens_of(batch),
+            taken, trained=batch.trained, rejected=batch.rejected, tokens=tokens_of(batch)
         )
         if batch.rows:
             # The manifest is on disk before the step changes anything.

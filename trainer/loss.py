@@ -30,21 +30,19 @@ _LOG_RATIO_LIMIT = 20.0
 class LossConfig:
     """The loss by its registered or dotted name, and its constants.
 
-    ``eps_low`` and ``eps_high`` are the clip's distances from 1, ``is_cap`` is C,
-    ``kl_coef`` scales the penalty to a reference policy (0: no reference is needed).
+    ``eps_low`` and ``eps_high`` are the clip's distances from 1, ``is_cap`` is C.
     """
 
     name: str = "grpo"
     eps_low: float = 0.2
     eps_high: float = 0.28
     is_cap: float = 5.0
-    kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
             raise ConfigError("eps_low must lie in [0, 1] and eps_high must not be negative")
-        if self.is_cap <= 0 or self.kl_coef < 0:
-            raise ConfigError("is_cap must be positive and kl_coef must not be negative")
+        if self.is_cap <= 0:
+            raise ConfigError("is_cap must be positive")
 
 
 @dataclass(slots=True)
@@ -63,7 +61,6 @@ class LossStats:
     weight: float = 0.0
     is_capped: float = 0.0
     mismatch: float = 0.0
-    kl: float = 0.0
     entropy: float = 0.0
 
     def __add__(self, other: LossStats) -> LossStats:
@@ -83,7 +80,7 @@ class LossStats:
 
 
 class Loss(Protocol):
-    """A loss function; :func:`policy_loss` states what it is given and what it returns."""
+    """A loss function; :func:`policy_loss` describes its arguments and results."""
 
     def __call__(
         self,
@@ -93,7 +90,6 @@ class Loss(Protocol):
         *,
         total_tokens: int,
         config: LossConfig,
-        reference: Tensor | None = None,
         entropies: Tensor | None = None,
         place: Callable[[int], str] = ...,
     ) -> tuple[Tensor, LossStats]: ...
@@ -115,7 +111,6 @@ def policy_loss(
     total_tokens: int,
     config: LossConfig,
     proximal: Tensor | None = None,
-    reference: Tensor | None = None,
     entropies: Tensor | None = None,
     place: Callable[[int], str] = "trained token {}".format,
 ) -> tuple[Tensor, LossStats]:
@@ -123,18 +118,13 @@ def policy_loss(
 
     All tensors are float, shape [n], one entry per trained token, natural logarithms:
     ``logprobs`` of pi_theta (with gradient), ``behaviour`` of mu as recorded, ``proximal`` of
-    pi_prox (default: ``logprobs`` without gradient, right for one optimizer step per batch),
-    ``reference`` of the policy that ``kl_coef`` ties to. ``total_tokens`` is N, the trained tokens
-    of **all** micro-batches and ranks: shares are to be summed, over ranks too.
+    pi_prox (default: ``logprobs`` without gradient, right for one optimizer step per batch).
+    ``total_tokens`` is N, the trained tokens of **all** micro-batches and ranks: the shares must be
+    summed, over ranks too.
 
-    The KL penalty is ``kl_coef * mean(exp(d) - d - 1)``, d = reference - logprobs
-    (http://joschu.net/blog/kl-approx.html); the importance weight does not apply to it, as in TRL.
-
-    Raises ValueError on shapes that do not match or a missing reference, FloatingPointError with
-    the token's ``place`` where an input, or the loss of a token, is not finite.
+    Raises ValueError for shapes that do not match, FloatingPointError with the token's ``place``
+    where an input, or the loss of a token, is not finite.
     """
-    if config.kl_coef and reference is None:
-        raise ValueError("kl_coef needs the reference policy's log-probabilities")
     if total_tokens < max(1, logprobs.numel()):
         raise ValueError(f"N = {total_tokens} is less than the {logprobs.numel()} tokens given")
     given = {
@@ -142,7 +132,6 @@ def policy_loss(
         "behaviour log-probability": behaviour,
         "advantage": advantages,
         "proximal log-probability": proximal,
-        "reference log-probability": reference,
     }
     for name, values in given.items():
         if values is not None:
@@ -157,11 +146,6 @@ def policy_loss(
     raw_weight = torch.exp(fixed - behaviour)
     weight = raw_weight.clamp(max=config.is_cap)
     per_token = -weight * torch.min(ratio * advantages, clipped * advantages)
-    kl = torch.zeros_like(per_token)
-    if reference is not None:
-        distance = reference.detach() - logprobs
-        kl = torch.exp(distance) - distance - 1
-        per_token = per_token + config.kl_coef * kl
     _require_finite("loss", per_token, place)
     loss = per_token.sum() / total_tokens
 
@@ -178,7 +162,6 @@ def policy_loss(
             weight=float(weight.sum()),
             is_capped=float((raw_weight > config.is_cap).sum()),
             mismatch=float((torch.exp(log_r) - log_r - 1).sum()),
-            kl=float(kl.sum()),
             entropy=float("nan") if entropies is None else float(entropies.sum()),
         )
     return loss, stats

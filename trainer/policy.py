@@ -12,17 +12,10 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from any_agent.engine.alignment import align
+from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.loss import LOSSES, LossConfig, LossStats, logprobs_of
-from trainer.packing import (
-    Batch,
-    Row,
-    TrainedTokens,
-    count_trained,
-    micro_batches,
-    trained_tokens,
-)
+from trainer.packing import Batch, Row, TrainedTokens, count_trained, micro_batches, trained_tokens
 from trainer.sharding import UnshardedModel, shard, summed, whole_tensor
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import World, alone, in_turn
@@ -73,7 +66,6 @@ class StepResult:
 
     stats: LossStats
     grad_norm: float
-    micro_batches: int
 
 
 class PolicyGroup(Protocol):
@@ -245,7 +237,6 @@ class Policy:
         config: LossConfig | None = None,
         *,
         entropy: bool = False,
-        reference: Policy | None = None,
     ) -> StepResult:
         """Make one optimizer step over all micro-batches: accumulate, clip, update.
 
@@ -263,9 +254,7 @@ class Policy:
             raise ValueError("there is nothing to train on")
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            stats = self.accumulate(
-                batches, total_tokens, config or LossConfig(), entropy=entropy, reference=reference
-            )
+            stats = self.accumulate(batches, total_tokens, config or LossConfig(), entropy=entropy)
             norm = float(
                 whole_tensor(
                     nn.utils.clip_grad_norm_(
@@ -283,7 +272,7 @@ class Policy:
         finally:
             self.optimizer.zero_grad(set_to_none=True)
         self.steps += 1
-        return StepResult(stats, norm, len(batches))
+        return StepResult(stats, norm)
 
     def accumulate(
         self,
@@ -292,35 +281,24 @@ class Policy:
         config: LossConfig,
         *,
         entropy: bool = False,
-        reference: Policy | None = None,
     ) -> LossStats:
         """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
         for k, batch in enumerate(batches):
-            loss, part = self._loss(k, batch, total_tokens, config, entropy, reference)
+            loss, part = self._loss(k, batch, total_tokens, config, entropy)
             loss.backward()  # type: ignore[no-untyped-call]
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 
     def _loss(
-        self,
-        k: int,
-        batch: Batch,
-        total_tokens: int,
-        config: LossConfig,
-        entropy: bool,
-        reference: Policy | None,
+        self, k: int, batch: Batch, total_tokens: int, config: LossConfig, entropy: bool
     ) -> tuple[Tensor, LossStats]:
         batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
         now = self.token_logprobs(batch, batch["temperatures"], entropy=entropy)
         if "logprobs" not in batch:
             # An idle batch takes part in the collective operations, and adds nothing.
             return 0.0 * now.logprobs.sum(), LossStats()
-        ref = None
-        if reference is not None and config.kl_coef:
-            with torch.no_grad():
-                ref = reference.token_logprobs(batch, batch["temperatures"]).logprobs
         try:
             return LOSSES.find(config.name)(
                 now.logprobs,
@@ -328,7 +306,6 @@ class Policy:
                 now.tokens.spread(batch["advantages"]),
                 total_tokens=total_tokens,
                 config=config,
-                reference=ref,
                 entropies=now.entropies,
                 place=lambda i: f"micro-batch {k}, {now.tokens.place(i)}",
             )

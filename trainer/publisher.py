@@ -116,7 +116,7 @@ class Publisher:
                 self._sync.repair(self._executor.ranks, self._last)
 
     def close(self) -> None:
-        """Release what the engines share with this process; the executor may have ended."""
+        """Release the resources shared with the engines; the executor may have ended."""
         if self._sync is not None:
             self._sync.close()
 
@@ -191,21 +191,20 @@ class Publisher:
 
 
 class RunStatus(NamedTuple):
-    """How far the run is."""
+    """The progress of the run."""
 
     step: int
     checkpoint: str | None
     """The newest checkpoint."""
     oldest_step: int | None
-    """The step of the oldest checkpoint that training can resume from; None: it would start anew.
-    """
+    """The step of the oldest checkpoint to resume from; None: training would start again."""
 
 
 def announce(executor: LeaseExecutor, state: TrainingState, status: RunStatus) -> None:
     """Announce the state to every rank, or raise.
 
-    A rank that does not know that training continues, or that it has ended, rejects agents, or lets
-    them wait, wrongly.
+    A rank that misses that training continues, or has ended, rejects agents or lets them wait,
+    wrongly.
     """
     ranks = executor.ranks
     executor.call(

@@ -32,10 +32,7 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
 
 
 def in_buckets(
-    model: Any,
-    nbytes: int,
-    dtype: torch.dtype | None,
-    gather: Callable[[list[str]], list[Tensor]],
+    model: Any, nbytes: int, dtype: torch.dtype | None, gather: Callable[[list[str]], list[Tensor]]
 ) -> Iterator[Bucket]:
     """Yield all stored tensors, roughly in the model's order, in buckets of at most ``nbytes``.
 

@@ -35,12 +35,7 @@ _TOKENIZER_FILES = (
 
 
 def publish_to_disk(
-    policy: Policy,
-    tokenizer: Any,
-    root: Path,
-    version: int,
-    *,
-    dtype: torch.dtype | None = None,
+    policy: Policy, tokenizer: Any, root: Path, version: int, *, dtype: torch.dtype | None = None
 ) -> Path:
     """Write ``root/v{version:08d}``: weights, configuration and tokenizer, all or nothing.
 

@@ -71,7 +71,7 @@ def join(device: str) -> World:
     try:
         dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT))
     except (RuntimeError, ValueError) as error:
-        raise StartupError(f"the processes that train together did not meet: {error}") from error
+        raise StartupError(f"the training processes did not connect: {error}") from error
     size = dist.get_world_size()
     return World(dist.get_rank(), size, here, init_device_mesh(here.type, (size,)))
 

@@ -5,10 +5,14 @@ from __future__ import annotations
 from any_agent.chat.conversation_hash import chain_keys, key_parts, normalise
 from any_agent.chat.format import ChatFormat
 from any_agent.chat.load import chat_format_for, chat_format_of, load_chat_format, load_hf_tokenizer
-from any_agent.chat.message_validation import text_of, validate_messages, validate_tools
+from any_agent.chat.message_validation import (
+    reasoning_of,
+    text_of,
+    validate_messages,
+    validate_tools,
+)
 from any_agent.chat.output.message import MessageDelta, ParsedMessage, merge_deltas
 from any_agent.chat.output.stream_parser import StreamParser
-from any_agent.chat.reasoning import reasoning_of
 
 __all__ = [
     "ChatFormat",

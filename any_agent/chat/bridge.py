@@ -80,6 +80,9 @@ class TemplateRenderer:
         may_think: bool = True,
     ) -> None:
         """``may_think`` False: there is no reasoning that the template could remove."""
+        self.known_settings = template.known_settings
+        self.settings: Mapping[str, Any] = template.settings
+        self.escapes_special_tokens = template.escapes_special_tokens
         self._template = template
         self._stop_ids = stop_ids
         self._retention = retention
@@ -91,18 +94,6 @@ class TemplateRenderer:
         self._closer = TruncationCloser(template, self._stops)
         self._plain: dict[bool, str] = {}
         self._checks: dict[_Pattern, ContinuationCheck] = {}
-
-    @property
-    def known_settings(self) -> frozenset[str]:
-        return self._template.known_settings
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        return self._template.settings
-
-    @property
-    def escapes_special_tokens(self) -> bool:
-        return self._template.escapes_special_tokens
 
     def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
         template = self._template.with_settings({**self.settings, **settings})
@@ -191,7 +182,7 @@ class TemplateRenderer:
 
     @cached_property
     def _switch_words(self) -> tuple[str, ...]:
-        """Words in earlier messages that change what is written for the new ones."""
+        """Words in earlier messages that change what the template writes for the new ones."""
         probe, new = probes.probe_answer([]), [probes.USER]
 
         def suffix_after(past: list[Message]) -> _Suffix | None:

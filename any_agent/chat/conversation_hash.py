@@ -1,12 +1,12 @@
-"""When two message lists are the same conversation: normal forms and running hashes.
+"""The identity of conversations: normal forms of messages, and running hashes.
 
-Frameworks send back what they were sent, but not byte for byte: keys in another order, None or
-missing fields, text as parts, white space stripped from answers, arguments as another spelling of
-the same JSON, ids of their own, system messages merged into one. None of that changes what the
-conversation says, so none of it is in the normal form.
+Frameworks send messages back, but not byte for byte: keys in another order, None or missing fields,
+text as parts, white space stripped from answers, arguments as another spelling of the same JSON,
+ids of their own, system messages merged into one. None of that changes the conversation's meaning,
+so none of it is in the normal form.
 
-A key has three parts, so that it also tells in what two conversations differ: the running hash of
-the messages after the leading system messages, the hash of those, and the hash of the tools.
+A key has three parts, which show in what two conversations differ: the running hash of the messages
+after the leading system messages, the hash of those, and the hash of the tools.
 """
 
 from __future__ import annotations
@@ -18,23 +18,22 @@ from typing import Any
 
 import orjson
 
-from any_agent.chat.message_validation import text_of
-from any_agent.chat.reasoning import split_thinking
+from any_agent.chat.message_validation import split_thinking, text_of
 
 _CHAIN, _PART = 16, 8
 _BEGINNING = bytes(_CHAIN)
 _NO_SYSTEM = bytes(_PART)
-_SAYING = ("refusal", "function_call", "audio")
-"""Fields that say something of their own, if there is anything in them."""
-_ANSWERING = ("tool", "function")
+_CONTENT_FIELDS = ("refusal", "function_call", "audio")
+"""Further fields that are part of a message's content, if they are not empty."""
+_RESULT_ROLES = ("tool", "function")
 
 
 def normalise(message: Any) -> dict[str, Any]:
-    """The normal form of one message: role, content, name, calls (name and argument JSON).
+    """Return the normal form of a message: role, content, name, calls (name and argument JSON).
 
-    Takes any JSON value and never raises: what has no chat message's shape is kept as it is. An
-    answer's reasoning is left out, because most agents drop it. Which call a tool's message
-    answers is no matter of that message alone; :func:`chain_keys` adds it.
+    It takes any JSON value and never raises: a value without a message's shape is kept as it is. An
+    answer's reasoning is left out, because most agents drop it. The call that a tool's message
+    answers does not follow from that message alone; :func:`chain_keys` adds it.
     """
     if not isinstance(message, dict):
         return {"other": message}
@@ -52,7 +51,7 @@ def normalise(message: Any) -> dict[str, Any]:
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         out["tool_calls"] = [_call(c) for c in calls] if isinstance(calls, list) else calls
-    for field in _SAYING:
+    for field in _CONTENT_FIELDS:
         if message.get(field):
             out[field] = message[field]
     return out
@@ -66,12 +65,12 @@ def chain_keys(
     before: Sequence[Any] = (),
     template: bytes = b"",
 ) -> list[bytes]:
-    """Running hashes: key ``i`` stands for the tools and ``messages[:i + 1]`` (32 bytes each).
+    """Return running hashes: key ``i`` identifies the tools and ``messages[:i + 1]`` (32 bytes).
 
-    ``start`` continues from the key of what came ``before``, which must hold more than leading
+    ``start`` continues from the key of the messages ``before``, which must have more than leading
     system messages: ``chain_keys(a + b, t) ==
-    chain_keys(a, t) + chain_keys(b, t, start=chain_keys(a, t)[-1], before=a)``. The tools are in
-    it already. ``template`` tells apart what the same messages are rendered with.
+    chain_keys(a, t) + chain_keys(b, t, start=chain_keys(a, t)[-1], before=a)``. That key covers the
+    tools. ``template`` distinguishes the settings with which equal messages are rendered.
     """
     if start is not None:
         keys: list[bytes] = []
@@ -80,27 +79,27 @@ def chain_keys(
         tail = _hash(template, canonical_bytes(list(tools or [])), size=_PART)
         keys = [_BEGINNING + system + tail for system in _leading_system(messages)]
         chain, head = _BEGINNING, keys[-1][_CHAIN:] if keys else _NO_SYSTEM + tail
-    answering = _Answering(before)
+    numbers = _CallNumbers(before)
     for message in messages[len(keys) :]:
         normal = normalise(message)
-        answering.see(message, normal)
+        numbers.add_to(message, normal)
         chain = _hash(chain, canonical_bytes(normal), size=_CHAIN)
         keys.append(chain + head)
     return keys
 
 
 def key_parts(key: bytes) -> tuple[bytes, bytes, bytes]:
-    """A key's hashes: of the messages, of the leading system messages, of the tools."""
+    """Return a key's hashes: of the messages, of the leading system messages, of the tools."""
     return key[:_CHAIN], key[_CHAIN : _CHAIN + _PART], key[_CHAIN + _PART :]
 
 
 def same_arguments(one: Any, other: Any) -> bool:
-    """Whether two spellings of a call's arguments (text, or values) are one in the normal form."""
+    """Return True if two spellings of arguments (text, or values) have the same normal form."""
     return canonical_bytes(_arguments(one)) == canonical_bytes(_arguments(other))
 
 
 def is_leading_system(message: Any) -> bool:
-    """Whether, at the beginning, it is part of the system prompt and may be merged with others."""
+    """Return True if the message, at the beginning, is a part of the system prompt."""
     return (
         isinstance(message, dict)
         and message.get("role") in ("system", "developer")
@@ -110,7 +109,7 @@ def is_leading_system(message: Any) -> bool:
 
 
 def canonical_bytes(value: Any) -> bytes:
-    """Equal bytes for equal JSON values, whatever the order of keys; takes any depth."""
+    """Return equal bytes for equal JSON values, whatever the order of keys, at any depth."""
     try:
         return orjson.dumps(value, option=orjson.OPT_SORT_KEYS | _PLAIN)
     except TypeError:
@@ -122,29 +121,29 @@ def canonical_bytes(value: Any) -> bytes:
 
 
 _PLAIN = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
-"""JSON only: no object is to be taken for what it would be written as."""
+"""Options that accept JSON values only, instead of writing other objects as JSON."""
 
 
-class _Answering:
-    """Which call each tool's message answers: ids change on a round trip, their order does not."""
+class _CallNumbers:
+    """Numbers the calls that tools' messages answer: frameworks change ids, but not their order."""
 
     def __init__(self, before: Sequence[Any]) -> None:
         self._before: Sequence[Any] | None = before
         self._ids: list[Any] = []
         self._answers = 0
 
-    def see(self, message: Any, normal: dict[str, Any]) -> None:
-        """The next message; its normal form gets the number of the call that it answers."""
+    def add_to(self, message: Any, normal: dict[str, Any]) -> None:
+        """Add to the next message's normal form the number of the call that it answers."""
         role = normal.get("role")
-        if role in _ANSWERING:
+        if role in _RESULT_ROLES:
             if self._before is not None:
                 self._look_back(self._before)
             normal["answers"] = self._number(message)
             self._answers += 1
         elif normal.get("tool_calls"):
-            self._asked(message)
+            self._read_calls(message)
 
-    def _asked(self, message: dict[str, Any]) -> None:
+    def _read_calls(self, message: dict[str, Any]) -> None:
         calls = message["tool_calls"]
         calls = calls if isinstance(calls, list) else []
         self._ids = [c.get("id") if isinstance(c, dict) else None for c in calls]
@@ -161,16 +160,16 @@ class _Answering:
         for message in reversed(before):
             if isinstance(message, dict):
                 if message.get("tool_calls"):
-                    self._asked(message)
+                    self._read_calls(message)
                     break
-                answers += message.get("role") in _ANSWERING
+                answers += message.get("role") in _RESULT_ROLES
         self._answers, self._before = answers, None
 
 
 def _leading_system(messages: Sequence[Any]) -> Iterable[bytes]:
-    """The hash of the system prompt up to each of the messages that it consists of.
+    """Yield the hash of the system prompt up to each of its messages.
 
-    Merging puts line ends or blank lines between them, so blank lines do not count.
+    Frameworks merge them with line ends or blank lines, so blank lines do not count.
     """
     lines: list[str] = []
     for message in messages:
@@ -189,7 +188,7 @@ def _call(call: Any) -> Any:
 
 
 def _arguments(arguments: Any) -> Any:
-    """Argument JSON as its value; what is not JSON stays text, marked so."""
+    """Return argument JSON as its value; other text stays text, marked as such."""
     if isinstance(arguments, dict | list):
         arguments = _as_text(arguments)
     if arguments is None or (isinstance(arguments, str) and not arguments.strip()):
@@ -204,7 +203,7 @@ def _arguments(arguments: Any) -> Any:
 
 
 def _as_text(arguments: Any) -> Any:
-    """Values that were parsed already, as their JSON, if they are any."""
+    """Return parsed arguments as JSON, if they can be written as such."""
     try:
         return json.dumps(arguments, allow_nan=False)
     except (TypeError, ValueError, RecursionError):
@@ -212,10 +211,10 @@ def _as_text(arguments: Any) -> Any:
 
 
 def _number(text: str) -> Any:
-    """Some languages have one kind of number: 1.0 is 1."""
+    """Parse a number; 1.0 becomes 1, because some languages have one kind of number only."""
     value = float(text)
     if value - value != 0:
-        raise ValueError(f"{text} is beyond all numbers")
+        raise ValueError(f"{text} is not a finite number")
     return int(value) if value.is_integer() else value
 
 
@@ -232,7 +231,7 @@ def _hash(before: bytes, data: bytes, *, size: int) -> bytes:
 
 
 def _walk(value: Any) -> Iterable[bytes]:
-    """An injective encoding without recursion, for what ``json`` gives up on."""
+    """Yield an injective encoding without recursion, for values that ``json`` refuses."""
     stack = [value]
     while stack:
         v = stack.pop()

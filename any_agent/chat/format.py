@@ -12,7 +12,6 @@ from typing import Any
 from any_agent.chat import format_probes as probes
 from any_agent.chat.message_validation import validate_messages, validate_tools
 from any_agent.chat.output.detokenizer import token_bytes_of
-from any_agent.chat.output.markers import TokenSpans
 from any_agent.chat.output.message import ParsedMessage
 from any_agent.chat.output.parser_factory import OutputParserFactory
 from any_agent.chat.output.stream_parser import StreamParser, TextParser
@@ -38,7 +37,7 @@ _PROBE: list[Message] = [
 _PROBES = (_PROBE, _PROBE[1:], _PROBE[:2], _PROBE[1:2], _PROBE[1:3])
 
 
-class ChatFormat:
+class ChatFormat(OutputParserFactory):
     """Renders, continues and parses for one tokenizer; made by :func:`load_chat_format`.
 
     Stateless between calls, so one instance serves every session, in any thread.
@@ -72,8 +71,7 @@ class ChatFormat:
         # typed: True and 1 are equal, and not the same to a template.
         self._variants = lru_cache(maxsize=_MAX_VARIANTS, typed=True)(self._make_variant)
         self._added = frozenset(tokenizer.get_added_vocab().values())
-        self._stop_set = frozenset(self.stop_token_ids)
-        self._parsers = OutputParserFactory(
+        super().__init__(
             library_renderer, tokenizer, self.decode, self.stop_token_ids, family=self.name
         )
         self._token_bytes = token_bytes_of(tokenizer, self.decode)
@@ -194,32 +192,8 @@ class ChatFormat:
         if not self._added.isdisjoint(self.encode(name, special=False)):
             return None
         tail = plain_ids(prompt_ids[-_MAX_GENERATION_PROMPT:])
-        text = self._parsers.open_call(tail, name or None)
+        text = self.open_call(tail, name or None)
         return None if text is None else self.encode(text, special=False)
-
-    def ends_in_reasoning(self, prompt_ids: Sequence[int] | IdArray) -> bool:
-        """Return True if the prompt has opened the answer's reasoning."""
-        return self._parsers.ends_in_reasoning(prompt_ids)
-
-    def text_or_calls(
-        self, prompt_ids: Sequence[int] | IdArray, text: Mapping[str, Any], names: Sequence[str]
-    ) -> dict[str, Any] | None:
-        """Return a structural tag for an answer that is a text of a form, or calls these tools.
-
-        Reasoning that the prompt has opened comes first, and is free. ``text``: the form, as a
-        part of a structural tag (`json_schema`, `regex`). None where a call of this family could
-        not be distinguished from a text.
-        """
-        return self._parsers.text_or_calls(prompt_ids, dict(text), names)
-
-    @property
-    def spans(self) -> TokenSpans:
-        """The function that locates an output's reasoning tokens and text tokens."""
-        return self._parsers.spans
-
-    def one_call_stop_ids(self) -> tuple[int, ...] | None:
-        """Return the tokens after which one call is complete; None if no single token ends it."""
-        return self._parsers.one_call_stop_ids
 
     def parse(
         self,
@@ -236,25 +210,9 @@ class ChatFormat:
         parser.feed(plain_ids(output_ids))
         return parser.finish()[1]
 
-    def stream_parser(
-        self,
-        *,
-        prompt_ids: Sequence[int] | IdArray,
-        tools: list[Tool] | None,
-        stop: tuple[str, ...],
-        forced: Sequence[int] = (),
-        call_seed: bytes = b"",
-    ) -> StreamParser:
-        """Return a parser for one output as it is sampled; the text ends before a stop string.
-
-        ``forced``: the prompt's last tokens, which begin a call and are parsed as output.
-        ``call_seed``: answers with different seeds have different ids of calls.
-        """
-        return self._parsers.parser(prompt_ids, tools, stop, forced, call_seed)
-
     def text_parser(self, stop: tuple[str, ...]) -> StreamParser:
         """Return a parser for an output that is plain text, as a legacy completion's."""
-        return TextParser(self._parsers.new_detokenizer(), self._stop_set, stop)
+        return TextParser(self.new_detokenizer(), self._stop_ids, stop)
 
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of a text; ``special``: with those that the tokenizer puts around one."""

@@ -44,10 +44,6 @@ def result(number: int, text: str) -> Message:
     return {"role": "tool", "tool_call_id": f"call{number:05d}", "name": "add", "content": text}
 
 
-CALLED: Message = {
-    "role": "assistant",
-    "content": "",
-    "tool_calls": [call(1, a=1, b="zwei\n{}")],
-}
+CALLED: Message = {"role": "assistant", "content": "", "tool_calls": [call(1, a=1, b="zwei\n{}")]}
 TEXT_AND_CALL: Message = {**CALLED, "content": "Let me see."}
 CALLED_TWICE: Message = {**CALLED, "tool_calls": [call(1, a=1, b="x"), call(2, a=-2, b="")]}

@@ -267,7 +267,36 @@ class _LoadedModel:
         return _make(self.tokenizer, name, self.enable_thinking, self.retention)
 
     def difference(self, renderer: Any) -> str | None:
-        return _difference(self.tokenizer, self.template, renderer)
+        """Return what is wrong with a first turn by this renderer; None if nothing is."""
+        template = self.template
+        if template is None:
+            return None
+        is_template = renderer.config.name == "default"
+        if "date_string" in template.known_settings:
+            # Both would write today's date, or one of them a fixed date.
+            date = getattr(renderer.config, "date_string", None)
+            template = template.with_settings({**template.settings, "date_string": date})
+        rendered = 0
+        # Not every template takes a system message, or tools; the ones it takes must agree.
+        for messages in ([SYSTEM, USER], [USER]):
+            for tools in (None, TOOLS):
+                try:
+                    text = template.text(messages, tools, generation=True)
+                except Exception as e:
+                    failure = f"{type(e).__name__}: {e}"
+                    continue
+                rendered += 1
+                try:
+                    ids = (
+                        template.encode(text)
+                        if is_template
+                        else renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
+                    )
+                except Exception as e:
+                    return f"cannot render a probe that the chat template can: {e}"
+                if list(ids) != list(self.tokenizer.encode(text, add_special_tokens=False)):
+                    return "does not render a first turn as the model's own chat template does"
+        return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 
 
 def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) -> Any:
@@ -323,38 +352,6 @@ def _make(tokenizer: Any, name: str, enable_thinking: bool | None, thinking_rete
         return create_renderer(tokenizer, type(base)(**fields))
     except Exception as e:
         raise ConfigError(f"renderer {name} does not fit this tokenizer: {e}") from e
-
-
-def _difference(tokenizer: Any, template: ChatTemplate | None, renderer: Any) -> str | None:
-    """Return what is wrong with a first turn by this renderer; None if nothing is."""
-    if template is None:
-        return None
-    is_template = renderer.config.name == "default"
-    if "date_string" in template.known_settings:
-        # Both would write today's date, or one of them a fixed date.
-        dated = {**template.settings, "date_string": getattr(renderer.config, "date_string", None)}
-        template = template.with_settings(dated)
-    rendered = 0
-    # Not every template takes a system message, or tools; the ones it takes must agree.
-    for messages in ([SYSTEM, USER], [USER]):
-        for tools in (None, TOOLS):
-            try:
-                text = template.text(messages, tools, generation=True)
-            except Exception as e:
-                failure = f"{type(e).__name__}: {e}"
-                continue
-            rendered += 1
-            try:
-                ids = (
-                    template.encode(text)
-                    if is_template
-                    else renderer.render_ids(messages, tools=tools, add_generation_prompt=True)
-                )
-            except Exception as e:
-                return f"cannot render a probe that the chat template can: {e}"
-            if list(ids) != list(tokenizer.encode(text, add_special_tokens=False)):
-                return "does not render a first turn as the model's own chat template does"
-    return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 
 
 def _generation_stops(model_path: str, location: _Location) -> list[int]:

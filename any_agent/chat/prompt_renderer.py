@@ -75,7 +75,7 @@ class LibraryRenderer:
 
     @cached_property
     def _opening(self) -> list[int]:
-        """The last ids of a prompt."""
+        """The last ids of a short prompt."""
         return self.prompt_ids([{"role": "user", "content": "ok"}], None)[-16:]
 
     def with_settings(self, settings: Mapping[str, Any]) -> LibraryRenderer:

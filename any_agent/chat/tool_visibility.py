@@ -11,10 +11,7 @@ from any_agent.chat.format import ChatFormat
 from any_agent.types import Message, Tool
 
 _MAX_FORMATS = 64
-_FIRST: tuple[list[Message], ...] = (
-    [probes.SYSTEM, probes.USER],
-    [probes.USER],
-)
+_FIRST: tuple[list[Message], ...] = ([probes.SYSTEM, probes.USER], [probes.USER])
 _LATER: tuple[list[Message], ...] = (
     [probes.USER, probes.CALLED],
     [probes.USER, probes.CALLED, probes.result(1, "3")],

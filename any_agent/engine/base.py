@@ -1,4 +1,4 @@
-"""The interface of an inference engine: what the service needs of one, and nothing more."""
+"""The interface of an inference engine, limited to the needs of the service."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ HALF_LOADED = -1
 
 @dataclass(frozen=True, slots=True)
 class Capabilities:
-    """What an engine can do beside plain sampling with log-probabilities."""
+    """The features of an engine beside plain sampling with log-probabilities."""
 
     top_logprobs: bool = True
     penalties: bool = True
@@ -59,7 +59,7 @@ class InferenceEngine(Protocol):
         ...
 
     async def pause(self) -> None:
-        """Stop sampling; requests under way are kept and wait."""
+        """Stop sampling; running requests are kept and wait."""
         ...
 
     async def resume(self, version: int) -> None:

@@ -1,4 +1,4 @@
-"""What tells one model from another without its weights: its vocabulary and its architecture."""
+"""The vocabulary and the architecture that distinguish models without their weights."""
 
 from __future__ import annotations
 
@@ -15,37 +15,30 @@ from any_agent.types import ModelRequest
 
 @dataclass(frozen=True, slots=True)
 class ModelFingerprint:
-    """Of a model's `config.json`; None where it does not say."""
+    """Values from a model's `config.json`; None for those that it lacks."""
 
     vocab_size: int | None = None
-    """Rows of its embedding: one more than the highest id that it takes."""
+    """Rows of the embedding: one more than the highest token id."""
     model_type: str | None = None
     architectures: tuple[str, ...] | None = None
 
-    def require_same(self, told: dict[str, Any], url: str) -> None:
-        """ConfigError unless an engine's `/model_info` may be this model's."""
+    def require_same(self, info: dict[str, Any], url: str) -> None:
+        """Raise ConfigError unless an engine's `/model_info` may be this model's."""
         for name, mine in (("model_type", self.model_type), ("vocab_size", self.vocab_size)):
-            theirs = told.get(name)
+            theirs = info.get(name)
             if mine is not None and theirs is not None and theirs != mine:
                 raise other_model(url, f"its {name} is {theirs}, not {mine}")
-        theirs = told.get("architectures")
+        theirs = info.get("architectures")
         if self.architectures and theirs and not set(theirs) & set(self.architectures):
             raise other_model(url, f"it is a {theirs[0]}, not a {self.architectures[0]}")
 
     def require_known(self, request: ModelRequest) -> None:
-        """InvalidRequest for an id that the model has no embedding of.
-
-        One of them ends a whole SGLang.
-        """
+        """Raise InvalidRequest for an id without an embedding: one of them ends a whole SGLang."""
         if self.vocab_size is None:
             return
         g = request.gconfig
-        biased = [token for token, _ in g.logit_bias or ()]
-        for name, ids in (
-            ("input_ids", request.input_ids),
-            ("stop_token_ids", g.stop_token_ids),
-            ("logit_bias", biased),
-        ):
+        given = {"input_ids": request.input_ids, "stop_token_ids": g.stop_token_ids}
+        for name, ids in {**given, "logit_bias": [t for t, _ in g.logit_bias or ()]}.items():
             if not len(ids):
                 continue
             array = np.asarray(ids)
@@ -58,7 +51,7 @@ class ModelFingerprint:
 
 
 def shape_of(path: str) -> ModelFingerprint:
-    """A model's, by its folder or its name on the hub; nothing is known of one that is not here."""
+    """Return a model's fingerprint by its folder or hub name; empty without a local copy."""
     config = Path(path).expanduser() / "config.json"
     if not config.is_file():
         found = _cached(path)
@@ -66,13 +59,13 @@ def shape_of(path: str) -> ModelFingerprint:
             return ModelFingerprint()
         config = found
     try:
-        told = json.loads(config.read_text(encoding="utf-8"))
-        text = told.get("text_config") or told
-        vocabulary = text.get("vocab_size", told.get("vocab_size"))
-        architectures = told.get("architectures")
+        values = json.loads(config.read_text(encoding="utf-8"))
+        text = values.get("text_config") or values
+        vocabulary = text.get("vocab_size", values.get("vocab_size"))
+        architectures = values.get("architectures")
         return ModelFingerprint(
             int(vocabulary) if vocabulary is not None else None,
-            told.get("model_type"),
+            values.get("model_type"),
             tuple(architectures) if architectures else None,
         )
     except (OSError, ValueError, TypeError, AttributeError) as error:
@@ -84,13 +77,13 @@ def _cached(name: str) -> Path | None:
 
     try:
         found = try_to_load_from_cache(name, "config.json")
-    except ValueError:  # no name of the hub's
+    except ValueError:  # not a valid hub name
         return None
     return Path(found) if isinstance(found, str) else None
 
 
 def other_model(url: str, why: str) -> ConfigError:
     return ConfigError(
-        f"the engine at {url} holds another model than the run's ({why}): start it with the "
+        f"the engine at {url} serves another model than the run's ({why}): start it with the "
         "run's model, or give its own URL in engine.urls"
     )

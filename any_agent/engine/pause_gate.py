@@ -1,20 +1,21 @@
-"""Gates that calls wait at: while an engine's weights change, and while it is away."""
+"""Gates at which calls wait while an engine's weights change, or while it is away."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
+from typing import Any
 
 from any_agent.errors import EngineUnavailable
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 1.0
-"""Seconds between two questions whether the engine is back."""
+"""Seconds between two health checks of an engine that is away."""
 
 
 class PauseGate:
-    """Open, or closed for ``what``; waiting is bounded in number and time."""
+    """A gate, open or closed because of ``what``; waiting is bounded in number and time."""
 
     def __init__(self, what: str, *, max_wait: float, max_waiting: int = 4096) -> None:
         self._open = asyncio.Event()
@@ -24,7 +25,7 @@ class PauseGate:
         self._max_waiting = max_waiting
         self._waiting = 0
         self.closings = 0
-        """How often it was closed: tells a call that this happened while it ran."""
+        """The number of closings, by which a call detects one while it ran."""
 
     @property
     def is_open(self) -> bool:
@@ -38,8 +39,8 @@ class PauseGate:
     def open(self) -> None:
         self._open.set()
 
-    async def passed(self) -> None:
-        """Return once the gate is open; EngineUnavailable when that takes too long."""
+    async def wait_open(self) -> None:
+        """Return once the gate is open; EngineUnavailable if that takes too long."""
         if self._open.is_set():
             return
         if self._waiting >= self._max_waiting:
@@ -50,80 +51,76 @@ class PauseGate:
                 await self._open.wait()
         except TimeoutError:
             raise EngineUnavailable(
-                f"{self._what} took more than {self._max_wait:g} s; try again later",
-                retry_after=5,
+                f"{self._what} took more than {self._max_wait:g} s; try again later", retry_after=5
             ) from None
         finally:
             self._waiting -= 1
 
 
 class Drain:
-    """Counts the calls that must not be cut, so that what would cut them can wait."""
+    """Counts the calls that must not be cut, so that a weight update can wait for them."""
 
     def __init__(self, *, max_wait: float) -> None:
         self._max_wait = max_wait
-        self._held = 0
-        self._none = asyncio.Event()
-        self._none.set()
+        self._running = 0
+        self._idle = asyncio.Event()
+        self._idle.set()
 
     @asynccontextmanager
-    async def held(self, counts: bool) -> AsyncIterator[None]:
-        """A call runs in here; others than those that count pass."""
+    async def track(self, counts: bool) -> AsyncIterator[None]:
+        """Count the call that runs in the block, if it ``counts``."""
         if not counts:
             yield
             return
-        self._held += 1
-        self._none.clear()
+        self._running += 1
+        self._idle.clear()
         try:
             yield
         finally:
-            self._held -= 1
-            if not self._held:
-                self._none.set()
+            self._running -= 1
+            if not self._running:
+                self._idle.set()
 
-    async def drained(self) -> None:
-        """Returns once none runs any more, or when that takes too long."""
+    async def wait_idle(self) -> None:
+        """Return once no counted call runs, or when that takes too long."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(self._max_wait):
-                await self._none.wait()
+                await self._idle.wait()
 
 
 class Outage:
-    """Closed while the engine is away. One task asks for it, however many calls wait.
+    """A gate that is closed while the engine is away; one task polls the engine for all calls.
 
-    ``answers`` asks the engine once, in bounded time.
+    ``check`` asks the engine once, in bounded time.
     """
 
-    def __init__(self, answers: Callable[[], Awaitable[bool]], *, max_wait: float) -> None:
+    def __init__(self, check: Callable[[], Coroutine[Any, Any, bool]], *, max_wait: float) -> None:
         self.gate = PauseGate("a restart of the inference engine", max_wait=max_wait)
-        self._answers = answers
-        self._asking: asyncio.Task[bool] | None = None
+        self._check = check
+        self._checking: asyncio.Task[bool] | None = None
         self._watch: asyncio.Task[None] | None = None
 
     async def is_over(self) -> bool:
-        """Ask the engine now; calls that want to know at the same time share one question."""
-        if self._asking is None or self._asking.done():
-            self._asking = asyncio.create_task(self._ask())
-        # Shielded: who leaves must not take the answer from the others.
-        return await asyncio.shield(self._asking)
+        """Check the engine now; simultaneous callers share one check."""
+        if self._checking is None or self._checking.done():
+            self._checking = asyncio.create_task(self._check())
+        # Shielded: a caller that is cancelled must not cancel the others' check.
+        return await asyncio.shield(self._checking)
 
     def begin(self) -> None:
-        """A call saw the engine die: from here on calls wait, until it answers again."""
+        """Close the gate, after a call saw the engine die, until the engine answers again."""
         self.gate.close()
         if self._watch is None or self._watch.done():
-            self._watch = asyncio.create_task(self._until_over())
+            self._watch = asyncio.create_task(self._poll())
 
     async def close(self) -> None:
-        """End what still asks."""
-        tasks = [task for task in (self._watch, self._asking) if task is not None]
+        """Cancel the polling."""
+        tasks = [task for task in (self._watch, self._checking) if task is not None]
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    async def _ask(self) -> bool:
-        return await self._answers()
-
-    async def _until_over(self) -> None:
+    async def _poll(self) -> None:
         pause = _FIRST_PAUSE
         await asyncio.sleep(pause)
         while not await self.is_over():

@@ -1,7 +1,7 @@
-"""Stop strings across the seam of a weight update.
+"""Stop strings that begin before a weight update and end after it.
 
-An engine that goes on with prompt + partial output looks for stop strings in its new output only;
-one that began in the old output would be missed.
+An engine that continues from prompt + partial output looks for stop strings in its new output only,
+and would miss one that began in the old output.
 """
 
 from __future__ import annotations
@@ -17,16 +17,13 @@ _BROKEN = "\ufffd"
 class ResumedStopMatcher:
     """Ends the new output at the first token that completes a stop string begun in the old one.
 
-    ``before`` are the output ids of the old weights. Only their end is decoded, and nothing any
-    more once the new text is as long as the longest stop string: from there on the engine sees
-    every match by itself.
+    ``before`` has the output ids of the old weights. Only their end is decoded, and nothing more
+    once the new text is as long as the longest stop string: from then on the engine finds every
+    match itself.
     """
 
     def __init__(
-        self,
-        before: Sequence[int],
-        stops: Sequence[str],
-        decode: Callable[[Sequence[int]], str],
+        self, before: Sequence[int], stops: Sequence[str], decode: Callable[[Sequence[int]], str]
     ) -> None:
         self._stops = stops
         self._decode = decode
@@ -41,7 +38,7 @@ class ResumedStopMatcher:
         self._done = not (self._tail or self._straddles)
 
     def cut(self, chunk: GenerationChunk) -> GenerationChunk:
-        """The chunk, or what of it the agent gets if a stop string ends in it."""
+        """Return the chunk, cut after the stop string that ends in it, if any."""
         for k, token in enumerate(chunk.output_ids):
             if self._done:
                 break
@@ -66,7 +63,7 @@ class ResumedStopMatcher:
         return chunk
 
     def _match(self, text: str) -> str | None:
-        """The stop string that begins before the seam and ends after it."""
+        """Return the stop string that begins before the seam and ends after it."""
         seam = len(self._tail)
         for stop in self._stops:
             at = text.find(stop, max(0, seam - len(stop) + 1))

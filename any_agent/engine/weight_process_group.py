@@ -1,7 +1,7 @@
-"""The process group by which a trainer sends weights to engines, as SGLang joins it.
+"""The process group by which a trainer sends weights to engines, in the form that SGLang joins.
 
-Rank 0 is the trainer, every engine process one more. It is no group of `torch.distributed`'s own
-list: neither side needs a default group, and one that is given up leaves nothing behind.
+Rank 0 is the trainer; each engine process has another rank. `torch.distributed` does not register
+the group: neither side needs a default group, and a dropped group leaves nothing behind.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-_JOINING = timedelta(seconds=60)
-"""For all members to be there."""
+_JOIN_TIMEOUT = timedelta(seconds=60)
+"""The time in which all members must join."""
 
 
 class Rendezvous:
-    """Where the members of one group meet: a store in the trainer's process, on one address only.
+    """A store in the trainer's process, on one address only, at which a group's members meet.
 
-    It has to live as long as the group. Raises OSError for an address that is not this machine's.
+    Keep it as long as the group. Raises OSError for an address that is not this machine's.
     """
 
     def __init__(self, host: str) -> None:
@@ -41,15 +41,15 @@ class Rendezvous:
             host,
             self.port,
             is_master=True,
-            timeout=_JOINING,
+            timeout=_JOIN_TIMEOUT,
             wait_for_workers=False,
-            # By itself it would listen on every address of the machine.
+            # Without this it would listen on every address of the machine.
             master_listen_fd=self._listener.detach(),
         )
 
 
 class WeightGroup:
-    """One member. All methods block, and raise RuntimeError where others are gone or too late."""
+    """One member. All methods block, and raise RuntimeError if others are gone or too late."""
 
     def __init__(
         self,
@@ -61,10 +61,10 @@ class WeightGroup:
         backend: Backend = "gloo",
         timeout: float,
     ) -> None:
-        """``timeout`` is of each operation. With gloo it returns once all members are there."""
+        """``timeout`` bounds each operation. With gloo this waits until all members have joined."""
         self.size, self.backend = size, backend
         self._timeout = timedelta(seconds=timeout)
-        limit = min(self._timeout, _JOINING)
+        limit = min(self._timeout, _JOIN_TIMEOUT)
         # The prefixes that `init_process_group` adds to the store: SGLang's side has them, too.
         device = "cpu" if backend == "gloo" else "cuda"
         inner = PrefixStore(f"{device}/", PrefixStore(f"{name}/", PrefixStore(name, store)))
@@ -86,29 +86,29 @@ class WeightGroup:
         backend: Backend = "gloo",
         timeout: float,
     ) -> WeightGroup:
-        """As an engine: meet the trainer at its address."""
+        """Join the trainer's group, as an engine, at the trainer's address."""
         store = TCPStore(
             host,
             port,
             is_master=False,
-            timeout=min(timedelta(seconds=timeout), _JOINING),
+            timeout=min(timedelta(seconds=timeout), _JOIN_TIMEOUT),
             wait_for_workers=False,
         )
         return cls(store, rank=rank, size=size, name=name, backend=backend, timeout=timeout)
 
     def broadcast(self, tensors: Sequence[Tensor]) -> None:
-        """Rank 0's values into everybody's tensors, one by one, in the same order on all."""
+        """Copy rank 0's values into all members' tensors, one by one, in the same order on all."""
         group = self._group
         if group is None:
             raise RuntimeError("this member has left the group")
         for work in [group.broadcast(tensor, 0, self._timeout) for tensor in tensors]:
             work.wait()
         if tensors and tensors[0].is_cuda:
-            # NCCL's wait is the stream's; who reads or frees them next may use another one.
+            # NCCL's wait covers one stream; the next reader or free may use another one.
             torch.cuda.synchronize(tensors[0].device)
 
     def close(self) -> None:
-        """Leave. Whoever waits for this member, here or elsewhere, fails at once."""
+        """Leave the group; operations that wait for this member, anywhere, fail at once."""
         group, self._group = self._group, None
         if group is not None:
             with suppress(RuntimeError):
@@ -120,7 +120,7 @@ def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
 
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
-    # A member that dies must fail the operation; by default it ends this whole process.
+    # A dead member must fail the operation; by default it ends this whole process.
     with _environment(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
         return ProcessGroupNCCL(store, rank, size, options)
 

@@ -1,7 +1,7 @@
-"""Weights as bytes: checksums, and tensors in HTTP bodies of the embedded engine, never pickled.
+"""Weights in memory and as bytes: alignment, checksums, and unpickled tensors in HTTP bodies.
 
-A bucket is sent as safetensors, or, where trainer and engine share a GPU, as handles of its memory
-there, which the engine copies from.
+A bucket for the embedded engine is sent as safetensors, or, if trainer and engine share a GPU, as
+handles of its memory there, from which the engine copies.
 """
 
 from __future__ import annotations
@@ -20,14 +20,16 @@ from any_agent.errors import InvalidRequest
 Named: TypeAlias = Sequence[tuple[str, Tensor]]
 Format: TypeAlias = Literal["safetensors", "cuda_ipc"]
 
-# The places of `torch.multiprocessing.reductions.rebuild_cuda_tensor`'s arguments.
+# Indices of `torch.multiprocessing.reductions.rebuild_cuda_tensor`'s arguments.
 _CLASS, _SIZE, _STRIDE, _STORAGE, _DTYPE, _DEVICE = 0, 1, 2, 4, 5, 6
 _BYTES = (7, 11, 13)
 
 
 def checksum(tensor: Tensor) -> str:
-    """CRC-32 of the values' bytes in C order, 8 hexadecimal digits."""
-    return f"{zlib.crc32(_bytes_of(tensor)):08x}"
+    """Return the CRC-32 of the values' bytes in C order, 8 hexadecimal digits."""
+    # No copy of a tensor whose bytes are in order already.
+    raw: Any = tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
+    return f"{zlib.crc32(raw):08x}"
 
 
 def checksums(named: Named) -> dict[str, str]:
@@ -35,9 +37,9 @@ def checksums(named: Named) -> dict[str, str]:
 
 
 def pack(named: Named) -> tuple[Format, str]:
-    """A bucket for one engine: how, and the text.
+    """Encode a bucket for one engine; return the format and the text.
 
-    Handles are good as long as the tensors live, and for one reader.
+    Handles are valid as long as the tensors live, and for one reader.
     """
     if all(tensor.is_cuda for _, tensor in named):
         return "cuda_ipc", _text(orjson.dumps([_handle(name, t) for name, t in named]))
@@ -48,7 +50,7 @@ def pack(named: Named) -> tuple[Format, str]:
 
 
 def unpack(how: str, text: str) -> dict[str, Tensor]:
-    """What :func:`pack` made; InvalidRequest if it is none. Copies, independent of the sender."""
+    """Decode the text of :func:`pack` into copies; InvalidRequest for any other text."""
     from safetensors import SafetensorError
     from safetensors.torch import load
 
@@ -60,17 +62,17 @@ def unpack(how: str, text: str) -> dict[str, Tensor]:
         if how == "cuda_ipc":
             return dict(_from_handle(entry) for entry in orjson.loads(raw))
     except (SafetensorError, ValueError, TypeError, LookupError, RuntimeError) as error:
-        raise InvalidRequest(f"these are no tensors in the format {how}: {error}") from error
+        raise InvalidRequest(f"the tensors are not in the format {how}: {error}") from error
     raise InvalidRequest(
-        f"load_format must be safetensors or cuda_ipc, not {how!r}: nothing is unpickled here",
+        f"load_format must be safetensors or cuda_ipc, not {how!r}: this engine unpickles nothing",
         param="load_format",
     )
 
 
 def cuda_reduction(tensor: Tensor) -> list[Any]:
-    """``rebuild_cuda_tensor``'s arguments for another process, the device by its UUID.
+    """Return ``rebuild_cuda_tensor``'s arguments for another process.
 
-    Its number may differ there, by CUDA_VISIBLE_DEVICES.
+    The device is given by its UUID: its number may differ there, by CUDA_VISIBLE_DEVICES.
     """
     from torch.multiprocessing.reductions import reduce_tensor
 
@@ -106,7 +108,7 @@ def _from_handle(entry: Any) -> tuple[str, Tensor]:
 
 
 def dtype_of(name: Any) -> torch.dtype:
-    """``float32`` or ``torch.float32``; InvalidRequest if there is no such type."""
+    """Return the type named ``float32`` or ``torch.float32``; InvalidRequest for no such type."""
     found = getattr(torch, str(name).removeprefix("torch."), None)
     if not isinstance(found, torch.dtype):
         raise InvalidRequest(f"there is no dtype {name!r}", param="dtypes")
@@ -120,10 +122,24 @@ def _device_number(uuid: str) -> int:
     raise ValueError(f"this process does not see the GPU {uuid}")
 
 
-def _bytes_of(tensor: Tensor) -> Any:
-    """Something that has them, not a copy where they lie in order."""
-    return tensor.detach().contiguous().cpu().reshape(-1).view(torch.uint8).numpy()
-
-
 def _text(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
+
+
+_ALIGNMENT = 64
+"""Bytes to which PyTorch aligns memory on the CPU."""
+
+
+def aligned(tensor: Tensor) -> Tensor:
+    """Return the tensor, or a copy where PyTorch would place it.
+
+    The memory of a mapped file may be aligned otherwise, and then sums are taken in another order:
+    two processes give bit-identical logits only if both have aligned weights.
+    """
+    return tensor if tensor.data_ptr() % _ALIGNMENT == 0 else tensor.clone()
+
+
+def align(model: Any) -> None:
+    """Align all parameters in place; the objects stay, so tied parameters stay tied."""
+    for parameter in model.parameters():
+        parameter.data = aligned(parameter.data)

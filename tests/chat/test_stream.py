@@ -92,22 +92,23 @@ def test_deltas_concatenate_to_the_message(
     json.dumps(parsed.to_message(), ensure_ascii=False).encode()
 
 
-def reader_of(chat: ChatFormat, family: str) -> OutputParserFactory:
+def reading_as(chat: ChatFormat, family: str) -> ChatFormat:
+    """The same format, whose outputs are read as another family's."""
+    made = copy.copy(chat)
     ends = chat.stop_token_ids
-    return OutputParserFactory(
-        chat._parsers._renderer, chat.tokenizer, chat.decode, ends, family=family
+    OutputParserFactory.__init__(
+        made, chat._renderer, chat.tokenizer, chat.decode, ends, family=family
     )
+    return made
 
 
 @pytest.fixture(scope="session")
 def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
-    buffered, window, text_marks = copy.copy(qwen3), copy.copy(qwen3), copy.copy(default)
-    buffered._parsers = reader_of(qwen3, "unknown")
-    window._parsers = copy.copy(qwen3._parsers)
-    window._parsers.new_detokenizer = lambda: _WindowDetokenizer(qwen3.decode)
-    text_marks._parsers = copy.copy(default._parsers)
-    marks = default._parsers.grammar.marks
-    text_marks._parsers._markers = Markers({}, frozenset(default.stop_token_ids), marks)
+    buffered = reading_as(qwen3, "unknown")
+    window, text_marks = copy.copy(qwen3), copy.copy(default)
+    window.new_detokenizer = lambda: _WindowDetokenizer(qwen3.decode)
+    assert default.grammar is not None
+    text_marks._markers = Markers({}, frozenset(default.stop_token_ids), default.grammar.marks)
     return {
         "qwen3": qwen3,
         "default": default,
@@ -224,7 +225,7 @@ def test_what_named_a_tool_is_a_call(qwen3: ChatFormat, block: str, arguments: s
 )  # fmt: skip
 def test_agrees_with_the_renderer_on_what_models_write(qwen3: ChatFormat, text: str) -> None:
     ids = qwen3.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
-    theirs = qwen3._parsers._renderer.parse_response(ids)
+    theirs = qwen3._renderer.parse_response(ids)
     ours = qwen3.parse(ids, prompt_ids=[], tools=TOOLS)
     assert ours.content == theirs.content
     assert (ours.reasoning_content or "") == (theirs.reasoning_content or "").strip()
@@ -271,8 +272,7 @@ def test_xml_calls_agree_with_the_renderer(qwen3: ChatFormat) -> None:
         qwen3.tokenizer, ids, stop_ids={2}, think_id=think, think_end_id=think_end,
         tool_call_id=call, tool_call_end_id=call_end,
     )  # fmt: skip
-    xml = copy.copy(qwen3)
-    xml._parsers = reader_of(qwen3, "qwen3.5")
+    xml = reading_as(qwen3, "qwen3.5")
     ours = xml.parse(ids, prompt_ids=[], tools=TOOLS)
     assert (ours.content, ours.reasoning_content) == (theirs.content, theirs.reasoning_content)
     (read,) = ours.tool_calls

@@ -7,8 +7,7 @@ from typing import Any
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.message import MessageDelta, ParsedMessage
-from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
+from any_agent.chat.output.message import MessageBuilder, MessageDelta, ParsedMessage, ToolCallIds
 from any_agent.completions.encoders.output_order import parts_of
 from tests.support.records import make_interaction
 

@@ -47,7 +47,7 @@ def test_what_is_not_here_or_not_readable(tmp_path: Path) -> None:
     ],
 )
 def test_another_model(told: dict[str, object], seen: str) -> None:
-    with pytest.raises(ConfigError, match="holds another model") as caught:
+    with pytest.raises(ConfigError, match="serves another model") as caught:
         SHAPE.require_same(told, "http://10.0.0.1:3")
     assert seen in caught.value.message
     SHAPE.require_same({"vocab_size": 100, "architectures": ["Qwen3ForCausalLM"]}, "")
@@ -105,7 +105,7 @@ async def test_one_that_comes_back_as_another_model_is_away(
         with pytest.raises(EngineUnavailable, match="restart of the inference engine"):
             await all_of(client, request("s"), stream=True)
         (said,) = [r.getMessage() for r in caplog.records if r.levelname == "ERROR"]
-        assert f"the engine at {scripted.url} holds another model than the run's" in said
+        assert f"the engine at {scripted.url} serves another model than the run's" in said
         scripted.vocabulary = 100
         await until(lambda: not client.away)
         assert (await all_of(client, request("t"), stream=True))[-1].stop_reason

@@ -13,7 +13,7 @@ from tests.support.engine.sglang import until
 
 async def test_an_open_gate_lets_everybody_through() -> None:
     gate = PauseGate("x", max_wait=60, max_waiting=0)
-    await gate.passed()
+    await gate.wait_open()
     assert gate.is_open
     assert gate.closings == 0
 
@@ -23,7 +23,7 @@ async def test_a_closed_gate_is_waited_at() -> None:
     gate.close()
     gate.close()
     assert gate.closings == 1
-    calls = [asyncio.create_task(gate.passed()) for _ in range(3)]
+    calls = [asyncio.create_task(gate.wait_open()) for _ in range(3)]
     await asyncio.sleep(0)
     assert not any(call.done() for call in calls)
     gate.open()
@@ -34,21 +34,21 @@ async def test_waiting_is_bounded_in_time() -> None:
     gate = PauseGate("a weight update", max_wait=0.01)
     gate.close()
     with pytest.raises(EngineUnavailable, match="a weight update took more than") as raised:
-        await gate.passed()
+        await gate.wait_open()
     assert raised.value.retry_after
 
 
 async def test_waiting_is_bounded_in_number() -> None:
     gate = PauseGate("a weight update", max_wait=60, max_waiting=2)
     gate.close()
-    calls = [asyncio.create_task(gate.passed()) for _ in range(2)]
+    calls = [asyncio.create_task(gate.wait_open()) for _ in range(2)]
     await asyncio.sleep(0)
     with pytest.raises(EngineUnavailable, match="too many calls wait for a weight update"):
-        await gate.passed()
+        await gate.wait_open()
     # Who leaves makes room.
     calls[0].cancel()
     await asyncio.wait([calls[0]])
-    late = asyncio.create_task(gate.passed())
+    late = asyncio.create_task(gate.wait_open())
     await asyncio.sleep(0)
     assert not late.done()
     gate.open()
@@ -76,7 +76,7 @@ async def test_one_task_asks_for_all_calls() -> None:
     engine.answer.clear()
     for _ in range(50):
         outage.begin()
-    calls = [asyncio.create_task(outage.gate.passed()) for _ in range(50)]
+    calls = [asyncio.create_task(outage.gate.wait_open()) for _ in range(50)]
     await until(lambda: engine.questions)
     assert engine.questions == 1
     engine.answer.set()
@@ -114,7 +114,7 @@ async def test_a_second_outage() -> None:
     for _ in range(2):
         outage.begin()
         assert not outage.gate.is_open
-        await asyncio.wait_for(outage.gate.passed(), 60)
+        await asyncio.wait_for(outage.gate.wait_open(), 60)
     assert outage.gate.closings == 2
 
 

@@ -108,7 +108,7 @@ async def test_a_conversation_moves_when_its_engine_dies(
 async def test_only_so_many_conversations_are_remembered(
     pool: EnginePool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("any_agent.engine.pool._REMEMBERED", 4)
+    monkeypatch.setattr("any_agent.engine.pool._MAX_REMEMBERED", 4)
     for k in range(10):
         await call(pool, f"r{k}")
     assert len(pool._homes) == 4
@@ -166,7 +166,7 @@ async def test_an_engine_that_is_not_there(engines: Engines) -> None:
 
 
 @pytest.mark.parametrize(
-    ("engines", "said"), [((), "needs an engine"), (("http://x",), "decode=tokenizer.decode")]
+    ("engines", "said"), [((), "at least one engine"), (("http://x",), "decode=tokenizer.decode")]
 )
 def test_what_makes_no_pool(engines: tuple[str, ...], said: str) -> None:
     with pytest.raises(ConfigError, match=said):

@@ -117,6 +117,6 @@ async def test_an_engine_with_another_model(tiny_model_dir: Path, tmp_path: Path
         config = write_config(tmp_path, tiny_model_dir)
         ended = await asyncio.to_thread(run, config, "--port", "0", "--engine-url", url)
     assert ended.returncode == 2
-    assert f"the engine at {url} holds another model than the run's" in ended.stderr
+    assert f"the engine at {url} serves another model than the run's" in ended.stderr
     assert "knows fewer than" in ended.stderr
     assert "Traceback" not in ended.stderr

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.generate_schema import parse_generate
-from any_agent.engine.embedded.logits_processors import LogitsProcessor
+from any_agent.engine.embedded.sampler import LogitsProcessor
 
 
 class TrueModel:

@@ -76,26 +76,6 @@ def test_mismatch_is_k3_of_engine_against_trainer() -> None:
     assert stats.mismatch == pytest.approx(math.exp(0.3) - 0.3 - 1)
 
 
-def test_kl_to_a_reference() -> None:
-    lp = torch.tensor([-1.0], requires_grad=True)
-    loss, stats = policy_loss(
-        lp,
-        torch.tensor([-1.0]),
-        torch.tensor([0.0]),
-        total_tokens=1,
-        config=LossConfig(kl_coef=0.1),
-        reference=torch.tensor([-1.4]),
-    )
-    expected = math.exp(-0.4) + 0.4 - 1
-    assert float(loss.detach()) == pytest.approx(0.1 * expected)
-    assert stats.kl == pytest.approx(expected)
-    loss.backward()
-    assert lp.grad is not None
-    assert float(lp.grad) == pytest.approx(0.1 * (1 - math.exp(-0.4)))
-    with pytest.raises(ValueError, match="reference"):
-        one(logprob=-1, prox=None, mu=-1, advantage=0, config=LossConfig(kl_coef=0.1))
-
-
 @given(
     st.lists(st.tuples(*[st.floats(-6, 0)] * 3, st.floats(-3, 3)), min_size=2, max_size=9),
     st.data(),
@@ -159,7 +139,7 @@ def test_shapes_and_n_are_checked() -> None:
 
 def test_presets_by_name() -> None:
     assert loss_config(TrainConfig()) == LossConfig(  # type: ignore[call-arg]
-        "grpo", eps_low=0.2, eps_high=0.28, is_cap=5.0, kl_coef=0.0
+        "grpo", eps_low=0.2, eps_high=0.28, is_cap=5.0
     )
     assert LOSSES.find("grpo") is policy_loss
     for setting in ("preset", "loss", "advantage_estimator"):
@@ -169,7 +149,7 @@ def test_presets_by_name() -> None:
 
 @pytest.mark.parametrize(
     "wrong",
-    [{"eps_low": -0.1}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"is_cap": 0}, {"kl_coef": -1}],
+    [{"eps_low": -0.1}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"is_cap": 0}],
 )
 def test_constants_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

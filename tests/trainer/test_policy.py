@@ -246,17 +246,6 @@ def test_broken_weights_are_noticed() -> None:
         policy.step(micro_batches(rows, 10_000), count_trained(rows))
 
 
-def test_a_reference_policy_pulls() -> None:
-    policy, reference = small_policy(), small_policy(seed=1)
-    rows = random_rows(13)
-    n, batches = count_trained(rows), micro_batches(rows, 10_000)
-    config = LossConfig(kl_coef=0.1)
-    pulled = policy.step(batches, n, config, reference=reference)
-    assert pulled.stats.means()["kl"] > 0.01
-    same = small_policy().step(batches, n, config, reference=small_policy())
-    assert same.stats.kl == pytest.approx(0.0, abs=1e-12)
-
-
 def test_gradient_checkpointing_changes_nothing() -> None:
     rows = random_rows(14)
     _, expected = trainer_gradients(small_policy(), rows)

@@ -142,7 +142,7 @@ class Leader:
         self._unsettled = False
         for rank, reply in enumerate(replies, start=1):
             if reply.get("error"):
-                raise TrainingError(f"training process {rank}: {reply['error']}")
+                raise TrainingError(f"training process {rank} failed: {reply['error']}")
             if reply.get("not_finite"):
                 found.append(reply["not_finite"])
 

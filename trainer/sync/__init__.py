@@ -1,7 +1,7 @@
 """New weights for every rank's engine, without a lost call: pause, load, publish, resume.
 
-They go by a folder (:mod:`.disk`), by a process group (:mod:`.group_transport`) or as tensors in
-HTTP bodies (:mod:`.tensor_transport`); the last two send buckets (:mod:`.bucketed`).
+They go by a folder (:mod:`.disk`), or in buckets (:mod:`.bucketed`), over a process group or as
+tensors in HTTP bodies (:mod:`.transports`).
 """
 
 from trainer.sync.base import EngineCall, NewWeights, WeightSync

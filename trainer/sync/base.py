@@ -10,15 +10,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
-from torch import Tensor
-
 from any_agent.errors import EngineUnavailable, ServiceUnavailable
 from any_agent.protocol.rl import RunInfo
 from any_agent.rollout import RankClients
+from trainer.weight_buckets import Bucket
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
-Bucket = list[tuple[str, Tensor]]
 
 UNREACHABLE_TIMEOUT = 60.0
 """Seconds that an update waits for a rank that restarts, on top of the loading time."""

@@ -19,16 +19,10 @@ from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
-from trainer.sync.base import (
-    Bucket,
-    EngineCall,
-    NewWeights,
-    UpdateDeadline,
-    WeightSync,
-    engine_url,
-)
+from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import EngineClient
 from trainer.sync.verify import Sums, WeightVerifier, require_alike
+from trainer.weight_buckets import Bucket
 
 log = logging.getLogger(__name__)
 
@@ -111,12 +105,7 @@ class UpdateAttempt:
     """One try to give some ranks one version. Failures are stored, not raised."""
 
     def __init__(
-        self,
-        sync: BucketSync,
-        ranks: RankClients,
-        new: NewWeights,
-        *,
-        alone: bool,
+        self, sync: BucketSync, ranks: RankClients, new: NewWeights, *, alone: bool
     ) -> None:
         """``alone``: a try of one rank, whose refusal is its own and final."""
         self.done: set[int] = set()

@@ -13,8 +13,7 @@ from any_agent.launcher.gpu_assignment import SHARED_GPUS
 from trainer.sync.base import EngineCall, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
-from trainer.sync.group_transport import GroupTransport
-from trainer.sync.tensor_transport import TensorTransport
+from trainer.sync.transports import GroupTransport, TensorTransport
 
 Way: TypeAlias = Literal["disk", "distributed", "tensor"]
 

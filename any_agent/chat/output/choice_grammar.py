@@ -19,7 +19,7 @@ _KEY: Part = {"type": "regex", "pattern": "[A-Za-z0-9_.-]{1,64}"}
 
 
 class ChoiceGrammar:
-    """Makes such grammars for one family and vocabulary."""
+    """Makes choice grammars for one family and vocabulary."""
 
     def __init__(self, grammar: OutputGrammar, vocab: Mapping[str, int]) -> None:
         self._grammar = grammar

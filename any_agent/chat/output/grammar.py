@@ -8,7 +8,7 @@ from functools import partial
 
 from any_agent.chat.output.json_stream import quoted
 from any_agent.chat.output.markers import THINK_CLOSE, THINK_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.message import MessageBuilder
 from any_agent.chat.output.state_machine import (
     CallReader,
     OutputMachine,
@@ -57,7 +57,7 @@ class OutputGrammar:
     """The markers' texts and kinds."""
     new_machine: NewMachine
     calls: CallSyntax | None = None
-    """None if the text with which its models begin a call is unknown."""
+    """The syntax of calls; None if the text that begins a call is unknown."""
     one_call_stop: str | None = None
     """The token after which one call is complete."""
     leave_reasoning: str = "\n</think>\n\n"

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection
 
 from any_agent.chat.output.json_stream import StringReader, ValueScanner, read_string
-from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.message import MessageBuilder, WhitespaceTrimmer
 
 _WHITE = " \t\r\n"
 _ARGUMENTS = ("arguments", "parameters")

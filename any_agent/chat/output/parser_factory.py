@@ -1,29 +1,28 @@
-"""Making of parsers for one model's outputs, by the grammar of its family."""
+"""The parsers of one model's outputs, by the grammar of its family."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from any_agent.chat.output.buffered_parser import BufferedParser
 from any_agent.chat.output.choice_grammar import ChoiceGrammar, Part
 from any_agent.chat.output.detokenizer import detokenizer_factory
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
 from any_agent.chat.output.markers import TEXT, Markers, Piece, TokenSpans
-from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
-from any_agent.chat.output.stream_parser import IncrementalParser, StreamParser
+from any_agent.chat.output.message import MessageBuilder, ToolCallIds
+from any_agent.chat.output.stream_parser import BufferedParser, IncrementalParser, StreamParser
 from any_agent.types import IdArray, Tool, plain_ids
 
 _TAIL = 64
-"""How many of a prompt's last tokens show how its output begins."""
+"""The number of a prompt's last tokens that show how its output begins."""
 _REASONING_TAIL = 16
-"""How many of them show that reasoning is open."""
+"""The number of them that show that reasoning is open."""
 
 
 class OutputParserFactory:
-    """Makes parsers; stateless between outputs, so one serves every call."""
+    """Makes parsers; it has no state between outputs, so one serves every call."""
 
     def __init__(
         self,
@@ -53,25 +52,29 @@ class OutputParserFactory:
         in_text = {mark: kind for mark, kind in marks.items() if mark not in self._vocab}
         self._markers = Markers(by_id, self._stop_ids, in_text)
         self.spans = TokenSpans(by_id)
+        """The object that locates an output's reasoning tokens and text tokens."""
         self._choice = ChoiceGrammar(self.grammar, self._vocab) if self.grammar else None
         stop = self.grammar.one_call_stop if self.grammar else None
-        self.one_call_stop_ids: tuple[int, ...] | None = None
-        """The tokens after which one call is complete; None if no single token ends it."""
-        if stop in self._vocab:
-            self.one_call_stop_ids = (self._vocab[stop],)
+        self._one_call_stop = self._vocab.get(stop) if stop else None
 
-    def parser(
+    def one_call_stop_ids(self) -> tuple[int, ...] | None:
+        """Return the tokens after which one call is complete; None if no single token ends it."""
+        return None if self._one_call_stop is None else (self._one_call_stop,)
+
+    def stream_parser(
         self,
+        *,
         prompt_ids: Sequence[int] | IdArray,
         tools: list[Tool] | None,
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
         call_seed: bytes = b"",
     ) -> StreamParser:
-        """Return a parser for one output; calls are read only if there are tools.
+        """Return a parser for one output as it is sampled; calls are read only if there are tools.
 
-        ``forced``: the prompt's last tokens, which begin a call and are parsed as output.
-        ``call_seed``: answers with different seeds have different ids of calls.
+        The text ends before a stop string. ``forced``: the prompt's last tokens, which begin a call
+        and are parsed as output. ``call_seed``: answers with different seeds have different ids of
+        calls.
         """
         builder = MessageBuilder(ToolCallIds(prompt_ids, call_seed))
         grammar = self.grammar
@@ -114,13 +117,18 @@ class OutputParserFactory:
         return before + self.grammar.calls.open(name)
 
     def text_or_calls(
-        self, prompt_ids: Sequence[int] | IdArray, text: Part, names: Sequence[str]
+        self, prompt_ids: Sequence[int] | IdArray, text: Mapping[str, Any], names: Sequence[str]
     ) -> Part | None:
-        """Return a grammar of :class:`ChoiceGrammar`; None where the family is not known."""
+        """Return a structural tag for an answer that is a text of a form, or calls these tools.
+
+        Reasoning that the prompt has opened comes first, and is free. ``text``: the form, as a
+        part of a structural tag (`json_schema`, `regex`). None if a call of this family could not
+        be distinguished from a text.
+        """
         if self._choice is None:
             return None
         in_reasoning = self.ends_in_reasoning(prompt_ids)
-        return self._choice.grammar(text, names, in_reasoning=in_reasoning)
+        return self._choice.grammar(dict(text), names, in_reasoning=in_reasoning)
 
     def _ends_in_think(self, tail: list[int]) -> bool:
         """Return True if the prompt ends with ``<think>`` and white space."""

@@ -8,7 +8,7 @@ a call and never names a tool stays in the content as it was written.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum, auto
 from typing import Protocol
 
@@ -22,7 +22,8 @@ from any_agent.chat.output.markers import (
     TOOL_OPEN,
     Piece,
 )
-from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.message import MessageBuilder
+from any_agent.types import Tool
 
 
 class Status(Enum):
@@ -35,23 +36,22 @@ class Status(Enum):
     """This is no call, and the piece was not consumed: nothing of it is in the message."""
 
 
-class CallReader(Protocol):
+class CallReader:
     """Reads the text after a call's opening into the builder."""
 
-    @property
-    def wanted(self) -> frozenset[str]:
-        """The kinds of markers that matter to it, or to what may follow in the same text; the
-        others come as text."""
+    wanted: frozenset[str]
+    """The kinds of markers that matter to it, or later in the same text; others are text."""
+    rest = ""
+    """The part of the last piece after the call's end."""
 
-    @property
-    def opened(self) -> bool:
-        """True once a tool was named: it stays a call, however it goes on."""
+    def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
+        self._builder = builder
+        self._tools = tools
+        self.opened = False
+        """True once a tool was named; from then on it is a call."""
 
-    @property
-    def rest(self) -> str:
-        """The part of the last piece after the call's end."""
-
-    def push(self, text: str, kind: str) -> Status: ...
+    def push(self, text: str, kind: str) -> Status:
+        raise NotImplementedError
 
     def end(self) -> None:
         """End the reading: the output ends inside the call."""

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from any_agent.chat.output.json_stream import is_json, quoted
-from any_agent.chat.output.message_builder import MessageBuilder
+from any_agent.chat.output.message import MessageBuilder
 from any_agent.types import Tool
 
 

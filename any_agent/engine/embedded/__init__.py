@@ -4,10 +4,10 @@
 that one client drives both. In one process,
 :class:`any_agent.engine.embedded.engine.EmbeddedEngine` is the same engine without HTTP.
 
-Life of a request: ``contract`` checks the body -> ``engine`` admits it (duplicate ids, bounded
-queue) -> ``loop`` prefills it into a row of ``cache`` and steps all rows together, ``bend`` bends
-the rows that ask for it, ``sampling`` draws, ``stops`` decides -> one hand-over per step to asyncio
--> ``server`` writes JSON or events.
+Life of a request: ``generate_schema`` checks the body -> ``engine`` admits it (duplicate ids,
+bounded queue) -> ``scheduler`` prefills it into a row of ``kv_cache`` and steps all rows together,
+``sampler`` changes the logits of the rows that need it and draws, ``stops`` finds the end -> one
+hand-over per step to asyncio -> ``server`` writes JSON or events.
 
 Design points:
 
@@ -21,6 +21,6 @@ Design points:
   neighbours nor an interruption change them; with one request at a time, two processes agree bit
   for bit.
 - Penalties, biases and grammars live in an object of the request that has them; a row without one
-  costs nothing. A row that is bent gives the log-probabilities of its bent distribution, as SGLang.
-- Weights are read from safetensors only, checked in full, and copied in between two steps.
+  costs nothing. A row with one gives the log-probabilities of the changed distribution, as SGLang.
+- Weights are read from safetensors only, checked completely, and replaced between two steps.
 """

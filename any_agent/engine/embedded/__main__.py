@@ -29,13 +29,13 @@ def _parser() -> argparse.ArgumentParser:
     add("--weight-version", default="0")
     add("--max-running-requests", type=int, default=32)
     add("--max-queued-requests", type=int, default=1024)
-    add("--max-total-tokens", type=int, help="bound of the key/value states, in tokens")
+    add("--max-total-tokens", type=int, help="limit of the key/value states, in tokens")
     add("--threads", type=int, default=1, help="CPU threads of the model")
     add("--random-seed", type=int)
     add("--incremental-streaming-output", action="store_true", help="events hold only new tokens")
     add("--log-level", default="info", choices=["debug", "info", "warning", "error"])
     add("--log-format", default="text", choices=["text", "json"])
-    add("--log-part", default="engine", help="what JSON log lines call this process")
+    add("--log-part", default="engine", help="name of this process in JSON log lines")
     return parser
 
 
@@ -65,19 +65,19 @@ async def _serve(args: argparse.Namespace) -> None:
         except OSError as exc:
             raise StartupError(f"cannot listen on {args.host}:{args.port}: {exc}") from exc
         log.info("ready on http://%s:%d", args.host, port)
-        told = asyncio.create_task(stop.wait())
+        stopping = asyncio.create_task(stop.wait())
         ended = asyncio.create_task(engine.ended())
-        await asyncio.wait({told, ended}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stopping, ended}, return_when=asyncio.FIRST_COMPLETED)
     await runner.cleanup()
     if (error := await ended) is not None:
-        # Whoever watches this process starts it again; served on, it would only refuse.
+        # The launcher restarts this process; if it stayed, it would refuse every request.
         raise StartupError(f"the generation loop died: {error!r}")
 
 
 def main() -> int:
     args = _parser().parse_args()
     set_up_logging(args.log_level, args.log_format, part=args.log_part)
-    # asyncio and the loop's thread take turns; the default of 5 ms is longer than a small step.
+    # The event loop and the generation loop share the interpreter: a step may take less than 5 ms.
     sys.setswitchinterval(0.0002)
     from any_agent.errors import ConfigError, StartupError
     from any_agent.runtime.private_address import require_private_host
@@ -94,5 +94,5 @@ def main() -> int:
 if __name__ == "__main__":
     code = main()
     logging.shutdown()
-    # Taking torch apart would cost the interpreter seconds that a stop does not have.
+    # Skip the interpreter's shutdown: unloading torch takes seconds that a stop does not have.
     os._exit(code)

@@ -1,4 +1,4 @@
-"""The engine without HTTP: submit, pause, update, for one asyncio event loop."""
+"""The embedded engine without HTTP: it serves one asyncio event loop."""
 
 from __future__ import annotations
 
@@ -8,34 +8,32 @@ from collections.abc import AsyncGenerator, Mapping
 from concurrent.futures import Future
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from torch import Tensor
 
 from any_agent.engine.base import Capabilities
+from any_agent.engine.embedded.generate_schema import check_request, check_top
 from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
-from any_agent.engine.embedded.logits_processors import LogitsProcessor, make_logits_processor
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason
+from any_agent.engine.embedded.sampler import LogitsProcessor, make_logits_processor
 from any_agent.engine.embedded.scheduler import PauseMode, Scheduler, SchedulerLimits
 from any_agent.engine.embedded.stops import StopMatcher
-from any_agent.engine.embedded.validation import check_request, check_top
 from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest
 
-T = TypeVar("T")
-
 
 @dataclass(frozen=True, slots=True)
 class EngineOptions:
-    """How a model is loaded and served."""
+    """The options of loading and serving a model."""
 
     device: str = "cpu"
     dtype: str = "auto"
     context_length: int | None = None
-    """None: the model's."""
+    """The longest context in tokens; None: the model's."""
     weight_version: str = "0"
     max_running_requests: int = 32
     max_queued_requests: int = 1024
@@ -44,11 +42,11 @@ class EngineOptions:
     """Threads of the model on the CPU, set for the whole process; None: PyTorch's setting."""
     seed: int | None = None
     update_timeout: float = 600.0
-    """Seconds that a weight update waits for the requests in flight."""
+    """Seconds that a weight update waits for running requests."""
 
 
 class Generation:
-    """One submitted request, seen from the event loop."""
+    """One submitted request, as the event loop sees it."""
 
     def __init__(self, request: EngineRequest, engine: EmbeddedEngine) -> None:
         self.request = request
@@ -62,11 +60,11 @@ class Generation:
         self._changed.set()
 
     async def progress(self) -> tuple[int, FinishReason | None]:
-        """Wait for news: the number of output tokens that may be read, and the end.
+        """Wait for progress; return the number of readable output tokens, and the end if it came.
 
-        Raises what the request failed with: EngineUnavailable, or what its grammar's
-        :attr:`~any_agent.engine.embedded.grammar.GrammarState.error` says. Cancelling the wait
-        does not cancel the request; :meth:`close` does.
+        Raises the request's error: EngineUnavailable, or that of its grammar
+        (:attr:`~any_agent.engine.embedded.grammar.GrammarState.error`). Cancelling the wait does
+        not cancel the request; :meth:`close` does.
         """
         await self._changed.wait()
         self._changed.clear()
@@ -76,10 +74,9 @@ class Generation:
 
     async def finished(self) -> FinishReason:
         """Wait for the end."""
-        while True:
-            _, finish = await self.progress()
-            if finish is not None:
-                return finish
+        while (finish := (await self.progress())[1]) is None:
+            pass
+        return finish
 
     def close(self) -> None:
         """Cancel the request if it has not ended."""
@@ -89,9 +86,9 @@ class Generation:
 
 
 class EmbeddedEngine:
-    """A model, its generation loop, and the requests in flight.
+    """A model, its generation loop, and the running requests.
 
-    Use as ``async with EmbeddedEngine.load(path) as engine``. All methods belong to the event loop
+    Use it as ``async with EmbeddedEngine.load(path) as engine``. Call all methods on the event loop
     that started it; the model belongs to the engine's thread.
     """
 
@@ -118,7 +115,7 @@ class EmbeddedEngine:
 
     @classmethod
     def load(cls, path: str, options: EngineOptions | None = None) -> EmbeddedEngine:
-        """Load a checkpoint. Raises StartupError."""
+        """Load a checkpoint; StartupError for a model that cannot be served."""
         o = options or EngineOptions()
         loaded = load_model(path, device=o.device, dtype=o.dtype, context_length=o.context_length)
         return cls(loaded, o)
@@ -128,12 +125,12 @@ class EmbeddedEngine:
         self.loop.start()
 
     async def ended(self) -> BaseException | None:
-        """Wait until the generation loop has ended; what it died of, if it did."""
+        """Wait until the generation loop has ended; return the error that ended it, if any."""
         await asyncio.to_thread(self.loop.join)
         return self.loop.error
 
     async def stop(self) -> None:
-        """Abort what runs and end the thread."""
+        """Abort the running requests and end the thread."""
         await asyncio.to_thread(self.loop.stop)
 
     async def __aenter__(self) -> EmbeddedEngine:
@@ -145,12 +142,12 @@ class EmbeddedEngine:
 
     @property
     def weight_version(self) -> str:
-        """What the next token will carry."""
+        """The version of the next token."""
         return self.loop.version
 
     @property
     def version(self) -> int:
-        """The same as a number; -1 where it is none."""
+        """The version of the next token as a number; -1 for any other name."""
         return int(self.loop.version) if self.loop.version.isdecimal() else -1
 
     @property
@@ -161,11 +158,11 @@ class EmbeddedEngine:
     def paused(self) -> PauseMode | None:
         return self.loop.paused
 
-    async def bend(self, request: ModelRequest) -> LogitsProcessor | None:
-        """What bends a request's distribution.
+    async def make_processor(self, request: ModelRequest) -> LogitsProcessor | None:
+        """Make the logits processor of a request, if it needs one.
 
-        Raises InvalidRequest for what is no grammar, or too costly a one; EngineUnavailable if too
-        many are looked at.
+        Raises InvalidRequest for a text that is no grammar, or too costly a one; EngineUnavailable
+        if too many grammars are being checked.
         """
         grammar = request.gconfig.grammar
         if grammar is None:
@@ -174,12 +171,16 @@ class EmbeddedEngine:
         return await asyncio.to_thread(make_logits_processor, request.gconfig, self._grammars)
 
     def submit(
-        self, request: ModelRequest, *, stream: bool = True, bend: LogitsProcessor | None = None
+        self,
+        request: ModelRequest,
+        *,
+        stream: bool = True,
+        processor: LogitsProcessor | None = None,
     ) -> Generation:
         """Queue a request; with ``stream`` every step is reported, else only the end.
 
-        ``bend`` is the request's, from :meth:`bend`; nobody bends a request that comes without.
-        Raises InvalidRequest (nothing reached the model) or EngineUnavailable (queue full, dead).
+        ``processor`` is the result of :meth:`make_processor` for the request. Raises InvalidRequest
+        (nothing reached the model) or EngineUnavailable (queue full, loop ended).
         """
         request.require_ids()
         ids = (
@@ -188,7 +189,7 @@ class EmbeddedEngine:
         check_top(request.top_logprobs, self.loaded.vocab_size)
         config = check_request(ids, request.gconfig, self.loaded, self.options.max_total_tokens)
         if request.rid in self._generations:
-            raise InvalidRequest(f"rid {request.rid!r} is in use by a request in flight")
+            raise InvalidRequest(f"rid {request.rid!r} is in use by a running request", param="rid")
         if not self.alive:
             raise EngineUnavailable("the generation loop has ended")
         if len(self._generations) >= (
@@ -203,7 +204,7 @@ class EmbeddedEngine:
             stop_ids=stop_ids if config.ignore_eos else stop_ids | self.loaded.eos_ids,
             matcher=StopMatcher(config.stop, self._raw_decode) if config.stop else None,
             stream=stream,
-            bend=bend,
+            processor=processor,
             top=request.top_logprobs,
         )
         inner.sink = generation = Generation(inner, self)
@@ -215,15 +216,15 @@ class EmbeddedEngine:
         return generation
 
     async def context_length(self) -> int:
-        """Tokens of prompt and output together that a request may have."""
+        """Return how many tokens, prompt and output, a request may have."""
         return self.loaded.context_length
 
     async def capabilities(self) -> Capabilities:
-        """What requests may ask for."""
-        return self.can
+        """Return the features that requests may use."""
+        return self.features
 
     @property
-    def can(self) -> Capabilities:
+    def features(self) -> Capabilities:
         available = self._grammars.available
         return Capabilities(grammar=available, structural_tag=available)
 
@@ -232,10 +233,12 @@ class EmbeddedEngine:
     ) -> AsyncGenerator[GenerationChunk]:
         """Sample one request; closing the iterator early cancels it.
 
-        The last chunk alone has a stop reason. Weight versions must be numbers here. Raises
+        Only the last chunk has a stop reason. Weight versions must be numbers here. Raises
         InvalidRequest, or EngineUnavailable if the engine fails.
         """
-        generation = self.submit(request, stream=stream, bend=await self.bend(request))
+        generation = self.submit(
+            request, stream=stream, processor=await self.make_processor(request)
+        )
         sent = 0
         inner = generation.request
         try:
@@ -255,39 +258,40 @@ class EmbeddedEngine:
             generation.close()
 
     def abort(self, rid: str | None, message: str = "aborted") -> Future[None]:
-        """End one request, or all (None), within one step; they answer with what they have."""
+        """End one request, or all (None), within one step; each returns its output so far."""
         return self.loop.abort(rid, message)
 
     async def pause(self, mode: PauseMode = "in_place") -> None:
-        """Returns when no step runs; ``abort`` ends every request, ``in_place`` keeps them.
+        """Pause, and return when no step runs; ``abort`` ends every request, ``in_place`` none.
 
         New requests are queued until :meth:`resume`.
         """
-        await self._wait(self.loop.pause(mode))
+        await asyncio.wrap_future(self.loop.pause(mode))
 
     async def resume(self, version: int | None = None) -> None:
-        """Go on; ``version``, if given, names the weights that were loaded meanwhile."""
-        await self._wait(self.loop.resume(None if version is None else str(version)))
+        """Continue; ``version``, if given, names the weights that were loaded meanwhile."""
+        resumed = self.loop.resume(None if version is None else str(version))
+        await asyncio.wrap_future(resumed)
 
     async def rename(self, version: str) -> None:
-        """Call the weights that are served so, from the next token on."""
+        """Rename the current weights, from the next token on."""
 
         def rename() -> None:
             self.loop.version = version
 
-        await self._wait(self.loop.call(rename))
+        await asyncio.wrap_future(self.loop.call(rename))
 
     async def clear_cache(self) -> bool:
         """Free the memory of key/value states; False while requests run."""
-        return await self._wait(self.loop.clear_cache())
+        return await asyncio.wrap_future(self.loop.clear_cache())
 
     async def update_weights(
         self, path: str, version: str | None = None, *, abort_all: bool = False
     ) -> int:
-        """Load a checkpoint into the model; returns how many requests were kept paused.
+        """Load a checkpoint into the model; return how many requests were kept paused.
 
-        Raises InvalidRequest for a bad checkpoint (the old weights stay whole), Conflict when the
-        requests in flight did not end in time.
+        Raises InvalidRequest for a bad checkpoint (the old weights stay complete), Conflict if the
+        running requests did not end in time.
         """
         weights = await asyncio.to_thread(read_weights, self.loaded.model, Path(path))
         kept = await self.apply_weights(weights, version, abort_all=abort_all)
@@ -297,29 +301,26 @@ class EmbeddedEngine:
     async def apply_weights(
         self, weights: Mapping[str, Tensor], version: str | None, *, abort_all: bool = False
     ) -> int:
-        """Serve weights of the model's own names, types and shapes, which are not used elsewhere.
+        """Use weights of the model's own names, types and shapes, which the engine then owns.
 
-        As :meth:`update_weights`, for a checkpoint that has been read.
+        Returns and raises as :meth:`update_weights`.
         """
         if abort_all:
-            await self._wait(self.abort(None, "aborted by a weight update"))
+            await asyncio.wrap_future(self.abort(None, "aborted by a weight update"))
         done = self.loop.update(lambda: apply_weights(self.loaded.model, weights), version)
         applied = asyncio.wrap_future(done)
         try:
             await asyncio.wait({applied}, timeout=self.options.update_timeout)
         except asyncio.CancelledError:
-            done.cancel()  # nobody waits any more: do not hold new requests back for it
+            done.cancel()  # the caller is gone: an abandoned update must not delay new requests
             raise
         if done.cancel():
-            raise Conflict(f"requests in flight did not end in {self.options.update_timeout:g} s")
+            raise Conflict(f"running requests did not end in {self.options.update_timeout:g} s")
         return await applied
-
-    async def _wait(self, future: Future[T]) -> T:
-        return await asyncio.wrap_future(future)
 
     def _deliver(self, events: list[Event]) -> None:
         assert self._home is not None
-        # A closed event loop has nobody left who waits.
+        # A closed event loop has no caller that waits.
         with contextlib.suppress(RuntimeError):
             self._home.call_soon_threadsafe(self._dispatch, events)
 

@@ -1,7 +1,8 @@
-"""The JSON of SGLang's ``/generate``: a body to a checked call, an output to an answer."""
+"""The JSON of SGLang's ``/generate``: validated requests and their answers."""
 
 from __future__ import annotations
 
+import math
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -9,14 +10,15 @@ from typing import Any
 
 import orjson
 
+from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.request import EngineRequest, FinishReason
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 _DEFAULT_MAX_NEW_TOKENS = 128
 _MAX_RID_LENGTH = 256
 
-# Meaningful here, or harmless without a prefix cache and with one model.
+# Names that this engine honours, or that change nothing without a prefix cache and with one model.
 _TOLERATED = frozenset(
     {
         "input_ids",
@@ -35,7 +37,7 @@ _TOLERATED = frozenset(
         "modalities",
     }
 )
-# Sampling parameters that exist in SGLang but not here, with the value that changes nothing.
+# Sampling parameters of SGLang that this engine lacks, with the values that change nothing.
 _NEUTRAL: Mapping[str, Any] = {
     "min_new_tokens": 0,
     "n": 1,
@@ -60,7 +62,7 @@ class GenerateRequest:
 
 
 def json_object(body: bytes) -> dict[str, Any]:
-    """A JSON object; an empty body is an empty one. Raises InvalidRequest."""
+    """Parse a JSON object; {} for an empty body, InvalidRequest for anything else."""
     if not body:
         return {}
     try:
@@ -73,7 +75,7 @@ def json_object(body: bytes) -> dict[str, Any]:
 
 
 def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
-    """Check names and types. Raises InvalidRequest or UnsupportedParameter (both 400)."""
+    """Check names and types; raise InvalidRequest or UnsupportedParameter (both 400)."""
     for name, value in body.items():
         if name not in _TOLERATED and value not in (None, False, 0, "", [], {}):
             hint = "; use input_ids" if name in ("text", "input_embeds") else ""
@@ -213,7 +215,7 @@ def answer(
     latency: float,
     current_version: str,
 ) -> dict[str, Any]:
-    """One answer or event with the output tokens ``start`` .. ``count``; totals are of all."""
+    """Return an answer or event with the output tokens ``start`` .. ``count``; totals count all."""
     ids = request.output_ids[start:count]
     # Without a token: one empty span of the current version, as in SGLang.
     spans = request.spans(count) or [(current_version, 0, 0)]
@@ -232,7 +234,90 @@ def answer(
         meta["input_token_logprobs"] = []
         meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
         if request.top:
-            # What cannot come has null as its logprob, as in SGLang: JSON has no infinity.
+            # An impossible token has null as its logprob, as in SGLang: JSON has no infinity.
             tops = request.tops[start:count]
             meta["output_top_logprobs"] = [[[p, i, None] for i, p in top] for top in tops]
     return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+MAX_STOPS = 64
+MAX_TOP = 100
+MAX_STOP_LENGTH = 4096
+
+
+def check_request(
+    ids: list[int],
+    config: GenerationHyperparameters,
+    loaded: LoadedModel,
+    max_total_tokens: int | None,
+) -> GenerationHyperparameters:
+    """Return the parameters, ``max_new_tokens`` limited to the room that the context leaves.
+
+    Raises InvalidRequest for a wrong value, ContextLengthExceeded if the prompt leaves no room.
+    """
+    check_ids(ids, loaded.vocab_size)
+    check_sampling(config)
+    _check_bias(config.logit_bias, loaded.vocab_size)
+    room = loaded.context_length - len(ids)
+    if max_total_tokens is not None:
+        room = min(room, max_total_tokens - len(ids))
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(ids)} tokens and leaves no room in a context of "
+            f"{loaded.context_length}"
+        )
+    return config if config.max_new_tokens <= room else config.new(max_new_tokens=room)
+
+
+def check_ids(ids: list[int], vocab_size: int) -> None:
+    if not ids:
+        raise InvalidRequest("input_ids is empty", param="input_ids")
+    # type() because True is an int; set() because most prompts hold one type.
+    if set(map(type, ids)) != {int}:
+        raise InvalidRequest("input_ids must be a list of integers", param="input_ids")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"input_ids must be 0 .. {vocab_size - 1}, the vocabulary", param="input_ids"
+        )
+
+
+def check_top(count: int, vocab_size: int) -> None:
+    if not 0 <= count <= min(MAX_TOP, vocab_size):
+        raise InvalidRequest(
+            f"top_logprobs_num must be 0 .. {min(MAX_TOP, vocab_size)}", param="top_logprobs_num"
+        )
+
+
+def _check_bias(biases: tuple[tuple[int, float], ...], vocab_size: int) -> None:
+    tokens = {token for token, _ in biases}
+    if len(tokens) != len(biases) or any(not 0 <= token < vocab_size for token in tokens):
+        raise InvalidRequest(
+            f"logit_bias must name different ids, 0 .. {vocab_size - 1}", param="logit_bias"
+        )
+    if not all(math.isfinite(bias) for _, bias in biases):
+        raise InvalidRequest("logit_bias must be finite", param="logit_bias")
+
+
+_RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "temperature": (lambda v: 0 <= v <= 1e4, "a finite number, 0 .. 10000"),
+    "top_p": (lambda v: 0 < v <= 1, "in (0, 1]"),
+    "top_k": (lambda v: v == -1 or v >= 1, "-1 (off) or at least 1"),
+    "min_p": (lambda v: 0 <= v <= 1, "in [0, 1]"),
+    "frequency_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    "presence_penalty": (lambda v: -2 <= v <= 2, "in [-2, 2]"),
+    "repetition_penalty": (lambda v: 0 < v <= 2, "in (0, 2]"),
+    "seed": (lambda v: v is None or -(2**63) <= v < 2**63, "a signed 64-bit integer"),
+    "max_new_tokens": (lambda v: v >= 0, "at least 0"),
+    "stop": (
+        lambda v: len(v) <= MAX_STOPS and all(0 < len(s) <= MAX_STOP_LENGTH for s in v),
+        f"at most {MAX_STOPS} strings of 1 .. {MAX_STOP_LENGTH} characters",
+    ),
+}
+"""The sampling parameters with a test of their values, and the rule in words."""
+
+
+def check_sampling(config: GenerationHyperparameters) -> None:
+    for name, (is_valid, rule) in _RULES.items():
+        value = getattr(config, name)
+        if not is_valid(value):
+            raise InvalidRequest(f"{name} must be {rule}, got {value!r}", param=name)

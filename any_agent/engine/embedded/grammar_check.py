@@ -1,9 +1,9 @@
-"""Tries a grammar in a process of its own, where it may run out of time or memory alone.
+"""The check of a grammar's cost, in a process that alone may run out of time or memory.
 
-Some schemas, a few dozen ``allOf`` patterns say, take llguidance minutes and gigabytes before it
-gives up, in a thread that nobody can stop. Run as a script: it reads llguidance's form of a grammar
-and ends well, or is ended. As such it imports nothing of this package, which would take longer
-than the check.
+Some schemas, such as a few dozen ``allOf`` patterns, take llguidance minutes and gigabytes before
+it gives up, in a thread that cannot be stopped. Run as a script, this file reads a grammar in
+llguidance's form, and exits with 0 unless a limit ends it. The script imports nothing of this
+package, which would take longer than the check.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ import resource
 import sys
 from collections import OrderedDict
 
-SECONDS = 4
-"""Of the processor; schemas of 100 KB take one or two."""
+CPU_SECONDS = 4
+"""Processor time of a check; schemas of 100 KB take one or two seconds."""
 _TIMEOUT = 30.0
-"""Seconds on the clock, on a machine that is busy."""
-_MEMORY = 2 << 30
-_AT_ONCE = 2
+"""Seconds of wall time, for a busy machine."""
+_MAX_BYTES = 2 << 30
+_MAX_CHECKS = 2
 _MAX_WAITING = 32
-_REMEMBERED = 256
+_MAX_REMEMBERED = 256
 
 
 class GrammarChecker:
-    """Remembers which grammars are harmless: agents send the same few again and again."""
+    """Checks grammars, and remembers the harmless ones: agents send the same few repeatedly."""
 
-    def __init__(self, seconds: int = SECONDS) -> None:
+    def __init__(self, seconds: int = CPU_SECONDS) -> None:
         self._seconds = seconds
         self._harmless: OrderedDict[bytes, None] = OrderedDict()
-        self._places = asyncio.Semaphore(_AT_ONCE)
+        self._places = asyncio.Semaphore(_MAX_CHECKS)
         self._waiting = 0
 
     async def require_harmless(self, grammar: str) -> None:
-        """That it can be compiled at a bounded cost, else InvalidRequest; not that it is a grammar.
+        """Raise InvalidRequest for a text that cannot be compiled at a bounded cost.
 
-        EngineUnavailable if too many wait for this.
+        The text may still be no grammar. Raises EngineUnavailable if too many checks wait.
         """
         digest = hashlib.blake2b(grammar.encode(), digest_size=16).digest()
         if digest not in self._harmless:
             await self._try(grammar)
             self._harmless[digest] = None
-            if len(self._harmless) > _REMEMBERED:
+            if len(self._harmless) > _MAX_REMEMBERED:
                 self._harmless.popitem(last=False)
         self._harmless.move_to_end(digest)
 
@@ -51,7 +51,7 @@ class GrammarChecker:
         from any_agent.errors import EngineUnavailable, InvalidRequest
 
         if self._waiting >= _MAX_WAITING:
-            raise EngineUnavailable("too many new grammars at once", retry_after=2)
+            raise EngineUnavailable("too many new grammars at once; try again", retry_after=2)
         self._waiting += 1
         try:
             async with self._places:
@@ -61,7 +61,7 @@ class GrammarChecker:
         if not survived:
             raise InvalidRequest(
                 f"not a grammar: it takes more than {self._seconds} s or "
-                f"{_MEMORY >> 30} GiB to compile; make it simpler",
+                f"{_MAX_BYTES >> 30} GiB to compile; make it simpler",
                 param="grammar",
             )
 
@@ -86,10 +86,10 @@ class GrammarChecker:
 
 
 def main() -> None:
-    """Ends with another code than 0, or by a signal, if the limits were too narrow."""
+    """Compile the grammar on standard input; a limit ends the process by a code or a signal."""
     seconds = int(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
-    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
+    resource.setrlimit(resource.RLIMIT_AS, (_MAX_BYTES, _MAX_BYTES))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     from llguidance import LLMatcher
 

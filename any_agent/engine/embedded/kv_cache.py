@@ -1,4 +1,4 @@
-"""Key/value states in slots: one row per running request, each row with its own length."""
+"""The key/value cache: one row per running request, each row with its own length."""
 
 from __future__ import annotations
 
@@ -71,16 +71,12 @@ def _rounded(columns: int) -> int:
 class KVCache:
     """The rows of all layers; rows 0 .. ``active`` - 1 are in use, in the running batch's order.
 
-    ``kv`` is what the model gets as ``past_key_values``. ``max_tokens`` bounds rows x columns, as
-    long as the rows in use fit. All methods run in the loop's thread.
+    The model gets ``kv`` as ``past_key_values``. ``max_tokens`` bounds rows x columns, as long as
+    the rows in use fit. All methods run in the loop's thread.
     """
 
     def __init__(
-        self,
-        layers: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        max_tokens: int | None = None,
+        self, layers: int, dtype: torch.dtype, device: torch.device, max_tokens: int | None = None
     ) -> None:
         self.max_tokens = max_tokens
         self.kv = Cache(layers=[KVCacheLayer(self) for _ in range(layers)])
@@ -89,7 +85,7 @@ class KVCache:
         self.clear()
 
     def clear(self) -> None:
-        """Free everything; only without active rows."""
+        """Free all memory; call it only without active rows."""
         for layer in self.kv.layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
@@ -102,11 +98,11 @@ class KVCache:
         self.row_index = self.length_index = torch.empty(0, dtype=torch.long, device=self.device)
 
     def reserve(self, rows: int, columns: int) -> None:
-        """Make room for so many rows and columns; layers follow when they are next written."""
+        """Make room for so many rows and columns; layers grow when they are next written."""
         columns = max(columns, self.longest + 1)
         if rows <= self.rows and columns <= self.columns:
             return
-        # In advance, so that a growing row is copied a logarithmic number of times.
+        # Grow in advance, so that a growing row is copied a logarithmic number of times.
         wide = max(columns, self.columns + self.columns // 4) if columns > self.columns else 0
         new_rows, new_columns = max(rows, self.rows), max(_rounded(wide), self.columns)
         if self.max_tokens is not None and new_rows * new_columns > self.max_tokens:
@@ -118,12 +114,12 @@ class KVCache:
         self.mask[:kept_rows, :kept] = old[:kept_rows, :kept]
 
     def begin_prefill(self, lengths: Sequence[int]) -> None:
-        """The next forward pass fills new rows, right-padded to the longest."""
+        """Prepare for a forward pass that fills new rows, right-padded to the longest."""
         self.reserve(self.active + len(lengths), max(lengths) + 1)
         self.prefill_at = self.active
 
     def end_prefill(self, lengths: Sequence[int]) -> None:
-        """Take the rows just written into use."""
+        """Activate the rows that were just written."""
         self.prefill_at = None
         lowest = torch.finfo(self.dtype).min
         for length in lengths:
@@ -134,10 +130,10 @@ class KVCache:
         self._reindex()
 
     def begin_decode(self) -> Tensor | None:
-        """The next forward pass adds one column to each active row.
+        """Prepare for a forward pass that adds one column to each active row.
 
-        Returns the additive mask [active, 1, 1, longest + 1], or None where all rows are equally
-        long and none is needed.
+        Returns the additive mask [active, 1, 1, longest + 1], or None if all rows are equally long
+        and need none.
         """
         self.reserve(self.active, self.longest + 1)
         if min(self.lengths) == self.longest:
@@ -154,7 +150,7 @@ class KVCache:
         self.length_index = self.length_index + 1
 
     def drop(self, row: int, *, wipe: bool = False) -> None:
-        """Free a row; the last one moves into its place. ``wipe`` where it may hold NaN."""
+        """Free a row; the last one moves into its place. ``wipe`` a row that may have NaN."""
         last = self.active - 1
         end = self.lengths[last]
         for layer in self.kv.layers:

@@ -1,4 +1,4 @@
-"""Loading a causal language model, and refusing one that the loop could not run exactly."""
+"""The loader of causal language models; it refuses those that the loop cannot run exactly."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ from typing import Any
 
 import torch
 
-from any_agent.engine.alignment import align
 from any_agent.engine.embedded.kv_cache import KVCache
 from any_agent.engine.embedded.stops import Decode
+from any_agent.engine.weight_serialization import align
 from any_agent.errors import StartupError
 
 _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "past_key_values", "logits_to_keep")
@@ -19,7 +19,7 @@ _PARAMETERS = ("input_ids", "position_ids", "attention_mask", "past_key_values",
 
 @dataclass(frozen=True, slots=True)
 class LoadedModel:
-    """A model in evaluation mode with what serving needs to know about it."""
+    """A model in evaluation mode with the properties that serving needs."""
 
     model: Any
     tokenizer: Any
@@ -35,21 +35,19 @@ class LoadedModel:
         return KVCache(self.cache_layers, self.dtype, self.device, max_tokens)
 
     def decoder(self, *, skip_special_tokens: bool) -> Decode:
-        """Ids to text. Ids that the tokenizer does not know give no text."""
+        """Return a function from ids to text; ids that the tokenizer does not know give no text."""
         core = getattr(self.tokenizer, "backend_tokenizer", None)
         if core is not None:
             return lambda ids: core.decode(list(ids), skip_special_tokens=skip_special_tokens)
         return lambda ids: self.tokenizer.decode(
-            list(ids),
-            skip_special_tokens=skip_special_tokens,
-            clean_up_tokenization_spaces=False,
+            list(ids), skip_special_tokens=skip_special_tokens, clean_up_tokenization_spaces=False
         )
 
 
 def load_model(
     path: str, *, device: str = "cpu", dtype: str = "auto", context_length: int | None = None
 ) -> LoadedModel:
-    """Load from a directory or a hub name. Raises StartupError with what is wrong.
+    """Load a model from a directory or a hub name; StartupError for one that cannot be served.
 
     ``device`` auto takes a GPU if there is one.
     """
@@ -74,7 +72,9 @@ def load_model(
     config = model.config.get_text_config(decoder=True)
     longest = int(config.max_position_embeddings)
     if context_length is not None and not 2 <= context_length <= longest:
-        raise StartupError(f"context length must be 2 .. {longest}, not {context_length}")
+        raise StartupError(
+            f"the context length must be 2 .. {longest} for this model, not {context_length}"
+        )
     loaded = LoadedModel(
         model=model,
         tokenizer=tokenizer,
@@ -98,7 +98,7 @@ def _eos_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _plain_cache_layers(model: Any) -> int:
-    """How many layers; StartupError for a cache that is not plain growing keys and values."""
+    """Return the number of layers; StartupError for a cache other than growing keys and values."""
     from transformers.cache_utils import DynamicCache, DynamicLayer
 
     name = type(model).__name__
@@ -118,7 +118,7 @@ def _plain_cache_layers(model: Any) -> int:
 
 
 def _check_rope(config: Any, context_length: int) -> None:
-    """Some rotary scalings change with a batch's longest row: rows would not be independent."""
+    """Raise StartupError for a rotary scaling that depends on the batch's longest row."""
     rope = getattr(config, "rope_parameters", None) or {}
     original = rope.get("original_max_position_embeddings") or config.max_position_embeddings
     if rope.get("rope_type") in ("dynamic", "longrope") and context_length > original:

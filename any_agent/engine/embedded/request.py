@@ -1,4 +1,4 @@
-"""One request as the loop sees it."""
+"""A request inside the generation loop."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeAlias
 
-from any_agent.engine.embedded.logits_processors import LogitsProcessor
+from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.errors import AnyAgentError, EngineUnavailable
 from any_agent.types import GenerationHyperparameters, StopReason
@@ -15,13 +15,13 @@ from any_agent.types import GenerationHyperparameters, StopReason
 
 @dataclass(frozen=True, slots=True)
 class FinishReason:
-    """Why a request ended. ``matched`` for stops, ``message`` for aborts."""
+    """The reason for a request's end: ``matched`` for stops, ``message`` for aborts."""
 
     type: StopReason
     matched: str | int | None = None
     message: str | None = None
     error: AnyAgentError | None = None
-    """Of one that failed: its caller gets this, and nothing of the output."""
+    """The error of a failed request: its caller gets this, and nothing of the output."""
 
     @classmethod
     def failure(cls, error: AnyAgentError) -> FinishReason:
@@ -38,31 +38,31 @@ class EngineRequest:
     stop_ids: frozenset[int]
     matcher: StopMatcher | None = None
     stream: bool = True
-    """Whether each step is reported, or only the end."""
-    bend: LogitsProcessor | None = None
+    """True to report each step, False to report only the end."""
+    processor: LogitsProcessor | None = None
     top: int = 0
-    """How many of the likeliest tokens are kept at each position."""
+    """The number of likeliest tokens to store at each position."""
     sink: Any = None
-    """The caller's own; the loop passes it through."""
+    """An object of the caller, which the loop passes through."""
     output_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     tops: list[Sequence[tuple[int, float]]] = field(default_factory=list)
     changes: list[tuple[int, str]] = field(default_factory=list)
-    """From which output position on which weight version sampled."""
+    """The output positions from which on another weight version sampled."""
     finish: FinishReason | None = None
 
     @property
     def position(self) -> int:
-        """Of the next token, counted from the prompt's first."""
+        """The next token's position, counted from the prompt's first token."""
         return len(self.input_ids) + len(self.output_ids)
 
     @property
     def reach(self) -> int:
-        """The longest it can become, in tokens."""
+        """The most tokens that the request can have."""
         return len(self.input_ids) + self.config.max_new_tokens
 
     def spans(self, count: int) -> list[tuple[str, int, int]]:
-        """(version, start, end) over the first ``count`` output tokens, half-open."""
+        """Return (version, start, end) over the first ``count`` output tokens, half-open."""
         found = []
         for i, (start, version) in enumerate(self.changes):
             end = self.changes[i + 1][0] if i + 1 < len(self.changes) else count
@@ -71,14 +71,14 @@ class EngineRequest:
         return found
 
     def versions(self, start: int, end: int) -> list[str]:
-        """The version of each output token in [start, end)."""
+        """Return the version of each output token in [start, end)."""
         out: list[str] = []
         for version, first, last in self.spans(end):
             out += [version] * (last - max(first, start))
         return out
 
     def likeliest(self, start: int, end: int) -> list[list[tuple[int, float]]]:
-        """Of each output token in [start, end), without those that cannot come."""
+        """Return the likeliest possible tokens of each position in [start, end)."""
         return [
             [(token, logprob) for token, logprob in top if math.isfinite(logprob)]
             for top in self.tops[start:end]
@@ -87,15 +87,15 @@ class EngineRequest:
     def accept(
         self, token: int, logprob: float, version: str, top: Sequence[tuple[int, float]] = ()
     ) -> None:
-        """Add one sampled token and decide whether it ends the output."""
+        """Add one sampled token, and decide if it ends the output."""
         if not math.isfinite(logprob):
             self.finish = FinishReason.failure(
-                EngineUnavailable("the model's logits are not finite")
+                EngineUnavailable("the model's logits are not finite: check its weights")
             )
             return
-        grammar = self.bend.grammar if self.bend is not None else None
-        if self.bend is not None:
-            self.bend.push(token)
+        grammar = self.processor.grammar if self.processor is not None else None
+        if self.processor is not None:
+            self.processor.push(token)
         if grammar is not None and (error := grammar.error) is not None:
             self.finish = FinishReason.failure(error)
             return
@@ -116,13 +116,13 @@ class EngineRequest:
 
 
 Event: TypeAlias = tuple[EngineRequest, int, FinishReason | None]
-"""A request, how many output tokens it has now, and its end."""
+"""A request, the number of its output tokens, and its end if it came."""
 
 
 def similar_lengths(
     requests: list[EngineRequest], max_tokens: int
 ) -> Iterator[list[EngineRequest]]:
-    """Split into joint prefills that waste at most a third on padding."""
+    """Split requests into joint prefills that waste at most a third on padding."""
     group: list[EngineRequest] = []
     real = 0
     for request in sorted(requests, key=lambda r: len(r.input_ids)):

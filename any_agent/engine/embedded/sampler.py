@@ -1,4 +1,9 @@
-"""Drawing one token per row, each row with its own parameters and perhaps a seed."""
+"""The sampler: it draws one token per row, each row with its own parameters and perhaps a seed.
+
+A row's logits are first changed as in SGLang: the additive penalties, which count the output's
+tokens and never the prompt's, the repetition penalty, the grammar, the biases, the temperature. The
+log-probabilities are those of the changed distribution, over all tokens that the grammar allows.
+"""
 
 from __future__ import annotations
 
@@ -9,11 +14,68 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.logits_processors import LogitsProcessor
+from any_agent.engine.embedded.grammar import GrammarCompiler, GrammarState
 from any_agent.types import GenerationHyperparameters
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, and its logprobs are at temperature 1, as in SGLang."""
+
+
+def make_logits_processor(
+    config: GenerationHyperparameters, grammars: GrammarCompiler
+) -> LogitsProcessor | None:
+    """Make a request's logits processor, None for nearly all; InvalidRequest for a bad grammar."""
+    penalised = (
+        config.frequency_penalty != 0
+        or config.presence_penalty != 0
+        or config.repetition_penalty != 1
+    )
+    if not (penalised or config.logit_bias or config.grammar is not None):
+        return None
+    grammar = None if config.grammar is None else grammars.compile(config.grammar)
+    return LogitsProcessor(config, grammar, penalised=penalised)
+
+
+class LogitsProcessor:
+    """The penalties, grammar and biases of one request; its state grows with the output."""
+
+    def __init__(
+        self,
+        config: GenerationHyperparameters,
+        grammar: GrammarState | None = None,
+        *,
+        penalised: bool = True,
+    ) -> None:
+        self._config = config
+        self.grammar = grammar
+        self._penalised = penalised
+        self._counts: dict[int, int] = {}
+
+    def push(self, token: int) -> None:
+        """Add the output's next token."""
+        if self._penalised:
+            self._counts[token] = self._counts.get(token, 0) + 1
+        if self.grammar is not None:
+            self.grammar.push(token)
+
+    def apply(self, logits: Tensor) -> None:
+        """Change the next token's ``logits`` [vocabulary], float32, in place."""
+        if self._counts:
+            self._penalise(logits)
+        if self.grammar is not None:
+            forbidden = torch.from_numpy(self.grammar.forbidden()[: len(logits)])
+            logits.masked_fill_(forbidden.to(logits.device), float("-inf"))
+        if self._config.logit_bias:
+            tokens, biases = zip(*self._config.logit_bias, strict=True)
+            logits[list(tokens)] += torch.tensor(biases, device=logits.device)
+
+    def _penalise(self, logits: Tensor) -> None:
+        c, device = self._config, logits.device
+        tokens = torch.tensor(list(self._counts), device=device)
+        counts = torch.tensor(list(self._counts.values()), device=device, dtype=torch.float32)
+        values = logits[tokens] - c.frequency_penalty * counts - c.presence_penalty
+        factor = c.repetition_penalty
+        logits[tokens] = torch.where(values < 0, values * factor, values / factor)
 
 
 class SampleDraw(NamedTuple):
@@ -22,23 +84,25 @@ class SampleDraw(NamedTuple):
     ids: list[int]
     logprobs: list[float]
     tops: dict[int, list[tuple[int, float]]]
-    """Of the rows that asked, the likeliest ids and their log-probabilities, best first."""
+    """The likeliest ids and their log-probabilities, best first, of the rows that want them."""
 
 
 class BatchSampler:
     """The sampling parameters of a batch as tensors; made anew when the batch's rows change.
 
-    ``bends`` are the rows' that have one, ``tops`` how many likeliest tokens each row wants.
+    ``tops`` has the number of likeliest tokens that each row wants.
     """
 
     def __init__(
         self,
         configs: Sequence[GenerationHyperparameters],
         device: torch.device,
-        bends: Sequence[LogitsProcessor | None] = (),
+        processors: Sequence[LogitsProcessor | None] = (),
         tops: Sequence[int] = (),
     ) -> None:
-        self._bends = [(row, bend) for row, bend in enumerate(bends) if bend is not None]
+        self._processors = [
+            (row, processor) for row, processor in enumerate(processors) if processor is not None
+        ]
         self._tops = [(row, top) for row, top in enumerate(tops) if top]
         greedy = [c.temperature < GREEDY_BELOW for c in configs]
         scale = [1.0 if g else c.temperature for g, c in zip(greedy, configs, strict=True)]
@@ -63,7 +127,7 @@ class BatchSampler:
 
     @property
     def seeded(self) -> bool:
-        """Whether any row draws by a seed of its own."""
+        """True if any row draws by a seed of its own."""
         return bool(self._seeds)
 
     def sample(
@@ -71,14 +135,14 @@ class BatchSampler:
     ) -> SampleDraw:
         """Draw from ``logits`` [batch, vocabulary].
 
-        ``positions`` are the drawn tokens' in their sequences; needed where rows are ``seeded``.
-        The log-probabilities are log-softmax(logits / T) in float32, of the bent logits, not
+        ``positions`` has the drawn tokens' positions in their sequences; ``seeded`` rows need it.
+        The log-probabilities are log-softmax(logits / T) in float32, of the changed logits, not
         renormalised by top_p, top_k or min_p. A row with NaN gives a NaN logprob. ``logits`` may
         be changed.
         """
         logits = logits.float()
-        for row, bend in self._bends:
-            bend.apply(logits[row])
+        for row, processor in self._processors:
+            processor.apply(logits[row])
         if self._scaled:
             logits = logits / self._temperature
         logprobs = torch.log_softmax(logits, dim=-1)
@@ -102,9 +166,9 @@ class BatchSampler:
             noise[row].exponential_(generator=self._own)
 
     def _truncated(self, logprobs: Tensor) -> Tensor:
-        """-inf outside top_k, outside the smallest set that reaches top_p, and below min_p.
+        """Set -inf outside top_k, outside the smallest set that reaches top_p, and below min_p.
 
-        One token stays.
+        At least one token stays.
         """
         ordered, order = logprobs.sort(dim=-1, descending=True)
         probs = ordered.exp()
@@ -129,6 +193,6 @@ def _likeliest(logprobs: Tensor, count: int) -> list[tuple[int, float]]:
 
 
 def _mixed(seed: int, position: int) -> int:
-    """63 bits that differ in about half when seed or position differ in one."""
+    """Return 63 bits, about half of which change when one bit of seed or position changes."""
     key = seed.to_bytes(8, "little", signed=True) + position.to_bytes(8, "little")
     return int.from_bytes(blake2b(key, digest_size=8).digest(), "little") >> 1

@@ -1,7 +1,7 @@
 """The continuous-batching loop: one thread that steps all running requests together.
 
-Requests join and leave between any two steps. Everything that changes the loop's state is a
-function posted to its inbox, so that no state is shared.
+Requests join and leave between any two steps. Other threads change the loop's state only by posting
+functions to its inbox, so that no state is shared.
 """
 
 from __future__ import annotations
@@ -31,19 +31,19 @@ PauseMode: TypeAlias = Literal["abort", "in_place"]
 
 @dataclass(frozen=True, slots=True)
 class SchedulerLimits:
-    """What bounds the loop's memory."""
+    """The bounds of the loop's memory."""
 
     max_running: int = 32
     max_total_tokens: int | None = None
-    """Rows x longest possible row, in tokens of key/value states."""
+    """The bound of rows x longest possible row, in tokens of key/value states."""
     max_prefill_tokens: int = 8192
-    """Prompt tokens that join in one step; a longer prompt goes alone."""
+    """Prompt tokens that may join in one step; a longer prompt joins alone."""
 
 
 class Scheduler:
     """Owns the model between :meth:`start` and :meth:`stop`.
 
-    ``deliver`` is called in the loop's thread, at most once per step, with all that happened.
+    ``deliver`` is called in the loop's thread, at most once per step, with the new events.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Scheduler:
         self.error: BaseException | None = None
         self.steps = 0
         self._waiting: deque[EngineRequest] = deque()
-        self._joining: list[EngineRequest] = []  # neither waiting nor running: in a prefill
+        self._joining: list[EngineRequest] = []  # in a prefill: neither waiting nor running
         self._running: list[EngineRequest] = []
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
@@ -80,17 +80,16 @@ class Scheduler:
         self._inbox: queue.SimpleQueue[tuple[Callable[[], None], Callable[[Exception], None]]]
         self._inbox = queue.SimpleQueue()
         self._lock = threading.Lock()
-        self._stopping = False  # the thread is to end
-        self._closed = False  # nothing may be posted any more
+        self._stopping = False  # True: the thread must end
+        self._closed = False  # True: posting is refused
         self._thread = threading.Thread(target=self._run, name="generation-loop", daemon=True)
 
-    # What other threads may call.
-
+    # -- methods for other threads ---------------------------------------------------------------
     def start(self) -> None:
         self._thread.start()
 
     def stop(self) -> None:
-        """End the thread; whatever still runs is aborted. Returns when it is gone."""
+        """End the thread and abort the running requests; return when the thread has ended."""
 
         def stop() -> None:
             self._stopping = True
@@ -100,7 +99,7 @@ class Scheduler:
         self.join()
 
     def join(self) -> None:
-        """Returns when the thread has ended."""
+        """Return when the thread has ended."""
         self._thread.join()
 
     @property
@@ -109,11 +108,11 @@ class Scheduler:
 
     @property
     def load(self) -> tuple[int, int]:
-        """Running and waiting requests, as of now."""
+        """The current numbers of running and waiting requests."""
         return len(self._running), len(self._waiting)
 
     def submit(self, request: EngineRequest) -> None:
-        """Queue a request; raises EngineUnavailable when the loop has ended."""
+        """Queue a request; raise EngineUnavailable if the loop has ended."""
 
         def fail(error: Exception) -> None:
             request.finish = FinishReason.failure(EngineUnavailable(str(error)))
@@ -129,7 +128,7 @@ class Scheduler:
         return future
 
     def abort(self, rid: str | None, message: str) -> Future[None]:
-        """End one request, or all of them (None), with what they have."""
+        """End one request, or all of them (None), with their output so far."""
         return self.call(lambda: self._abort(rid, FinishReason("abort", message=message)))
 
     def pause(self, mode: PauseMode) -> Future[None]:
@@ -143,7 +142,7 @@ class Scheduler:
         return self.call(pause)
 
     def resume(self, version: str | None = None) -> Future[None]:
-        """Go on stepping; ``version``, if given, renames the weights from here on."""
+        """Continue stepping; ``version``, if given, renames the weights from here on."""
 
         def resume() -> None:
             self.paused = None
@@ -152,7 +151,7 @@ class Scheduler:
         return self.call(resume)
 
     def clear_cache(self) -> Future[bool]:
-        """Free the key/value states; False where requests still need them."""
+        """Free the key/value states; False if requests still need them."""
 
         def clear() -> bool:
             if self._running:
@@ -166,7 +165,7 @@ class Scheduler:
         """Apply new weights: at once when paused, else when no request runs (none is admitted).
 
         The future has the number of requests that were kept paused; cancelling it while it waits
-        gives the update up.
+        abandons the update.
         """
         future: Future[int] = Future()
 
@@ -178,7 +177,7 @@ class Scheduler:
 
         def enqueue() -> None:
             if self._update is not None and not self._update[1].cancelled():
-                _fail(future, Conflict("another weight update is waiting"))
+                _fail(future, Conflict("another weight update is waiting; send one at a time"))
             else:
                 self._update = (swap, future)
 
@@ -191,8 +190,7 @@ class Scheduler:
                 raise EngineUnavailable("the generation loop has ended")
             self._inbox.put((run, fail))
 
-    # What runs in the loop's thread.
-
+    # -- methods of the loop's thread ------------------------------------------------------------
     def _run(self) -> None:
         if self._threads is not None:
             torch.set_num_threads(self._threads)
@@ -211,7 +209,7 @@ class Scheduler:
             self._end()
 
     def _receive(self) -> None:
-        """Run what was posted; wait for it where there is nothing to step."""
+        """Run the posted functions; wait for one if there is nothing to step."""
         work = self._update or (self.paused is None and (self._running or self._waiting))
         idle = not work
         while True:
@@ -231,7 +229,7 @@ class Scheduler:
         _fulfil(future, swap)
 
     def _step(self) -> None:
-        """Prefill whoever can join, then one token for everyone."""
+        """Prefill the requests that can join, then sample one token for every running request."""
         self._joining = self._admissible()
         for group in similar_lengths(self._joining, self._limits.max_prefill_tokens):
             self._prefill(group)
@@ -241,7 +239,7 @@ class Scheduler:
             self._decode()
 
     def _admissible(self) -> list[EngineRequest]:
-        """Take from the head of the queue what fits; nobody overtakes, so nobody starves."""
+        """Take the requests that fit from the head of the queue, in order, so that none starves."""
         taken: list[EngineRequest] = []
         if self._update is not None:
             if not self._update[1].cancelled():
@@ -253,7 +251,7 @@ class Scheduler:
             head = self._waiting[0]
             tokens += len(head.input_ids)
             if taken and tokens > self._limits.max_prefill_tokens:
-                break  # those who run get a token before more join
+                break  # running requests get a token before more join
             reach = max(reach, head.reach)
             rows = len(self._running) + len(taken) + 1
             limit = self._limits.max_total_tokens
@@ -297,7 +295,7 @@ class Scheduler:
         return BatchSampler(
             [r.config for r in rows],
             self._cache.device,
-            [r.bend for r in rows],
+            [r.processor for r in rows],
             [r.top for r in rows],
         )
 
@@ -369,7 +367,7 @@ class Scheduler:
             self._deliver(events)
 
     def _end(self) -> None:
-        """Nobody may be left waiting: fail all that is posted, queued or running."""
+        """Fail all that is posted, queued or running, so that no caller waits for ever."""
         with self._lock:
             self._closed = True
         reason = f"the generation loop died: {self.error!r}" if self.error else "the engine stopped"
@@ -388,7 +386,7 @@ class Scheduler:
 
 
 def _fulfil(future: Future[T], function: Callable[[], T]) -> None:
-    """Unless its owner has cancelled it."""
+    """Set the future to the function's result, unless its owner has cancelled it."""
     if future.set_running_or_notify_cancel():
         try:
             future.set_result(function())

@@ -1,4 +1,4 @@
-"""SGLang's native HTTP contract over the embedded engine."""
+"""The HTTP server of the embedded engine, in SGLang's native contract."""
 
 from __future__ import annotations
 
@@ -18,8 +18,9 @@ from any_agent.engine.embedded.generate_schema import (
     json_object,
     parse_generate,
 )
-from any_agent.engine.embedded.output_text import StreamedText, final_text
-from any_agent.engine.embedded.weight_routes import WeightRoutes
+from any_agent.engine.embedded.request import EngineRequest, FinishReason
+from any_agent.engine.embedded.stops import Decode, IncrementalDecoder, doubtful_end
+from any_agent.engine.embedded.weight_updates import WeightRoutes
 from any_agent.errors import (
     AnyAgentError,
     EngineUnavailable,
@@ -40,10 +41,7 @@ _DONE = b"data: [DONE]\n\n"
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
     return web.Response(
-        body=orjson.dumps(value),
-        status=status,
-        headers=headers,
-        content_type="application/json",
+        body=orjson.dumps(value), status=status, headers=headers, content_type="application/json"
     )
 
 
@@ -51,7 +49,7 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
         if "Origin" in request.headers or "Sec-Fetch-Site" in request.headers:
-            raise Forbidden("the engine serves the proxy, never a web page")
+            raise Forbidden("the engine serves the proxy, never a web page: call the service")
         return await handler(request)
     except AnyAgentError as exc:
         return _json(exc.body(), exc.status, exc.headers())
@@ -60,15 +58,15 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     except web.HTTPException:
         raise
     except ConnectionError:
-        # The caller left amid its answer: nobody gets this one.
+        # The caller left before its answer; this response goes nowhere.
         return web.Response(status=499)
     except Exception as exc:
-        logger.exception("%s failed", request.path)
+        logger.exception("a request of %s failed", request.path)
         return _json(AnyAgentError(f"{type(exc).__name__}: {exc}").body(), 500)
 
 
 class EngineServer:
-    """The routes. One instance per engine."""
+    """The HTTP routes of one engine."""
 
     def __init__(self, engine: EmbeddedEngine, *, incremental: bool = False) -> None:
         self.engine = engine
@@ -105,13 +103,13 @@ class EngineServer:
             raise
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
-        began = time.perf_counter()
+        started = time.perf_counter()
         call = parse_generate(json_object(await http.read()))
-        bend = await self.engine.bend(call.request)
-        generation = self.engine.submit(call.request, stream=call.stream, bend=bend)
+        processor = await self.engine.make_processor(call.request)
+        generation = self.engine.submit(call.request, stream=call.stream, processor=processor)
         try:
             if call.stream:
-                return await self._stream(http, call, generation, began)
+                return await self._stream(http, call, generation, started)
             finish = await generation.finished()
             inner = generation.request
             return _json(
@@ -122,7 +120,7 @@ class EngineServer:
                     finish,
                     start=0,
                     count=len(inner.output_ids),
-                    latency=time.perf_counter() - began,
+                    latency=time.perf_counter() - started,
                     current_version=self.engine.weight_version,
                 )
             )
@@ -130,7 +128,7 @@ class EngineServer:
             generation.close()
 
     async def _stream(
-        self, http: web.Request, call: GenerateRequest, generation: Generation, began: float
+        self, http: web.Request, call: GenerateRequest, generation: Generation, started: float
     ) -> web.StreamResponse:
         inner = generation.request
         texts = StreamedText(call, inner, self._decode[call.skip_special_tokens])
@@ -145,7 +143,7 @@ class EngineServer:
         try:
             while finish is None:
                 count, finish = await generation.progress()
-                text = texts.upto(count, finish)
+                text = texts.read(count, finish)
                 event = answer(
                     call,
                     inner,
@@ -153,13 +151,13 @@ class EngineServer:
                     finish,
                     start=sent if self.incremental else 0,
                     count=count,
-                    latency=time.perf_counter() - began,
+                    latency=time.perf_counter() - started,
                     current_version=self.engine.weight_version,
                 )
                 sent, shown = count, len(text)
                 await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
         except AnyAgentError as exc:
-            # The status has left already: the error is an event, as in SGLang.
+            # The status is sent already: the error is an event, as in SGLang.
             _log_failure(exc)
             await response.write(b"data: " + orjson.dumps(exc.body()) + b"\n\n")
         await response.write(_DONE)
@@ -170,7 +168,7 @@ class EngineServer:
         body = json_object(await http.read())
         rid, everything = body.get("rid"), body.get("abort_all") is True
         if not everything and not isinstance(rid, str):
-            raise InvalidRequest("abort_request needs rid or abort_all", param="rid")
+            raise InvalidRequest("abort_request needs rid, or abort_all: true", param="rid")
         done = self.engine.abort(None if everything else rid, "aborted by request")
         await asyncio.wrap_future(done)
         return web.Response()
@@ -195,9 +193,9 @@ class EngineServer:
         return web.Response(status=200 if self.engine.alive else 503)
 
     async def health_generate(self, http: web.Request) -> web.Response:
-        """Really generate one token."""
+        """Generate one token as a health check."""
         if self.engine.paused is not None:
-            raise EngineUnavailable("generation is paused")
+            raise EngineUnavailable("generation is paused; call /continue_generation")
         self._health_checks += 1
         config = GenerationHyperparameters(max_new_tokens=1, temperature=0)
         request = ModelRequest(f"HEALTH_CHECK_{self._health_checks}", [0], config)
@@ -205,7 +203,7 @@ class EngineServer:
         try:
             finish = await asyncio.wait_for(generation.finished(), _HEALTH_TIMEOUT)
         except TimeoutError:
-            raise EngineUnavailable("no token within the time limit") from None
+            raise EngineUnavailable(f"no token within {_HEALTH_TIMEOUT:g} s") from None
         finally:
             generation.close()
         return web.Response(status=503 if finish.type == "abort" else 200)
@@ -229,7 +227,7 @@ class EngineServer:
         )
 
     async def server_info(self, http: web.Request) -> web.Response:
-        can = self.engine.can
+        features = self.engine.features
         options, (running, waiting) = self.engine.options, self.engine.loop.load
         return _json(
             {
@@ -243,7 +241,7 @@ class EngineServer:
                 "max_queued_requests": options.max_queued_requests,
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
-                "capabilities": [name for name in can.names() if getattr(can, name)],
+                "capabilities": [name for name in features.names() if getattr(features, name)],
                 "weight_version": self.engine.weight_version,
                 "paused": self.engine.paused,
                 "startup_time": self._started,
@@ -255,7 +253,7 @@ class EngineServer:
 
 
 def _log_failure(error: AnyAgentError) -> None:
-    """For the operator; not of one that is only to come again later, of which there may be many."""
+    """Log an error for the operator, unless the caller may retry, as many may at once."""
     if error.retry_after is None:
         named = "" if error.param is None else f" ({error.param})"
         logger.warning(
@@ -264,7 +262,7 @@ def _log_failure(error: AnyAgentError) -> None:
 
 
 async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRunner, int]:
-    """Serve on a socket; returns what to clean up and the real port (for port 0)."""
+    """Serve on a socket; return the runner to clean up and the real port (for port 0)."""
     # handler_cancellation: a client that leaves ends its generation.
     runner = web.AppRunner(
         server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=5
@@ -273,3 +271,37 @@ async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRun
     site = web.TCPSite(runner, host, port)
     await site.start()
     return runner, int(runner.addresses[0][1])
+
+
+def final_text(
+    call: GenerateRequest, request: EngineRequest, finish: FinishReason, decode: Decode
+) -> str:
+    """Return the whole text, without the stop string or stop token unless ``no_stop_trim``."""
+    ids = request.output_ids
+    if call.no_stop_trim or finish.type != "stop":
+        return decode(ids)
+    if isinstance(finish.matched, int):
+        return decode(ids[:-1])
+    return decode(ids).partition(finish.matched or "")[0] if finish.matched else decode(ids)
+
+
+class StreamedText:
+    """The text of a stream so far, without half characters and possible parts of a stop string."""
+
+    def __init__(self, call: GenerateRequest, request: EngineRequest, decode: Decode) -> None:
+        self._call = call
+        self._request = request
+        self._decode = decode
+        self._decoder = IncrementalDecoder(decode)
+        self._stops = () if call.no_stop_trim else request.config.stop
+        self._text = ""
+        self._seen = 0
+
+    def read(self, count: int, finish: FinishReason | None) -> str:
+        """Return the text of the first ``count`` tokens; with ``finish``, the final text."""
+        if finish is not None:
+            return final_text(self._call, self._request, finish, self._decode)
+        for token in self._request.output_ids[self._seen : count]:
+            self._text += self._decoder.push(token)
+        self._seen = count
+        return self._text[: len(self._text) - doubtful_end(self._text, self._stops)]

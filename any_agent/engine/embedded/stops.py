@@ -1,4 +1,4 @@
-"""Where an output ends: incremental text, stop strings, and the text that an answer shows."""
+"""The end of an output: its text as it grows, and its stop strings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _MAX_PENDING = 16
 
 
 class IncrementalDecoder:
-    """Text of a growing output, a piece per token.
+    """Decodes a growing output, one piece of text per token.
 
-    Only a few tokens before the new one are decoded again: they give what depends on context (a
-    leading space), and hold back a character until its last byte is there.
+    Only a few tokens before the new one are decoded again: they decide what depends on context (a
+    leading space), and delay a character until its last byte has come.
     """
 
     def __init__(self, decode: Decode) -> None:
@@ -24,7 +24,7 @@ class IncrementalDecoder:
         self._read = 0
 
     def push(self, token: int) -> str:
-        """Add one token; returns the text that it completes, possibly empty."""
+        """Add one token; return the text that it completes, possibly empty."""
         self._window.append(token)
         text = self._decode(self._window)
         if text.endswith("\ufffd") and len(self._window) - self._read < _MAX_PENDING:
@@ -36,7 +36,7 @@ class IncrementalDecoder:
 
 
 class StopMatcher:
-    """Finds the token that completes a stop string, wherever the tokens' borders are."""
+    """Finds the token that completes a stop string, however the string is split into tokens."""
 
     def __init__(self, stops: Sequence[str], decode: Decode) -> None:
         self._stops = tuple(stops)
@@ -45,10 +45,7 @@ class StopMatcher:
         self._decoder = IncrementalDecoder(decode)
 
     def push(self, token: int) -> str | None:
-        """Add one token; returns the stop string that is now complete.
-
-        Of several, the one that ends first; of those, the longest.
-        """
+        """Add one token; return the stop string that it completes, as :func:`first_stop`."""
         piece = self._decoder.push(token)
         if not piece:
             return None
@@ -59,7 +56,7 @@ class StopMatcher:
 
 
 def first_stop(text: str, stops: Sequence[str]) -> str | None:
-    """The stop string whose first occurrence ends first; of those, the longest."""
+    """Return the stop string whose first occurrence ends first; of those, the longest."""
     best: tuple[int, int] | None = None
     found = None
     for stop in stops:
@@ -69,8 +66,8 @@ def first_stop(text: str, stops: Sequence[str]) -> str | None:
     return found
 
 
-def held_back(text: str, stops: Sequence[str]) -> int:
-    """How many characters at the end of ``text`` may be the beginning of a stop string."""
+def doubtful_end(text: str, stops: Sequence[str]) -> int:
+    """Return how many characters at the end of ``text`` may begin a stop string."""
     for n in range(min(len(text), max(map(len, stops), default=0)), 0, -1):
         if any(s.startswith(text[-n:]) for s in stops):
             return n

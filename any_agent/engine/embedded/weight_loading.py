@@ -1,4 +1,4 @@
-"""New weights for a model that is already loaded: read and checked in full, then copied in."""
+"""New weights for a loaded model: read and checked completely, then put into the model."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from any_agent.engine.alignment import aligned
+from any_agent.engine.weight_serialization import aligned
 from any_agent.errors import InvalidRequest
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -18,7 +18,7 @@ SINGLE_NAME = "model.safetensors"
 
 
 def weight_files(path: Path) -> list[Path]:
-    """The safetensors files of a checkpoint directory. Raises InvalidRequest if there are none."""
+    """Return the safetensors files of a checkpoint directory; InvalidRequest if there are none."""
     if not path.is_dir():
         raise InvalidRequest(f"{path} is not a directory")
     index = path / INDEX_NAME
@@ -27,7 +27,7 @@ def weight_files(path: Path) -> list[Path]:
             names = set(json.loads(index.read_bytes())["weight_map"].values())
         except (ValueError, KeyError, TypeError, AttributeError) as exc:
             raise InvalidRequest(f"{index} is not a weight index: {exc!r}") from exc
-        # Shards lie beside their index: an index must not lead elsewhere.
+        # Shards lie beside their index: an index must not point elsewhere.
         files = [path / Path(str(name)).name for name in sorted(names, key=str)]
     else:
         files = [path / SINGLE_NAME]
@@ -40,10 +40,10 @@ def weight_files(path: Path) -> list[Path]:
 
 
 def read_weights(model: Any, path: Path) -> dict[str, Tensor]:
-    """All weights of a checkpoint, in memory, in the model's types, by the model's names.
+    """Read all weights of a checkpoint into memory, in the model's types, by the model's names.
 
-    Touches nothing of ``model``. Raises InvalidRequest when a file is broken, a name or a shape
-    does not match, or a weight is missing.
+    ``model`` is not changed. Raises InvalidRequest if a file is broken, a name or a shape does not
+    match, or a weight is missing.
     """
     from safetensors import SafetensorError, safe_open
 
@@ -57,7 +57,7 @@ def read_weights(model: Any, path: Path) -> dict[str, Tensor]:
                     return _converted(model, own, path, path)
                 for name in names:
                     _check_shape(name, tuple(opened.get_slice(name).get_shape()), own)
-                # Copies: the file is mapped, and may be replaced while we serve.
+                # Copied, because the file is mapped and may be replaced during serving.
                 for name in names:
                     weights[name] = opened.get_tensor(name).to(own[name], copy=True)
     except (SafetensorError, OSError) as exc:
@@ -67,17 +67,17 @@ def read_weights(model: Any, path: Path) -> dict[str, Tensor]:
 
 
 def fit_weights(model: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Weights by a checkpoint's names to weights by the model's names, in its types, on its device.
+    """Convert weights by a checkpoint's names to the model's names, types and device.
 
-    Touches nothing of ``model``. Raises InvalidRequest for a name or a shape that does not match,
-    or where a weight is missing.
+    ``model`` is not changed. Raises InvalidRequest for a name or a shape that does not match, or
+    for a missing weight.
     """
     own: dict[str, Tensor] = model.state_dict()
     if not given.keys() <= own.keys():
-        return _converted(model, own, "what was sent", None, state_dict=dict(given))
+        return _converted(model, own, "the sent weights", None, state_dict=dict(given))
     for name, value in given.items():
         _check_shape(name, tuple(value.shape), own)
-    _check_complete(given, own, "what was sent")
+    _check_complete(given, own, "the sent weights")
     return {name: _like(value, own[name]) for name, value in given.items()}
 
 
@@ -88,7 +88,7 @@ def _like(value: Tensor, own: Tensor) -> Tensor:
 def _converted(
     model: Any, own: dict[str, Tensor], where: Path | str, path: Path | None, **more: Any
 ) -> dict[str, Tensor]:
-    """For checkpoints whose names are not the module's: transformers converts while loading."""
+    """Let transformers load and convert a checkpoint whose names are not the module's."""
     try:
         other, info = type(model).from_pretrained(
             path,
@@ -102,8 +102,8 @@ def _converted(
         raise InvalidRequest(f"cannot load {where}: {exc}") from exc
     wrong = [k for k in ("missing_keys", "unexpected_keys", "mismatched_keys") if info.get(k)]
     if wrong:
-        said = "; ".join(f"{k}: {sorted(map(str, info[k]))[:5]}" for k in wrong)
-        raise InvalidRequest(f"the weights of {where} do not fit this model: {said}")
+        names = "; ".join(f"{k}: {sorted(map(str, info[k]))[:5]}" for k in wrong)
+        raise InvalidRequest(f"the weights of {where} do not fit this model: {names}")
     weights: dict[str, Tensor] = other.state_dict()
     for name, value in weights.items():
         _check_shape(name, tuple(value.shape), own)
@@ -120,7 +120,7 @@ def _check_shape(name: str, shape: tuple[int, ...], own: dict[str, Tensor]) -> N
 def _check_complete(
     weights: Mapping[str, Tensor], own: dict[str, Tensor], where: Path | str
 ) -> None:
-    """Tied weights are stored under one of their names."""
+    """Raise InvalidRequest for missing weights; tied ones are stored under one of their names."""
     there = {own[name].data_ptr() for name in weights}
     missing = [name for name, value in own.items() if value.data_ptr() not in there]
     if missing:
@@ -128,9 +128,9 @@ def _check_complete(
 
 
 def apply_weights(model: Any, weights: Mapping[str, Tensor]) -> None:
-    """Put checked weights in; runs between two steps, and copies nothing.
+    """Put checked weights into the model, between two steps, without a copy.
 
-    Parameters stay the objects that they are, so tied ones stay tied.
+    The parameter objects stay, so tied parameters stay tied.
     """
     parameters = dict(model.named_parameters(remove_duplicate=False))
     own: dict[str, Tensor] = model.state_dict()

@@ -1,9 +1,1 @@
-"""A real SGLang server as an engine."""
-
-from any_agent.engine.sglang.client import (
-    SGLangEngine,
-)
-
-__all__ = [
-    "SGLangEngine",
-]
+"""The client of SGLang servers."""

@@ -18,8 +18,10 @@ from any_agent.engine.base import HALF_LOADED, Capabilities, RemoteEngine
 from any_agent.engine.model_fingerprint import ModelFingerprint, other_model
 from any_agent.engine.pause_gate import Drain, Outage, PauseGate
 from any_agent.engine.resumed_stop_strings import ResumedStopMatcher
-from any_agent.engine.sglang.control import EngineBusy, SGLangControl
 from any_agent.engine.sglang.requests import (
+    JSON_HEADERS,
+    EngineBusy,
+    SGLangControl,
     capabilities_of,
     failure,
     generate_body,
@@ -35,15 +37,14 @@ log = logging.getLogger(__name__)
 _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
 _HEALTH_TIMEOUT = 20.0
-"""As SGLang's own: a long prefill is no illness."""
+"""Seconds, as SGLang's own: an engine with a long prefill is healthy."""
 _MAX_DRAIN = 20.0
 """Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
-_JSON = {"Content-Type": "application/json"}
-_LONG_ANSWER = 262_144
-"""Bytes of a whole answer that is read in a thread: megabytes, with many tokens' likeliest ones,
-take tenths of a second."""
+_LONG_REPLY = 262_144
+"""Bytes from which on a reply is parsed in a thread: megabytes, with many likeliest tokens, take
+tenths of a second."""
 _MAX_FRUITLESS = 5
-"""Resubmissions in a row of one call whose engine died before a token came."""
+"""Consecutive resubmissions of one call whose engine died before a token came."""
 
 
 class _EngineDied(EngineUnavailable):
@@ -53,14 +54,14 @@ class _EngineDied(EngineUnavailable):
 class SGLangEngine(RemoteEngine):
     """One engine process, reached by URL.
 
-    ``decode`` turns token ids into text; it is needed to match stop strings that begin before a
-    weight update, or the engine's death, and end after it. Calls wait at most ``update_wait``
-    seconds for an update, and as long for an engine that is away. ``shape`` is that of the model
-    that it should have: ids that it does not know never reach it, and an engine that comes back
-    with another model is away. Open it inside a running event loop; ``close`` it.
+    ``decode`` turns token ids into text; stop strings that begin before a weight update, or the
+    engine's death, and end after it need it. Calls wait at most ``update_wait`` seconds for an
+    update, and as long for an engine that is away. ``shape`` describes the expected model: token
+    ids that it lacks are never sent, and an engine that returns with another model counts as away.
+    Open it inside a running event loop; ``close`` it.
 
-    With ``in_place``, SGLang's stream tells the version of the moment: a token that was in flight
-    when it was paused carries the one after it. Whole answers, and ``resume``, are exact.
+    With ``in_place``, SGLang's stream reports the current version: a token that was being sampled
+    at the pause gets the version after it. Whole replies, and ``resume``, are exact.
     """
 
     def __init__(
@@ -79,13 +80,13 @@ class SGLangEngine(RemoteEngine):
         self._pause_mode = "abort" if update_mode == "resume" else "in_place"
         self._gate = PauseGate("a weight update", max_wait=update_wait)
         self._outage = Outage(self._serves, max_wait=update_wait)
-        self._bound = Drain(max_wait=min(_MAX_DRAIN, update_wait / 2))
+        self._uncuttable = Drain(max_wait=min(_MAX_DRAIN, update_wait / 2))
         self._capabilities: Capabilities | None = None
         self._version = 0
-        self._said = ""
-        """What was logged of an engine that came back as another one."""
-        # No limit on connections: the proxy bounds the calls under way, and a pool that is
-        # full would be a hidden queue. No total time-out: a long completion is not an error.
+        self._logged = ""
+        """The last logged error of an engine that returned with another model."""
+        # No limit on connections: the proxy bounds the running calls, and a full pool would be a
+        # hidden queue. No total time-out: a long completion is not an error.
         self._http = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=request_timeout),
@@ -113,8 +114,8 @@ class SGLangEngine(RemoteEngine):
         await self._http.close()
 
     async def info(self) -> dict[str, Any]:
-        """The engine's `/model_info`; EngineUnavailable if it does not answer."""
-        data = await self._control.tell("model_info")
+        """Return the engine's `/model_info`; EngineUnavailable if it does not answer."""
+        data = await self._control.info("model_info")
         if "weight_version" in data:
             try:
                 self._version = version_number(data["weight_version"])
@@ -123,79 +124,75 @@ class SGLangEngine(RemoteEngine):
         return data
 
     async def server_info(self) -> dict[str, Any]:
-        """What the engine was started with; EngineUnavailable if it does not answer."""
-        return await self._control.tell("server_info")
+        """Return the engine's start options; EngineUnavailable if it does not answer."""
+        return await self._control.info("server_info")
 
     async def require_model(self) -> None:
-        """ConfigError if the engine holds a model of another shape than it should.
+        """Raise ConfigError if the engine serves a model of another shape than the expected one.
 
-        Of one whose weights are half loaded only what it says of itself is known.
+        If its weights are half loaded, only its own description is compared.
         """
-        told = await self.info()
-        self._shape.require_same(told, self.url)
+        info = await self.info()
+        self._shape.require_same(info, self.url)
         size = self._shape.vocab_size
-        if size is None or told.get("vocab_size") is not None or self._version == HALF_LOADED:
+        if size is None or info.get("vocab_size") is not None or self._version == HALF_LOADED:
             return
-        # SGLang does not say how many ids its model knows, but refuses a bias of one too many.
+        # SGLang does not report its vocabulary's size, but refuses a bias of an unknown id.
         for token, known in ((size - 1, True), (size, False)):
             if await self._control.knows(token) is not known:
                 less = "fewer" if known else "more"
                 raise other_model(self.url, f"it knows {less} than {size} token ids")
 
     async def context_length(self) -> int:
-        """Tokens of prompt and output together that the engine takes; ConfigError if unknown."""
-        told = (await self.info()).get("context_length")
-        if told is None:
-            # SGLang says only how long a prompt may be, a few tokens less.
-            told = (await self.server_info()).get("max_req_input_len")
-        if told is None:
+        length = (await self.info()).get("context_length")
+        if length is None:
+            # SGLang reports only the longest prompt, a few tokens less.
+            length = (await self.server_info()).get("max_req_input_len")
+        if length is None:
             raise ConfigError(
-                f"the engine at {self.url} does not say how long its context is; "
+                f"the engine at {self.url} does not report its context length; "
                 "set engine.context_length"
             )
-        return int(told)
+        return int(length)
 
     async def slots(self) -> int | None:
-        """How many requests the engine samples at once; None if it does not say."""
         try:
-            told = await self.server_info()
+            return slots_of(await self.server_info())
         except EngineUnavailable:
             return None
-        return slots_of(told)
 
     async def capabilities(self) -> Capabilities:
-        """What the engine can do; asked once, and again after its death."""
+        """Return the engine's features; read once, and again after its death."""
         if self._capabilities is None:
-            told = await self.server_info()
-            if told.get("incremental_streaming_output") is False:
+            info = await self.server_info()
+            if info.get("incremental_streaming_output") is False:
                 log.warning(
-                    "the engine at %s repeats the whole output at every token; start it with "
+                    "the engine at %s sends the whole output again with every token; start it with "
                     "--incremental-streaming-output",
                     self.url,
                 )
-            self._capabilities = capabilities_of(told)
+            self._capabilities = capabilities_of(info)
         return self._capabilities
 
     async def pause(self) -> None:
         await self.hold()
-        await self._control.ask("POST", "/pause_generation", {"mode": self._pause_mode})
+        await self._control.request("POST", "/pause_generation", {"mode": self._pause_mode})
 
     async def resume(self, version: int) -> None:
-        await self._control.ask("POST", "/continue_generation", {})
+        await self._control.request("POST", "/continue_generation", {})
         self.release(version)
 
     async def hold(self) -> None:
-        """Make calls wait here, for an update of which somebody else tells the engine.
+        """Make calls wait here, while another process pauses the engine for an update.
 
-        Returns once what must not be cut has ended. What runs goes on until the engine aborts it,
-        and then waits, too, until :meth:`release`.
+        Returns once the calls that must not be cut have ended. The others run until the engine
+        aborts them, and then wait, too, until :meth:`release`.
         """
         self._gate.close()
         if self._pause_mode == "abort":
-            await self._bound.drained()
+            await self._uncuttable.wait_idle()
 
     def release(self, version: int | None = None) -> None:
-        """Let calls go on, with the weights of ``version``; None: with what the engine has."""
         if version is not None:
             self._version = version
         self._gate.open()
@@ -205,11 +202,11 @@ class SGLangEngine(RemoteEngine):
     ) -> AsyncGenerator[GenerationChunk]:
         """Sample a completion, across weight updates and deaths of the engine.
 
-        What was sampled before one stays: its log-probabilities are those of its version's weights
-        over its whole context. The rest is sampled from prompt + partial output, computed anew.
+        Tokens sampled before one stay: their log-probabilities are those of their version's weights
+        over the whole context. The rest is sampled from prompt + partial output, computed anew.
 
-        A grammar knows nothing of the output before, so a call under one is not resumed: an update
-        waits for it, and what cuts it all the same ends it as EngineUnavailable. Penalties count
+        A grammar cannot continue an earlier output, so a call under one is not resumed: an update
+        waits for it, and if it is cut nevertheless it ends as EngineUnavailable. Penalties count
         the new output only; such a call is never trained on.
         """
         request.require_ids()
@@ -219,20 +216,20 @@ class SGLangEngine(RemoteEngine):
         while True:
             await self._ready()
             closings, before = self._gate.closings, len(done)
-            part = _rest_of(request, done, attempt)
+            part = _remaining_request(request, done, attempt)
             seam = ResumedStopMatcher(done, request.gconfig.stop, self._decode)
             cut = GenerationChunk([], [], [])
             why = "update"
-            bound = request.gconfig.grammar is not None
+            has_grammar = request.gconfig.grammar is not None
             try:
                 async with (
-                    self._bound.held(bound),
+                    self._uncuttable.track(has_grammar),
                     aclosing(self._attempt(part, stream=stream)) as chunks,
                 ):
                     async for raw in chunks:
                         chunk = seam.cut(raw)
                         done.extend(chunk.output_ids)
-                        self._heed_version(chunk, closings)
+                        self._update_version(chunk, closings)
                         if chunk.stop_reason == "abort":
                             cut = replace(chunk, stop_reason=None)
                             break
@@ -251,12 +248,12 @@ class SGLangEngine(RemoteEngine):
                     why = "death"
                 elif self._gate.closings == closings:
                     raise
-                # Else it was amid an update: what SGLang sampled before, and tells in it, it calls
-                # by a name that is no version's.
+                # Otherwise an update runs: SGLang reports tokens that it sampled before under the
+                # name that the weights have during the update, which is no version.
             if len(done) >= request.gconfig.max_new_tokens:
                 yield replace(cut, stop_reason="length")
                 return
-            if bound and done:
+            if has_grammar and done:
                 raise EngineUnavailable(
                     f"the engine's {why} cut a call under a grammar, which cannot be resumed; "
                     "try again",
@@ -268,14 +265,14 @@ class SGLangEngine(RemoteEngine):
             self.resubmitted[why] += 1
 
     async def _ready(self) -> None:
-        """Wait until no update goes on and the engine serves."""
+        """Wait until no update runs and the engine serves."""
         while self.paused or self.away:
-            await self._gate.passed()
-            await self._outage.gate.passed()
+            await self._gate.wait_open()
+            await self._outage.gate.wait_open()
 
     async def _has_died(self, error: EngineUnavailable) -> bool:
-        """Whether an attempt failed because the engine is gone; calls then wait for it."""
-        # A living engine's refusal (a full queue, say) is an answer, which the caller gets.
+        """Return True if an attempt failed because the engine is gone; calls then wait for it."""
+        # A living engine's refusal (such as a full queue) is an answer for the caller.
         if not isinstance(error, _EngineDied) and await self._outage.is_over():
             return False
         if not self.away:
@@ -284,17 +281,17 @@ class SGLangEngine(RemoteEngine):
         self._capabilities = None
         return True
 
-    def _heed_version(self, chunk: GenerationChunk, closings: int) -> None:
-        """A restarted engine may have other weights. What began before an update tells nothing."""
+    def _update_version(self, chunk: GenerationChunk, closings: int) -> None:
+        """Take the version of a call that no update cut: a restarted engine may have another."""
         if chunk.versions and not self.paused and closings == self._gate.closings:
             self._version = chunk.versions[-1]
 
     async def _attempt(
         self, request: ModelRequest, *, stream: bool
     ) -> AsyncGenerator[GenerationChunk]:
-        """One request to the engine; its last chunk has a stop reason, or it raises."""
+        """Send one request to the engine; its last chunk has a stop reason, or it raises."""
         if self._pause_mode == "in_place":
-            # The cache stays as it is: no prefix of another version's weights may be found in it.
+            # The cache survives an update: a call must not use a prefix of another version.
             salt = f"{request.cache_salt or ''}@{self._version}"
             request = replace(request, cache_salt=salt)
         runs = True
@@ -302,7 +299,7 @@ class SGLangEngine(RemoteEngine):
             async with self._http.post(
                 f"{self.url}/generate",
                 data=generate_body(request, stream=stream),
-                headers=_JSON,
+                headers=JSON_HEADERS,
             ) as response:
                 if response.status != 200:
                     runs = False
@@ -316,12 +313,14 @@ class SGLangEngine(RemoteEngine):
                         if not runs:
                             return
                     runs = False
-                    raise _EngineDied("the engine ended a stream without an end", retry_after=2)
+                    raise _EngineDied(
+                        "the engine closed the stream without a finish reason", retry_after=2
+                    )
                 raw = await response.read()
-                if len(raw) > _LONG_ANSWER:
-                    chunk = await asyncio.to_thread(_read_whole, reader, raw)
+                if len(raw) > _LONG_REPLY:
+                    chunk = await asyncio.to_thread(_read_reply, reader, raw)
                 else:
-                    chunk = _read_whole(reader, raw)
+                    chunk = _read_reply(reader, raw)
                 runs = False
                 yield chunk
         except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
@@ -329,55 +328,54 @@ class SGLangEngine(RemoteEngine):
             runs = runs and not broken
             kind = _EngineDied if broken else EngineUnavailable
             raise kind(
-                f"the inference engine failed ({type(error).__name__}); try again",
-                retry_after=2,
+                f"the inference engine failed ({type(error).__name__}); try again", retry_after=2
             ) from error
         finally:
             if runs and not self.away and not self._http.closed:
                 self._abort(request.rid)
 
     def _abort(self, rid: str) -> None:
-        """Tell the engine that nobody waits for this request; never blocks, never fails."""
+        """Tell the engine to abort a request whose caller left; this never blocks or fails."""
 
         async def send() -> None:
             try:
-                await self._control.ask("POST", "/abort_request", {"rid": rid})
+                await self._control.request("POST", "/abort_request", {"rid": rid})
             except EngineUnavailable:
-                log.debug("could not abort %s: the engine is away", rid)
+                log.debug("cannot abort request %s: the engine is away", rid)
 
         task = asyncio.get_running_loop().create_task(send())
         self._aborts.add(task)
         task.add_done_callback(self._aborts.discard)
 
     async def _serves(self) -> bool:
-        """Whether the engine would take a call; learns its version."""
+        """Return True if the engine would take a call; update its version."""
         try:
             if not self.paused:
-                # SGLang samples a token for it, which it cannot while it is paused.
-                await self._control.ask("GET", "/health", within=_HEALTH_TIMEOUT)
-                with suppress(EngineBusy):  # what it says of itself was right
+                # SGLang samples a token for this, which it cannot do while it is paused.
+                await self._control.request("GET", "/health", limit=_HEALTH_TIMEOUT)
+                with suppress(EngineBusy):  # its own description was right
                     await self.require_model()
                 return self._version != HALF_LOADED
             await self.info()
         except EngineUnavailable:
             return False
         except ConfigError as error:
-            if error.message != self._said:
-                self._said = error.message
+            if error.message != self._logged:
+                self._logged = error.message
                 log.error("%s", error.message)
             return False
         return True
 
 
-def _read_whole(reader: ChunkReader, raw: bytes) -> GenerationChunk:
+def _read_reply(reader: ChunkReader, raw: bytes) -> GenerationChunk:
     return reader.read(orjson.loads(raw))
 
 
-def _rest_of(request: ModelRequest, done: array[int], attempt: int) -> ModelRequest:
-    """What is left of a request after its first output tokens, under a rid of its own.
+def _remaining_request(request: ModelRequest, done: array[int], attempt: int) -> ModelRequest:
+    """Return the request for the output after the tokens ``done``, under a new rid.
 
-    SGLang aborts every request whose rid begins with the one that it is told, so none may be the
-    beginning of another's, be it another attempt or another request.
+    SGLang aborts every request whose rid begins with a given one, so no rid may be the beginning of
+    another's, of an attempt or of a request.
     """
     left = request.gconfig.max_new_tokens - len(done)
     ids = request.input_ids
@@ -394,5 +392,5 @@ def _rest_of(request: ModelRequest, done: array[int], attempt: int) -> ModelRequ
 
 
 def _is_silence(error: Exception) -> bool:
-    """A request that was taken and got no byte for too long; the engine may still be at it."""
+    """Return True if an accepted request got no byte for too long; the engine may still run it."""
     return isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError)

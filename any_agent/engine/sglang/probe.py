@@ -1,4 +1,4 @@
-"""Direct questions to one engine, whose replies are returned as they came."""
+"""Direct requests to one engine, whose replies are returned unchanged."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import aiohttp
 import orjson
 
 from any_agent.engine.sglang.client import SGLangEngine
-from any_agent.engine.sglang.requests import failure, generate_body, version_number
+from any_agent.engine.sglang.requests import JSON_HEADERS, failure, generate_body, version_number
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
@@ -36,8 +36,10 @@ class EngineReply:
 
 
 class EngineProbe:
-    """Questions to one engine; made by :func:`probe_engine`. Each raises AnyAgentError, and ends in
-    bounded time."""
+    """Direct requests to one engine, made by :func:`probe_engine`.
+
+    Each ends in bounded time, and raises AnyAgentError if it fails.
+    """
 
     def __init__(self, engine: SGLangEngine, http: aiohttp.ClientSession) -> None:
         self.engine = engine
@@ -62,7 +64,8 @@ class EngineProbe:
         ``strict``: refuse what the service would refuse (EngineMismatch).
         """
         request = _request(ids, **sampling)
-        event = await self._post(request)
+        async with self._generate(request, stream=False) as response:
+            event = orjson.loads(await response.read())
         versions = ChunkReader(request).read(event).versions if strict else []
         try:
             meta = event["meta_info"]
@@ -88,31 +91,27 @@ class EngineProbe:
         """Sample a completion; yield its chunks as they come."""
         request = _request(ids, rid=rid, **sampling)
         reader = ChunkReader(request)
-        with _bounded():
-            async with self._http.post(
-                f"{self.url}/generate", data=generate_body(request, stream=True), headers=_JSON
-            ) as response:
-                if response.status != 200:
-                    raise await failure(response)
-                async for event in events(response):
-                    yield reader.read(event)
+        async with self._generate(request, stream=True) as response:
+            async for event in events(response):
+                yield reader.read(event)
 
     async def abort(self, rid: str) -> None:
         with _bounded():
             async with self._http.post(f"{self.url}/abort_request", json={"rid": rid}) as response:
                 await response.read()
 
-    async def _post(self, request: ModelRequest) -> Any:
+    @asynccontextmanager
+    async def _generate(
+        self, request: ModelRequest, *, stream: bool
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
+        body = generate_body(request, stream=stream)
         with _bounded():
             async with self._http.post(
-                f"{self.url}/generate", data=generate_body(request, stream=False), headers=_JSON
+                f"{self.url}/generate", data=body, headers=JSON_HEADERS
             ) as response:
                 if response.status != 200:
                     raise await failure(response)
-                return orjson.loads(await response.read())
-
-
-_JSON = {"Content-Type": "application/json"}
+                yield response
 
 
 @asynccontextmanager
@@ -131,9 +130,9 @@ async def probe_engine(
 
 def reported_version(info: dict[str, Any]) -> int | None:
     """Return the weight version of a `/model_info`; None if it is not a version."""
-    told = info.get("weight_version")
+    version = info.get("weight_version")
     try:
-        return version_number(told) if isinstance(told, str | int) else None
+        return version_number(version) if isinstance(version, str | int) else None
     except ValueError:
         return None
 
@@ -144,7 +143,7 @@ def _bounded() -> Any:
         yield
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise EngineUnavailable(
-            f"no answer that can be read within {_TIMEOUT:g} s ({type(error).__name__})"
+            f"the engine sent no readable answer within {_TIMEOUT:g} s ({type(error).__name__})"
         ) from error
 
 

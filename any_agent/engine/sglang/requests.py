@@ -1,4 +1,4 @@
-"""The JSON of SGLang's HTTP contract as its client sees it: what it sends, what an engine tells."""
+"""The client's side of SGLang's HTTP contract: request bodies, engine properties, errors."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from any_agent.engine.base import Capabilities
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
-_SHOWN = 500
-"""Characters of an engine's error that are told."""
+JSON_HEADERS = {"Content-Type": "application/json"}
+_MAX_SHOWN = 500
+"""Characters of an engine's error message that are passed on."""
 
 
 def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
-    """The JSON of one `/generate`; packed ids are written as they are."""
+    """Return the JSON body of one `/generate`; packed ids are written without a copy."""
     body: dict[str, Any] = {
         "rid": request.rid,
         "input_ids": request.input_ids,
@@ -32,7 +33,7 @@ def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
 
 
 def one_token(*, biased: int) -> dict[str, Any]:
-    """A `/generate` that costs nearly nothing, and is refused if ``biased`` is no token id."""
+    """Return a `/generate` body of almost no cost, which is refused if ``biased`` is no token."""
     sampling = {"max_new_tokens": 1, "ignore_eos": True, "logit_bias": {str(biased): 0.0}}
     return {"input_ids": [0], "sampling_params": sampling}
 
@@ -52,12 +53,9 @@ def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
     if g.seed is not None:
         # SGLang heeds it only with --enable-deterministic-inference.
         sampling["sampling_seed"] = g.seed
-    if g.min_p:
-        sampling["min_p"] = g.min_p
-    if g.frequency_penalty:
-        sampling["frequency_penalty"] = g.frequency_penalty
-    if g.presence_penalty:
-        sampling["presence_penalty"] = g.presence_penalty
+    for name in ("min_p", "frequency_penalty", "presence_penalty"):
+        if value := getattr(g, name):
+            sampling[name] = value
     if g.repetition_penalty != 1:
         sampling["repetition_penalty"] = g.repetition_penalty
     if g.logit_bias:
@@ -68,7 +66,7 @@ def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
 
 
 def _grammar(text: str) -> dict[str, str]:
-    """SGLang's parameter for a grammar; a schema or a tag is a string of JSON there."""
+    """Return SGLang's parameter for a grammar; a schema or a tag is a string of JSON there."""
     grammar = orjson.loads(text)
     if "structural_tag" in grammar:
         return {"structural_tag": orjson.dumps(grammar["structural_tag"]).decode()}
@@ -80,15 +78,16 @@ def _grammar(text: str) -> dict[str, str]:
 
 
 def version_number(version: Any) -> int:
-    """SGLang calls the weights that it was started with "default". ValueError if it is none."""
+    """Return a weight version as a number; ValueError for any other name."""
+    # SGLang calls the weights that it was started with "default".
     return 0 if version == "default" else int(version)
 
 
 def slots_of(info: dict[str, Any]) -> int | None:
-    """Requests that an engine samples at once, from its `/server_info`; None if untold.
+    """Return the number of requests that an engine samples at once; None if it is unknown.
 
-    What SGLang was started with is often not set; what follows from its memory it tells of each of
-    its data-parallel schedulers.
+    SGLang's start option is often not set; the number that follows from its memory is reported for
+    each data-parallel scheduler.
     """
     states = info.get("internal_states")
     states = [state for state in states if isinstance(state, dict)] if states else []
@@ -96,20 +95,20 @@ def slots_of(info: dict[str, Any]) -> int | None:
     known = [number for number in each if isinstance(number, int) and number > 0]
     if known:
         return sum(known)
-    told = info.get("max_running_requests")
-    return told if isinstance(told, int) and told > 0 else None
+    number = info.get("max_running_requests")
+    return number if isinstance(number, int) and number > 0 else None
 
 
 def capabilities_of(info: dict[str, Any]) -> Capabilities:
-    """What an engine can do, from its `/server_info`.
+    """Return an engine's features from its `/server_info`.
 
-    The embedded engine lists it. SGLang can do all but grammars without a backend for them,
-    those of several parts with another one than xgrammar, and seeds without deterministic
+    The embedded engine lists them. SGLang has all of them, except grammars without a backend for
+    them, structural tags with a backend other than xgrammar, and seeds without deterministic
     inference.
     """
-    told = info.get("capabilities")
-    if isinstance(told, list):
-        return Capabilities(**{name: name in told for name in Capabilities.names()})
+    listed = info.get("capabilities")
+    if isinstance(listed, list):
+        return Capabilities(**{name: name in listed for name in Capabilities.names()})
     return Capabilities(
         grammar=info.get("grammar_backend") != "none",
         structural_tag=info.get("grammar_backend", "xgrammar") == "xgrammar",
@@ -118,30 +117,106 @@ def capabilities_of(info: dict[str, Any]) -> Capabilities:
 
 
 async def failure(response: aiohttp.ClientResponse) -> AnyAgentError:
-    """What an answer with another status than 200 means."""
+    """Return the error of a response with a status other than 200."""
     raw = await response.read()
     try:
         body = orjson.loads(raw)
     except orjson.JSONDecodeError:
         body = None
     if not isinstance(body, dict):
-        body = {"message": raw[:_SHOWN].decode(errors="replace")}
+        body = {"message": raw[:_MAX_SHOWN].decode(errors="replace")}
     return refusal(response.status, body.get("error", body))
 
 
-def refusal(status: Any, told: Any) -> AnyAgentError:
-    """The error that an engine tells: an object with a message, as OpenAI's, or a text.
+def refusal(status: Any, given: Any) -> AnyAgentError:
+    """Return the error that an engine reports: an object with a message, as OpenAI's, or a text.
 
-    A grammar's has the parameter ``grammar``, which is not the agent's name of it.
+    A grammar's error has the parameter ``grammar``, which the caller maps to the agent's parameter.
     """
-    error = told if isinstance(told, dict) else {"message": told}
-    message = str(error.get("message") or error.get("detail") or told)[:_SHOWN]
+    error = given if isinstance(given, dict) else {"message": given}
+    message = str(error.get("message") or error.get("detail") or given)[:_MAX_SHOWN]
     if error.get("code") == EngineMismatch.default_code:
         return EngineMismatch(message)
     if status == 400:
         param = error.get("param")
         if param is None and "grammar" in message.lower():
-            param = "grammar"  # SGLang names none
+            param = "grammar"  # SGLang names no parameter
         shown = str(param)[:64] if param is not None else None
         return InvalidRequest(f"the engine refused the request: {message}", param=shown)
     return EngineUnavailable(f"the engine answered {status}: {message}", retry_after=2)
+
+
+_TIMEOUT = 30.0
+_FULL = (429, 503)
+
+
+class EngineRefused(EngineUnavailable):
+    """The engine answered with a status other than 200."""
+
+    answered: int
+
+
+class EngineBusy(EngineUnavailable):
+    """The engine is alive, but takes no call now."""
+
+
+class SGLangControl:
+    """The control requests of one engine, over the connections of ``http``."""
+
+    def __init__(self, http: aiohttp.ClientSession, url: str) -> None:
+        self._http = http
+        self._url = url
+
+    async def info(self, kind: str) -> dict[str, Any]:
+        """Return `model_info` or `server_info`, under the earlier route names if need be."""
+        try:
+            return await self.request("GET", f"/{kind}")
+        except EngineRefused as error:
+            if error.answered != 404:
+                raise
+        return await self.request("GET", f"/get_{kind}")
+
+    async def knows(self, token: int) -> bool:
+        """Return True if the model has this token id; EngineBusy if the engine's queue is full."""
+        try:
+            await self.request("POST", "/generate", one_token(biased=token))
+        except EngineRefused as error:
+            if error.answered in _FULL:
+                raise EngineBusy(error.message, retry_after=error.retry_after) from None
+            if error.answered != 400:
+                raise
+            return False
+        return True
+
+    async def request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, *, limit: float = _TIMEOUT
+    ) -> dict[str, Any]:
+        """Return the JSON object of the answer, {} for anything else.
+
+        Raises EngineRefused for a status other than 200, EngineUnavailable without an answer.
+        """
+        timeout = aiohttp.ClientTimeout(total=limit)
+        try:
+            async with self._http.request(
+                method, self._url + path, json=body, timeout=timeout
+            ) as response:
+                raw = await response.read()
+                if response.status != 200:
+                    raise _refused(response.status, path, raw)
+        except (aiohttp.ClientError, TimeoutError) as error:
+            raise EngineUnavailable(
+                f"the inference engine does not answer ({type(error).__name__}); try again later",
+                retry_after=2,
+            ) from error
+        try:
+            data = orjson.loads(raw)
+        except orjson.JSONDecodeError:
+            return {}
+        return data if isinstance(data, dict) else {}
+
+
+def _refused(status: int, path: str, raw: bytes) -> EngineRefused:
+    message = raw[:300].decode(errors="replace")
+    error = EngineRefused(f"the engine answered {path} with {status}: {message}", retry_after=2)
+    error.answered = status
+    return error

@@ -1,7 +1,7 @@
-"""Reading what SGLang answers to ``/generate``, and refusing what cannot be true.
+"""The reader of SGLang's answers to ``/generate``, which refuses impossible values.
 
 The cost of an event does not grow with the output: only its end is read. (A cumulative stream must
-be parsed all the same, so start SGLang with ``--incremental-streaming-output``.)
+still be parsed completely, so start SGLang with ``--incremental-streaming-output``.)
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
 _REASONS: dict[str, StopReason] = {"stop": "stop", "length": "length", "abort": "abort"}
 _ROUNDING = 1e-4
-"""By so much a log-probability may be above 0: a softmax in bfloat16, summed over a vocabulary."""
+"""The most by which rounding may lift a log-probability above 0: a softmax in bfloat16."""
 
 
 class ChunkReader:
     """Reads answers to one request: cumulative streams, incremental ones, and whole answers.
 
-    ``vocab_size``: of the model's token ids; None takes any that is not negative.
+    ``vocab_size``: the number of the model's token ids; None accepts any id that is not negative.
     """
 
     def __init__(self, request: ModelRequest, vocab_size: int | None = None) -> None:
@@ -35,13 +35,13 @@ class ChunkReader:
         self._limit = request.gconfig.max_new_tokens
         self._top = request.top_logprobs
         self._seen = 0
-        self._told: Any = None
+        self._version_name: Any = None
         self._version = -1
 
     def read(self, event: Any) -> GenerationChunk:
-        """The tokens that an answer adds.
+        """Return the tokens that an answer adds.
 
-        Raises EngineUnavailable if the answer has another form or says that the engine failed,
+        Raises EngineUnavailable if the answer has another form or reports a failure of the engine,
         EngineMismatch if it is no answer to this request, InvalidRequest if it is a refusal.
         """
         if isinstance(event, dict) and isinstance(event.get("error"), dict):
@@ -52,8 +52,7 @@ class ChunkReader:
             return self._read(event, event["meta_info"])
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise EngineUnavailable(
-                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}",
-                retry_after=2,
+                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}", retry_after=2
             ) from None
 
     def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
@@ -67,18 +66,18 @@ class ChunkReader:
             raise EngineMismatch(f"the engine sampled {total} tokens of at most {self._limit}")
         if not fresh:
             return GenerationChunk([], [], [], reason, _matched(finish), [] if self._top else None)
-        # Whatever the stream's kind, the new tokens are the last ones.
+        # In every kind of stream the new tokens are the last ones.
         entries = meta["output_token_logprobs"][-fresh:]
         ids = [int(entry[1]) for entry in entries]
         logprobs = [float(entry[0]) for entry in entries]
-        # One that SGLang aborts in its queue repeats its last id, and tells nothing of its prompt.
+        # A request aborted in SGLang's queue repeats its last id, and has no prompt length.
         if len(ids) != fresh or (reason != "abort" and event["output_ids"][-fresh:] != ids):
             raise EngineMismatch("the engine's ids and log-probabilities disagree")
         prompt = meta.get("prompt_tokens")
         if prompt != self._prompt and not (prompt is None and reason == "abort"):
             raise EngineMismatch(
-                f"the engine read {prompt} prompt tokens of the {self._prompt} that it was sent: "
-                "it truncates prompts, or adds to them; check how it was started"
+                f"the engine read {prompt} prompt tokens instead of {self._prompt}: it truncates "
+                "prompts, or adds to them; check the options that it was started with"
             )
         for token in ids:
             if token not in self._ids:
@@ -92,7 +91,7 @@ class ChunkReader:
         return GenerationChunk(ids, logprobs, versions, reason, _matched(finish), top)
 
     def _versions(self, meta: dict[str, Any], end: int) -> list[int]:
-        """The version of each new token: from the spans, else the answer's one version."""
+        """Return the version of each new token: from the spans, else the answer's one version."""
         start = self._seen
         spans = meta.get("weight_versions")
         if not spans:
@@ -106,16 +105,16 @@ class ChunkReader:
             raise EngineMismatch("the engine's weight versions do not cover its tokens")
         return out
 
-    def _advance(self, told: Any) -> int:
-        """The version as a number; EngineMismatch if it is below one before."""
-        if told != self._told:
-            version = version_number(told)
+    def _advance(self, name: Any) -> int:
+        """Return the version as a number; EngineMismatch if it is below an earlier one."""
+        if name != self._version_name:
+            version = version_number(name)
             if version < self._version:
                 raise EngineMismatch(
                     f"the engine's weight version fell from {self._version} to {version} within "
                     "one request"
                 )
-            self._told, self._version = told, version
+            self._version_name, self._version = name, version
         return self._version
 
 
@@ -125,14 +124,14 @@ def _matched(finish: dict[str, Any] | None) -> str | int | None:
 
 
 def _raise_refusal(finish: dict[str, Any]) -> None:
-    """A request that SGLang refuses after its stream has begun, a bad grammar say."""
+    """Raise the error of a request that SGLang refused after its stream began."""
     status = finish.get("status_code")
     if status is not None:
         raise refusal(status, finish.get("message"))
 
 
 def _status_of(error: dict[str, Any]) -> int:
-    """Of an error amid a stream: SGLang's code is a status, the embedded engine's is a name."""
+    """Return the status of an error in a stream: SGLang's code is one, the embedded's a name."""
     code = error.get("code")
     if isinstance(code, int):
         return code
@@ -140,7 +139,7 @@ def _status_of(error: dict[str, Any]) -> int:
 
 
 def _top(positions: list[Any], fresh: int) -> list[list[tuple[int, float]]]:
-    """Without the tokens that cannot come: JSON has no minus infinity, SGLang writes null."""
+    """Return the likeliest tokens without impossible ones, whose logprob SGLang writes as null."""
     top = [
         [(int(entry[1]), float(entry[0])) for entry in position if entry[0] is not None]
         for position in positions
@@ -151,11 +150,11 @@ def _top(positions: list[Any], fresh: int) -> list[list[tuple[int, float]]]:
 
 
 async def events(response: aiohttp.ClientResponse) -> AsyncIterator[Any]:
-    """The JSON of each server-sent event until `[DONE]`; lines of any length."""
+    """Yield the JSON of each server-sent event until `[DONE]`; lines may have any length."""
     rest = bytearray()
     async for block in response.content.iter_any():
         if not rest and block.endswith(b"\n\n") and block.find(b"\n\n") == len(block) - 2:
-            # One whole event, as nearly always: nothing is copied twice.
+            # Nearly always a block is one whole event, and is not copied.
             found = [block]
         else:
             at = max(0, len(rest) - 1)

@@ -8,9 +8,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from any_agent.engine.embedded.grammar_tokens import tokens_of
+from any_agent.engine.embedded.grammar import lark_of, tokens_of
 from any_agent.engine.embedded.model_loader import LoadedModel
-from any_agent.engine.embedded.structural_tags import lark_of
 from tests.support.families import Call, Family, family
 
 FAMILIES = [("qwen3", False), ("qwen3_5", False), ("qwen3_5", True), ("glm", False)]

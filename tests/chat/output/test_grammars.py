@@ -29,7 +29,7 @@ STOPS = [(), ("END",), ("\n\n", "你好"), ('"}', "</tool_call>", "<|message|>")
 
 def soup(made: Family) -> st.SearchStrategy[list[int]]:
     """Pieces of calls in any order, markers, whole calls, broken bytes, ids that are none."""
-    marks = tuple(made.chat._parsers.grammar.marks)
+    marks = tuple(made.chat.grammar.marks)
     parts: list[st.SearchStrategy[list[int]]] = [
         st.sampled_from(SOUP + marks).map(made.encode),
         st.lists(st.integers(0, made.chat.vocab_size + 3), max_size=4),
@@ -106,7 +106,7 @@ def test_agrees_with_the_renderer_on_what_models_write(
     name: str, thinking: bool, data: st.DataObject
 ) -> None:
     made = family(name, thinking=thinking)
-    renderer = made.load(renderer=RENDERERS[name])._parsers._renderer
+    renderer = made.load(renderer=RENDERERS[name])._renderer
     meant = data.draw(answers(made))
     ids = made.say(meant.text, reasoning=meant.reasoning, calls=meant.calls)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
@@ -149,7 +149,7 @@ def test_arguments_leave_with_their_tokens(name: str) -> None:
 def test_stops_with_the_engine(name: str, data: st.DataObject) -> None:
     """The token that completes a stop string is the engine's, and no text from there on leaves."""
     made = family(name)
-    fragments = st.sampled_from(SOUP + tuple(made.chat._parsers.grammar.marks))
+    fragments = st.sampled_from(SOUP + tuple(made.chat.grammar.marks))
     text = "".join(data.draw(st.lists(fragments, max_size=12)))
     stop = data.draw(st.sampled_from(STOPS[1:]))
     ids = made.encode(text)
@@ -188,7 +188,7 @@ AFTER_NAME = {
 def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None:
     made = family(name, thinking=thinking)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
-    opening = made.chat._parsers.open_call(prompt, "add")
+    opening = made.chat.open_call(prompt, "add")
     assert (opening is not None) == bool(made.spec.calls)
     if opening is None:
         return
@@ -207,7 +207,7 @@ def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None
     if not parser._stops.matched:
         assert json.loads(call["function"]["arguments"]) == {"n": 5}
     assert (message.content, message.reasoning_content) == ("", None)
-    one_stop = made.chat._parsers.one_call_stop_ids
+    one_stop = made.chat.one_call_stop_ids()
     assert one_stop is None or one_stop[0] in rest
 
 
@@ -216,14 +216,14 @@ def test_a_forced_call(name: str, thinking: bool, stop: tuple[str, ...]) -> None
 def test_any_call_forced(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)
-    opening = made.chat._parsers.open_call(prompt, None)
+    opening = made.chat.open_call(prompt, None)
     if opening is None:
         return
     forced = made.encode(opening)
     parser = made.chat.stream_parser(
         prompt_ids=prompt + forced, tools=TOOLS, stop=(), forced=forced
     )
-    named = made.chat._parsers.open_call(prompt, "add")
+    named = made.chat.open_call(prompt, "add")
     assert named is not None and named.startswith(opening)
     parser.feed(made.encode(named[len(opening) :] + AFTER_NAME[name]))
     (call,) = parser.finish()[1].tool_calls

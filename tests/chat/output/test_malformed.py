@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import copy
 import json
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -21,9 +21,7 @@ def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
     """A reader over the Qwen3 miniature's vocabulary, with this family's markers in it or not."""
     chat = family("qwen3").chat
     ends = chat.stop_token_ids
-    made = OutputParserFactory(
-        chat._parsers._renderer, chat.tokenizer, chat.decode, ends, family=renderer
-    )
+    made = OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=renderer)
     if as_text or made.grammar is None:
         return made
     tokenizer = copy.deepcopy(chat.tokenizer)
@@ -33,7 +31,7 @@ def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
     def decode(ids: Any) -> str:
         return str(tokenizer.decode(list(ids), skip_special_tokens=False))
 
-    made = OutputParserFactory(chat._parsers._renderer, tokenizer, decode, ends, family=renderer)
+    made = OutputParserFactory(chat._renderer, tokenizer, decode, ends, family=renderer)
     made.tokenizer = tokenizer  # type: ignore[attr-defined]
     return made
 
@@ -42,8 +40,9 @@ def read(renderer: str, text: str, *, as_text: bool = False) -> ParsedMessage:
     made = reader(renderer, as_text=as_text)
     tokenizer = getattr(made, "tokenizer", family("qwen3").chat.tokenizer)
     ids = tokenizer.encode(text, add_special_tokens=False)
-    one_by_one = streamed(made.parser([1], TOOLS, ()), [[i] for i in ids])
-    assert streamed(made.parser([1], TOOLS, ()), [ids]) == one_by_one
+    new_parser = partial(made.stream_parser, prompt_ids=[1], tools=TOOLS, stop=())
+    one_by_one = streamed(new_parser(), [[i] for i in ids])
+    assert streamed(new_parser(), [ids]) == one_by_one
     return one_by_one
 
 
@@ -139,7 +138,7 @@ def test_call_ids_depend_on_the_prompt_and_on_what_was_said_before() -> None:
     encode = family("qwen3").encode
 
     def ids_of(prompt: list[int], text: str) -> list[str]:
-        parser = made.parser(prompt, TOOLS, ())
+        parser = made.stream_parser(prompt_ids=prompt, tools=TOOLS, stop=())
         return [c["id"] for c in streamed(parser, [encode(text)]).tool_calls]
 
     assert ids_of([1], call + call) == ids_of([1], call + call)

@@ -3,8 +3,12 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from any_agent.chat.output.message import MessageDelta
-from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds, WhitespaceTrimmer
+from any_agent.chat.output.message import (
+    MessageBuilder,
+    MessageDelta,
+    ToolCallIds,
+    WhitespaceTrimmer,
+)
 
 
 @given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12))

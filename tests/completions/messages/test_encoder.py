@@ -10,8 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import chain_keys
-from any_agent.chat.output.message import MessageDelta, merge_deltas
-from any_agent.chat.output.message_builder import MessageBuilder, ToolCallIds
+from any_agent.chat.output.message import MessageBuilder, MessageDelta, ToolCallIds, merge_deltas
 from any_agent.completions.call_types import Delta
 from any_agent.completions.messages.encoder import MessagesEncoder
 from any_agent.completions.messages.input_messages import conversation_of

@@ -10,8 +10,7 @@ import pytest
 from tokenizers import Tokenizer
 from transformers import PreTrainedTokenizerFast
 
-from any_agent.engine.embedded.grammar import GrammarCompiler
-from any_agent.engine.embedded.grammar_tokens import tokens_of
+from any_agent.engine.embedded.grammar import GrammarCompiler, tokens_of
 from any_agent.engine.embedded.model_loader import LoadedModel
 
 

@@ -16,8 +16,8 @@ from any_agent.engine.base import agenerate
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
-from any_agent.engine.embedded.logits_processors import LogitsProcessor, make_logits_processor
 from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.engine.embedded.sampler import LogitsProcessor, make_logits_processor
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 from tests.support.engine.embedded import prompt, request
@@ -160,7 +160,9 @@ def _exploding() -> str:
 async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
     engine._checks = GrammarChecker(seconds=1)
     beats, others = 0, []
-    bad = asyncio.create_task(engine.bend(request("bad", prompt(5), grammar=_exploding())))
+    bad = asyncio.create_task(
+        engine.make_processor(request("bad", prompt(5), grammar=_exploding()))
+    )
     while not bad.done():
         others.append(await agenerate(engine, request(f"r{beats}", prompt(5), max_new_tokens=2)))
         beats += 1
@@ -169,7 +171,9 @@ async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> N
     assert beats > 2
     assert all(other.stop_reason == "length" for other in others)
     # Its place is free again, and so is a crowd's.
-    crowd = [engine.bend(request(f"c{k}", prompt(5), grammar=_exploding())) for k in range(40)]
+    crowd = [
+        engine.make_processor(request(f"c{k}", prompt(5), grammar=_exploding())) for k in range(40)
+    ]
     tasks = [asyncio.create_task(each) for each in crowd]
     await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
     for task in tasks:
@@ -185,11 +189,11 @@ async def test_a_grammar_that_loses_its_way_is_an_error_and_no_end(
 ) -> None:
     """It allows an end of text then; what was written so far must not pass for the whole."""
     asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
-    bend = await engine.bend(asked)
-    assert bend is not None and bend.grammar is not None
-    bend.grammar.push(200)
-    assert not bend.grammar.forbidden()[sorted(loaded.eos_ids)].any()
-    generation = engine.submit(asked, bend=bend)
+    processor = await engine.make_processor(asked)
+    assert processor is not None and processor.grammar is not None
+    processor.grammar.push(200)
+    assert not processor.grammar.forbidden()[sorted(loaded.eos_ids)].any()
+    generation = engine.submit(asked, processor=processor)
     with pytest.raises(EngineMismatch, match="left its grammar: Parser Error"):
         await generation.finished()
     assert generation.request.output_ids == []
@@ -199,12 +203,12 @@ async def test_an_end_where_the_grammar_goes_on_is_an_error(
     engine: EmbeddedEngine, loaded: LoadedModel
 ) -> None:
     asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}', ignore_eos=False)
-    bend = await engine.bend(asked)
-    assert bend is not None and bend.grammar is not None
+    processor = await engine.make_processor(asked)
+    assert processor is not None and processor.grammar is not None
     all_but_the_end = np.arange(loaded.vocab_size) != min(loaded.eos_ids)
-    bend.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
+    processor.grammar.forbidden = lambda: all_but_the_end  # type: ignore[method-assign]
     with pytest.raises(EngineMismatch, match="ended where its grammar goes on"):
-        await engine.submit(asked, bend=bend).finished()
+        await engine.submit(asked, processor=processor).finished()
 
 
 async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(

@@ -56,14 +56,14 @@ async def test_an_output_that_leaves_its_grammar(
     stream: bool,
 ) -> None:
     asked = request("r", prompt(5), grammar='{"regex": "[ab]{50}"}')
-    bend = await engine.bend(asked)
-    assert bend is not None and bend.grammar is not None
-    bend.grammar.push(200)
+    processor = await engine.make_processor(asked)
+    assert processor is not None and processor.grammar is not None
+    processor.grammar.push(200)
 
     async def lost(_: object) -> object:
-        return bend
+        return processor
 
-    monkeypatch.setattr(engine, "bend", lost)
+    monkeypatch.setattr(engine, "make_processor", lost)
     with pytest.raises(EngineMismatch, match=r"^the output left its grammar") as raised:
         [chunk async for chunk in client.generate(asked, stream=stream)]
     assert raised.value.headers() == {"x-should-retry": "false"}

@@ -12,8 +12,8 @@ from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.stops import (
     IncrementalDecoder,
     StopMatcher,
+    doubtful_end,
     first_stop,
-    held_back,
 )
 from any_agent.types import ModelResponse
 from tests.support.engine.embedded import prompt, request
@@ -49,9 +49,9 @@ def test_a_stop_is_found_at_the_token_that_completes_it(whole: str, stops: list[
 
 
 @given(text, st.lists(st.text(alphabet="ab", min_size=1, max_size=4), max_size=3))
-def test_held_back_is_the_longest_possible_beginning(whole: str, stops: list[str]) -> None:
+def test_doubtful_end_is_the_longest_possible_beginning(whole: str, stops: list[str]) -> None:
     begins = [n for n in range(1, len(whole) + 1) if any(s.startswith(whole[-n:]) for s in stops)]
-    assert held_back(whole, stops) == max(begins, default=0)
+    assert doubtful_end(whole, stops) == max(begins, default=0)
 
 
 def test_of_two_stops_the_first_to_end_wins() -> None:

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.embedded.grammar import GrammarCompiler
+from any_agent.engine.embedded.grammar import GrammarCompiler, lark_of
 from any_agent.engine.embedded.model_loader import LoadedModel
-from any_agent.engine.embedded.structural_tags import lark_of
 from any_agent.errors import InvalidRequest
 
 OBJECT = {"type": "json_schema", "json_schema": {"type": "object"}}

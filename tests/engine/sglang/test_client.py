@@ -13,7 +13,7 @@ import pytest
 
 from any_agent.engine import SGLangEngine, agenerate
 from any_agent.engine.sglang import client as sglang
-from any_agent.engine.sglang.client import _rest_of
+from any_agent.engine.sglang.client import _remaining_request
 from any_agent.engine.sglang.requests import slots_of
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import (
@@ -281,7 +281,7 @@ async def test_an_abort_ends_one_request_alone(
 
 def test_no_attempt_is_the_beginning_of_another() -> None:
     rids = [
-        _rest_of(request(rid), array("i", []), attempt).rid
+        _remaining_request(request(rid), array("i", []), attempt).rid
         for rid in ("r", "r1", "r-1", "r.1", "1-r")
         for attempt in range(12)
     ]
@@ -442,14 +442,14 @@ async def test_a_long_answer_is_read_off_the_loop(
     asked = request(max_new_tokens=5)
     (at_once,) = await all_of(client, asked, stream=False)
     threads: list[threading.Thread] = []
-    read = sglang._read_whole
+    read = sglang._read_reply
 
     def noted(*args: Any) -> Any:
         threads.append(threading.current_thread())
         return read(*args)
 
-    monkeypatch.setattr(sglang, "_LONG_ANSWER", 100)
-    monkeypatch.setattr(sglang, "_read_whole", noted)
+    monkeypatch.setattr(sglang, "_LONG_REPLY", 100)
+    monkeypatch.setattr(sglang, "_read_reply", noted)
     assert await all_of(client, asked, stream=False) == [at_once]
     assert threading.main_thread() not in threads
     assert len(threads) == 1

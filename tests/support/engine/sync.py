@@ -20,11 +20,10 @@ from any_agent.runtime.event_loop import LoopThread
 from tests.support.engine.sglang_contract import call
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync
-from trainer.sync.base import Bucket
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
-from trainer.sync.group_transport import GroupTransport
-from trainer.sync.tensor_transport import TensorTransport
+from trainer.sync.transports import GroupTransport, TensorTransport
+from trainer.weight_buckets import Bucket
 from trainer.weight_folders import publish_to_disk
 
 WAYS = ("disk", "distributed", "tensor")

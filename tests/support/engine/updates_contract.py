@@ -156,7 +156,7 @@ class UpdatesContract:
                 if one is shape:
                     await client.require_model()
                 else:
-                    with pytest.raises(ConfigError, match="holds another model"):
+                    with pytest.raises(ConfigError, match="serves another model"):
                         await client.require_model()
             finally:
                 await client.close()

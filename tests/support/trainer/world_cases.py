@@ -27,8 +27,7 @@ from trainer.from_config import policy_config
 from trainer.loss import LossConfig
 from trainer.packing import Batch, balanced, count_trained, micro_batches
 from trainer.parallel.command_channel import CommandChannel, Leader
-from trainer.parallel.roles import Follower
-from trainer.parallel.trainer_group import TrainerGroup, batches_of
+from trainer.parallel.trainer_group import Follower, TrainerGroup, batches_of
 from trainer.policy import Policy, PolicyConfig
 from trainer.sharding import whole_tensor
 from trainer.world import World

@@ -20,7 +20,7 @@ from tests.support.engine.updates_contract import load
 from tests.support.other_weights import publish_other
 from tests.support.real_parts import process
 from trainer.sync import base
-from trainer.sync.base import Bucket
+from trainer.weight_buckets import Bucket
 
 
 @pytest.fixture(autouse=True)

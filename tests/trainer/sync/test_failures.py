@@ -12,11 +12,11 @@ import torch
 
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, NotFound, TrainingError
 from any_agent.rollout import RankClients
-from trainer.sync import group_transport as distributed
+from trainer.sync import transports as distributed
 from trainer.sync.base import NewWeights
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.engine_client import EngineClient, EngineInfo
-from trainer.sync.group_transport import GroupTransport
+from trainer.sync.transports import GroupTransport
 from trainer.sync.verify import WeightVerifier
 
 BUCKET = [("a", torch.zeros(2))]

@@ -27,7 +27,7 @@ _BY_RENDERER: dict[str, OutputGrammar] = {
     "kimi-k2": kimi.GRAMMAR,
     "minimax-m2": xml.MINIMAX_GRAMMAR,
 }
-"""Keys are names of PyPI's ``renderers``. Outputs of other families are parsed at their end."""
+"""Grammars by names of PyPI's ``renderers``. Outputs of other families are parsed at their end."""
 _BY_TEMPLATE: tuple[tuple[tuple[str, ...], OutputGrammar], ...] = (
     (("<minimax:tool_call>", "<invoke name="), xml.MINIMAX_GRAMMAR),
     (("<tool_call>", "<function="), xml.GRAMMAR),

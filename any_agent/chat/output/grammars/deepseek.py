@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.json_stream import ValueScanner
 from any_agent.chat.output.markers import CALLS_CLOSE, CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
-from any_agent.chat.output.state_machine import ReasoningState, Status
+from any_agent.chat.output.message import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.state_machine import CallReader, ReasoningState, Status
 from any_agent.types import Tool
 
 _MAX_NAME = 256
@@ -22,15 +22,13 @@ _FENCE = "```"
 _FENCE_LINE = re.compile(r"```(?:json)?[ \t]*\n?")
 
 
-class DeepSeekReader:
+class DeepSeekReader(CallReader):
     """Reads one call; text after the arguments' value is ignored."""
 
     wanted = frozenset({SEPARATOR, TOOL_CLOSE})
-    rest = ""
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self.opened = False
-        self._builder = builder
+        super().__init__(builder, tools)
         self._text = ""
         self._refused = False
         self._scanner = ValueScanner()

@@ -15,8 +15,8 @@ from any_agent.chat.output.markers import (
     VALUE_CLOSE,
     VALUE_OPEN,
 )
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import ReasoningState, Status
+from any_agent.chat.output.message import MessageBuilder
+from any_agent.chat.output.state_machine import CallReader, ReasoningState, Status
 from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
@@ -24,19 +24,16 @@ _MAX_NAME = 256
 _NO_NAME = re.compile(r"\S\s+\S")
 
 
-class GlmReader:
+class GlmReader(CallReader):
     """Reads one call; its name ends at a line break or a marker, and has no white space in it.
 
     Text that is neither name, key nor value is ignored.
     """
 
     wanted = frozenset({TOOL_CLOSE, KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE})
-    rest = ""
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self.opened = False
-        self._builder = builder
-        self._tools = tools
+        super().__init__(builder, tools)
         self._name = ""
         self._key: list[str] | None = None
         self._in_key = False

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import CallSyntax, OutputGrammar, declared_names
 from any_agent.chat.output.markers import CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN, VALUE_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.message import MessageBuilder, WhitespaceTrimmer
 from any_agent.types import Tool
 
 START = CALLS_OPEN
@@ -46,7 +46,7 @@ class HarmonyMachine:
         self._arguments: WhitespaceTrimmer | None = None
 
     def prompt(self, pieces: Sequence[tuple[str, str]]) -> None:
-        """Read the header that the prompt's end has begun, and perhaps ended."""
+        """Read the header that the prompt's end has opened, and perhaps closed."""
         for text, kind in pieces:
             self.push(text, kind)
         self._given = len(self._header or ())
@@ -121,10 +121,7 @@ GRAMMAR = OutputGrammar(
     },
     new_machine=HarmonyMachine,
     calls=CallSyntax(
-        "<|channel|>commentary to=functions.",
-        " <|constrain|>json<|message|>",
-        "",
-        separator=None,
+        "<|channel|>commentary to=functions.", " <|constrain|>json<|message|>", "", separator=None
     ),
     one_call_stop="<|call|>",
     leave_reasoning="<|end|><|start|>assistant",

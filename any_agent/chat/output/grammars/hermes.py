@@ -7,28 +7,24 @@ from collections.abc import Sequence
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.json_call_reader import JsonCallReader
 from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import Status
+from any_agent.chat.output.message import MessageBuilder
+from any_agent.chat.output.state_machine import CallReader, Status
 from any_agent.types import Tool
 
 
-class HermesReader:
+class HermesReader(CallReader):
     """Reads one call; text between the closing brace and the closing marker is ignored."""
 
     wanted = frozenset({TOOL_CLOSE})
-    rest = ""
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self._builder = builder
+        super().__init__(builder, tools)
         self._object = JsonCallReader(builder)
-
-    @property
-    def opened(self) -> bool:
-        return self._object.opened
 
     def push(self, text: str, kind: str) -> Status:
         if kind != TOOL_CLOSE:
             self._object.feed(text)
+            self.opened = self._object.opened
             return Status.REFUSED if self._object.failed else Status.READING
         if not self.opened:
             return Status.REFUSED

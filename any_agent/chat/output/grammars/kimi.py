@@ -9,22 +9,20 @@ from collections.abc import Sequence
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.markers import CALLS_CLOSE, CALLS_OPEN, SEPARATOR, TOOL_CLOSE, TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder, WhitespaceTrimmer
-from any_agent.chat.output.state_machine import Status
+from any_agent.chat.output.message import MessageBuilder, WhitespaceTrimmer
+from any_agent.chat.output.state_machine import CallReader, Status
 from any_agent.types import Tool
 
 _MAX_ID = 256
 
 
-class KimiReader:
+class KimiReader(CallReader):
     """Reads one call; everything after the separator is arguments."""
 
     wanted = frozenset({SEPARATOR, TOOL_CLOSE})
-    rest = ""
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self.opened = False
-        self._builder = builder
+        super().__init__(builder, tools)
         self._id = ""
         self._arguments = WhitespaceTrimmer()
 
@@ -46,9 +44,6 @@ class KimiReader:
         self.opened = True
         self._builder.open_call(name)
         return Status.READING
-
-    def end(self) -> None:
-        """Nothing is pending."""
 
 
 GRAMMAR = OutputGrammar(

@@ -12,27 +12,23 @@ from collections.abc import Sequence
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, declared_names, marked
 from any_agent.chat.output.json_call_reader import JsonCallReader
 from any_agent.chat.output.markers import TOOL_OPEN
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import Status
+from any_agent.chat.output.message import MessageBuilder
+from any_agent.chat.output.state_machine import CallReader, Status
 from any_agent.types import Tool
 
 
-class LlamaReader:
+class LlamaReader(CallReader):
     """Reads one call."""
 
     wanted = frozenset({TOOL_OPEN})
 
     def __init__(self, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self.rest = ""
-        self._builder = builder
+        super().__init__(builder, tools)
         self._object = JsonCallReader(builder, declared_names(tools))
-
-    @property
-    def opened(self) -> bool:
-        return self._object.opened
 
     def push(self, text: str, kind: str) -> Status:
         read = self._object.feed(text)
+        self.opened = self._object.opened
         if self._object.failed:
             return Status.REFUSED
         if not self._object.complete:

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 from any_agent.chat.output.grammar import THINK, CallSyntax, OutputGrammar, marked
 from any_agent.chat.output.markers import TOOL_CLOSE, TOOL_OPEN, MarkerFinder
-from any_agent.chat.output.message_builder import MessageBuilder
-from any_agent.chat.output.state_machine import Status
+from any_agent.chat.output.message import MessageBuilder
+from any_agent.chat.output.state_machine import CallReader, Status
 from any_agent.chat.output.tool_arguments import ArgumentsWriter
 from any_agent.types import Tool
 
@@ -31,7 +31,7 @@ QWEN = Tags("<function=", "</function>", "<parameter=", "</parameter>", ">")
 MINIMAX = Tags('<invoke name="', "</invoke>", '<parameter name="', "</parameter>", '">')
 
 
-class XmlReader:
+class XmlReader(CallReader):
     """Reads one block, which may hold several calls.
 
     One line break at each end of a value does not belong to it. Text between parameters and after
@@ -39,13 +39,10 @@ class XmlReader:
     """
 
     wanted = frozenset({TOOL_CLOSE})
-    rest = ""
 
     def __init__(self, tags: Tags, builder: MessageBuilder, tools: Sequence[Tool]) -> None:
-        self.opened = False
+        super().__init__(builder, tools)
         self._tags = tags
-        self._builder = builder
-        self._tools = tools
         self._text = ""
         """Unread text: an incomplete tag, or a text that may begin one."""
         self._functions = MarkerFinder([tags.function])
