@@ -327,6 +327,8 @@ async def test_counted_tokens_are_those_of_the_call(
     key = session["api_key"]
     messages: list[Any] = list(HELLO)
     for text, most in (("yes", 50), (f"No.\n{CALL}", 200), ("It is cut off.", 3), ("Bye.", 50)):
+        # The record may have left the memory.
+        proxy.service.sessions.live[session["session_id"]].unload()
         # Counted twice, for a count is no call, and asked once.
         counts = [
             (
