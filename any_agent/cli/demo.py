@@ -11,7 +11,6 @@ _count = count(10**9)
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of ``demo``."""
     demo = commands.add_parser(
         "demo",
         help="create a tiny model, serve it, and train it on what agents do; downloads nothing",

@@ -24,7 +24,6 @@ Exit codes: 0 no law is broken, 1 a law is broken, 2 wrong input.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of ``doctor``."""
     parser = commands.add_parser(
         "doctor",
         help="check the laws of exact training for a model, an engine or a running service",

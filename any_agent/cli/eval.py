@@ -45,7 +45,6 @@ _Version = int | Literal["current", "any"]
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of ``eval``."""
     parser = commands.add_parser(
         "eval",
         help="run an agent on a dataset: mean reward, pass@k and their confidence intervals",

@@ -47,7 +47,6 @@ closed the pipe.
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of ``export``."""
     parser = commands.add_parser(
         "export",
         help="write recorded sessions as JSON lines, from journals and archives",
@@ -60,7 +59,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the options of the export."""
     add = partial(option, parser)
     rank = count(999_999, least=0)
     add("--rank N", "only this rank's sessions (repeatable)", type=rank, action="append")

@@ -35,7 +35,6 @@ _EPILOG = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parsers of ``keys`` and of its subcommands."""
     keys = commands.add_parser(
         "keys",
         help="create, list and revoke keys of operators, trainers and tenants; rotate secrets",
@@ -212,7 +211,6 @@ _COMMANDS = {"create": _create, "list": _list, "revoke": _revoke, "rotate": _rot
 
 
 def _public_fields(key: StoredKey) -> dict[str, Any]:
-    """Return the fields of a key that may be shown."""
     fields = key.model_dump(exclude={"hash"}, exclude_none=True)
     return fields | {"state": key.state(time.time())}
 

@@ -1,4 +1,7 @@
-"""The entry point ``any-agent COMMAND``. Each command imports only what it needs."""
+"""The entry point ``any-agent COMMAND``.
+
+Each module of a command has ``add_parser``, and imports what it needs when it runs.
+"""
 
 from __future__ import annotations
 

@@ -36,7 +36,6 @@ _EPILOG = (
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parser of ``run``."""
     parser = commands.add_parser(
         "run",
         help="run a program of any language as a session, or --n of them as a group",
@@ -215,7 +214,7 @@ class _Folder:
 
     @property
     def made(self) -> bool:
-        """Whether the folder is a new, temporary one."""
+        """True for a new, temporary folder."""
         return self._given is None
 
     def __enter__(self) -> Self:

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
-    """Add the parsers of ``serve``, ``train`` and ``config``."""
     serve = commands.add_parser(
         "serve",
         help="start the service on this machine: engines, proxies, router and, unless --no-train "

@@ -47,10 +47,7 @@ _COLUMNS = (
 )
 
 
-def add_parser(
-    commands: argparse._SubParsersAction[argparse.ArgumentParser],
-) -> None:
-    """Add the parsers of ``sessions`` and of its subcommands."""
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sessions = commands.add_parser(
         "sessions",
         help="list, show, abort, veto or delete the sessions of a running service",

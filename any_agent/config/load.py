@@ -35,33 +35,34 @@ _LIKENESS = 0.6
 AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
-def known_keys(model: type[BaseModel] = Config, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted name of every setting."""
+def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield the dotted name and the type of every setting."""
     for name, info in model.model_fields.items():
         kind = info.annotation
         if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from known_keys(kind, f"{prefix}{name}.")
+            yield from _fields(kind, f"{prefix}{name}.")
         else:
-            yield prefix + name
+            yield prefix + name, kind
 
 
-def _text_keys(model: type[BaseModel], prefix: str = "") -> Iterator[str]:
-    for name, info in model.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _text_keys(kind, f"{prefix}{name}.")
-        elif get_origin(kind) is not dict and {kind, *get_args(kind)} & {str, Path, SecretStr}:
-            yield prefix + name
+def known_keys(model: type[BaseModel] = Config) -> Iterator[str]:
+    """Yield the dotted name of every setting."""
+    return (name for name, _ in _fields(model))
 
 
 @cache
-def _names(kind: type[BaseModel]) -> frozenset[str]:
-    return frozenset(known_keys(kind))
+def _names(model: type[BaseModel]) -> frozenset[str]:
+    return frozenset(known_keys(model))
 
 
 @cache
-def _texts(kind: type[BaseModel]) -> frozenset[str]:
-    return frozenset(_text_keys(kind))
+def _texts(model: type[BaseModel]) -> frozenset[str]:
+    texts = {str, Path, SecretStr}
+    return frozenset(
+        name
+        for name, kind in _fields(model)
+        if get_origin(kind) is not dict and {kind, *get_args(kind)} & texts
+    )
 
 
 @overload

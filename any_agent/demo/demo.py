@@ -28,7 +28,6 @@ from any_agent.rundir.registry import rank_name
 if TYPE_CHECKING:
     from any_agent.demo.display import Display
 import threading
-from types import TracebackType
 from typing import Self
 
 import psutil
@@ -273,12 +272,7 @@ class PeakMemory:
         self._thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end.set()
         self._thread.join()
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from itertools import groupby
-from types import TracebackType
 from typing import Self
 
 from rich.box import ROUNDED
@@ -70,12 +69,7 @@ class Display:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._live is not None:
             # What went wrong is easier to understand below the last frame.
             self._live.transient = error is None

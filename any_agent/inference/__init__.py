@@ -1,4 +1,4 @@
-"""Trained models without a service: by experiment and trial, or at engines that run."""
+"""Trained models without a service, by experiment and trial or on running engines."""
 
 from any_agent.inference.engine import LocalModel, RemoteSGLangEngine, load_engine
 

@@ -1,4 +1,4 @@
-"""One engine object for a script: a trained model, or engines that run, asked from anywhere."""
+"""An engine object for scripts: a trained model or running engines, usable from every thread."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ from any_agent.workflow.dump import TrajectoryDump
 
 
 class CrossLoopEngine:
-    """Token ids in, chunks of token ids out, as recording clients take them."""
+    """A script's engine as an `any_agent.engine.InferenceEngine`, for callers on any event loop."""
 
     def __init__(self, engine: RemoteSGLangEngine) -> None:
         self._engine = engine
@@ -75,12 +75,11 @@ def _of_executor(
 
 
 class RemoteSGLangEngine:
-    """A model that answers prompts and runs workflows, once it is told which: :meth:`initialize`.
+    """A model that answers prompts and runs workflows after :meth:`initialize`.
 
-    It may be asked from any thread and any event loop, by many at once. ``config`` says how
-    workflows run; a whole configuration, as a training script has it, also how they sample, and
-    which model or engines are meant where :meth:`initialize` is not told. Close it, or use ``with``
-    or ``async with``.
+    It may be called from any thread and event loop, concurrently. ``config`` configures workflows;
+    a complete configuration, as a training script has it, also sets their sampling, and the model
+    or engines if :meth:`initialize` gets none. Close it, or use ``with`` or ``async with``.
     """
 
     def __init__(self, config: Config | RolloutConfig | None = None) -> None:
@@ -89,16 +88,16 @@ class RemoteSGLangEngine:
         self._settings = self._given or Config().model_copy(update=own)
         self._stack: ExitStack | None = None
         self._lock = threading.Lock()
-        """Held to begin a call, and to end all: what begins before the end is told of it."""
+        """Held while a call starts, and while the engine closes, so that each call gets its end."""
         self._executor: WorkflowExecutor | None = None
         self._pool: EnginePool | None = None
         self._words = TextCodec()
         self.path: Path | None = None
-        """The weights' folder; None if a joined engine does not name it."""
+        """The folder of the weights; None if a running engine does not report it."""
         self.context_length = 0
-        """Tokens of prompt and output together."""
+        """The most tokens of prompt and output together."""
 
-    # -- its life ------------------------------------------------------------------------------
+    # -- start and end -------------------------------------------------------------------------
 
     def initialize(
         self,
@@ -117,26 +116,26 @@ class RemoteSGLangEngine:
         python: str | None = None,
         device: Literal["auto", "cpu", "cuda"] | None = None,
     ) -> Self:
-        """Load a trial's latest checkpoint, or that of a ``step`` or a ``version``, and be ready.
+        """Load a trial's latest checkpoint, or that of a ``step`` or a ``version``; return self.
 
         ``root`` is by default ``ANY_AGENT_ROOT``, else `runs`. ``model`` is a folder or a hub name
-        instead of a trial. It is served as the trial's ``engine`` settings say: by the embedded
-        engine, in this process, or by an SGLang that is started (``kind="sglang"``, from the
-        environment of the interpreter ``python``) and ended with this. With ``url``, or several
-        ``urls``, nothing is started: these engines are asked, which must have the vocabulary and,
-        as far as they say, the weights of what is named; without names they are taken as they are.
+        instead of a trial. The trial's ``engine`` settings decide how it is served: by the embedded
+        engine, in this process, or by an SGLang (``kind="sglang"``, from the environment of the
+        interpreter ``python``) that is started and ended with this object. With ``url``, or several
+        ``urls``, nothing is started: these engines must have the vocabulary and, as far as they
+        report them, the weights of the named model; without a name any engine is accepted.
         ``tokenizer`` is one of transformers or the path of one; default: the model's. Blocks until
-        all of it is loaded, and returns itself.
+        everything is loaded.
 
-        Raises NotFound, which says which trials, steps and versions there are; ConfigError,
-        StartupError, EngineUnavailable; ValueError for what contradicts itself.
+        Raises NotFound, which lists the existing trials, steps and versions; ConfigError,
+        StartupError, EngineUnavailable; ValueError for contradictory arguments.
         """
         if self._executor is not None:
-            raise RuntimeError("it is initialized already: close() it first, or make another one")
+            raise RuntimeError("the engine is initialized already: close() it, or make another one")
         there = [*([url] if url else []), *urls]
         if not (there or experiment_name or trial_name or model) and self._given is not None:
             there, own = list(self._given.engine.urls), self._given.model.path or None
-            if there:  # whose weights are the training's, and change
+            if there:  # Their weights are those of the training, and change.
                 tokenizer = own if tokenizer is None else tokenizer
             else:
                 model = own
@@ -165,7 +164,7 @@ class RemoteSGLangEngine:
         return self
 
     def close(self) -> None:
-        """End what runs and what was started; calls under way end as EngineUnavailable."""
+        """End workflows and started engines; running calls end as EngineUnavailable."""
         stack, self._stack = self._stack, None
         if stack is not None:
             stack.close()
@@ -226,12 +225,11 @@ class RemoteSGLangEngine:
         with self._lock:
             self._executor = self._pool = None
 
-    # -- what it is ----------------------------------------------------------------------------
+    # -- properties ----------------------------------------------------------------------------
 
     @property
     def executor(self) -> WorkflowExecutor:
-        """The executor of its workflows; EngineUnavailable before :meth:`initialize` and after
-        :meth:`close`."""
+        """The executor of workflows; EngineUnavailable unless the engine is open."""
         if self._executor is None:
             raise EngineUnavailable("the engine is not open: call initialize() first")
         return self._executor
@@ -247,17 +245,17 @@ class RemoteSGLangEngine:
 
     @property
     def chat_format(self) -> ChatFormat:
-        """How the model's messages are written and read; ConfigError for a model without one."""
+        """The format of the model's messages; ConfigError for a model without one."""
         return self._words.chat
 
     @property
     def tokenizer(self) -> Any:
-        """The model's, of transformers."""
+        """The model's tokenizer, of transformers."""
         return self._words.tokenizer
 
     @property
     def inference_engine(self) -> CrossLoopEngine:
-        """The same engine for recording clients, such as `EngineOpenAI`, on any event loop."""
+        """This engine for recording clients, such as `EngineOpenAI`, on any event loop."""
         return CrossLoopEngine(self)
 
     # -- answers -------------------------------------------------------------------------------
@@ -271,12 +269,12 @@ class RemoteSGLangEngine:
         input_ids: Any = None,
         **sampling: Any,
     ) -> ModelResponse:
-        """The whole completion of a request, or of a ``prompt``, ``messages`` or ``input_ids``.
+        """Return the completion of a request, or of a ``prompt``, ``messages`` or ``input_ids``.
 
-        A prompt of one text is asked as one message of the user. ``sampling`` are fields of
-        :class:`GenerationHyperparameters`; ``max_tokens`` is its ``max_new_tokens``. An answer is
-        as long as the context has room. Raises InvalidRequest, ContextLengthExceeded,
-        EngineUnavailable; TypeError and ValueError for what contradicts itself.
+        A prompt that is one text becomes a message of the user. ``sampling`` are fields of
+        :class:`GenerationHyperparameters`; ``max_tokens`` is its ``max_new_tokens``. The context
+        limits the length of an answer. Raises InvalidRequest, ContextLengthExceeded,
+        EngineUnavailable; TypeError and ValueError for contradictory arguments.
         """
         asked = asked_for(request, prompt, messages, input_ids, sampling)
         return await self.ask(lambda pool: pool.agenerate(asked))
@@ -290,7 +288,7 @@ class RemoteSGLangEngine:
         input_ids: Any = None,
         **sampling: Any,
     ) -> AsyncGenerator[TextChunk]:
-        """The same as it is sampled; the texts of all chunks are the response's.
+        """Yield the completion as it is sampled; the texts of all chunks make up the response's.
 
         Closing the iterator ends the request. Arguments and errors are those of :meth:`agenerate`.
         """
@@ -323,14 +321,14 @@ class RemoteSGLangEngine:
             work.cancel()
 
     def generate(self, input_ids: Any, gconfig: GenerationHyperparameters) -> ModelResponse:
-        """Token ids in, token ids out; it blocks. For use without an event loop."""
+        """Return the completion of token ids; it blocks, for use without an event loop."""
         request = ModelRequest(input_ids=input_ids, gconfig=gconfig)
         return self._call(lambda pool: pool.agenerate(request))
 
     def chat(
         self, messages: list[Message], *, tools: list[Tool] | None = None, **sampling: Any
     ) -> Message:
-        """The assistant's message, reasoning and tool calls read; it blocks.
+        """Return the assistant's message, with reasoning and tool calls parsed; it blocks.
 
         ``sampling`` and errors are those of :meth:`agenerate`.
         """
@@ -356,18 +354,18 @@ class RemoteSGLangEngine:
     # ------------------------------------------------------------------------------------------
 
     def _write(self, request: ModelRequest) -> ModelRequest:
-        """The request as it is sent: a prompt as token ids, and no longer than there is room."""
+        """Return a request with its prompt as token ids, and an answer that fits the context."""
         g, ids = request.gconfig, request.input_ids
         if request.prompt is not None:
-            said = request.prompt
-            messages = [{"role": "user", "content": said}] if isinstance(said, str) else said
+            prompt = request.prompt
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
             ids = self.chat_format.render(messages, None)
             g = g.new(stop_token_ids=g.stop_token_ids + self.chat_format.stop_token_ids)
         room = self.context_length - len(ids)
         if room < 1:
             raise ContextLengthExceeded(
-                f"the prompt is {len(ids)} tokens long, the context {self.context_length}: nothing "
-                "is left for an answer"
+                f"the prompt has {len(ids)} tokens, the context {self.context_length}: shorten the "
+                "prompt, as there is no room for an answer"
             )
         if g.max_new_tokens > room:
             g = g.new(max_new_tokens=room)
@@ -375,7 +373,7 @@ class RemoteSGLangEngine:
         return replace(request, input_ids=ids, prompt=None, gconfig=g, tokenizer=tokenizer)
 
     async def ask(self, ask: Callable[[EnginePool], Coroutine[Any, Any, T]]) -> T:
-        """Its result, on whichever event loop this is awaited."""
+        """Return the result of ``ask``, on any event loop."""
         try:
             return await asyncio.wrap_future(self._begun(ask))
         except asyncio.CancelledError:
@@ -385,7 +383,7 @@ class RemoteSGLangEngine:
             raise _closed() from None
 
     def _call(self, ask: Callable[[EnginePool], Coroutine[Any, Any, T]]) -> T:
-        """Its result, in a thread that waits for it."""
+        """Wait in this thread for the result of ``ask``."""
         running = asyncio._get_running_loop()
         if running is not None and running is self.executor.loop:
             raise RuntimeError("a workflow must not block the others: await agenerate instead")
@@ -407,8 +405,7 @@ class RemoteSGLangEngine:
 
 
 LocalModel = RemoteSGLangEngine
-"""The same; its blocking methods are :meth:`~RemoteSGLangEngine.chat` and
-:meth:`~RemoteSGLangEngine.generate`."""
+"""Another name of RemoteSGLangEngine, for scripts that use its blocking methods."""
 
 
 def load_engine(
@@ -419,7 +416,7 @@ def load_engine(
     root: str | Path | None = None,
     device: Literal["auto", "cpu", "cuda"] = "cpu",
 ) -> RemoteSGLangEngine:
-    """The latest checkpoint of a trial in this process, ready to answer; close it, or use ``with``.
+    """Load the latest checkpoint of a trial into this process; close it, or use ``with``.
 
     Raises as :meth:`RemoteSGLangEngine.initialize`.
     """
@@ -430,4 +427,4 @@ def load_engine(
 
 
 def _closed() -> EngineUnavailable:
-    return EngineUnavailable("the engine was closed before it had answered")
+    return EngineUnavailable("the engine was closed before it answered")

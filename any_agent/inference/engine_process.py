@@ -1,4 +1,4 @@
-"""An engine of one's own: embedded, or an SGLang that is started and ended with its user."""
+"""A script's own engine: embedded, or an SGLang that is started and ended with the script."""
 
 from __future__ import annotations
 
@@ -29,15 +29,14 @@ log = logging.getLogger(__name__)
 
 _NAME = "inference-engine"
 _GRACE = 10.0
-"""Seconds that it has for its end."""
-_LOOKS = 0.2
-"""Seconds between two looks at whether it is ready."""
+"""Seconds for the engine to end."""
+_POLL_INTERVAL = 0.2
 
 
 def chosen(
     kept: WeightsSource, kind: str | None, python: str | None, device: str | None
 ) -> WeightsSource:
-    """The same with what the caller says of the engine over the trial's settings."""
+    """Return the weights with the caller's choice of an engine over the trial's settings."""
     if kind not in (None, "embedded", "sglang"):
         raise ValueError(f"kind is {kind!r}: use embedded or sglang")
     if python is not None and kind == "embedded":
@@ -45,14 +44,14 @@ def chosen(
     changes = {"kind": "sglang" if python else kind, "python": python, "device": device}
     engine = kept.config.engine.model_copy(
         update={name: value for name, value in changes.items() if value is not None}
-        # Other engines' addresses are no matter of what is started here.
+        # The engine is started here, so the addresses of running ones are dropped.
         | {"urls": ()}
     )
     return WeightsSource(kept.config.model_copy(update={"engine": engine}), kept.weights)
 
 
 def own_engine(kept: WeightsSource, asked: str | None, stack: ExitStack) -> str | InferenceEngine:
-    """The URL of an SGLang that was started, or the embedded engine."""
+    """Start an SGLang and return its URL, or return the embedded engine."""
     if _can_start(kept.config, asked=asked is not None):
         return stack.enter_context(_started(kept.config, kept.weights))
     engine, weights = kept.config.engine, kept.weights
@@ -66,10 +65,10 @@ def own_engine(kept: WeightsSource, asked: str | None, stack: ExitStack) -> str 
 
 
 def _can_start(config: Config, *, asked: bool) -> bool:
-    """Whether SGLang is to be started; ConfigError where it was asked for and cannot be.
+    """Return whether to start SGLang; ConfigError if the caller wants it and it cannot start.
 
-    A trial's settings may be of another machine: without a GPU, or without its SGLang, the embedded
-    engine serves the same weights.
+    A trial's settings may come from another machine: without a GPU, or without its SGLang, the
+    embedded engine serves the same weights.
     """
     if config.engine.kind != "sglang":
         return False
@@ -80,22 +79,22 @@ def _can_start(config: Config, *, asked: bool) -> bool:
     except ConfigError as error:
         if asked:
             raise
-        log.warning("the trial's SGLang cannot serve here, the embedded engine does: %s", error)
+        log.warning("using the embedded engine, as the trial's SGLang cannot run here: %s", error)
         return False
     return True
 
 
 @contextmanager
 def _started(config: Config, weights: TrialWeights) -> Iterator[str]:
-    """Its URL, once it has loaded these weights; StartupError with the end of its log."""
+    """Yield SGLang's URL once it has loaded the weights; StartupError shows the end of its log."""
     host = LOOPBACK[0]
-    # Children end with the thread that started them: this one lives as long as it is needed.
+    # Children end with the thread that started them, so this thread lives as long as the engine.
     keeper = LoopThread(_NAME)
     with (
         tempfile.TemporaryDirectory(prefix="any-agent-engine-") as folder,
-        reserve(host, 0) as held,
+        reserve(host, 0) as reserved,
     ):
-        port = int(held.getsockname()[1])
+        port = int(reserved.getsockname()[1])
         command = engine_command(config, str(weights.path), weights.version, host, port, _NAME)
         process = SupervisedProcess(_NAME, command, Path(folder) / "engine.log")
         keeper.start()
@@ -121,4 +120,4 @@ def _until_ready(process: SupervisedProcess, config: Config, url: str) -> None:
         if code is not None or time.monotonic() > deadline:
             did = f"ended with {code}" if code is not None else f"took more than {patience:g} s"
             raise StartupError(f"SGLang {did} before it was ready:\n{process.last_lines()}")
-        time.sleep(_LOOKS)
+        time.sleep(_POLL_INTERVAL)

@@ -1,4 +1,4 @@
-"""A model's words: how its prompts are written, and its tokens read as text."""
+"""The conversion between a model's prompts, tokens and texts."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from any_agent.types import GenerationChunk, GenerationHyperparameters, Message,
 
 @dataclass(frozen=True, slots=True)
 class TextChunk(GenerationChunk):
-    """Freshly sampled tokens, and the text that became certain by them."""
+    """New tokens, and the text that they complete."""
 
     text: str = ""
 
 
 class TextCodec:
-    """A tokenizer, and the chat format on it; ``missing`` is why one of them is not there."""
+    """A tokenizer and its chat format; ``missing`` is the error about the one that is missing."""
 
     def __init__(
         self,
@@ -36,13 +36,13 @@ class TextCodec:
 
     @property
     def chat(self) -> ChatFormat:
-        """ConfigError for a model without a chat template that can be used."""
+        """The chat format; ConfigError for a model without a usable chat template."""
         if self._chat is None:
             raise self._missing
         return self._chat
 
     def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids, special tokens spelled out."""
+        """Return the text of token ids, with special tokens spelled out."""
         return str(
             self.tokenizer.decode(
                 list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
@@ -50,28 +50,28 @@ class TextCodec:
         )
 
     def reader(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
-        """Return what gives, for each chunk of one output, the text that it makes certain.
+        """Return a function that returns, for each chunk of one output, the text it completes.
 
-        Special tokens give none, and the text ends before what stopped it. Without a chat format
-        all of it comes at the end.
+        Special tokens have no text, and the text ends before the stop string. Without a chat
+        format the last chunk has all of the text.
         """
         if self._chat is None:
-            return self._at_the_end(stop)
+            return self._final_reader(stop)
         parser = self.chat.text_parser(stop)
 
         def read(chunk: GenerationChunk) -> str:
-            deltas = parser.feed([i for i in _told(chunk) if i not in self._special])
+            deltas = parser.feed([i for i in _without_stop(chunk) if i not in self._special])
             if chunk.stop_reason is not None:
                 deltas += parser.finish()[0]
             return "".join(delta.content or "" for delta in deltas)
 
         return read
 
-    def _at_the_end(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
+    def _final_reader(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
         seen: list[int] = []
 
         def read(chunk: GenerationChunk) -> str:
-            seen.extend(_told(chunk))
+            seen.extend(_without_stop(chunk))
             if chunk.stop_reason is None:
                 return ""
             text = self.decode([i for i in seen if i not in self._special])
@@ -80,17 +80,17 @@ class TextCodec:
         return read
 
 
-def _told(chunk: GenerationChunk) -> list[int]:
-    """The chunk's ids without the token that stopped the output."""
+def _without_stop(chunk: GenerationChunk) -> list[int]:
+    """Return the chunk's ids without the token that stopped the output."""
     ids, stop = chunk.output_ids, chunk.matched_stop
     return ids[:-1] if isinstance(stop, int) and ids[-1:] == [stop] else ids
 
 
 def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> TextCodec:
-    """Return the words of a tokenizer, else of the model in ``path``; ConfigError without both."""
+    """Return the codec of a tokenizer, else of the model in ``path``; ConfigError without both."""
     given = tokenizer if tokenizer is not None else path and str(path)
     if given is None:
-        raise ConfigError("the engine does not say where its model lies: give tokenizer=")
+        raise ConfigError("the engine does not report its model's folder: give tokenizer=")
     try:
         chat = chat_format_for(
             given,
@@ -100,7 +100,7 @@ def words_of(tokenizer: Any, path: Path | None, model: ModelConfig) -> TextCodec
         )
         return TextCodec(chat.tokenizer, chat)
     except ConfigError as error:
-        # Without a chat template token ids can be asked all the same.
+        # Without a chat template the engine still answers token ids.
         if isinstance(given, str | Path):
             try:
                 given = load_hf_tokenizer(str(given))
@@ -116,7 +116,7 @@ def asked_for(
     input_ids: Any,
     sampling: dict[str, Any],
 ) -> ModelRequest:
-    """The request that these arguments make; ValueError unless exactly one says what is asked."""
+    """Return the request of these arguments; ValueError unless exactly one is the prompt."""
     given = [value is not None for value in (request, prompt, messages, input_ids)]
     if sum(given) != 1:
         raise ValueError("give one of a request, prompt=, messages= and input_ids=")
@@ -125,7 +125,7 @@ def asked_for(
             raise ValueError(f"{', '.join(sampling)}: give it in the request's gconfig")
         return request
     if "stream" in sampling:
-        raise TypeError("stream: iterate over agenerate_stream(...), which is asked the same")
+        raise TypeError("stream: iterate over agenerate_stream(...) with the same arguments")
     if "max_tokens" in sampling:
         if "max_new_tokens" in sampling:
             raise ValueError("max_tokens and max_new_tokens are the same: give one of them")

@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from types import TracebackType
 from typing import Self
 
 import yaml
@@ -96,12 +95,7 @@ class Node:
             raise
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._end(error, drains=isinstance(error, Terminated))
 
     def _end(self, error: BaseException | None, *, drains: bool) -> None:

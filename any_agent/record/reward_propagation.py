@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from any_agent.types import Interaction
 
@@ -73,16 +73,6 @@ def propagate_rewards(
             r[n.id] = own + (final_reward or 0.0)
         below[n.parent_id].append(r[n.id])
     return {n.id: r[n.id] for n in nodes}
-
-
-def session_score(
-    interactions: Iterable[Interaction], rewards: Mapping[str, float]
-) -> float | None:
-    """Return the mean of r over the trainable interactions that are not discarded, or None."""
-    nodes = list(interactions)
-    gone = discarded(nodes)
-    values = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
-    return sum(values) / len(values) if values else None
 
 
 def _answers_to_one_request(

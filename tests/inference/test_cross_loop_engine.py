@@ -86,7 +86,7 @@ async def test_the_engines_of_a_scripts_configuration(models: list[Path], urls: 
 
 @pytest.mark.parametrize("which", [1, 2])
 def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int) -> None:
-    says = r"serves version (0|21) of .*, instead of version (11|21), .* or start it with"
+    says = r"serves version (0|21) of .* instead of version (11|21), .* or start it with"
     names = PLACE | ({} if which == 1 else {"step": 10})
     with pytest.raises(ConfigError, match=says):
         RemoteSGLangEngine().initialize(**names, root=trial.path.parents[2], url=urls[which])
@@ -95,7 +95,7 @@ def test_an_engine_with_other_weights(trial: RunDir, urls: list[str], which: int
 def test_an_engine_with_another_folder(models: list[Path], urls: list[str]) -> None:
     """Both are version 0, of which there are as many as folders."""
     with pytest.raises(
-        ConfigError, match=r"serves version 0 of .*step-00000010, and asked for was"
+        ConfigError, match=r"serves version 0 of .*step-00000010 instead of version 0"
     ):
         RemoteSGLangEngine().initialize(model=models[1], url=urls[1])
 

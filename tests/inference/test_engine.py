@@ -128,7 +128,7 @@ def test_many_calls_from_many_event_loops(engine: RemoteSGLangEngine) -> None:
 async def test_an_answer_has_the_context_s_room(engine: RemoteSGLangEngine) -> None:
     ids = [5] * (engine.context_length - 3)
     assert (await engine.agenerate(input_ids=ids, ignore_eos=True)).output_len == 3
-    with pytest.raises(ContextLengthExceeded, match="is 2048 tokens long, the context 2048"):
+    with pytest.raises(ContextLengthExceeded, match="has 2048 tokens, the context 2048"):
         await engine.agenerate(input_ids=[5] * engine.context_length)
 
 

@@ -96,4 +96,4 @@ def test_where_it_cannot_be_the_embedded_engine_serves(
     ):
         assert engine.version == 21
     assert f"no {'GPU' if lacks == 'gpu' else 'SGLang'}" in caplog.text
-    assert "the embedded engine does" in caplog.text
+    assert "using the embedded engine" in caplog.text

@@ -1,14 +1,25 @@
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from any_agent.record import discarded, propagate_rewards, session_score
+from any_agent.record import discarded, propagate_rewards
 from any_agent.types import Interaction
 from tests.support.records import Make
+
+
+def session_score(
+    interactions: Iterable[Interaction], rewards: Mapping[str, float]
+) -> float | None:
+    """Return the mean of r over the trainable interactions that are not discarded, or None."""
+    nodes = list(interactions)
+    gone = discarded(nodes)
+    values = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
+    return sum(values) / len(values) if values else None
 
 
 def test_worked_example(make: Make) -> None:
