@@ -51,6 +51,7 @@ from typing import Any, ClassVar
 _BUSY_STATUSES = (429, 503, 507)
 """Statuses of refusals for want of capacity: all of them name a time for the next attempt."""
 _DEFAULT_RETRY_AFTER = 2.0
+_OPENAI_TYPES = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
 
 
 class AnyAgentError(Exception):
@@ -88,9 +89,10 @@ class AnyAgentError(Exception):
 
     def body(self) -> dict[str, Any]:
         """Return the error in OpenAI's shape, so that its SDKs show the message."""
+        other = "invalid_request_error" if self.status < 500 else "server_error"
         error: dict[str, Any] = {
             "message": self.message,
-            "type": _openai_type(self.status),
+            "type": _OPENAI_TYPES.get(self.status, other),
             "param": self.param,
             "code": self.code,
         }
@@ -107,11 +109,6 @@ class AnyAgentError(Exception):
         if wait is not None:
             return {"Retry-After": str(max(1, math.ceil(wait)))}
         return {} if self.retryable else {"x-should-retry": "false"}
-
-
-def _openai_type(status: int) -> str:
-    types = {401: "authentication_error", 403: "permission_error", 429: "rate_limit_error"}
-    return types.get(status, "invalid_request_error" if status < 500 else "server_error")
 
 
 class InvalidRequest(AnyAgentError, status=400, code="invalid_request"):

@@ -91,8 +91,6 @@ class StatsTracker:
         self._masks: dict[str, npt.NDArray[np.bool_]] = {}
         self._warned: set[str] = set()
 
-    # -- scopes ----------------------------------------------------------------------------------
-
     @contextmanager
     def scope(self, name: str) -> Iterator[None]:
         """Prefix the keys recorded inside with ``name/``; scopes nest."""
@@ -123,8 +121,6 @@ class StatsTracker:
             return scoped
 
         return decorated
-
-    # -- recording -------------------------------------------------------------------------------
 
     def scalar(self, **values: Any) -> None:
         """Record one value for each key; means and counts are exported.
@@ -189,8 +185,6 @@ class StatsTracker:
                 chosen = array[mask].astype(np.float64)
                 extremes = (chosen.min(), chosen.max()) if chosen.size else (math.inf, -math.inf)
                 self._add(full, kind, float(chosen.sum()), chosen.size, *map(float, extremes))
-
-    # -- exporting -------------------------------------------------------------------------------
 
     def export(
         self, key: str | None = None, reduce_group: Any = None, reset: bool = True

@@ -173,9 +173,6 @@ class Access:
         return Caller(Scope(found.scope), name, tenant=found.tenant, identity=f"key {found.id}")
 
 
-# -- a service without an admin key ----------------------------------------------------------------
-
-
 def require_loopback_client(
     *, hosts: Iterable[str], origins: Iterable[str], fetch_sites: Iterable[str]
 ) -> None:

@@ -34,7 +34,7 @@ _MAX_SESSIONS = 100
 
 
 class AuditLog:
-    """Writes lines in a thread of its own, so that no audited request waits for the disk."""
+    """Writes lines in its own thread, so that no audited request waits for the disk."""
 
     def __init__(self, path: Path, *, max_bytes: int = _MAX_BYTES, files: int = _FILES) -> None:
         self._path = path

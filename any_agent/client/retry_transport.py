@@ -26,7 +26,7 @@ _KEY_IN_PATH = re.compile(
 )
 """A key in a path. After it `/v1/rl` means `/rl`, and `/v1/v1` `/v1`: base URLs end in `/v1`."""
 _MAX_WAIT = 60.0
-"""The longest wait in seconds, whatever the service asks for."""
+"""The longest wait in seconds, even if the service names a longer one."""
 
 
 class RetryTransport(httpx.AsyncBaseTransport):
@@ -129,7 +129,6 @@ def _redirect_moved(request: httpx.Request) -> httpx.Request:
 
 
 def _is_temporary(response: httpx.Response) -> bool:
-    """Return True if the same request may succeed later."""
     should_retry = response.headers.get("x-should-retry")
     if response.status_code == _LOST_STATUS:
         return bool(should_retry == "true")
@@ -137,7 +136,6 @@ def _is_temporary(response: httpx.Response) -> bool:
 
 
 def _retry_after(response: httpx.Response) -> float | None:
-    """Return the seconds to wait that a refusal names."""
     if response.status_code not in _BUSY_STATUSES:
         return None
     asked = from_response(429, b"", response.headers.get("retry-after")).retry_after

@@ -109,8 +109,6 @@ class RLClient:
     async def close(self) -> None:
         await self._http.aclose()
 
-    # -- agents --------------------------------------------------------------------------------
-
     async def start_session(
         self, *, patience: float = 0.0, idempotency_key: str | None = None, **fields: Any
     ) -> SessionStarted:
@@ -213,8 +211,6 @@ class RLClient:
             SessionInfo, "GET", _path_of(session_id), key=api_key, repeatable=True
         )
 
-    # -- operators -----------------------------------------------------------------------------
-
     async def sessions(
         self, *, missing: Callable[[str], object] = lambda _: None, **filters: Any
     ) -> AsyncIterator[SessionLine]:
@@ -265,8 +261,6 @@ class RLClient:
 
     async def run_info(self) -> RunInfo:
         return await self._call(RunInfo, "GET", "/run", repeatable=True)
-
-    # -- trainer -------------------------------------------------------------------------------
 
     async def get_capacity(self) -> Capacity:
         return await self._call(Capacity, "GET", "/capacity", repeatable=True)
@@ -333,8 +327,6 @@ class RLClient:
     ) -> None:
         body = SetRun(state=state, step=step, checkpoint=checkpoint, oldest_step=oldest_step)
         await self.request("PUT", "/run", body, repeatable=True)
-
-    # ------------------------------------------------------------------------------------------
 
     async def _call(
         self, answer: type[T], method: str, path: str, body: BaseModel | None = None, **how: Any

@@ -24,7 +24,7 @@ from any_agent.config import NAME_PATTERN
 MAX_METADATA_BYTES = 65_536
 MAX_METADATA_DEPTH = 32
 MAX_NAMED = 131_072
-"""Sessions that one message of the trainer may name: many times what can be buffered."""
+"""The most sessions in one message of the trainer: many times the number that can be buffered."""
 AFTER_HEADER = "x-any-agent-after"
 """Response header: the place where the next page of a list begins; absent on the last page."""
 MAX_COUNT = 2**31 - 1
@@ -69,16 +69,12 @@ def as_reward(value: Any) -> float | dict[str, float]:
     return {name: _number(each) for name, each in value.items()}
 
 
-def _reward_or_none(value: Any) -> float | dict[str, float] | None:
-    return None if value is None else as_reward(value)
-
-
 _Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
 # One function instead of a union: an error then names the field, not every member of the union.
 RewardValue = Annotated[
     float | dict[str, float] | None,
     PlainValidator(
-        _reward_or_none,
+        lambda value: None if value is None else as_reward(value),
         json_schema_input_type=_Number | dict[Name, _Number] | None,
     ),
 ]

@@ -92,9 +92,6 @@ class RolloutCounts:
         )
 
 
-# -- several ranks ---------------------------------------------------------------------------------
-
-
 @dataclass(frozen=True, slots=True)
 class RankView:
     """One rank at its last reply, since which it can have admitted no more than ``limit``
@@ -161,5 +158,4 @@ def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple
 
 
 def _from(turn: int, ranks: Sequence[int]) -> list[int]:
-    """Return the ranks in the order of their turns."""
     return [rank for rank in ranks if rank >= turn] + [rank for rank in ranks if rank < turn]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any, TypeAlias
 
 from any_agent.data import gives_columns, items_of
@@ -50,25 +51,21 @@ class JobStream:
     closed: bool = False
     """True once no caller wants results of the stream any more."""
 
+    @property
+    def needed(self) -> int:
+        """The number of items, or else of sessions, of a batch."""
+        return self.batch_items or self.batch_sessions
+
     def batch_ready(self) -> bool:
-        if self.batch_items is not None:
-            return len(self.ready) >= self.batch_items
-        return sum(len(job.results) for job in self.ready) >= self.batch_sessions
+        return sum(self._sizes()) >= self.needed
 
     def next_job(self) -> EpisodeJob:
         """Return a job for the item that has waited longest."""
         # Before the item leaves `waiting`: another thread must not see an ended stream in between.
         self.running_jobs += 1
         position, data = self.waiting.popleft()
-        return EpisodeJob(
-            position,
-            position,
-            data,
-            self.workflow,
-            self.group_size,
-            accept=self.accept,
-            stream=self,
-        )
+        workflow, size = self.workflow, self.group_size
+        return EpisodeJob(position, position, data, workflow, size, accept=self.accept, stream=self)
 
     def ended(self) -> bool:
         """Return True if no further result will come."""
@@ -76,25 +73,19 @@ class JobStream:
 
     def progress(self) -> str:
         """Describe the part of a batch that has come."""
-        if self.batch_items is not None:
-            return f"{len(self.ready)} of {self.batch_items} items came"
-        sessions = sum(len(job.results) for job in self.ready)
-        return f"{sessions} of {self.batch_sessions} sessions came"
+        unit = "items" if self.batch_items else "sessions"
+        return f"{sum(self._sizes())} of {self.needed} {unit} came"
 
     def pop_batch(self) -> list[EpisodeJob]:
         """Remove and return the oldest jobs that make a batch, in order; all if there are fewer."""
         self.ready.sort(key=lambda job: job.position)
-        size = sessions = 0
-        for job in self.ready:
-            if self.batch_items is not None:
-                if size >= self.batch_items:
-                    break
-            elif sessions >= self.batch_sessions:
-                break
-            size += 1
-            sessions += len(job.results)
+        sums = enumerate(accumulate(self._sizes()), start=1)
+        size = next((size for size, total in sums if total >= self.needed), len(self.ready))
         batch, self.ready = self.ready[:size], self.ready[size:]
         return batch
+
+    def _sizes(self) -> list[int]:
+        return [1 if self.batch_items else len(job.results) for job in self.ready]
 
 
 @dataclass(slots=True, eq=False)

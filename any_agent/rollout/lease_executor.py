@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.protocol.rl import Capacity, Rejection, Unfilled
+from any_agent.protocol.rl import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import AckSender
 from any_agent.rollout.capacity_keeper import CapacityKeeper
@@ -152,8 +152,6 @@ class LeaseExecutor:
         Raises Conflict or NotFound if one cannot be leased; then none of them is.
         """
         return self.call(self._replay(session_ids), timeout=timeout)
-
-    # ------------------------------------------------------------------------------------------
 
     def _shortfall(self) -> str:
         count = sum(map(len, self._buffer))
@@ -298,12 +296,9 @@ def describe_waiting(now: Capacity) -> str:
     if not (now.running or now.waiting or now.unfilled):
         return "no agent has a session open, or waits for one"
     counts = f"{now.running} open, {now.waiting} waiting for a slot"
-    groups = now.unfilled[:_MAX_GROUPS_LISTED]
-    return "; ".join([counts, *(_describe_group(group) for group in groups)])
-
-
-def _describe_group(group: Unfilled) -> str:
-    return (
+    groups = [
         f"group {group.group_id} has {group.members} of {group.size} sessions, and up to "
         f"{group.closes_in:.0f} s for the others (sessions.group_timeout)"
-    )
+        for group in now.unfilled[:_MAX_GROUPS_LISTED]
+    ]
+    return "; ".join([counts, *groups])

@@ -73,11 +73,9 @@ class RankClients:
 
     async def all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
         """Call every rank at once; all calls end before the first failure is raised."""
-        done = await asyncio.gather(*map(call, range(len(self))), return_exceptions=True)
-        for result in done:
-            if isinstance(result, BaseException):
-                raise result
-        return [result for result in done if not isinstance(result, BaseException)]
+        calls = [asyncio.ensure_future(call(rank)) for rank in range(len(self))]
+        await asyncio.gather(*calls, return_exceptions=True)
+        return [ended.result() for ended in calls]
 
     async def close(self) -> None:
         for client in self.clients:

@@ -24,7 +24,7 @@ class ResultQueue:
     """
 
     def __init__(self, name: str, error_type: type[Exception] = TrainingError) -> None:
-        """``name`` says in errors what failed; ambiguous errors become an ``error_type``."""
+        """``name`` is the failed part in errors; ambiguous errors become an ``error_type``."""
         self.changed = threading.Condition()
         self._name = name
         self._error_type = error_type

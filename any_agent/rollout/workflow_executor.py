@@ -15,8 +15,7 @@ from any_agent.data import items_of
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, TooManyRequests
 from any_agent.protocol.rl import Capacity
-from any_agent.rollout.episode_runner import EpisodeRunner
-from any_agent.rollout.episode_scheduler import EpisodeScheduler, nothing_left
+from any_agent.rollout.episode_scheduler import EpisodeRunner, EpisodeScheduler, nothing_left
 from any_agent.rollout.jobs import (
     Accept,
     EpisodeJob,
@@ -93,8 +92,6 @@ class WorkflowExecutor:
         self._source: tuple[Any, Any, int] | None = None
         self._unsettled: dict[str, int] = {}
         """Sessions of each group that a batch returned and that is not settled."""
-
-    # -- life cycle ----------------------------------------------------------------------------
 
     def start(self) -> Self:
         """Open the engine and become ready for episodes; raise the engine's errors."""
@@ -180,8 +177,6 @@ class WorkflowExecutor:
         `timeout`, `returned_none`, `not_accepted`, `unusable`, or a reason that ``reject``
         returned."""
         return self._scheduler.rejected
-
-    # -- submitted items -----------------------------------------------------------------------
 
     def submit(
         self,
@@ -312,8 +307,6 @@ class WorkflowExecutor:
             raise nothing_left([job for job, _ in ended], f"of {len(ended)} items")
         return results
 
-    # -- ahead of the trainer ------------------------------------------------------------------
-
     def prepare_batch(
         self,
         dataloader: Any,
@@ -404,8 +397,6 @@ class WorkflowExecutor:
         if sessions:
             self._thread.soon(self._scheduler.settle, sessions)
 
-    # -- streams -------------------------------------------------------------------------------
-
     def _start_loader(
         self,
         loader: Any,
@@ -440,8 +431,6 @@ class WorkflowExecutor:
                 f"{self._config.batch_size}, which counts sessions: lower the first or raise the "
                 "second"
             )
-
-    # -- waiting -------------------------------------------------------------------------------
 
     def _next_batch(self, timeout: float | None) -> list[EpisodeJob]:
         stream = self._stream

@@ -3,7 +3,7 @@
 from any_agent.sdk.find_service import ServiceAddress as ServiceAddress
 from any_agent.sdk.find_service import find_service as find_service
 from any_agent.sdk.open_session import AgentSession as AgentSession
-from any_agent.sdk.progress import RunProgress as RunProgress
+from any_agent.sdk.results import RunProgress as RunProgress
 from any_agent.sdk.results import RunResult as RunResult
 from any_agent.sdk.results import RunResults as RunResults
 from any_agent.sdk.runner import AgentRunner as AgentRunner

@@ -73,9 +73,9 @@ class AgentCallable:
             raise AgentFailed(f"{self.name} raised SystemExit: {error}") from error
 
     async def _in_thread(self, function: Callable[[], Any]) -> Any:
-        """Call a function in a thread of its own, in a copy of this context.
+        """Call a function in its own thread, in a copy of this context.
 
-        A thread cannot be ended: it goes on after a cancelled wait, and does not keep the process
+        A thread cannot be ended: it runs on after a cancelled wait, and does not keep the process
         alive.
         """
         loop = asyncio.get_running_loop()

@@ -74,8 +74,9 @@ def find_service(
     found, url_from = _first("url", url, _URLS, environ)
     if found is None:
         raise ConfigError(
-            "no service is named: pass url=, or set ANY_AGENT_URL (or OPENAI_BASE_URL) to what "
-            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
+            "no service is named: pass url= (commands: --url), or set ANY_AGENT_URL (or "
+            "OPENAI_BASE_URL) to the URL that `any-agent serve` or `any-agent train` prints, like "
+            "http://127.0.0.1:8000"
         )
     key, key_from = _first("api_key", api_key, _KEYS, environ)
     # A key from a file may end with a line break.
@@ -104,11 +105,6 @@ def service_of_options(url: str | None, key_file: str | None) -> ServiceAddress:
     """Return the address in ``--url`` and ``--api-key-file``, else in the environment; errors name
     these options. No option has the key itself, as all users of a machine can read command lines.
     """
-    if _first("url", url, _URLS, os.environ)[0] is None:
-        raise ConfigError(
-            "no service is named: give --url, or set ANY_AGENT_URL (or OPENAI_BASE_URL), to what "
-            "`any-agent serve` or `any-agent train` prints, like http://127.0.0.1:8000"
-        )
     if key_file is None:
         return find_service(url)
     try:
@@ -131,9 +127,6 @@ def _first(
         if value and not is_placeholder(value):
             return value, name
     return None, argument
-
-
-# -- connections -----------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)

@@ -41,6 +41,10 @@ class Heartbeats:
     """
 
     def __init__(self) -> None:
+        self.reset()
+
+    def reset(self) -> None:
+        """Start anew in a forked process, whose parent keeps the open sessions alive."""
         self._beating: dict[int, _Beating] = {}
         """The sessions by the identity of the reply that opened them: services may give the same
         ids, and one session may be opened twice under its idempotency key."""
@@ -105,18 +109,6 @@ class Heartbeats:
             log.debug("cannot send the heartbeat of %s: %s", one.session.session_id, error)
 
 
-_of_process = Heartbeats()
-
-
-def heartbeats() -> Heartbeats:
-    """Return the heartbeats of this process."""
-    return _of_process
-
-
-def _reset() -> None:
-    """Start anew in a forked process: its parent keeps the sessions alive that were open."""
-    global _of_process
-    _of_process = Heartbeats()
-
-
-os.register_at_fork(after_in_child=_reset)
+heartbeats = Heartbeats()
+"""The heartbeats of this process."""
+os.register_at_fork(after_in_child=heartbeats.reset)

@@ -14,7 +14,6 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec
@@ -167,30 +166,20 @@ def _set_key(headers: Any, key: str) -> None:
     headers["Authorization"] = f"Bearer {key}"
 
 
-@dataclass(frozen=True, slots=True)
-class _PatchTarget:
-    """The method with which a client sends one request."""
-
-    owner: str
-    method: str
-    wrap: Wrap
-
-
-_TARGETS: dict[str, Sequence[_PatchTarget]] = {
-    **{
-        f"{package}._client": (
-            _PatchTarget("Client", "_send_single_request", _httpx_sync),
-            _PatchTarget("AsyncClient", "_send_single_request", _httpx_async),
-        )
-        for package in ("httpx", "httpx2")
-    },
+_HTTPX_TARGETS: Sequence[tuple[str, str, Wrap]] = (
+    ("Client", "_send_single_request", _httpx_sync),
+    ("AsyncClient", "_send_single_request", _httpx_async),
+)
+_TARGETS: dict[str, Sequence[tuple[str, str, Wrap]]] = {
+    "httpx._client": _HTTPX_TARGETS,
+    "httpx2._client": _HTTPX_TARGETS,
     "aiohttp.client_reqrep": (
-        _PatchTarget("ClientRequest", "send", _aiohttp),
-        _PatchTarget("ClientRequest", "__init__", _aiohttp_made),
+        ("ClientRequest", "send", _aiohttp),
+        ("ClientRequest", "__init__", _aiohttp_made),
     ),
-    "requests.adapters": (_PatchTarget("HTTPAdapter", "send", _requests),),
+    "requests.adapters": (("HTTPAdapter", "send", _requests),),
 }
-"""The patched methods by their module."""
+"""The methods that send one request, by their module: class, method, and patch."""
 
 
 class _Patches:
@@ -231,9 +220,9 @@ class _Patches:
                 self._patch(module)
 
     def _patch(self, module: ModuleType) -> None:
-        for target in _TARGETS[module.__name__]:
-            owner = getattr(module, target.owner, None)
-            original = vars(owner).get(target.method) if owner is not None else None
+        for class_name, method, wrap in _TARGETS[module.__name__]:
+            owner = getattr(module, class_name, None)
+            original = vars(owner).get(method) if owner is not None else None
             if owner is None or original is None:
                 log.warning(
                     "this version of %s cannot be patched: its requests do not join sessions by "
@@ -241,14 +230,14 @@ class _Patches:
                     module.__name__.split(".")[0],
                 )
                 continue
-            patch = target.wrap(original)
-            setattr(owner, target.method, patch)
-            self._applied.append((owner, target.method, original, patch))
+            patch = wrap(original)
+            setattr(owner, method, patch)
+            self._applied.append((owner, method, original, patch))
 
 
 def _unpatch(owner: type, method: str, original: Any, patch: Any) -> None:
-    """Undo a patch, unless another library has patched the method since: then it stays below that
-    one, without effect."""
+    """Undo a patch, unless another library has patched the method since: below that it stays
+    without effect."""
     if vars(owner).get(method) is patch:
         setattr(owner, method, original)
 

@@ -182,7 +182,7 @@ class AgentSession:
 
     async def _open(self) -> AsyncSession:
         if self._session is not None or self._opening:
-            raise RuntimeError("this AgentSession was used already: make another one")
+            raise RuntimeError("this AgentSession was used already: create another one")
         self._opening = True
         client = await self._shared.__aenter__()
         try:
@@ -199,7 +199,7 @@ class AgentSession:
         finally:
             self._opening = False
         self._session = AsyncSession(self.service, started, retry_for=self._retry_for)
-        heartbeats().add(self.service, started)
+        heartbeats.add(self.service, started)
         return self._session
 
     async def _close(self, error: BaseException | None) -> None:
@@ -218,7 +218,7 @@ class AgentSession:
                 await session.abort_quietly(f"not finalized: {code}")
                 raise
         finally:
-            heartbeats().remove(session._started)
+            heartbeats.remove(session._started)
             await self._shared.__aexit__()
 
     async def _end(self, session: AsyncSession) -> None:

@@ -1,4 +1,5 @@
-"""Results of an agent's runs, and the file from which a runner that was killed resumes.
+"""Results and progress of an agent's runs, and the file from which a runner that was killed
+resumes.
 
 The file has a JSON object per line, the run's header first, then an event each. A line is on the
 disk before the runner acts on it: the opening of a session before its agent begins, the end of a
@@ -157,6 +158,25 @@ class RunResults(list[RunResult]):
 
 
 @dataclass(slots=True)
+class RunProgress:
+    """Counts of runs; each is one member of an item's group in one epoch."""
+
+    total: int
+    done: int = 0
+    failed: int = 0
+    """The number of failed runs among the done ones."""
+    running: int = 0
+    rewarded: int = 0
+    rewards: float = 0.0
+    """The sum of the rewards so far."""
+
+    @property
+    def mean(self) -> float | None:
+        """The mean reward so far; None before the first."""
+        return self.rewards / self.rewarded if self.rewarded else None
+
+
+@dataclass(slots=True)
 class StartedRun:
     """The last attempt at a run without a result."""
 
@@ -187,8 +207,6 @@ class ResultsLog:
         self._pending: list[str] = []
         self._written: asyncio.Future[None] | None = None
         self._writer: asyncio.Task[None] | None = None
-
-    # -- start ---------------------------------------------------------------------------------
 
     def open(self) -> None:
         """Lock and read the file; ConfigError if it is in use, or has other content."""
@@ -248,8 +266,6 @@ class ResultsLog:
         else:
             result = RunResult.of(line)
             self.known.results[result.place] = result
-
-    # -- writing -------------------------------------------------------------------------------
 
     async def begin(self, header: PlanHeader) -> None:
         """Write the first line of a new file."""

@@ -24,8 +24,7 @@ from any_agent.sdk.attempts import (
 )
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.open_session import AgentSession
-from any_agent.sdk.progress import RunProgress
-from any_agent.sdk.results import ResultsLog, RunResult
+from any_agent.sdk.results import ResultsLog, RunProgress, RunResult
 from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
 
 log = logging.getLogger(__name__)
@@ -134,8 +133,6 @@ class RunScheduler:
         for worker in ended:
             worker.result()
 
-    # -- the next run --------------------------------------------------------------------------
-
     async def _work(self) -> None:
         while (run := await self._next_run()) is not None:
             self._progress.running += 1
@@ -177,8 +174,6 @@ class RunScheduler:
     @property
     def _size(self) -> int:
         return self._plan.header.group_size
-
-    # -- one run -------------------------------------------------------------------------------
 
     async def _make_run(self, run: RunId) -> None:
         try:
@@ -285,8 +280,6 @@ class RunScheduler:
         if result.reward is not None:
             self._progress.rewarded += 1
             self._progress.rewards += result.reward
-
-    # -- runs without which their group closed -------------------------------------------------
 
     async def _leave_out(self, run: RunId, reason: str) -> None:
         """Put a run whose group has closed without it into another group, with the other such runs

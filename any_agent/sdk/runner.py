@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 import sys
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, TextIO
 
 from any_agent.client.retry_transport import retrying_client
 from any_agent.errors import ConfigError
@@ -16,33 +16,33 @@ from any_agent.sdk.agent_callable import AgentCallable, AgentLike
 from any_agent.sdk.attempts import MissingReward
 from any_agent.sdk.find_service import find_service, shared_client
 from any_agent.sdk.open_session import run_info
-from any_agent.sdk.progress import ProgressBar, RunProgress, progress_callback
-from any_agent.sdk.results import ResultsLog, RunResults
+from any_agent.sdk.results import ResultsLog, RunProgress, RunResults
 from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
 from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler
 
-log = logging.getLogger(__name__)
+_BAR_INTERVAL = 0.2
+"""Seconds between two drawings of the bar."""
+_BAR_WIDTH = 24
 
 
 class AgentRunner:
     """Runs an agent on a dataset against a service that trains (or, with mode eval, serves).
 
     ``AgentRunner(concurrency=32, group_size=8).run(agent, dataset)``: each item is run
-    ``group_size`` times, each time in a session of its own; all sessions of an item are one group,
-    the baseline of each other. ``docs/how-to/agent-runner.md`` describes it in full.
+    ``group_size`` times, each time in its own session; all sessions of an item are one group, and
+    so each other's baseline. ``docs/how-to/agent-runner.md`` describes the runner in full.
 
-    ``concurrency``: runs at once. ``epochs``: passes over the dataset. ``results``: a JSONL file;
-    the same runner on the same dataset resumes from it, wherever it was killed. ``retries``:
+    ``concurrency``: runs at once. ``epochs``: passes over the dataset. ``results``: a JSONL file
+    from which the same runner on the same dataset resumes after it was killed. ``retries``:
     further attempts at a run that fails, each in a new session that takes the failed one's place.
-    ``on_failure``: a run that fails for good is skipped, or stops all. ``max_failures`` of
-    them one after the other stop all in any case. ``timeout``: seconds that one attempt may take.
-    ``missing_reward``: the treatment of a run without a reward: `"fail"`, `"await"` (another
-    caller gives it later), or a number that it gets. ``wait``: seconds to wait for a slot, of
-    which training gives out no more than it wants. ``retry_for``: as that of
-    :class:`AgentSession`. ``progress``: called with a :class:`RunProgress` at each change; True
-    shows a bar, None does on a terminal, False never. ``ttl`` and ``version`` are those of the
-    sessions. ``url`` and ``api_key`` are by default those of the environment (`find_service`).
-    ``agent_name``: a file of results that was begun under another one is refused.
+    ``on_failure``: a run that fails for good is skipped, or stops the runner. ``max_failures`` in
+    a row stop it in any case. ``timeout``: seconds of one attempt. ``missing_reward``: the
+    treatment of a run without a reward: `"fail"`, `"await"` (another caller sets it later), or the
+    number that it gets. ``wait``: seconds to wait for a slot, as training admits no more sessions
+    than it wants. ``retry_for``, ``ttl`` and ``version``: arguments of :class:`AgentSession`.
+    ``progress``: a function that is called with a :class:`RunProgress` at each change; True shows a
+    bar, None shows it on a terminal, False never. ``url`` and ``api_key``: by default the
+    environment's (`find_service`). ``agent_name``: a file of results with another name is refused.
     """
 
     def __init__(
@@ -67,7 +67,7 @@ class AgentRunner:
         progress: bool | Callable[[RunProgress], object] | None = None,
         agent_name: str = "",
     ) -> None:
-        """ConfigError for an invalid setting, naming it."""
+        """Raise ConfigError, with the setting's name, for an invalid setting."""
         counts = {"concurrency": concurrency, "group_size": group_size}
         for name, value in (counts | {"epochs": epochs, "max_failures": max_failures}).items():
             _require(value >= 1, f"{name} is {value}: it must be at least 1")
@@ -221,6 +221,62 @@ class AgentRunner:
             self.announce(f"stopped: {text}")
         else:
             error.add_note(text)
+
+
+class ProgressBar:
+    """A progress bar in one line of a terminal, which is drawn anew at each change."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream or sys.stderr
+        self._began = time.monotonic()
+        self._next = 0.0
+        self._drawn = 0
+
+    def __call__(self, progress: RunProgress) -> None:
+        now = time.monotonic()
+        if now >= self._next or progress.done == progress.total:
+            self._next = now + _BAR_INTERVAL
+            self._draw(self._line(progress, now))
+
+    def end(self) -> None:
+        """Keep the line, and begin the next one."""
+        if self._drawn:
+            self._stream.write("\n")
+            self._stream.flush()
+            self._drawn = 0
+
+    def _line(self, progress: RunProgress, now: float) -> str:
+        share = progress.done / progress.total if progress.total else 1.0
+        filled = int(share * _BAR_WIDTH)
+        seconds = now - self._began
+        rate = progress.done / seconds if seconds > 0 else 0.0
+        parts = [
+            f"{'#' * filled}{'.' * (_BAR_WIDTH - filled)} {progress.done}/{progress.total} runs",
+            f"{progress.running} running",
+            f"{rate:.1f}/s",
+        ]
+        if progress.failed:
+            parts.append(f"{progress.failed} failed")
+        if progress.mean is not None:
+            parts.append(f"mean reward {progress.mean:.3f}")
+        return " | ".join(parts)
+
+    def _draw(self, line: str) -> None:
+        self._stream.write("\r" + line.ljust(self._drawn))
+        self._stream.flush()
+        self._drawn = len(line)
+
+
+def progress_callback(
+    progress: bool | Callable[[RunProgress], object] | None,
+) -> Callable[[RunProgress], object]:
+    """Return the callback for changes: the caller's own; a bar for True, and, where there is a
+    terminal, for None; one without effect for False."""
+    if callable(progress):
+        return progress
+    if progress or (progress is None and sys.stderr.isatty()):
+        return ProgressBar()
+    return lambda _: None
 
 
 def _end_bar(show: Callable[[RunProgress], object]) -> None:

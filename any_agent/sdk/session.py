@@ -87,7 +87,7 @@ class SessionBase:
 
     @property
     def expires_in(self) -> float:
-        """Seconds from its opening until it expires, whatever happens."""
+        """Seconds from its opening until it expires in any case."""
         return self._started.expires_in
 
     def __repr__(self) -> str:
@@ -263,8 +263,6 @@ class AsyncSession(SessionBase):
         """Leave the session open for another caller to end, also when the block is left."""
         self.ended = True
 
-    # ------------------------------------------------------------------------------------------
-
     def _client(self) -> shared_client:
         """Return the client of the calling event loop, which need not be the session's."""
         return shared_client(self._service, retry_for=self._retry_for)
@@ -279,8 +277,6 @@ class AsyncSession(SessionBase):
 def _blocking(
     method: Callable[Concatenate[AsyncSession, P], Coroutine[Any, Any, T]],
 ) -> Callable[Concatenate[Session, P], T]:
-    """Return the blocking form of a method."""
-
     @wraps(method)
     def call(session: Session, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return session._wait(method(session._session, *args, **kwargs), method.__name__)

@@ -126,8 +126,13 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             timeout,
             patience,
         )
-        self._name = _name_of(agent)
-        _require_run(agent, self._name)
+        kind = agent if inspect.isclass(agent) else type(agent)
+        self._name = f"{kind.__module__}.{kind.__qualname__}"
+        if not callable(getattr(agent, "run", None)) or inspect.isclass(agent):
+            raise ConfigError(
+                f"the agent {self._name} has no callable run: give an instance of a class with "
+                "async def run(self, data, **extra_kwargs)"
+            )
         self._pool: WorkerPool | None = None
         self._takes: tuple[str, ...] = ()
         if mode == "subproc":
@@ -239,8 +244,6 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
         if not workflow_context.get().is_eval:
             await self._client(http_session, data).grant_capacity()
 
-    # -- running -------------------------------------------------------------------------------
-
     async def _run_agent(self, session_url: str, data: dict[str, Any] | None) -> Rewards:
         """Run the agent on an item in the session of this URL; return its reward as a number, a
         dict by completion id, or None.
@@ -350,11 +353,6 @@ def _task_of(data: Mapping[str, Any] | None, task_id: int | str | None) -> int |
     return "task" if task_id is None else task_id
 
 
-def _name_of(agent: Any) -> str:
-    kind = agent if inspect.isclass(agent) else type(agent)
-    return f"{kind.__module__}.{kind.__qualname__}"
-
-
 def _key_in(session_url: str) -> str:
     return session_url.removesuffix("/v1").rpartition("/")[2]
 
@@ -374,14 +372,6 @@ def _needs_main_thread(error: BaseException) -> bool:
         if isinstance(one, BaseExceptionGroup):
             left += one.exceptions
     return False
-
-
-def _require_run(agent: Any, name: str) -> None:
-    if not callable(getattr(agent, "run", None)) or inspect.isclass(agent):
-        raise ConfigError(
-            f"the agent {name} has no callable run: give an instance of a class with "
-            "async def run(self, data, **extra_kwargs)"
-        )
 
 
 def _is_coroutine_function(run: Any) -> bool:

@@ -129,7 +129,6 @@ class ProxyWorkflow(RolloutWorkflow):
             self._returned.append(episode)
 
     async def _end_wait(self, app: ProxyApp, holder: str, taken: list[str]) -> None:
-        """End the leases and the wait."""
         app.waiting[self.owner] -= 1
         if taken:
             await app.ack(owner=holder, trained=taken, rejected=[])

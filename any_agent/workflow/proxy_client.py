@@ -151,8 +151,6 @@ class OpenAIProxyClient:
         if self.mode == "train":
             await self._discard("veto", error)
 
-    # ------------------------------------------------------------------------------------------
-
     async def _open(self) -> tuple[str, str]:
         """Return the id and the key of a new session."""
         body = {"task_id": self.task_id}

@@ -46,7 +46,8 @@ def resolve_workflow(
         found = found(**kwargs)
     if not isinstance(found, RolloutWorkflow):
         if agents is None and proxy_addr is not None:
-            agents = AgentService(proxy_addr, _key_of_environment())
+            key = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
+            agents = AgentService(proxy_addr, None if key == PLACEHOLDER_KEY else key)
         if agents is None:
             raise ConfigError(
                 f"{_label(workflow)} is an agent, whose calls need a service: run it in a trainer, "
@@ -123,11 +124,6 @@ def _awaitable(method: Any) -> bool:
     return not plain or inspect.iscoroutinefunction(method)
 
 
-def _key_of_environment() -> str | None:
-    found = next((os.environ[name] for name in _KEYS if os.environ.get(name)), None)
-    return None if found == PLACEHOLDER_KEY else found
-
-
 class WorkflowCache:
     """Resolves workflows; the same name or class with the same arguments gives the same object.
 
@@ -146,20 +142,20 @@ class WorkflowCache:
         if not isinstance(group_size, int) or group_size < 1:
             raise ConfigError(f"group_size is {group_size!r}: it must be a whole number from 1 on")
         arguments = dict(kwargs or {})
-        resolved = self._find(workflow, arguments)
+        known = (
+            cached
+            for named, other, cached in self._cached
+            if is_same(named, workflow)
+            and other.keys() == arguments.keys()
+            and all(other[name] is value for name, value in arguments.items())
+        )
+        resolved = next(known, None)
         if resolved is None:
             resolved = resolve_workflow(workflow, arguments, agents=self._agents)
             self._cached.append((workflow, arguments, resolved))
         if isinstance(resolved, GroupedRolloutWorkflow):
             return resolved.workflow, group_size * resolved.group_size
         return resolved, group_size
-
-    def _find(self, workflow: WorkflowLike, arguments: dict[str, Any]) -> RolloutWorkflow | None:
-        for named, kwargs, resolved in self._cached:
-            same = is_same(named, workflow) and kwargs.keys() == arguments.keys()
-            if same and all(kwargs[name] is value for name, value in arguments.items()):
-                return resolved
-        return None
 
 
 def is_same(one: WorkflowLike, other: WorkflowLike) -> bool:

@@ -122,8 +122,9 @@ def _checked(
 
 def _check_values(arrays: Arrays) -> None:
     ids, attention = arrays["input_ids"], arrays["attention_mask"]
-    if (attention[:, 1:] & ~attention[:, :-1]).any():
-        raise wrong("attention_mask", f"has a gap or padding on the left{_at(attention, ids)}")
+    if (bad := attention[:, 1:] & ~attention[:, :-1]).any():
+        place = _where(np.pad(bad, ((0, 0), (1, 0))))
+        raise wrong("attention_mask", f"has a gap or padding on the left{place}")
     if not attention[:, 0].all():
         raise wrong("attention_mask", "has a row without any token")
     if (bad := (ids < 0) & attention).any():
@@ -190,10 +191,6 @@ def _first(values: npt.NDArray[Any], bad: npt.NDArray[np.bool_]) -> str:
 def _where(bad: npt.NDArray[np.bool_]) -> str:
     row, *position = (int(i) for i in np.argwhere(bad)[0])
     return f" in row {row}" + (f", position {position[0]}" if position else "")
-
-
-def _at(attention: npt.NDArray[np.bool_], ids: npt.NDArray[Any]) -> str:
-    return _where(np.pad(attention[:, 1:] & ~attention[:, :-1], ((0, 0), (1, 0))))
 
 
 def wrong(field: str, what: str) -> InvalidTrajectory:

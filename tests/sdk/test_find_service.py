@@ -53,7 +53,7 @@ def test_arguments_come_first() -> None:
 @pytest.mark.parametrize(
     ("environ", "said"),
     [
-        ({}, "no service is named: pass url=, or set ANY_AGENT_URL"),
+        ({}, "no service is named: pass url= "),
         ({"ANY_AGENT_URL": "10.0.0.1:8000"}, "ANY_AGENT_URL is '10.0.0.1:8000', which is no URL"),
         ({"ANY_AGENT_URL": "ftp://x"}, "begins with http:// or https://"),
         ({"ANY_AGENT_URL": "http://[::1"}, "is no URL of a service"),

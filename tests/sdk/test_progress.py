@@ -4,7 +4,8 @@ import io
 
 import pytest
 
-from any_agent.sdk.progress import ProgressBar, RunProgress, progress_callback
+from any_agent.sdk.results import RunProgress
+from any_agent.sdk.runner import ProgressBar, progress_callback
 
 
 def test_a_bar_is_one_line_that_is_drawn_over() -> None:

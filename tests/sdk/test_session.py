@@ -263,7 +263,7 @@ async def test_it_is_entered_once(served: Served) -> None:
     one = AgentSession()
     async with one as session:
         await session.abort()
-    with pytest.raises(RuntimeError, match="make another one"):
+    with pytest.raises(RuntimeError, match="create another one"):
         await one.__aenter__()
 
 
