@@ -159,15 +159,12 @@ class SessionState(StrEnum):
     ABORTED = "aborted"
 
 
-TERMINAL_STATES = frozenset(
-    {
-        SessionState.TRAINED,
-        SessionState.REJECTED,
-        SessionState.EVALUATED,
-        SessionState.EXPIRED,
-        SessionState.ABORTED,
-    }
-)
+TERMINAL_STATES = frozenset(SessionState) - {
+    SessionState.OPEN,
+    SessionState.AWAITING_REWARD,
+    SessionState.FINALIZED,
+    SessionState.LEASED,
+}
 
 
 @dataclass(slots=True)

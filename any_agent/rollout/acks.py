@@ -124,5 +124,5 @@ class AckSender:
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
-                log.warning("cannot acknowledge sessions, and try again: %s", error.message)
+                log.warning("cannot acknowledge sessions, and will try again: %s", error.message)
             await backoff.wait()

@@ -19,9 +19,15 @@ from any_agent.rollout.failure_budget import FailureBudget, format_error
 from any_agent.rollout.jobs import EpisodeJob, JobQueue, JobStream
 from any_agent.types import GenerationHyperparameters, Row, SampledSession
 from any_agent.workflow import context
-from any_agent.workflow.dump import TrajectoryDump, rows_in
+from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.grouped import own_copy
-from any_agent.workflow.tensors import concat_padded_tensors, padded, rows_of, tensors_of
+from any_agent.workflow.tensors import (
+    concat_padded_tensors,
+    padded,
+    rows_in,
+    rows_of,
+    tensors_of,
+)
 
 log = logging.getLogger(__name__)
 

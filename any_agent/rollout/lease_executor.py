@@ -224,7 +224,7 @@ class LeaseExecutor:
                 failed = 0 if error.retryable else failed + 1
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
-                log.warning("cannot lease episodes, and try again: %s", error.message)
+                log.warning("cannot lease episodes, and will try again: %s", error.message)
                 await asyncio.sleep(_POLL_RETRY_DELAY)
                 continue
             failed = 0

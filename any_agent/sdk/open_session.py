@@ -28,9 +28,8 @@ from any_agent.errors import (
 from any_agent.protocol.rl import RunInfo, SessionStarted, StartSession
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
-from any_agent.sdk.heartbeats import heartbeats
 from any_agent.sdk.http_patches import patches
-from any_agent.sdk.sdk_thread import sdk_thread, wait_for
+from any_agent.sdk.sdk_thread import heartbeats, sdk_thread, wait_for
 from any_agent.sdk.session import AsyncSession, Session
 
 log = logging.getLogger(__name__)

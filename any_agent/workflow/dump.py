@@ -26,7 +26,7 @@ import asyncio
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import quote
@@ -35,7 +35,6 @@ import numpy as np
 
 from any_agent.config import Config
 from any_agent.types import Row
-from any_agent.workflow.tensor_checks import PER_TOKEN
 
 log = logging.getLogger(__name__)
 
@@ -117,18 +116,3 @@ def file_name(task_id: int | str) -> str:
     # A leading dot would hide the file, and "." and ".." are folders.
     name = f"%2E{name[1:]}" if name.startswith(".") else name
     return f"{name[:_MAX_NAME]}.jsonl"
-
-
-def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
-    """Return the rows of a batch of tensors without padding; missing fields get neutral values."""
-    arrays = {name: np.asarray(value) for name, value in tensors.items()}
-    ids, attention = arrays["input_ids"], arrays["attention_mask"]
-    absent = {"loss_mask": 0, "logprobs": 0, "versions": -1}
-    for name, value in absent.items():
-        arrays.setdefault(name, np.full(ids.shape, value, PER_TOKEN[name]))
-    rewards = arrays.get("rewards", np.full(len(ids), np.nan, np.float32))
-    return [
-        {name: arrays[name][k, : int(attention[k].sum())] for name in PER_TOKEN}
-        | {"rewards": rewards[k]}
-        for k in range(len(ids))
-    ]

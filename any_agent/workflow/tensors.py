@@ -23,7 +23,6 @@ from any_agent.workflow.tensor_checks import (
     PADDING,
     PER_TOKEN,
     TRAINED_ON,
-    Arrays,
     checked_arrays,
     shown,
     wrong,
@@ -117,12 +116,28 @@ def rows_of(
         for name in TRAINED_ON:
             if name not in arrays:
                 raise wrong(name, "is missing: without it an episode cannot be trained on")
-        rows = _unpadded(arrays)
-    if newest is not None:
-        _check_versions(rows, newest)
-    if vocab_size is not None:
-        _check_ids(rows, vocab_size)
+        unpadded = rows_in(arrays)
+        temperatures = arrays.get("temperatures")
+        known = [None] * len(unpadded) if temperatures is None else temperatures.tolist()
+        rows = list(zip(unpadded, known, strict=True))
+    for row, _ in rows:
+        _check_row(row, newest, vocab_size)
     return rows
+
+
+def rows_in(tensors: Mapping[str, Any]) -> list[Row]:
+    """Return the rows of a batch of tensors without padding; missing fields get neutral values."""
+    arrays = {name: np.asarray(value) for name, value in tensors.items()}
+    ids, attention = arrays["input_ids"], arrays["attention_mask"]
+    neutral = {"loss_mask": 0, "logprobs": 0, "versions": -1}
+    for name, value in neutral.items():
+        arrays.setdefault(name, np.full(ids.shape, value, PER_TOKEN[name]))
+    rewards = arrays.get("rewards", np.full(len(ids), np.nan, np.float32))
+    return [
+        {name: np.array(arrays[name][k, : int(attention[k].sum())]) for name in PER_TOKEN}
+        | {"rewards": np.asarray(rewards[k])}
+        for k in range(len(ids))
+    ]
 
 
 def padded(rows: Sequence[Row]) -> TensorDict:
@@ -202,31 +217,13 @@ def _checked_row(row: Row, interaction_id: str) -> Row:
     return row
 
 
-def _check_versions(rows: list[tuple[Row, float | None]], newest: int) -> None:
-    for row, _ in rows:
-        sampled = row["versions"][row["loss_mask"] == 1]
-        if sampled.size and sampled.max() > newest:
-            raise wrong(
-                "versions",
-                f"has {sampled.max()} where loss_mask is 1, and the newest weights are {newest}: "
-                "take the output's versions from the response (output_versions)",
-            )
-
-
-def _check_ids(rows: list[tuple[Row, float | None]], vocab_size: int) -> None:
-    for row, _ in rows:
-        if (most := int(row["input_ids"].max())) >= vocab_size:
-            raise wrong(
-                "input_ids", f"has the token id {most}: the model's ids are below {vocab_size}"
-            )
-
-
-def _unpadded(arrays: Arrays) -> list[tuple[Row, float | None]]:
-    lengths = arrays["attention_mask"].sum(axis=1)
-    temperatures = arrays.get("temperatures")
-    out: list[tuple[Row, float | None]] = []
-    for k, length in enumerate(lengths):
-        row = {name: np.array(arrays[name][k, :length]) for name in PER_TOKEN}
-        row["rewards"] = np.asarray(arrays["rewards"][k])
-        out.append((row, None if temperatures is None else float(temperatures[k])))
-    return out
+def _check_row(row: Row, newest: int | None, vocab_size: int | None) -> None:
+    sampled = row["versions"][row["loss_mask"] == 1]
+    if newest is not None and sampled.size and sampled.max() > newest:
+        raise wrong(
+            "versions",
+            f"has {sampled.max()} where loss_mask is 1, and the newest weights are {newest}: "
+            "take the output's versions from the response (output_versions)",
+        )
+    if vocab_size is not None and (most := int(row["input_ids"].max())) >= vocab_size:
+        raise wrong("input_ids", f"has the token id {most}: the model's ids are below {vocab_size}")

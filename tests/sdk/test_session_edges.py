@@ -18,7 +18,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.protocol.rl import SessionStarted
 from any_agent.sdk import sdk_thread as background
 from any_agent.sdk.find_service import ServiceAddress
-from any_agent.sdk.heartbeats import Heartbeats
+from any_agent.sdk.sdk_thread import Heartbeats
 from any_agent.sdk.session import AsyncSession
 from tests.support.proxy import until
 from tests.support.sdk.hops import serving

@@ -11,7 +11,8 @@ import pytest
 from any_agent.config import load_config
 from any_agent.types import Row
 from any_agent.workflow import rows_of
-from any_agent.workflow.dump import TrajectoryDump, file_name, rows_in
+from any_agent.workflow.dump import TrajectoryDump, file_name
+from any_agent.workflow.tensors import rows_in
 from tests.support.workflow.tensors import tensors
 
 
