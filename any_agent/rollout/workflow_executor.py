@@ -328,7 +328,19 @@ class WorkflowExecutor:
         a first one again, and all results that ran ahead are discarded.
         """
         if self._source is None and self._stream is None:
-            self._start_loader(dataloader, workflow, workflow_kwargs, should_accept_fn, group_size)
+            resolved, size = self._workflows.get(workflow, workflow_kwargs, group_size)
+            _load_torch()
+            items: int | None = getattr(dataloader, "batch_size", None)
+            sessions = self._config.batch_size
+            if isinstance(items, int) and items > 0:
+                sessions = items * size
+            else:
+                items = None
+                self._require_room(size)
+            accept = should_accept_fn
+            self._start_stream(
+                JobStream(epochs(dataloader), resolved, size, sessions, items, accept=accept)
+            )
             self._source = (dataloader, workflow, group_size)
         elif self._source is None or not (
             self._source[0] is dataloader
@@ -396,27 +408,6 @@ class WorkflowExecutor:
         sessions = sum(self._unsettled.pop(id, 0) for id in group_ids)
         if sessions:
             self._thread.soon(self._scheduler.settle, sessions)
-
-    def _start_loader(
-        self,
-        loader: Any,
-        workflow: WorkflowLike,
-        kwargs: Mapping[str, Any] | None,
-        accept: Accept | None,
-        group_size: int,
-    ) -> None:
-        resolved, size = self._workflows.get(workflow, kwargs, group_size)
-        _load_torch()
-        items: int | None = getattr(loader, "batch_size", None)
-        sessions = self._config.batch_size
-        if isinstance(items, int) and items > 0:
-            sessions = items * size
-        else:
-            items = None
-            self._require_room(size)
-        self._start_stream(
-            JobStream(epochs(loader), resolved, size, sessions, items, accept=accept)
-        )
 
     def _start_stream(self, stream: JobStream) -> None:
         with self._queue.changed:
