@@ -55,6 +55,7 @@ test-documents: $(DEV) ## run every code block of AReaL's documents and of the p
 lint: $(DEV) ## check style and types
 	@echo "ruff check"; $(VENV)/bin/ruff check .
 	@echo "ruff format --check"; $(VENV)/bin/ruff format --check .
+	@echo "docstrings"; $(RUN) tools/check_docstrings.py
 	@echo "mypy"; $(VENV)/bin/mypy
 
 bench: $(DEV) ## run every benchmark, one after another
