@@ -72,7 +72,9 @@ class ClusterConfig(Section):
         try:
             found = ipaddress.ip_network(network, strict=False)
         except ValueError:
-            raise ValueError(f"{network[:80]!r} is no network like 10.1.0.0/16") from None
+            raise ValueError(
+                f"{network[:80]!r} is not a network: write it like 10.1.0.0/16"
+            ) from None
         if not found.is_private:
             raise ValueError(
                 f"{network} is a public network: engines listen on private addresses only"

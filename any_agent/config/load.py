@@ -299,5 +299,5 @@ def _refuse_reference(value: str, key: str, variable: Callable[[str], str]) -> N
             f"{key}: ${{oc.env:...}} is not resolved: set it by the environment {variable(key)}"
         )
     raise ConfigError(
-        f"{key}: only a whole value ${{section.name}} in a file is resolved: write the value"
+        f"{key}: only a complete value ${{section.name}} in a file is resolved: write the value"
     )

@@ -1,4 +1,4 @@
-"""The demo's agent. It knows the OpenAI SDK and two environment variables, nothing of training."""
+"""The demo's agent, which uses the OpenAI SDK and knows nothing of training."""
 
 from __future__ import annotations
 

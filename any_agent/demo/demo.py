@@ -51,7 +51,7 @@ class Demo:
         self._metrics: LogTail
         self._before, self._training, self._after = Tally(), Tally(), Tally()
         self._asking: Tally | None = None
-        """Tally of the evaluation under way."""
+        """Tally of the running evaluation."""
         self._rate = Rate()
         self._state = DemoState(
             seed=config.train.seed,
@@ -63,7 +63,7 @@ class Demo:
 
     def state(self) -> DemoState:
         """Return the state now."""
-        # No iteration: the main thread adds parts meanwhile.
+        # The dictionary is not iterated, because the main thread adds parts meanwhile.
         known = self._node.parts if self._node is not None else {}
         parts = [(name, known.get(name)) for name in self._names]
         return replace(
@@ -143,7 +143,7 @@ class Demo:
     async def _check(self, node: Node) -> None:
         """Keep the service running; raise when one of its parts cannot go on."""
         while True:
-            # Not in another thread: children end with the thread that started them.
+            # Checked in this thread, because children end with the thread that started them.
             node.check()
             await asyncio.sleep(_CHECK_INTERVAL)
 
@@ -152,7 +152,7 @@ class Demo:
         sessions = SessionTotals()
         async with httpx.AsyncClient(base_url=node.url, timeout=5, trust_env=False) as service:
             while True:
-                # While the router restarts, the last numbers stand.
+                # While the router restarts, the last numbers stay.
                 with suppress(httpx.HTTPError):
                     answer = await service.get("/metrics")
                     if answer.is_success:
@@ -225,7 +225,7 @@ def run_module(module: str, *arguments: object, timeout: float = _MODULE_TIMEOUT
             capture_output=True,
             text=True,
             env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-            # Ctrl-C at the terminal is for this process, which then kills that one.
+            # Ctrl-C at the terminal is for this process, which then kills the child.
             start_new_session=True,
             timeout=timeout,
         )
@@ -250,7 +250,7 @@ def _first(error: BaseException) -> BaseException:
 
 
 def _finish(node: Node) -> None:
-    """Wait until the trainer has exited: before, it writes its last checkpoint."""
+    """Wait until the trainer has written its last checkpoint and exited."""
     deadline = time.monotonic() + _FINISH_TIMEOUT
     while not node.check():
         if time.monotonic() >= deadline:

@@ -52,7 +52,7 @@ class Display:
                 console=self._console,
                 refresh_per_second=5,
                 transient=True,
-                # What a library prints in passing would tear the frame.
+                # Lines that a library prints would tear the frame.
                 redirect_stdout=True,
                 redirect_stderr=True,
             )
@@ -64,14 +64,14 @@ class Display:
         try:
             self._live.start(refresh=True)
         except BaseException:
-            # Ctrl-C during the first frame: nothing else would show the cursor again.
+            # After Ctrl-C during the first frame, only this shows the cursor again.
             self._live.stop()
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if self._live is not None:
-            # What went wrong is easier to understand below the last frame.
+            # An error is easier to understand below the last frame.
             self._live.transient = error is None
             self._live.stop()
 
@@ -101,7 +101,7 @@ class Display:
 
 
 def news(before: DemoState | None, now: DemoState) -> list[str]:
-    """Return lines for what a state has and the earlier one had not."""
+    """Return lines about the changes since an earlier state."""
     out = []
     if before is None:
         out.append(_line("demo", f"seed {now.seed}, files in {now.folder}"))

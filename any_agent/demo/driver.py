@@ -29,19 +29,19 @@ from any_agent.sdk import AgentRunner
 
 GROUP_SIZE = 8
 SESSION_TTL = 120.0
-"""Seconds after which the service expires a session that no agent knows of, and its group goes on
-without it: when a part of the service dies, the response to an opening may be lost."""
+"""Seconds after which the service expires a session that no agent knows, and its group continues
+without it: if a part of the service dies, the response to an opening may be lost."""
 EVALS = 2
 """Eval sessions for every held-out prompt."""
 AGENTS = 4
-"""Agents at work at once."""
+"""Agents that run at once."""
 _WAIT = 120.0
-"""Seconds in which the trainer must want another session."""
+"""Seconds to wait for a slot for a session."""
 _AGENT_TIMEOUT = 120.0
 _MAX_FAILURES = 100
-"""Failed sessions in a row that end the demo."""
+"""Consecutive failed sessions that end the demo."""
 _EPOCHS = 1000
-"""More passes over the prompts than any run needs: training ends when the run has finished."""
+"""More passes over the prompts than any run needs; training ends with the run."""
 _POOL = 32
 """Scores that the control collects before it swaps them."""
 
@@ -95,11 +95,10 @@ class Driver:
             tally.add_failure(result.error or "")
 
     def _rewards(self, turns: Sequence[TaskTurn], right: Sequence[bool]) -> dict[str, float]:
-        """Return rewards by completion id: the last turn's outcome; in the control, another's.
+        """Return rewards by completion id: the last turn's outcome, or the control's.
 
-        The control gives the session the return of another one, and the same return to each of
-        its turns: by the discount alone, a session of one turn would still score higher than one
-        of two, and a session that is right at once has one.
+        The control gives every turn the return of another session. With a reward for the last turn
+        only, the discount would still favour sessions of one turn, which are right at once.
         """
         if self._pool is None:
             return {turns[-1].completion_id: float(right[-1])}
@@ -108,7 +107,7 @@ class Driver:
         return {**dict.fromkeys(earlier, value * (1 - DISCOUNT)), last: value}
 
     def _swapped(self, value: float) -> float:
-        """Return a recent other session's value, each at most once; a coin until there are some."""
+        """Return another recent session's value, each at most once; at first a random one."""
         assert self._pool is not None
         other = float(self._random.random() < 0.5)
         if len(self._pool) >= _POOL:
@@ -118,7 +117,7 @@ class Driver:
 
 
 class _QuietRunner(AgentRunner):
-    """A runner whose end the demo's own display shows."""
+    """A runner that prints nothing, as the demo's display shows its end."""
 
     def announce(self, text: str) -> None:
         pass
@@ -126,7 +125,7 @@ class _QuietRunner(AgentRunner):
 
 @contextmanager
 def _environment(url: str) -> Iterator[None]:
-    """Name the service to the agents, past every key and HTTP proxy of the user's own."""
+    """Give agents the service's address, and hide the user's own keys and HTTP proxies."""
     own = {
         **dict.fromkeys(("ANY_AGENT_URL", "OPENAI_BASE_URL"), f"{url}/v1"),
         **dict.fromkeys(("ANY_AGENT_API_KEY", "OPENAI_API_KEY"), PLACEHOLDER_KEY),

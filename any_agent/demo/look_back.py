@@ -1,7 +1,7 @@
-"""The trained model's answers and the reward curve, from what the run left on disk.
+"""The trained model's answers and the reward curve, from the run's files.
 
-Run as ``python -m any_agent.demo.look_back EXPERIMENT TRIAL PNG ...``; prints JSON. The process is
-its own because it imports matplotlib and torch.
+``python -m any_agent.demo.look_back EXPERIMENT TRIAL PNG ...`` prints JSON. It is a process of its
+own because it imports matplotlib and torch.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from any_agent.demo.task import items, messages, shuffled
 from any_agent.inference import load_engine
 from any_agent.launcher.training_progress import LogTail
 
-_NOTE = "Groups of sessions that all score the same teach nothing; they are in no step's mean."
+_NOTE = "Groups whose sessions all score the same teach nothing, and count in no step's mean."
 _ANSWERS = 3
 
 

@@ -31,7 +31,7 @@ class Report:
     seconds: float
     peak_mib: int
     next: Sequence[tuple[str, Sequence[str]]]
-    """Titles of what can be done now, and the commands for it."""
+    """Next things to do, each with its commands."""
     failed: int = 0
     """Number of failed sessions."""
     error: str = ""
@@ -85,7 +85,7 @@ def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
             ],
         ),
         (
-            "Connect your own agent to it, as it is, in a session of its own:",
+            "Connect your own agent, unchanged, in a session of its own:",
             [
                 f"export OPENAI_BASE_URL={url}/v1",
                 "export OPENAI_API_KEY=$(curl -s \\",

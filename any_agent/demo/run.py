@@ -33,7 +33,7 @@ def run_demo(
     keep: str | None = None,
     permute: bool = False,
 ) -> int:
-    """Run and show the demo, and write its figures to ``json_path``; return 0 when it went well."""
+    """Run and show the demo, write its figures to ``json_path``, and return 0."""
     if json_path and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path} cannot be written: there is no such folder")
     root = _folder(keep)
@@ -98,7 +98,7 @@ def _folder(keep: str | None) -> Path:
 
 
 def can_draw(out: TextIO, environ: Mapping[str, str]) -> bool:
-    """Return whether the output is a terminal that can draw a frame again and again."""
+    """Return whether the output is a terminal that can redraw a frame."""
     encoding = (out.encoding or "").lower().replace("-", "")
     return (
         out.isatty()

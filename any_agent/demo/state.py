@@ -109,14 +109,14 @@ class DemoState:
     url: str = ""
     parts: tuple[PartState, ...] = ()
     history: tuple[Step, ...] = ()
-    """The steps in their order; a step that a restarted trainer made again counts once."""
+    """The steps in their order; a step that a restarted trainer repeated counts once."""
     sessions: Mapping[str, int] = field(default_factory=dict)
     """Number of train sessions by state; empty until the service has answered."""
     tokens_per_second: float = 0.0
     prompts: int = 0
     """Number of sessions of one evaluation."""
     asked: int = 0
-    """Number of them that have ended in the evaluation under way."""
+    """Number of finished sessions of the running evaluation."""
     before: Measures | None = None
     after: Measures | None = None
 
@@ -134,7 +134,7 @@ class DemoState:
 
 
 def by_number(steps: Iterable[Step]) -> tuple[Step, ...]:
-    """Return the steps in order, each once: of a step that was made again, the last line counts."""
+    """Return the steps in order, each once: the last line of a repeated step counts."""
     known = {step.number: step for step in steps}
     return tuple(known[number] for number in sorted(known))
 
@@ -150,7 +150,7 @@ class SessionTotals:
         self._by_rank: dict[str, Counter[str]] = {}
 
     def read(self, metrics: str) -> dict[str, int]:
-        """Return the sums over all ranks; a rank that is away counts with its last numbers."""
+        """Return the sums over all ranks; a rank that is missing counts with its last numbers."""
         now: dict[str, Counter[str]] = {}
         for labels, value in _SAMPLE.findall(metrics):
             label = dict(_LABEL.findall(labels))

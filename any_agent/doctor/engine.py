@@ -34,10 +34,12 @@ TOKENIZER = Check(
     "tokenizer",
     "start the engine with the tokenizer of model.path (SGLang: --tokenizer-path)",
 )
-STOPS = Check("stops", "update the engine: it ends outputs elsewhere than SGLang's contract says")
+STOPS = Check(
+    "stops", "update the engine: it ends outputs at other places than SGLang's contract requires"
+)
 ABORTS = Check(
     "aborts",
-    "update the engine: one that goes on sampling after /abort_request wastes its slots, and "
+    "update the engine: it goes on sampling after /abort_request, which wastes its slots, and "
     "weight updates wait for it",
 )
 PARAMETERS = Check("parameters", "is this an engine that speaks SGLang's native contract?")
@@ -253,7 +255,7 @@ async def _stop_string(
     if stop not in text:
         return STOPS.failed(case, f"the ids are cut before {stop!r}, which was sampled")
     if stop in before:
-        return STOPS.failed(case, f"the output goes on behind {stop!r}")
+        return STOPS.failed(case, f"the output continues after {stop!r}")
     cut = "" if reply.text is None else ", its text cut" * (stop not in reply.text)
     return STOPS.passed(case, f"at the token that completes {stop!r}{cut}")
 

@@ -105,7 +105,9 @@ async def _parse(turn: TemplateTurn, ids: list[int], chat: ChatFormat) -> Messag
         streamed = merged(deltas)
         if _plain(streamed) != _plain(message) or streamed.get("content") != message["content"]:
             shown = json.dumps(_plain(streamed))[:80]
-            return f"a stream of {step or len(ids)} tokens per chunk gives {shown}, the whole not"
+            return (
+                f"a stream of {step or len(ids)} tokens per chunk gives {shown}, unlike the whole"
+            )
     assert message is not None
     return message
 

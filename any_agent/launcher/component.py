@@ -285,7 +285,7 @@ class _ReadinessProbe:
         threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def cancel(self) -> None:
-        """Stop the calls; the call under way is left to its own time limit."""
+        """Stop the calls; a running call ends at its own time limit."""
         self._cancelled.set()
 
     def _run(self) -> None:

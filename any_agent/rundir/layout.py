@@ -2,13 +2,13 @@
 
 ::
 
-    config.yaml       the settings that training was last started with, without secrets
+    config.yaml       the settings of the last start of training, without secrets
     resolved.yaml     the settings of the last start, for its processes
     secret.key        signs session keys, one secret a line, the first one signs; mode 0600
     keys.json         the keys of operators, trainers and tenants, hashed; mode 0600
-    audit/            who did what to the run and to sessions, and who was refused
-    trainer.epoch     how often training was started
-    lock              held while a service uses the folder
+    audit/            changes to the run and to sessions, and refusals, with their callers
+    trainer.epoch     the number of starts of the trainer
+    lock              a file that is locked while a service uses the folder
     format            the layout's number, so that another version's folder is refused by name
     registry/         the addresses of the live parts, written by each part itself
     state.json        the highest version ever published, the steps done

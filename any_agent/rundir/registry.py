@@ -202,7 +202,7 @@ class Heartbeat:
         self._ended = True
         self.stopping()
         if self._task is not None:
-            # Not cancelled: a write under way would come after the last one.
+            # Not cancelled, because a running write would come after the last one.
             await self._task
         await self._write()
 

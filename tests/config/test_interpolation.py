@@ -59,14 +59,14 @@ def test_sections_numbers_and_lists(tmp_path: Path) -> None:
         ("trial: ${trial}", "trial -> trial is a circle in FILE"),
         ("trial: ${user}\nuser: ${trial}", "user -> trial -> user is a circle in FILE"),
         ("train: ${model}\nmodel: {path: '${train}'}", "is a circle in FILE"),
-        ("root: ${user}/runs\nuser: me", "root: only a whole value ${section.name} in a file"),
-        ("root: '${.user}'\nuser: me", "root: only a whole value"),
+        ("root: ${user}/runs\nuser: me", "root: only a complete value ${section.name} in a file"),
+        ("root: '${.user}'\nuser: me", "root: only a complete value"),
         (
             "model: {path: '${oc.env:MODEL}'}",
             "model.path: ${oc.env:...} is not resolved: set it by the environment "
             "ANY_AGENT_MODEL__PATH",
         ),
-        ("cluster: {sbatch: ['--x=${HOME}/y']}", "cluster.sbatch: only a whole value"),
+        ("cluster: {sbatch: ['--x=${HOME}/y']}", "cluster.sbatch: only a complete value"),
     ],
 )
 def test_what_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
@@ -76,7 +76,7 @@ def test_what_is_refused_by_name(tmp_path: Path, text: str, says: str) -> None:
 
 
 def test_only_files_name_others(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"model\.path: only a whole value .* in a file"):
+    with pytest.raises(ConfigError, match=r"model\.path: only a complete value .* in a file"):
         load(tmp_path, "", "actor.path=${root}")
     with pytest.raises(ConfigError, match="ANY_AGENT_TRIAL"):
         load(tmp_path, "", ANY_AGENT_TRIAL="${oc.env:ME}")

@@ -40,7 +40,7 @@ def test_a_script_of_ones_own_is_not_spread_over_nodes(
     (tmp_path / SERVICE).write_text("print('mine')\n")
     for script in (SERVICE, str(ROOT / "examples" / "camel" / "train.py")):
         assert slurm.main([script]) == 2
-        assert f"{script} cannot be spread over nodes" in capsys.readouterr().err
+        assert f"{script} cannot run on several nodes" in capsys.readouterr().err
 
 
 def test_only_the_script_must_be_named(capsys: pytest.CaptureFixture[str]) -> None:

@@ -66,7 +66,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m any_agent.launcher.slurm",
         description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
-        "it. The settings cluster.* say which nodes.",
+        "it. The settings cluster.* describe the nodes.",
     )
     parser.add_argument("script", nargs="?", help=f"{SERVICE_SCRIPT}, the trainer's own")
     add_service_arguments(parser)
@@ -90,7 +90,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         )
     if not is_service(find_script(args.script)):
         raise ConfigError(
-            f"{args.script} cannot be spread over nodes: only the trainer's own {SERVICE_SCRIPT} "
+            f"{args.script} cannot run on several nodes: only the trainer's own {SERVICE_SCRIPT} "
             "can; a script with a GRPOTrainer of its own runs on one machine: `python` in a job's "
             "script"
         )
