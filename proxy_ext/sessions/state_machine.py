@@ -22,15 +22,15 @@ TRAINED, REJECTED = SessionState.TRAINED, SessionState.REJECTED
 EVALUATED, EXPIRED, ABORTED = SessionState.EVALUATED, SessionState.EXPIRED, SessionState.ABORTED
 
 STATES = {
-    OPEN: "takes calls and rewards",
-    AWAITING: "takes no more calls; waits for its rewards until a deadline",
+    OPEN: "accepts calls and rewards",
+    AWAITING: "accepts no more calls; waits for its rewards until a deadline",
     FINALIZED: "waits to be trained on; its rewards can still be revised",
-    LEASED: "handed to the trainer, or held by an export",
-    TRAINED: "an optimizer step used it, or it was exported to be trained on elsewhere",
-    REJECTED: "never trained on; the reason says why",
-    EVALUATED: "an eval session that is over",
-    EXPIRED: "its time ran out",
-    ABORTED: "thrown away by its owner",
+    LEASED: "leased by the trainer or by an export",
+    TRAINED: "used by an optimizer step, or exported for training elsewhere",
+    REJECTED: "never trained on, for a recorded reason",
+    EVALUATED: "an eval session that has ended",
+    EXPIRED: "ended because its time ran out",
+    ABORTED: "discarded by its owner, or damaged while it was open",
 }
 """The meaning of each state."""
 
@@ -89,7 +89,7 @@ EVENTS = {
     Event.OPEN: StateRule(
         "a tenant, the trainer, an admin",
         "POST /rl/v1/start_session",
-        "takes a slot (train sessions), writes the session, gives its key",
+        "takes a slot (train sessions), writes the session, and returns its key",
     ),
     Event.CALL: StateRule(
         _OWNERS,
@@ -116,14 +116,14 @@ EVENTS = {
         _OWNERS,
         "POST /rl/v1/finalize",
         "aborts calls under way and ends the session; refused with 422 `no_reward` or "
-        "`no_interactions` if nothing could be learned from it; once more it is answered as the "
-        "session is then",
+        "`no_interactions` if nothing could be learned from it; a second one returns the "
+        "session's present state",
     ),
     Event.DEADLINE: StateRule(
         _SERVICE,
         "",
-        "ends a session that awaited its reward: with the rewards that it has, else as "
-        "`sessions.late_reward` says",
+        "ends a session that awaited its reward: with its rewards, if it has any, else by "
+        "`sessions.late_reward`",
     ),
     Event.EXPIRE: StateRule(
         _SERVICE,
@@ -133,7 +133,7 @@ EVENTS = {
     Event.ABORT: StateRule(
         _OWNERS,
         "POST /rl/v1/sessions/{id}/abort",
-        "throws the session away; aborts calls under way; with `keep_place` another session may "
+        "discards the session; aborts calls under way; with `keep_place` another session may "
         "take its place in its group",
     ),
     Event.VETO: StateRule(
@@ -145,52 +145,52 @@ EVENTS = {
     Event.DELETE: StateRule(
         _OWNERS,
         "DELETE /rl/v1/sessions/{id}",
-        "erases its texts, tokens and metadata; ends it first if it is not over; refused while a "
-        "resume of the training may need it",
+        "erases the session's texts, tokens and metadata; ends it first if it has not ended; "
+        "refused while a resume of the training may need it",
         "in_training",
     ),
     Event.DISCARD: StateRule(
         _SERVICE,
         "",
-        "its group closed with fewer than `sessions.min_group_size` sessions",
+        "rejects a session whose group closed with fewer than `sessions.min_group_size` sessions",
     ),
     Event.LEASE: StateRule(
         _TRAINER,
         "POST /rl/v1/lease",
-        "hands it out with its closed group; alone if it is named, or to an export, which alone "
-        "gets what was opened on a grant",
+        "leases the session with its closed group; alone if it is named, or to an export; only an "
+        "export gets sessions that were opened on a grant",
         "not_finalized",
     ),
     Event.RELEASE: StateRule(
         _SERVICE,
         "",
-        "takes it back: its lease ran out, or its owner reported (PUT /rl/v1/capacity) that it "
-        "does not know of it",
+        "takes the session back: its lease ran out, or its owner reported (PUT /rl/v1/capacity) "
+        "that it does not know the session",
         "lease_lost",
     ),
     Event.TRAIN: StateRule(
         "its lease's owner",
         "POST /rl/v1/ack",
-        "ends it: an optimizer step used it; of what AReaL's `POST /export_trajectories` "
-        "answered, at once",
+        "ends the session: an optimizer step used it; AReaL's `POST /export_trajectories` does "
+        "this at once",
         "lease_lost",
     ),
     Event.REJECT: StateRule(
         "its lease's owner",
         "POST /rl/v1/ack",
-        "ends it: a step left it out, and says why",
+        "ends the session: a step left it out, with the reason",
         "lease_lost",
     ),
     Event.REPLAY: StateRule(
         _TRAINER,
         'POST /rl/v1/lease {"replay": true}',
-        "hands it out again to a training that resumes from before the step which used it",
+        "leases the session again to a training that resumes from before the step that used it",
         "not_replayable",
     ),
     Event.DAMAGE: StateRule(
         _SERVICE,
         "",
-        "some of what is stored of it cannot be read: ends it, and erases the rest",
+        "ends a session whose stored data cannot be read completely, and erases the rest",
     ),
 }
 """The rule of each event."""
@@ -200,10 +200,10 @@ FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
 """The states of a session that was finalized."""
 _SAME = "with the same final reward or none; nothing changes. Else 409 `already_finalized`"
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
-_NOT_NEEDED = "no checkpoint that is kept needs it"
-_NOT_HAD = "no trainer has had it"
-_NOT_EXPORTED = "no export has had it"
-_LEASABLE = "by an export only if no trainer has had it; opened on a grant, by an export only"
+_NOT_NEEDED = "no kept checkpoint needs it"
+_NOT_HAD = "no trainer has leased it"
+_NOT_EXPORTED = "no export has leased it"
+_LEASABLE = "by an export only if no trainer has leased it; only by an export if opened on a grant"
 TRANSITIONS = (
     Transition(None, Event.OPEN, OPEN),
     Transition(OPEN, Event.CALL, OPEN),
@@ -218,7 +218,7 @@ TRANSITIONS = (
     Transition(AWAITING, Event.REWARD, AWAITING),
     Transition(AWAITING, Event.FINALIZE, FINALIZED, _TRAIN),
     Transition(AWAITING, Event.FINALIZE, EVALUATED, _EVAL),
-    Transition(AWAITING, Event.DEADLINE, FINALIZED, _TRAIN, "it has a reward, or was given one"),
+    Transition(AWAITING, Event.DEADLINE, FINALIZED, _TRAIN, "it has a reward, or got one"),
     Transition(AWAITING, Event.DEADLINE, REJECTED, _TRAIN, "it has none, or its grader failed"),
     Transition(AWAITING, Event.DEADLINE, EVALUATED, _EVAL),
     Transition(AWAITING, Event.ABORT, ABORTED),
