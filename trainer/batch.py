@@ -170,7 +170,6 @@ def _rows(
 def _plain_rows(
     session: Session, rewards: SessionRewards, temperature: float
 ) -> Iterator[tuple[PlainRow, float]]:
-    """Yield every interaction's row and its sampling temperature."""
     if isinstance(session, SampledSession):
         for row, at in zip(session.rows, session.temperatures, strict=True):
             yield row, temperature if at is None else at

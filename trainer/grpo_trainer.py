@@ -219,7 +219,6 @@ class GRPOTrainer:
         return True
 
     def _serve(self) -> None:
-        """Start the service if it does not run."""
         if not self._serving:
             self._service.start()
             self._serving = True

@@ -157,7 +157,6 @@ class Publisher:
         return self._sync
 
     def _engines(self) -> list[str]:
-        """Return the known URLs of the ranks' engines."""
 
         async def read() -> list[str]:
             ranks = self._executor.ranks
@@ -181,7 +180,6 @@ class Publisher:
         return True
 
     def _served_versions(self) -> list[int]:
-        """Return the version of each rank's engine."""
         ranks = self._executor.ranks
 
         async def ask() -> list[RunInfo]:

@@ -90,6 +90,5 @@ def summed(stats: LossStats, world: World) -> LossStats:
 
 
 def _layers(model: Any) -> list[nn.Module]:
-    """Return the blocks that the model declares as not to be split."""
     kinds = set(model._no_split_modules or ())
     return [module for module in model.modules() if type(module).__name__ in kinds]

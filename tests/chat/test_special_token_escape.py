@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat
-from any_agent.chat.special_token_escape import SpecialTokenEscaper
+from any_agent.chat.template import SpecialTokenEscaper
 from tests.support.families import Call, family, names
 from tests.support.families import Family as _Family
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
+from any_agent.chat.bridge import TruncationCloser
 from any_agent.chat.template import ChatTemplate
-from any_agent.chat.truncated_answer import TruncationCloser
 from tests.support.families import family
 
 

@@ -116,7 +116,6 @@ class WeightSync:
         """Release the resources that the engines share with this process."""
 
     def _bring(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
-        """Give the wanted ranks the weights."""
         raise NotImplementedError
 
     def wait(self, work: Coroutine[Any, Any, T]) -> T:

@@ -147,7 +147,6 @@ class TokenSpans:
 
 
 def _first(ids: Sequence[int], wanted: set[int], start: int) -> int | None:
-    """Return the first position of any of the wanted ids."""
     places = []
     for each in wanted:
         try:

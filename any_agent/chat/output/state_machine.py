@@ -272,7 +272,6 @@ class OutputMachine:
                 self.push(reader.rest, TEXT)
 
     def _release(self) -> None:
-        """Pass the pending text on as content."""
         pending, self._pending = self._pending, []
         self._reader = None
         self._in_section = False

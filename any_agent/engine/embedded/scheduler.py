@@ -334,7 +334,6 @@ class Scheduler:
             self._reap()
 
     def _reap(self) -> None:
-        """Take finished requests out of the batch and report them."""
         for row in range(len(self._running) - 1, -1, -1):
             request = self._running[row]
             if request.finish is None:

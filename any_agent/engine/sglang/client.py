@@ -265,7 +265,6 @@ class SGLangEngine(RemoteEngine):
             self.resubmitted[why] += 1
 
     async def _ready(self) -> None:
-        """Wait until no update runs and the engine serves."""
         while self.paused or self.away:
             await self._gate.wait_open()
             await self._outage.gate.wait_open()
