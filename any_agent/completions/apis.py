@@ -62,7 +62,7 @@ class Api:
     errors: ErrorFormat = OPENAI_ERRORS
     conversation: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda body: body
     """Return what identifies a body's conversation: its `messages` or `input`, and its `system` or
-    `instructions`. Agents that open no sessions are told apart by it."""
+    `instructions`. It distinguishes agents that open no sessions."""
     by_policy: bool = True
     """False if only frozen models answer it."""
     summary: str = ""
@@ -71,7 +71,7 @@ class Api:
     """The JSON schema of an answer that is not streamed."""
 
     def owns(self, path: str) -> bool:
-        """Return True for the API's path and what is below it, behind a session prefix, too."""
+        """Return True for the API's path and the paths below it, also behind a session prefix."""
         return re.match(rf"(?:/[^/]*)?(?:/v1)?{re.escape(self.path)}(?:/|$)", path) is not None
 
 
@@ -158,7 +158,7 @@ def _refuse_embeddings(body: Any, context: ParseContext) -> ParsedRequest:
         )
     raise NotFound(
         f"the policy makes no embeddings; models of the service's frozen.model_list do, and "
-        f"{name[:80]!a} is none of them",
+        f"{name[:80]!a} is not one of them",
         code="model_not_found",
         param="model",
     )

@@ -85,7 +85,7 @@ def with_request_parameter(error: AnyAgentError, call: ChatCall) -> AnyAgentErro
 
 
 def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
-    """UnsupportedParameter for what the engine cannot do; InvalidRequest for an id of no token."""
+    """Raise UnsupportedParameter for what the engine cannot do, InvalidRequest for a wrong id."""
     gconfig = call.gconfig
     if call.top_logprobs and not engine.top_logprobs:
         raise _unsupported("top_logprobs" if call.messages else "logprobs")

@@ -118,7 +118,7 @@ def find_parent(
 
 
 class _Search:
-    """Searches the longest recorded prefix of a request, whose last keys are given."""
+    """Searches for the longest recorded prefix of a request, whose last keys are given."""
 
     def __init__(
         self,
@@ -151,14 +151,14 @@ class _Search:
         return None, 0
 
     def _compare_reasoning(self, key: bytes, message: Any) -> None:
-        said = self._tree.with_messages(key)
-        thought = reasoning_of(message) if said else ""
+        recorded = self._tree.with_messages(key)
+        thought = reasoning_of(message) if recorded else ""
         if thought:
-            self.unlike |= {i.id for i in said if not _reasoned_so(i, thought)}
+            self.unlike |= {i.id for i in recorded if not _reasoned_so(i, thought)}
 
     def _at(self, key: bytes) -> Interaction | None:
-        said = self._tree.with_messages(key)
-        same = [i for i in said if self._tree.key(i.id) == key]
+        recorded = self._tree.with_messages(key)
+        same = [i for i in recorded if self._tree.key(i.id) == key]
         # The agent lacks the end of an answer that was cut off, so no request extends it.
         whole = [i for i in same if i.finish_reason != "abort"]
         alike = [i for i in whole if not self._is_unlike(i)] if self.unlike else whole
@@ -166,20 +166,20 @@ class _Search:
             named = (i for i in alike if i.id == self._named)
             received = (i for i in reversed(alike) if was_received(i))
             return next(named, None) or next(received, alike[-1])
-        if said and self.reason is None:
+        if recorded and self.reason is None:
             if same:
                 self.reason = "assistant_rewritten" if whole else "parent_aborted"
             else:
-                self.reason = self._changed(key, said)
+                self.reason = self._changed(key, recorded)
         return None
 
     def _is_unlike(self, interaction: Interaction) -> bool:
         return any(i.id in self.unlike for i in self._tree.path(interaction.id))
 
-    def _changed(self, key: bytes, said: Sequence[Interaction]) -> BranchReason:
+    def _changed(self, key: bytes, recorded: Sequence[Interaction]) -> BranchReason:
         """Return the part of the head that differs from the likeliest earlier conversation."""
         _, system, _ = key_parts(key)
-        same_system = any(key_parts(self._tree.key(i.id) or b"")[1] == system for i in said)
+        same_system = any(key_parts(self._tree.key(i.id) or b"")[1] == system for i in recorded)
         return "tools_changed" if same_system else "system_changed"
 
 
@@ -285,10 +285,10 @@ def _continued(
         return None
     before = tree.path_ids(parent.id)
     prompt_end = len(before) - len(parent.output_ids)
-    *past, said = call.messages[: found.covered]
+    *past, answer = call.messages[: found.covered]
     tail = before[max(0, prompt_end - _TAIL) : prompt_end]
     added = chat.bridge(
-        parent.output_ids, new, call.tools, answer=said, prompt_tail=tail, past=past
+        parent.output_ids, new, call.tools, answer=answer, prompt_tail=tail, past=past
     )
     if added is None:
         return None

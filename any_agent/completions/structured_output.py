@@ -101,9 +101,9 @@ def forced_ids(chat: ChatFormat, prompt: Prompt, name: str) -> tuple[int, ...]:
 def grammar_of_answer(chat: ChatFormat, prompt: Prompt, call: ChatCall, grammar: str) -> str:
     """Return the grammar by which an answer has the form of ``grammar`` or calls its tools.
 
-    Reasoning that the prompt has opened is free. UnsupportedParameter where the model's family,
-    a tool's name or the form does not allow for that; without tools it is ``grammar`` then, as it
-    is for an engine without structural tags.
+    Reasoning that the prompt has opened is free. UnsupportedParameter where the model's family, a
+    tool's name or the form prevents this; without tools, or structural tags in the engine, return
+    ``grammar`` itself.
     """
     names = [tool["function"]["name"] for tool in call.tools or ()]
     if not names and not (call.structural_tag and chat.ends_in_reasoning(prompt.ids)):

@@ -51,7 +51,7 @@ class DirectSession:
         context_length: int | None,
         keeps_cache: bool,
     ) -> None:
-        """ConfigError if the context length is not known."""
+        """Raise ConfigError if the context length is not known."""
         self.id = id
         self.mode = mode
         self.sampling = sampling

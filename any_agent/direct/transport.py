@@ -74,7 +74,7 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         except httpx.TimeoutException:
             raise
         except Exception:
-            log.exception("a request failed")
+            log.exception("a request of the direct client failed")
             return _refusal(AnyAgentError("the call failed inside the client; see the log"))
 
     async def _answer(self, request: httpx.Request, patience: _Patience) -> httpx.Response:

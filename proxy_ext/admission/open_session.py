@@ -41,7 +41,7 @@ class DeterministicPlace:
 
     task: str
     grant_only: bool = False
-    """Refuse any other slot."""
+    """True if only a granted slot may be used."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _OpenTarget:
     numbers: TaskNumbers | None = None
     grant_only: bool = False
     implicit: bool = False
-    """Opened by a model call."""
+    """True if a model call opens the session."""
 
 
 class SessionOpener:

@@ -130,7 +130,7 @@ class ModelCall:
     async def _start(
         self, parsed: ParsedRequest | None = None, prepared: Prepared | None = None
     ) -> tuple[ParsedRequest, Listener]:
-        """Start the call; ``parsed``, ``prepared``: it is that already."""
+        """Start the call, which may be parsed and prepared already."""
         service, session = self._service, self.session
         # What a retry or the prompt finds in the tree stays there until the call has begun.
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():

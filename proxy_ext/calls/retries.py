@@ -2,7 +2,7 @@
 
 Stainless SDKs (OpenAI's, Anthropic's) count in ``x-stainless-retry-count``, 0 at the first try. A
 retry joins the oldest call of its session with the same body and a lower count whose client is
-gone; identical bodies that are no retries are so many samples.
+gone; identical bodies that are not retries are separate samples.
 """
 
 from __future__ import annotations

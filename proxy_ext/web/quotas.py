@@ -129,7 +129,7 @@ class TenantQuotas:
             bucket.charge(number, self._clock())
 
     def begin_open(self, tenant: str | None) -> None:
-        """Count an open that starts; TooManyRequests if the tenant has as many as it may.
+        """Count an open that starts; TooManyRequests if the tenant has reached its limit.
 
         `end_open` must follow. Opens that wait for a slot count, so that no tenant fills the queue.
         """

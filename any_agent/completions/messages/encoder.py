@@ -199,7 +199,7 @@ class MessagesEncoder:
 
 
 class _Signature:
-    """The signature of a thinking block: it differs from text to text, and is no secret."""
+    """The signature of a thinking block: different for each text, and not secret."""
 
     def __init__(self) -> None:
         self._hash = hashlib.blake2b(digest_size=24, person=b"thinking")

@@ -1,7 +1,7 @@
 """Anthropic's `system` and `messages` as chat messages.
 
-An assistant's turn is one message, whichever blocks it has and in however many pieces it comes. A
-user's turn is one tool message for each result, then a user message for its text.
+An assistant's turn becomes one message, even if it comes in several. A user's turn becomes a tool
+message for each result, and a user message for its text.
 """
 
 from __future__ import annotations

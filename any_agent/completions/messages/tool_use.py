@@ -50,7 +50,7 @@ def arguments_of(given: dict[str, Any]) -> Any:
 
 
 def tool_use_id(call_id: str) -> str:
-    """Return a call's id in Anthropic's form; an id that is not of our making stays as it is."""
+    """Return a call's id in Anthropic's form; any other id stays as it is."""
     match = _CHAT.fullmatch(call_id)
     return f"toolu_{match[1]}" if match is not None else call_id
 

@@ -52,7 +52,7 @@ class Parameter:
     checked: bool = True
     """True if the schema alone checks it; else its reader does, because errors name its parts."""
     details: Schema = field(default_factory=dict)
-    """Further fields of a refused one's error, by which an SDK goes on without it."""
+    """Further fields of the error of a refused one, so that an SDK can continue without it."""
 
 
 INTEGER: Schema = {"type": "integer"}

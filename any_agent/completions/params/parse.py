@@ -246,7 +246,8 @@ def _ids(ids: Any) -> tuple[int, ...]:
         raise _wrong()
     if len(ids) > MAX_PROMPT_IDS:
         raise ContextLengthExceeded(
-            f"a prompt has {len(ids)} token ids: no context is that long", param="prompt"
+            f"a prompt has {len(ids)} token ids: no context is that long; send fewer",
+            param="prompt",
         )
     # This is quick, for there may be a million ids; bool is another type.
     if {*map(type, ids)} != {int} or min(ids) < 0 or max(ids) >= 2**31:

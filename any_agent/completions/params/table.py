@@ -2,13 +2,12 @@
 
 Honoured ones shape the call. Harmless ones are recorded and change nothing. Refused ones may be
 null or have a value that changes nothing (recorded, too); anything else is a 400 that names them,
-because ignoring it would answer, and train on, something other than what was requested. Names that
-are not here are recorded, or refused as unknown: see `unknown_fields.py`.
+because ignoring it would answer, and train on, something other than what was requested. Names
+without a row are recorded, or refused as unknown: see `unknown_fields.py`.
 
-docs/reference/parameters.md, the request bodies of `/openapi.json` and the checks are made from
-it. The rows here are those of chat and legacy completions, except the refused ones
-(`table_refused.py`);
-`table_responses.py` and `table_messages.py` hold those of the other APIs.
+docs/reference/parameters.md, the request bodies of `/openapi.json` and the checks are made from the
+table. This module has the rows of chat and legacy completions, `table_responses.py` and
+`table_messages.py` those of the other APIs.
 """
 
 from __future__ import annotations
@@ -55,11 +54,10 @@ from any_agent.completions.params.table_messages import MESSAGES_AS_IN_CHAT, MES
 from any_agent.completions.params.table_responses import AS_IN_CHAT, RESPONSES_ROWS
 
 _GRAMMAR = "Use `response_format` or `guided_regex`."
-_TEMPLATE = "Use `chat_template_kwargs`."
 _RECORDED = "Token ids are in the record: export the session."
 REFUSED_ROWS: tuple[Parameter, ...] = (
-    only("modalities", ["text"], then="Text is all that the policy writes.", apis=CHAT),
-    never("audio", "Text is all that the policy writes.", CHAT),
+    only("modalities", ["text"], then="The policy writes text only.", apis=CHAT),
+    never("audio", "The policy writes text only.", CHAT),
     never("prediction", "Leave it out: it would make the answer no faster here.", CHAT),
     never("web_search_options", "Give the model a search as one of its `tools`.", CHAT),
     never("moderation", "Moderate in the agent.", CHAT),
@@ -67,11 +65,13 @@ REFUSED_ROWS: tuple[Parameter, ...] = (
     never("guided_grammar", _GRAMMAR),
     never("ebnf", _GRAMMAR),
     never("structural_tag", _GRAMMAR),
-    never("cache_salt", "Identical prompts share a cache; those who must not need other services."),
-    never("chat_template", "The template is the model's; " + _TEMPLATE[0].lower() + _TEMPLATE[1:]),
+    never(
+        "cache_salt", "Identical prompts share a cache; use separate services where they must not."
+    ),
+    never("chat_template", "The template is the model's; use `chat_template_kwargs`."),
     never("documents", "Put them into a message.", CHAT),
-    only("separate_reasoning", True, then="It is in `reasoning_content`.", apis=CHAT),
-    only("stream_reasoning", True, then="It comes as it is sampled.", apis=CHAT),
+    only("separate_reasoning", True, then="Reasoning is in `reasoning_content`.", apis=CHAT),
+    only("stream_reasoning", True, then="Reasoning is streamed as it is sampled.", apis=CHAT),
     only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
     only("add_generation_prompt", True, then="An answer is always a new message.", apis=CHAT),
     only("continue_final_message", False, then="Use `/v1/completions`.", apis=CHAT),
@@ -135,10 +135,10 @@ _HONOURED = (
     _chat(
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
-        "`none`: the model is not told of the tools. `auto`: it decides. `required`, or a function "
+        "`none`: the prompt shows no tools. `auto`: the model decides. `required`, or a function "
         "by name: the answer's opening is that of a call, and the rest is the model's: it may end "
-        "before a name, or write arguments that are no JSON. `allowed_tools`: it is told of these "
-        "only.",
+        "before a name, or write arguments that are not JSON. `allowed_tools`: the prompt shows "
+        "these only.",
         untrainable="tool_choice",
         checked=False,
     ),
@@ -172,7 +172,11 @@ _HONOURED = (
         "they are the default, too, but at `/v1/completions` it is "
         f"{COMPLETION_TOKENS}, as with OpenAI.",
     ),
-    _chat("max_completion_tokens", TOKENS, "The same; the smaller one counts if both are given."),
+    _chat(
+        "max_completion_tokens",
+        TOKENS,
+        "As `max_tokens`; the smaller one counts if both are given.",
+    ),
     _both(
         "n",
         {"type": "integer", "minimum": 1, "maximum": MAX_CHOICES},
@@ -198,8 +202,8 @@ _HONOURED = (
             "maxItems": MAX_STOPS,
             "items": {"type": "integer", "minimum": 0, "maximum": 2**31 - 1},
         },
-        "Of the vocabulary. The answer ends with the first of these, which is kept, beside the "
-        "template's own.",
+        "Ids of the vocabulary, beside the template's own stop ids. The answer ends with the first "
+        "of them, which is kept.",
     ),
     _both(
         "temperature",
@@ -232,11 +236,17 @@ _HONOURED = (
     _both(
         "seed",
         {"type": "integer", "minimum": -(2**63), "maximum": MAX_INTEGER},
-        "Of the draws; each choice derives its own from it.",
-        train="Recorded, and not applied: the samples of a group would be clones.",
+        "The seed of the draws; each choice derives its own from it.",
+        train="Recorded, and not applied: the samples of a group would be equal.",
     ),
-    penalty("frequency_penalty", -2, 2, "Per earlier occurrence of a token in the answer.", 0),
-    penalty("presence_penalty", -2, 2, "Once, for a token that the answer has already.", 0),
+    penalty(
+        "frequency_penalty",
+        -2,
+        2,
+        "Applies for each earlier occurrence of a token in the answer.",
+        0,
+    ),
+    penalty("presence_penalty", -2, 2, "Applies once to a token that the answer has already.", 0),
     penalty("repetition_penalty", 0, 2, "Divides the logits of what has occurred; 1 is off.", 1),
     _both(
         "logit_bias",
@@ -279,14 +289,14 @@ _HONOURED = (
     _chat(
         "reasoning_effort",
         {"enum": list(EFFORTS)},
-        "As the model's template takes it; recorded only, where it has nothing of the kind. What "
-        "`chat_template_kwargs` contradict is refused.",
+        "An argument of the model's template; only recorded for a template without one. It must "
+        "not contradict `chat_template_kwargs`.",
     ),
     _chat(
         "reasoning",
         {"type": "object"},
-        "`{effort}` is `reasoning_effort`, as some clients write it; `enabled: true` and "
-        "`exclude: false` are so anyway.",
+        "`{effort}` is `reasoning_effort` in another form; `enabled: true` and `exclude: false` "
+        "change nothing.",
         checked=False,
     ),
     _chat(
@@ -299,15 +309,15 @@ _HONOURED = (
         "enable_thinking",
         BOOLEAN,
         "Turns the model's thinking on or off, as its template's own switch in "
-        "`chat_template_kwargs`; what that one contradicts is refused. Where the template has no "
+        "`chat_template_kwargs`, which it must not contradict. Where the template has no "
         "switch, it is treated as an unknown parameter.",
     ),
     _chat(
         "thinking",
         {"anyOf": [BOOLEAN, {"type": "object"}]},
-        "The same, as some clients write it: true, false, or `{type}` with `enabled`, `disabled`, "
-        "`adaptive` or `auto`, of which the last two leave it as the run has it. What else the "
-        "object has is recorded.",
+        "As `enable_thinking`, in other clients' form: true, false, or `{type}` with `enabled`, "
+        "`disabled`, `adaptive` or `auto`; the last two keep the run's choice. Other fields of the "
+        "object are recorded.",
         checked=False,
     ),
 )
@@ -352,17 +362,22 @@ _GRAMMARS = (
 )
 _NOTED: tuple[tuple[str, Schema, str, tuple[str, ...]], ...] = (
     ("metadata", NOTE, "For a session's own, see `start_session`.", BOTH),
-    ("priority", {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}, "None here.", BOTH),
+    (
+        "priority",
+        {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER},
+        "Calls have no priorities.",
+        BOTH,
+    ),
     ("prompt_cache_key", TEXT, "The cache finds prompts by itself.", BOTH),
     ("prompt_cache_options", NOTE, "The cache finds prompts by itself.", BOTH),
     ("prompt_cache_retention", TEXT, "The cache finds prompts by itself.", BOTH),
     ("request_id", TEXT, "Interactions have ids of their own.", BOTH),
     ("rid", TEXT, "Interactions have ids of their own.", BOTH),
-    ("safety_identifier", TEXT, "Who the user is.", BOTH),
-    ("service_tier", TEXT, "There is one.", BOTH),
-    ("store", BOOLEAN, "Sessions are recorded whatever it says.", BOTH),
-    ("user", TEXT, "Who the user is.", BOTH),
-    ("verbosity", TEXT, "Say it in a message.", CHAT),
+    ("safety_identifier", TEXT, "The user's id.", BOTH),
+    ("service_tier", TEXT, "There is one tier.", BOTH),
+    ("store", BOOLEAN, "Sessions are always recorded.", BOTH),
+    ("user", TEXT, "The user's id.", BOTH),
+    ("verbosity", TEXT, "Request it in a message.", CHAT),
 )
 _HARMLESS = tuple(
     Parameter(name, "harmless", schema, meaning, apis) for name, schema, meaning, apis in _NOTED

@@ -91,22 +91,22 @@ _HONOURED = (
     _messages(
         "output_format",
         {"type": "object"},
-        "As `format` of `output_config`, where it stood before.",
+        "The older place of `format` of `output_config`.",
         untrainable="grammar",
         checked=False,
     ),
 )
 _CACHE = "The cache finds prompts by itself."
 _NOTED: tuple[tuple[str, Schema, str], ...] = (
-    ("metadata", NOTE, "Who the user is; for a session's own, see `start_session`."),
-    ("service_tier", TEXT, "There is one."),
+    ("metadata", NOTE, "The user's id; for a session's metadata, see `start_session`."),
+    ("service_tier", TEXT, "There is one tier."),
     ("cache_control", NOTE, f"{_CACHE} In blocks and tools it is not even recorded."),
-    ("inference_geo", TEXT, "It runs where it runs."),
-    ("speed", TEXT, "There is one."),
-    ("user_profile_id", TEXT, "Who the user is."),
+    ("inference_geo", TEXT, "The service has no choice of regions."),
+    ("speed", TEXT, "There is one speed."),
+    ("user_profile_id", TEXT, "The user's id."),
     ("diagnostics", NOTE, _CACHE),
     ("billing_policy", NOTE, "Nothing is billed."),
-    ("anthropic_version", TEXT, "The newest, whichever is asked for."),
+    ("anthropic_version", TEXT, "Answers have the newest version's form."),
     (
         "anthropic_beta",
         {"type": "array", "maxItems": 64, "items": TEXT},
@@ -114,7 +114,7 @@ _NOTED: tuple[tuple[str, Schema, str], ...] = (
     ),
 )
 _KEPT: tuple[Any, ...] = ("all", {"type": "all"})
-# Anthropic's SDK asks for a thread by itself where it runs tools, and by these goes on without.
+# Anthropic's SDK requests a thread where it runs tools, and continues without one at this error.
 _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 _REFUSED = (
     only(
@@ -126,7 +126,7 @@ _REFUSED = (
     ),
     never("container", "Run code in the agent.", MESSAGES),
     never(
-        "mcp_servers", "Connect to them in the agent, and give their tools as `tools`.", MESSAGES
+        "mcp_servers", "Connect to them in the agent, and send their tools as `tools`.", MESSAGES
     ),
     never("compaction", "Shorten the messages in the agent.", MESSAGES),
     never("fallbacks", "Try again in the agent.", MESSAGES),

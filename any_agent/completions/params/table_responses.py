@@ -41,7 +41,7 @@ INCLUDES = (
     "web_search_call.action.sources",
     "web_search_call.results",
 )
-"""The last six are of what no answer here has."""
+"""The last six name parts that no answer has here."""
 
 MAX_FORMAT_NAME = 64
 """Characters of a schema's name, as at OpenAI."""
@@ -58,12 +58,12 @@ _HONOURED = (
     _responses(
         "instructions",
         {"type": "string"},
-        "The system message. Those of a previous response are not taken over.",
+        "The system message. A previous response's instructions do not apply.",
     ),
     _responses(
         "previous_response_id",
         TEXT,
-        "An answer of the same session, which the input goes on from; also one of another API.",
+        "An answer of the same session, of any API, that the input continues.",
     ),
     _responses(
         "tools",
@@ -99,8 +99,8 @@ _HONOURED = (
     _responses(
         "reasoning",
         {"type": "object"},
-        "`effort` as `reasoning_effort` of a chat call. `summary` is recorded: reasoning is told "
-        "whole.",
+        "`effort` as `reasoning_effort` of a chat call. `summary` is recorded: answers have "
+        "the whole reasoning.",
         checked=False,
     ),
     _responses(
@@ -125,12 +125,12 @@ _HONOURED = (
     ),
 )
 _HARMLESS = (
-    Parameter("client_metadata", "harmless", NOTE, "Who the client is.", RESPONSES),
+    Parameter("client_metadata", "harmless", NOTE, "The client's own notes.", RESPONSES),
     Parameter(
         "max_tool_calls",
         "harmless",
         {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
-        "Of OpenAI's own tools, of which there are none.",
+        "A limit of OpenAI's own tools, which do not run here.",
         RESPONSES,
     ),
     Parameter("metadata", "harmless", NOTE, "The answer repeats it, as texts.", RESPONSES),
@@ -138,7 +138,7 @@ _HARMLESS = (
         "store",
         "harmless",
         BOOLEAN,
-        "Sessions are recorded whatever it says, and their answers can be had again.",
+        "Sessions are always recorded, and their answers can be retrieved.",
         RESPONSES,
     ),
 )

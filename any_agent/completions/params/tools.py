@@ -27,7 +27,7 @@ def tools_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
             return tools, _forced(names)
         case {"type": "function", "function": {"name": str(name)}}:
             if name not in names:
-                raise _wrong(f"tool_choice names {shown(name)}, which is none of the tools")
+                raise _wrong(f"tool_choice names {shown(name)}, which is not one of the tools")
             return tools, name
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
             return _allowed(tools, allowed)
@@ -52,7 +52,7 @@ def _allowed(tools: list[Tool], allowed: dict[str, Any]) -> tuple[list[Tool] | N
             case {"type": "function", "function": {"name": str(name)}} if name in known:
                 wanted.add(name)
             case _:
-                raise _wrong("allowed_tools has an entry that is none of the tools")
+                raise _wrong("allowed_tools has an entry that is not one of the tools")
     left = [tool for tool in tools if tool["function"]["name"] in wanted]
     if mode == "auto":
         return left or None, None

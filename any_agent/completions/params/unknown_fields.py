@@ -105,7 +105,7 @@ def template_kwargs_of(
 ) -> dict[str, Any]:
     """Return the settings of the template, from both forms of giving them.
 
-    A switch that the template lacks is ignored, as ``rest`` tells then, or refused. Raises
+    A switch that the template lacks is noted in ``rest`` as ignored, or refused. Raises
     InvalidRequest for forms that contradict each other, UnsupportedParameter.
     """
     kwargs = dict(body.get(_KWARGS) or {})

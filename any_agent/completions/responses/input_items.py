@@ -22,7 +22,7 @@ _MEDIA = {"input_image", "input_file", "input_audio", "input_video", "image_url"
 _KNOWN = "message, function_call, function_call_output, reasoning and item_reference"
 
 Resolve = Callable[[str, str], dict[str, Any]]
-"""Returns an item by its id; the second argument is for errors (InvalidRequest or NotFound)."""
+"""A function from an item's id, and its place for errors, to the item; InvalidRequest, NotFound."""
 
 
 def messages_of(given: Any, resolve: Resolve) -> list[Message]:

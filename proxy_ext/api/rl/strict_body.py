@@ -98,7 +98,7 @@ class QueryFields:
         """True if the route itself reads the query's session name."""
         self.in_query = bool(own)
         self.in_body = bool(bodies)
-        """True if the query's fields belong into the route's body."""
+        """True if the query's fields belong to the route's body."""
 
     async def parse(self, query: str, path: Mapping[str, Any]) -> dict[str, Any]:
         """Return the query's fields as a body has them; every route's may name its session.

@@ -179,7 +179,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"tools": [{**TOOL, "allowed_callers": ["code"]}]}, "tools[0] may not be called directly"),
     ({"tool_choice": "any"}, "tool_choice must be"),
     ({"tool_choice": {"type": "tool"}}, "tool_choice must be"),
-    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "none of the tools"),
+    ({"tools": [TOOL], "tool_choice": {"type": "tool", "name": "x"}}, "not one of the tools"),
     (
         {"tool_choice": {"type": "auto", "disable_parallel_tool_use": 1}},
         "disable_parallel_tool_use must be",

@@ -51,7 +51,7 @@ def test_none_of_them(nothing: dict[str, Any]) -> None:
             {"function_call": {"name": "f"}, "tools": [TOOL]},
             "function_call is the older form of tools",
         ),
-        ({"functions": {}, "function_call": {"name": "f"}}, "none of the functions"),
+        ({"functions": {}, "function_call": {"name": "f"}}, "not one of the functions"),
         ({"functions": "f"}, "functions must be a list"),
         ({"functions": ["f"]}, r"functions\[0\] must be"),
         ({"functions": [{}]}, r"functions\[0\] must be"),

@@ -66,7 +66,7 @@ async def test_bad_calls(proxy: Proxy, engine: ScriptedEngine) -> None:
         (
             {"tools": [tool], "tool_choice": {"type": "function", "function": {"name": "g"}}},
             "invalid_request",
-            "none of the tools",
+            "not one of the tools",
         ),
         ({"tools": [tool, tool]}, "invalid_request", "second one called"),
         ({"prediction": {"type": "content", "content": "x"}}, "unsupported_parameter", "Leave it"),
