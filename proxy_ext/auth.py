@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+
 from starlette.requests import Request
 
 from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
-from any_agent.keys import SESSION_KEY_PREFIX, Lane
+from any_agent.keys import SESSION_KEY_PREFIX
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
@@ -89,12 +91,7 @@ class Authenticator:
             self._require_no_other(request, own)
             # Only now is the tenant known.
             self._quotas.charge_request(own.row.tenant)
-        found = [
-            own
-            if own is not None and name == own.id
-            else await self._named(request, caller, name, own)
-            for name in names
-        ]
+        found = [await self._named(request, caller, name, own) for name in names]
         if len({session.id for session in found}) > 1:
             raise SessionMismatch(_DIFFERENT)
         # A key means its lane's newest session, unless the request names an earlier one.
@@ -116,10 +113,7 @@ class Authenticator:
     async def _own(self, request: Request) -> RecordedSession:
         """Return the session of the caller's session key or path prefix."""
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
-        name = bearer_of(request) if prefix is None else prefix
-        if name.startswith(SESSION_KEY_PREFIX):
-            return await self._by_key(name)
-        return await self._sessions.by_id(name)
+        return await self._find(bearer_of(request) if prefix is None else prefix)
 
     def _require_no_other(self, request: Request, own: RecordedSession) -> None:
         """Raise SessionMismatch if a prefix and a genuine session key mean different sessions.
@@ -137,8 +131,10 @@ class Authenticator:
         self, request: Request, caller: Caller, name: str, own: RecordedSession | None
     ) -> RecordedSession:
         """Return a session by its key or id, if the caller may use it."""
+        if own is not None and name == own.id:
+            return own
         if name.startswith(SESSION_KEY_PREFIX):
-            session = await self._by_key(name)
+            session = await self._find(name)
             if own is not None and session.row.lane != own.row.lane:
                 raise SessionMismatch(_DIFFERENT)
             if not is_callers(session, caller):
@@ -149,20 +145,19 @@ class Authenticator:
             raise NotFound(
                 "there is no session of that name; check the key or id", code="session_not_found"
             )
-        try:
-            session = await self._sessions.by_id(name)
-            if own is None and is_callers(session, caller):
+        with suppress(NotFound):
+            session = await self._find(name)
+            if is_callers(session, caller) if own is None else session.row.lane == own.row.lane:
                 return session
-            if own is not None and session.row.lane == own.row.lane:
-                return session
-        except NotFound:
-            pass
         if own is not None and request.path_params.get("session_id") != name:
             raise SessionMismatch(_DIFFERENT)
         raise no_session(name)
 
-    async def _by_key(self, key: str) -> RecordedSession:
-        lane: Lane | None = self.access.signer.verify(key)
+    async def _find(self, name: str) -> RecordedSession:
+        """Return a session by its key or id; Unauthenticated or NotFound if there is none."""
+        if not name.startswith(SESSION_KEY_PREFIX):
+            return await self._sessions.by_id(name)
+        lane = self.access.signer.verify(name)
         session = await self._sessions.by_lane(lane.id) if lane is not None else None
         if session is None:
             raise Unauthenticated(_NOT_VALID)
