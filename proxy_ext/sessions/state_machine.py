@@ -30,7 +30,7 @@ STATES = {
     REJECTED: "never trained on, for a recorded reason",
     EVALUATED: "an eval session that has ended",
     EXPIRED: "ended because its time ran out",
-    ABORTED: "discarded by its owner, or damaged while it was open",
+    ABORTED: "discarded by its owner, or ended by damage",
 }
 """The meaning of each state."""
 
