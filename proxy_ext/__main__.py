@@ -21,7 +21,7 @@ from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, Star
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.logs import set_up_logging
-from any_agent.runtime.ports import listen, url_of
+from any_agent.runtime.ports import reserve, url_of
 from any_agent.runtime.private_address import require_private_url
 
 _POLL_INTERVAL = 0.3
@@ -53,7 +53,7 @@ def main() -> int:
             require_key(config, host)
         # Missing settings and a port in use are reported before anything slow.
         resolved(config.frozen.model_list, os.environ)
-        listener = listen(args.host, args.port)
+        listener = reserve(args.host, args.port)
         return _serve(config, args, listener)
     except AnyAgentError as error:
         print(f"error: {error.message}", file=sys.stderr)

@@ -12,7 +12,7 @@ from any_agent.auth.access import require_key
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.logs import set_up_logging
-from any_agent.runtime.ports import listen, url_of
+from any_agent.runtime.ports import reserve, url_of
 
 
 def main() -> int:
@@ -34,7 +34,7 @@ def main() -> int:
             require_key(config, host)
         inherited = args.listener
         listener = (
-            listen(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
+            reserve(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
         )
         _allow_many_connections()
         _run(config, listener, args.public_url)

@@ -28,7 +28,7 @@ from any_agent.errors import (
 )
 from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
-from any_agent.runtime.ports import listen, url_of
+from any_agent.runtime.ports import reserve, url_of
 from router.app import Router, listening, serve
 from router.client_response import ClientResponder
 from router.rank_health import RankHealth
@@ -76,7 +76,7 @@ class ProxyRouter:
         ConfigError for an address that others reach while the proxies need no key, and for a port
         that is taken; StartupError if a proxy does not answer.
         """
-        listener = listen(host, port)
+        listener = reserve(host, port)
         bound = url_of(host, listener.getsockname()[1])
 
         @asynccontextmanager

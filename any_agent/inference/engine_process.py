@@ -17,9 +17,9 @@ from any_agent.launcher.engines import (
     engine_command,
     engine_ready,
     require_engines,
+    sees_gpu,
     start_timeout,
 )
-from any_agent.launcher.gpus import sees_gpu
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.trial import TrialWeights
 from any_agent.runtime.event_loop import LoopThread

@@ -9,8 +9,7 @@ from typing import Literal
 
 from any_agent.config import Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.engines import engine_kind
-from any_agent.launcher.gpus import sees_gpu
+from any_agent.launcher.engines import engine_kind, sees_gpu
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
 """The variable that tells a trainer how many of the machine's engines use its first GPU: `none`,

@@ -14,9 +14,8 @@ from typing import Any
 
 from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.launcher.component import Component
-from any_agent.launcher.engines import engine_command, engine_ready, start_timeout
+from any_agent.launcher.engines import engine_command, engine_ready, start_timeout, visible_gpus
 from any_agent.launcher.gpu_assignment import SHARED_GPUS, assign_gpus
-from any_agent.launcher.gpus import visible_gpus
 from any_agent.launcher.node_role import NodeRole
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.reachability import answers, from_here

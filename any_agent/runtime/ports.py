@@ -1,4 +1,4 @@
-"""Listening on TCP ports, and their URLs."""
+"""TCP ports and their URLs."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ import socket
 from any_agent.errors import ConfigError
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Return a bound socket; port 0 is any free one. ConfigError if the port is in use."""
+def reserve(host: str, port: int) -> socket.socket:
+    """Return a socket that is bound to a port (0: any free one); ConfigError if it is in use.
+
+    While it does not listen, no other program or outgoing connection gets the port, but a child
+    that sets SO_REUSEADDR may listen there, also several times.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listener = socket.socket(family, socket.SOCK_STREAM)
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -36,18 +40,9 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     )
 
 
-def reserve(host: str, port: int) -> socket.socket:
-    """Reserve a port (0: any free one) on which a child will listen, perhaps several times.
-
-    The socket is bound and never listens: no other program or outgoing connection gets the port,
-    but a child that sets SO_REUSEADDR may listen there while the socket is open.
-    """
-    return listen(host, port)
-
-
 def free_port(host: str) -> int:
     """Return a port that was free a moment ago."""
-    with listen(host, 0) as listener:
+    with reserve(host, 0) as listener:
         return int(listener.getsockname()[1])
 
 

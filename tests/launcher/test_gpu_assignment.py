@@ -8,7 +8,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher import Node, NodeOptions, gpus
+from any_agent.launcher import Node, NodeOptions, engines
 from any_agent.launcher import gpu_assignment as devices
 
 
@@ -129,13 +129,13 @@ def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
 
 
 def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert gpus.visible_gpus(tmp_path) == ()
+    assert engines.visible_gpus(tmp_path) == ()
     for name in ("nvidia10", "nvidia2", "nvidiactl", "nvidia-uvm"):
         (tmp_path / name).touch()
-    assert gpus.visible_gpus(tmp_path) == ("0", "1"), "as CUDA counts them"
+    assert engines.visible_gpus(tmp_path) == ("0", "1"), "as CUDA counts them"
     for told, seen in (("", ()), ("-1", ()), ("3, GPU-a1", ("3", "GPU-a1"))):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", told)
-        assert gpus.visible_gpus(tmp_path) == seen
+        assert engines.visible_gpus(tmp_path) == seen
 
 
 def test_several_for_an_engine_need_one(monkeypatch: pytest.MonkeyPatch) -> None:

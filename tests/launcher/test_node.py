@@ -18,7 +18,7 @@ from any_agent.launcher import Node, registry_monitor
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.trial import SavedWeights, TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
-from any_agent.runtime.ports import listen
+from any_agent.runtime.ports import reserve
 from tests.support.launcher.children import is_alive, until
 from tests.support.launcher.stand_ins import Lab, checked_until, flag, kill_and_wait
 
@@ -160,7 +160,7 @@ def test_any_number_of_ranks(lab: Lab) -> None:
 
 def test_a_host_of_ipv6(lab: Lab) -> None:
     try:
-        listen("::1", 0).close()
+        reserve("::1", 0).close()
     except ConfigError:
         pytest.skip("this machine has no IPv6 loopback")
     with lab.node("server.host=::1", "server.ranks=1") as node:

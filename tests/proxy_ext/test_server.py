@@ -15,7 +15,7 @@ import uvicorn
 
 from any_agent.rundir import registry as presence
 from any_agent.rundir.registry import PartLoad, Registry, RegistryEntry
-from any_agent.runtime.ports import listen
+from any_agent.runtime.ports import reserve
 from proxy_ext.server import DrainingServer, entry_of
 from tests.support.proxy import Proxy, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -91,7 +91,7 @@ def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> DrainingSer
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(
     tmp_path: Path, app: App
 ) -> None:
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = present(app, tmp_path)
     serving = asyncio.create_task(server._serve([listener]))
@@ -112,7 +112,7 @@ async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop
 
 
 async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = present(app, tmp_path)
     serving = asyncio.create_task(server._serve([listener]))
@@ -139,7 +139,7 @@ async def test_it_drains_at_sigterm(tmp_path: Path, app: App) -> None:
 async def test_a_second_signal_ends_it_at_once(
     tmp_path: Path, app: App, second: signal.Signals, caplog: pytest.LogCaptureFixture
 ) -> None:
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = present(app, tmp_path)
     serving = asyncio.create_task(server._serve([listener]))
@@ -167,7 +167,7 @@ async def test_an_answer_that_has_begun_is_cut_not_ended(
             await asyncio.Event().wait()
 
     app = Endless()
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     url = f"http://127.0.0.1:{listener.getsockname()[1]}"
     server = present(app, tmp_path)
     serving = asyncio.create_task(server._serve([listener]))
@@ -190,7 +190,7 @@ async def test_a_client_that_never_reads_is_awaited_for_so_long(tmp_path: Path) 
                 await send({"type": "http.response.body", "body": part, "more_body": True})
 
     app = Torrent()
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     port = listener.getsockname()[1]
     server = present(app, tmp_path, drain_timeout=0.2)
     serving = asyncio.create_task(server._serve([listener]))
@@ -210,7 +210,7 @@ async def test_a_server_that_cannot_start_was_never_present(tmp_path: Path) -> N
         await receive()
         await send({"type": "lifespan.startup.failed"})
 
-    listener = listen("127.0.0.1", 0)
+    listener = reserve("127.0.0.1", 0)
     server = present(broken, tmp_path)
     with pytest.raises(SystemExit):
         await server._serve([listener])

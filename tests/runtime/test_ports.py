@@ -8,34 +8,34 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.ports import accept_on, free_port, listen, reserve, url_of
+from any_agent.runtime.ports import accept_on, free_port, reserve, url_of
 
 
 def test_a_port_in_use_is_named() -> None:
-    with listen("127.0.0.1", 0) as first:
+    with reserve("127.0.0.1", 0) as first:
         first.listen()
         port = first.getsockname()[1]
         with pytest.raises(ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"):
-            listen("127.0.0.1", port)
-    listen("127.0.0.1", port).close()
+            reserve("127.0.0.1", port)
+    reserve("127.0.0.1", port).close()
 
 
 @pytest.mark.parametrize("host", ["a..b", "fe80::zz", "192.0.2.1"])
 def test_an_address_that_is_not_ours(host: str) -> None:
     with pytest.raises(ConfigError, match="cannot listen on") as raised:
-        listen(host, 0)
+        reserve(host, 0)
     assert f"{host}:0" in raised.value.message
 
 
 def test_free_ports_can_be_listened_on() -> None:
-    with listen("127.0.0.1", free_port("127.0.0.1")) as listener:
+    with reserve("127.0.0.1", free_port("127.0.0.1")) as listener:
         assert listener.family == socket.AF_INET
 
 
 @pytest.mark.skipif(not socket.has_ipv6, reason="this machine has no IPv6")
 def test_ipv6() -> None:
     try:
-        listener = listen("::1", 0)
+        listener = reserve("::1", 0)
     except ConfigError:
         pytest.skip("this machine has no IPv6 loopback")
     with listener:
@@ -73,14 +73,14 @@ def test_a_reserved_port_is_a_childs_each_time_it_starts(reserved: tuple[str, in
     host, port = reserved
     talks = []
     for _ in range(3):
-        with listen(host, port) as listener:
+        with reserve(host, port) as listener:
             listener.listen()
             client = socket.create_connection(("::1" if ":" in host else "127.0.0.1", port))
             talks += [client, listener.accept()[0]]
     # Talks of an earlier life, as a killed process leaves them, do not keep the next one off.
     for talk in talks:
         talk.close()
-    listen(host, port).close()
+    reserve(host, port).close()
 
 
 def test_nobody_else_gets_a_reserved_port(reserved: tuple[str, int]) -> None:
@@ -97,7 +97,7 @@ def test_nobody_else_gets_a_reserved_port(reserved: tuple[str, int]) -> None:
             other.bind((host, 0))
     assert refused.value.errno == errno.EADDRINUSE
     there = "::1" if ":" in host else "127.0.0.1"
-    with listen(there, 0) as listener, socket.socket(family) as outgoing:
+    with reserve(there, 0) as listener, socket.socket(family) as outgoing:
         listener.listen()
         only_port(outgoing, port)
         with pytest.raises(OSError) as refused:
@@ -115,7 +115,7 @@ def only_port(some: socket.socket, port: int) -> None:
 
 
 def test_a_port_that_is_listened_on_cannot_be_reserved() -> None:
-    with listen("127.0.0.1", 0) as other:
+    with reserve("127.0.0.1", 0) as other:
         other.listen()
         with pytest.raises(ConfigError, match="cannot listen on"):
             reserve("127.0.0.1", other.getsockname()[1])

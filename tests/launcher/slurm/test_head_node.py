@@ -17,7 +17,7 @@ from any_agent.launcher import journal_storage as journals
 from any_agent.launcher.slurm.head_node import HeadNode, run_job
 from any_agent.launcher.slurm.job import SlurmJob
 from any_agent.launcher.trial import trial_dir
-from any_agent.runtime.ports import listen
+from any_agent.runtime.ports import reserve
 from tests.support.launcher.slurm_programs import ADDRESS, Programs
 from tests.support.launcher.stand_ins import Lab
 
@@ -171,7 +171,7 @@ def test_a_port_that_nobody_asked_for_is_no_reason_to_end(
     warned_when_up(monkeypatch, first=lambda: None)
     config = settings(lab, "server.port=8000")
     try:
-        taken = listen(ADDRESS, 8000)
+        taken = reserve(ADDRESS, 8000)
     except Exception:
         taken = None  # by somebody else
     try:
