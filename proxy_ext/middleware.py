@@ -275,7 +275,6 @@ def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:
 
 
 def _without_prefix(scope: Scope) -> Scope:
-    """Remove the session prefix `/{session}` from the path."""
     prefix = session_prefix(scope["path"])
     if prefix is None:
         return scope

@@ -61,8 +61,8 @@ class SlotGrants:
         self._access = access
         self.at_rest = asyncio.Lock()
         """A lock that is held while a slot is under way, and therefore at no rank."""
-        self.begun = 0
-        """Number of searches for a slot to move."""
+        self.searches = 0
+        """Number of times that a slot to move was searched."""
         self.moved = 0
         """Number of slots that were moved."""
 
@@ -74,7 +74,7 @@ class SlotGrants:
         """
         of: _Owner = "run" if self._access.caller(key_in(request.headers)) == RUN else "others"
         async with self.at_rest:
-            self.begun += 1
+            self.searches += 1
             for rank in self._forwarder.ranks.live:
                 if rank == to or not await self._change(rank, -1, of):
                     continue
@@ -243,9 +243,9 @@ class ArealRoutes:
         caller for whom a slot was granted finds one, since other callers take no more than theirs.
         While slots move, the ranks are asked again under the lock that stops them.
         """
-        resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.begun)
+        resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.searches)
         answer = await self._ask_for_grant(request, content, order)
-        if resting and before == (self._granted, self._grants.begun):
+        if resting and before == (self._granted, self._grants.searches):
             return answer
         for _ in range(_MAX_TRIES):
             if answer is not None:

@@ -108,7 +108,6 @@ class FanOut:
 
 
 def _successes(answers: dict[int, UpstreamResponse]) -> Answers:
-    """Return the JSON of the ranks that succeeded."""
     return {rank: _json(answer) for rank, answer in answers.items() if answer.status < 300}
 
 

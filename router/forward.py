@@ -157,7 +157,6 @@ class Forwarder:
                 self.ranks.mark_failed(to)
 
     async def _next_rank(self, deadline: float) -> int:
-        """Return the next of the ranks that serve, in turn."""
         live = self.ranks.live or await self.ranks.reach_any(deadline)
         self._turn += 1
         return live[self._turn % len(live)]

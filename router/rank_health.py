@@ -73,12 +73,10 @@ class RankHealth:
         return entry.url.rstrip("/") if entry is not None and alive else ""
 
     def entry(self, rank: int) -> RegistryEntry | None:
-        """Return the rank's last registry entry."""
         return self._registry.get(rank_name(rank))
 
     @property
     def trainer(self) -> RegistryEntry | None:
-        """The trainer's last registry entry."""
         return self._registry.get("trainer")
 
     def mark_failed(self, rank: int) -> None:

@@ -64,7 +64,6 @@ class SessionCounts:
         self._granted[row.state] += row.owner == GRANT_OWNER
 
     def move(self, before: SessionRow, after: SessionRow) -> None:
-        """Count a change of a session's row."""
         self.now[str(before.mode), before.state] -= 1
         self.now[str(after.mode), after.state] += 1
         self._granted[before.state] -= before.owner == GRANT_OWNER

@@ -346,7 +346,6 @@ class SessionStore:
         await self._update_indexes(chosen)
 
     def _set_row(self, session: RecordedSession, row: SessionRow) -> None:
-        """Make a row that is in the journal the session's row."""
         self.counts.move(session.row, row)
         session.row = row
 

@@ -107,7 +107,6 @@ class Admission:
         self._refused.pop(key, None)
 
     def set_limit(self, limit: int, ttl: float) -> None:
-        """Set the cap for ``ttl`` seconds."""
         self._limit = limit
         self._limit_expires = time.monotonic() + ttl
         self._grant()
