@@ -218,7 +218,6 @@ class _Folder:
         return self._given is None
 
     def __enter__(self) -> Self:
-
         try:
             if self.made:
                 self.path = Path(tempfile.mkdtemp(prefix="any-agent-run-"))
