@@ -186,7 +186,7 @@ def test_the_command_on_the_demos_model(
         assert {"rendering", "logprobs", "aborts"} <= {v["law"] for v in found["verdicts"]}
     else:
         assert "failed" not in out
-        documented = (DOCUMENT.read_text()).partition("## What it prints")[2].split("```")[3]
+        documented = (DOCUMENT.read_text()).partition("## Output")[2].split("```")[3]
         assert rows(out) == rows(documented)
 
 

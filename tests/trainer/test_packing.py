@@ -92,7 +92,7 @@ def test_what_cannot_be_concatenated() -> None:
         concat_padded_tensors([])
     odd = row([1], [0])
     del odd["versions"]
-    with pytest.raises(ValueError, match="versions is in some"):
+    with pytest.raises(ValueError, match="versions is missing in some"):
         concat_padded_tensors([row([1], [0]), odd])
 
 

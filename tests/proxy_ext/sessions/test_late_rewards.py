@@ -238,7 +238,7 @@ async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
         "text": "it returned '1.0', not a number",
         "none": "it returned None, not a number",
         "huge": "must lie between",
-        "names": "no name for a reward",
+        "names": "is not a valid name for a reward",
         "odd": "not a number at all",
     }
     sessions = {
@@ -364,7 +364,7 @@ def test_settings_of_graders() -> None:
         (["sessions.late_reward=grade"], "needs sessions.grader"),
         (["sessions.grader=nodots"], "module.function"),
         (["sessions.grader=a.b; import os"], "module.function"),
-        (["sessions.reward_weights={a b: 1}"], "no name for a reward"),
+        (["sessions.reward_weights={a b: 1}"], "is not a valid name for a reward"),
         (["sessions.reward_weights={a: .inf}"], "must lie within"),
         (["sessions.reward_weights={a: .nan}"], "must lie within"),
     ):
