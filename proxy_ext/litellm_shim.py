@@ -38,13 +38,11 @@ from proxy_ext.frozen.streams import as_json, close, lacks_finish_reason, stream
 
 log = logging.getLogger(__name__)
 
-_MAX_MESSAGE = 500
-"""Characters of a provider's message that a client sees."""
+_MAX_MESSAGE = 500  # characters of a provider's message that a client sees
 _MAX_RETRY_AFTER = 60.0
 _INPUT_COST, _OUTPUT_COST = "input_cost_per_token", "output_cost_per_token"
 _INPUT_COSTS = (_INPUT_COST, "cache_read_input_token_cost", "cache_creation_input_token_cost")
-_OURS = "any-agent"
-"""The source of models that this module has registered at LiteLLM."""
+_OURS = "any-agent"  # the source of models that this module has registered at LiteLLM
 _MODULES = (
     "anyio._backends._asyncio",
     "litellm.llms.anthropic.pass_through.messages.streaming_iterator",

@@ -44,8 +44,7 @@ GRANT = "/grant_capacity"
 AREAL_START = "/rl/start_session"
 _GRANT_ONLY = MappingProxyType({GRANT_ONLY_HEADER: "1"})
 _MAX_TRIES = 64  # of an open, if each time another open took the slot that was granted meanwhile
-_ASK_TIMEOUT = 10.0
-"""Seconds for a rank's answer while other ranks are still to be asked."""
+_ASK_TIMEOUT = 10.0  # seconds for a rank's answer while other ranks are still to be asked
 _HUNG_SECONDS = 30.0
 """Time for which a rank that did not answer in time is not asked for granted slots."""
 _MOVE_TIMEOUT = 10.0  # seconds for one rank's part in moving a slot

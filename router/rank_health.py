@@ -15,8 +15,7 @@ from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 log = logging.getLogger(__name__)
 
 _REFRESH = 0.5
-_MAX_WAITING = 1024
-"""Requests that may wait for ranks at once; further ones get 503."""
+_MAX_WAITING = 1024  # requests that may wait for ranks at once; further ones get 503
 
 
 class RankHealth:

@@ -22,8 +22,7 @@ _CONNECT_TIMEOUT = 5.0
 _STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds until an idle connection is closed, fewer than the 75 after which a proxy does it."""
-_MAX_BUFFERED_BYTES = 131_072
-"""Unread bytes of one answer above which reading from the rank pauses."""
+_MAX_BUFFERED_BYTES = 131_072  # unread bytes of one answer above which reading from the rank pauses
 _MAX_HEAD_BYTES = 65_536
 _NO_BODY_METHODS = ("GET", "HEAD", "OPTIONS", "TRACE", "DELETE")
 _HOP_BY_HOP = tuple(

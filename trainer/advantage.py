@@ -13,8 +13,7 @@ from typing import TypeAlias
 from any_agent.config import TrainConfig
 from any_agent.runtime.import_string import NamedRegistry
 
-STD_FLOOR = 1e-4
-"""Added to the standard deviation before dividing, as in TRL."""
+STD_FLOOR = 1e-4  # added to the standard deviation before dividing, as in TRL
 _SAME = 1e-8
 """Scores whose spread is below this share of their size count as equal: the rest is rounding."""
 

@@ -18,8 +18,7 @@ from trainer.batch import Group, ZeroVarianceGroups
 from trainer.batch_source import BatchSource
 from trainer.manifests import Manifest
 
-GROUP = "data-"
-"""The prefix of a sampled group's id; its item's position follows."""
+GROUP = "data-"  # the prefix of a sampled group's id; its item's position follows
 
 
 class TrainingDataset(Protocol):

@@ -27,8 +27,7 @@ from trainer.metrics import without_counts
 log = logging.getLogger(__name__)
 
 _SCOPE = "eval-rollout"
-_AHEAD = 1024
-"""Items that are submitted to the executor before the first one's results are taken."""
+_AHEAD = 1024  # items that are submitted to the executor before the first one's results are taken
 
 
 @dataclass(slots=True)

@@ -47,8 +47,7 @@ from trainer.weight_folders import tokenizer_of
 log = logging.getLogger(__name__)
 
 _MAX_FAILED_STEPS = 5
-_ANNOUNCE_INTERVAL = 60.0
-"""Seconds of waiting for a batch between two lines on the console."""
+_ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
 _ZERO_VARIANCE_NOTICE = 8
 """Consecutive groups without variance after which these lines mention them."""
 

@@ -164,8 +164,7 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
 
 
-_MAX_REMEMBERED = 65_536
-"""Session ids: many times what can be finalized and not yet acknowledged."""
+_MAX_REMEMBERED = 65_536  # session ids: many times what can be finalized and not yet acknowledged
 
 
 class ConsumedSessions(dict[str, Consumed]):

@@ -24,14 +24,11 @@ from trainer.weight_folders import holds_weights, prune, publish_to_disk
 
 log = logging.getLogger(__name__)
 
-TIMEOUT = 120.0
-"""Seconds that the trainer waits for a proxy to restart."""
-_ANNOUNCE_TIMEOUT = 5.0
-"""Seconds that a rank may take to accept the announcement of a checkpoint."""
+TIMEOUT = 120.0  # seconds that the trainer waits for a proxy to restart
+_ANNOUNCE_TIMEOUT = 5.0  # seconds that a rank may take to accept the announcement of a checkpoint
 _BUCKET_BYTES = 256 * 2**20
 """Bytes of weights in one bucket; no more of sharded weights is ever whole in one place."""
-_MAX_REMEMBERED = 4096
-"""Versions whose optimizer steps are recorded."""
+_MAX_REMEMBERED = 4096  # versions whose optimizer steps are recorded
 _LONG_AGO = -(10**9)
 
 TrainingState: TypeAlias = Literal["training", "finished"]

@@ -18,8 +18,7 @@ from any_agent.rundir.layout import weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
 
-_BUCKET = 4 << 30
-"""Bytes of weights that are whole in memory at once, and that one file has."""
+_BUCKET = 4 << 30  # bytes of weights that are whole in memory at once, and that one file has
 _NAME = re.compile(r"v(\d{8,})")
 _TOKENIZER_FILES = (
     "added_tokens.json",

@@ -48,10 +48,8 @@ class Caller:
 ANYONE = Caller(Scope.ADMIN, "anyone", identity="anyone")
 """Every caller of a service without an admin key."""
 ADMIN = Caller(Scope.ADMIN, "admin", identity="admin")
-RUN = Caller(Scope.TRAINER, "the run", identity="run")
-"""The run's own trainer and router."""
-NOBODY = Caller(Scope.NONE, "nobody")
-"""A caller without a key."""
+RUN = Caller(Scope.TRAINER, "the run", identity="run")  # the run's own trainer and router
+NOBODY = Caller(Scope.NONE, "nobody")  # A caller without a key
 
 _INVALID_KEY = "this key is not valid here"
 _INVALID_SESSION_KEY = "this session key is not valid here"

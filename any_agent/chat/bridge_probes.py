@@ -6,8 +6,7 @@ from typing import Any
 
 from any_agent.types import Message, Tool
 
-PROBE_ANSWER = "any0agent0said"
-"""The made-up answer; a word that no template writes itself."""
+PROBE_ANSWER = "any0agent0said"  # the made-up answer; a word that no template writes itself
 PROBE_REASONING = "any0agent0thought"
 CONTINUATION_EXAMPLES: dict[str, dict[str, Any]] = {
     "a user's message after an answer": {"roles": ("user",)},

@@ -22,8 +22,7 @@ from any_agent.types import BranchReason, IdArray, Message, Tool, plain_ids
 
 log = logging.getLogger(__name__)
 
-_MAX_GENERATION_PROMPT = 64
-"""Tokens; every generation prompt is shorter."""
+_MAX_GENERATION_PROMPT = 64  # tokens; every generation prompt is shorter
 _MAX_VARIANTS = 32
 _PROBE: list[Message] = [
     probes.SYSTEM,

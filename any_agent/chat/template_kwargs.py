@@ -14,8 +14,7 @@ EFFORTS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 _PARAM = "chat_template_kwargs"
 _MAX_SETTINGS = 16
 _MAX_CHARACTERS = 256
-SWITCHES = ("enable_thinking", "thinking")
-"""Template settings that turn reasoning on and off."""
+SWITCHES = ("enable_thinking", "thinking")  # template settings that turn reasoning on and off
 
 
 def check_settings(given: Any, known: frozenset[str]) -> dict[str, Any]:

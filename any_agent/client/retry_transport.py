@@ -25,8 +25,7 @@ _KEY_IN_PATH = re.compile(
     rb"/(" + re.escape(SESSION_KEY_PREFIX.encode()) + rb"[^/?]+)(/v1(?=/(?:rl|v1)/))?(?=/)"
 )
 """A key in a path. After it `/v1/rl` means `/rl`, and `/v1/v1` `/v1`: base URLs end in `/v1`."""
-_MAX_WAIT = 60.0
-"""The longest wait in seconds, even if the service names a longer one."""
+_MAX_WAIT = 60.0  # the longest wait in seconds, even if the service names a longer one
 
 
 class RetryTransport(httpx.AsyncBaseTransport):

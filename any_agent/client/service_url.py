@@ -22,10 +22,8 @@ _SCHEME = "file:"
 _MAX_AGE = 0.5
 """Seconds for which a read is reused. Clients wait longer between attempts, so that each attempt
 after the first goes to the current address."""
-_MAX_BYTES = 4096
-"""The largest size of such a file."""
-_MAX_EARLIER = 16
-"""The number of earlier addresses of a service that are remembered."""
+_MAX_BYTES = 4096  # the largest size of such a file
+_MAX_EARLIER = 16  # the number of earlier addresses of a service that are remembered
 
 
 def names_file(url: str) -> bool:

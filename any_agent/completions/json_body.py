@@ -12,11 +12,9 @@ import orjson
 from any_agent.errors import InvalidRequest, PayloadTooLarge
 
 MAX_DEPTH = 64
-MAX_VALUES = 500_000
-"""Values of a body: parsing them stops everything else for a fifth of a second."""
+MAX_VALUES = 500_000  # values of a body: parsing them stops everything else for a fifth of a second
 _LONG = 1 << 20
-_PARSERS_DEPTH = "depth limit exceeded"
-"""orjson's message for more than 1024 levels."""
+_PARSERS_DEPTH = "depth limit exceeded"  # orjson's message for more than 1024 levels
 
 
 async def json_of(body: bytes) -> Any:

@@ -22,8 +22,7 @@ from any_agent.errors import ContextLengthExceeded, InvalidRequest
 from any_agent.record import InteractionTree, was_received
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
 
-_TAIL = 8
-"""Ids on both sides of a continuation that are decoded together to check their text."""
+_TAIL = 8  # ids on both sides of a continuation that are decoded together to check their text
 
 
 @dataclass(frozen=True, slots=True)

@@ -209,8 +209,7 @@ def _json_size(messages: Sequence[Any]) -> int:
     return sum(len(canonical_bytes(message)) for message in messages)
 
 
-_TAIL = 64
-"""Ids at the end of the parent's prompt that the format may read."""
+_TAIL = 64  # ids at the end of the parent's prompt that the format may read
 
 
 @dataclass(frozen=True, slots=True)

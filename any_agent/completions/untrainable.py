@@ -26,8 +26,7 @@ pinned to one version. undelivered: the answer reached no client. frozen_model: 
 the policy answered."""
 
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
-OTHER = "other"
-"""The label of any other reason, such as the sentences of older journals."""
+OTHER = "other"  # the label of any other reason, such as the sentences of older journals
 
 
 def has_modified_distribution(gconfig: GenerationHyperparameters) -> UntrainableReason | None:

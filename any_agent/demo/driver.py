@@ -31,19 +31,13 @@ GROUP_SIZE = 8
 SESSION_TTL = 120.0
 """Seconds after which the service expires a session that no agent knows, and its group continues
 without it: if a part of the service dies, the response to an opening may be lost."""
-EVALS = 2
-"""Eval sessions for every held-out prompt."""
-AGENTS = 4
-"""Agents that run at once."""
-_WAIT = 120.0
-"""Seconds to wait for a slot for a session."""
+EVALS = 2  # eval sessions for every held-out prompt
+AGENTS = 4  # agents that run at once
+_WAIT = 120.0  # seconds to wait for a slot for a session
 _AGENT_TIMEOUT = 120.0
-_MAX_FAILURES = 100
-"""Consecutive failed sessions that end the demo."""
-_EPOCHS = 1000
-"""More passes over the prompts than any run needs; training ends with the run."""
-_POOL = 32
-"""Scores that the control collects before it swaps them."""
+_MAX_FAILURES = 100  # consecutive failed sessions that end the demo
+_EPOCHS = 1000  # more passes over the prompts than any run needs; training ends with the run
+_POOL = 32  # scores that the control collects before it swaps them
 
 
 class Driver:

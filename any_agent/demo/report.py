@@ -12,8 +12,7 @@ from pathlib import Path
 from any_agent.config import Config
 from any_agent.demo.state import Measures
 
-PORT = 8000
-"""The port on which the commands to type next serve the model."""
+PORT = 8000  # the port on which the commands to type next serve the model
 
 
 @dataclass(frozen=True, slots=True)

@@ -22,8 +22,7 @@ TEMPLATES = (
 )
 NOUNS = ("cat", "dog", "bird", "fish", "horse", "teacher", "farmer", "baker", "pilot", "child")
 _HELD_OUT_EVERY = 5
-DISCOUNT = 0.9
-"""The share of a turn's reward that the turn before it gets."""
+DISCOUNT = 0.9  # the share of a turn's reward that the turn before it gets
 
 
 @dataclass(frozen=True, slots=True)

@@ -32,8 +32,7 @@ from any_agent.record import (
 )
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
 
-_NO_LIMIT = 10**9
-"""Transformers reports more than this where a tokenizer has no longest input."""
+_NO_LIMIT = 10**9  # transformers reports more than this where a tokenizer has no longest input
 
 
 class DirectSession:

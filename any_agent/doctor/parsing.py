@@ -32,8 +32,7 @@ _CASES = (
     ("two calls", probes.CALLED_TWICE),
 )
 _CUTS = (("truncated call", probes.CALLED), ("unclosed reasoning", probes.REASONED))
-_STEPS = (1, 3, None)
-"""Tokens per chunk; None for a single chunk."""
+_STEPS = (1, 3, None)  # tokens per chunk; None for a single chunk
 
 
 async def parsing(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:

@@ -25,8 +25,7 @@ _REACH = (
     "To check an engine, use --engine"
 )
 _TIMEOUT = 60.0
-_TTL = 300.0
-"""Seconds after which the session ends if this process is killed."""
+_TTL = 300.0  # seconds after which the session ends if this process is killed
 _TOKENS = 12
 _REASONS = {"stop", "length", "tool_calls"}
 _MAX_OVERFLOW = 1 << 18

@@ -27,8 +27,7 @@ from any_agent.doctor.verdict import Verdict
 from any_agent.engine.sglang.probe import probe_engine, reported_version
 from any_agent.errors import AnyAgentError
 
-PROMPT = [3 + (31 * k) % 89 for k in range(48)]
-"""A prompt of ids that every vocabulary has."""
+PROMPT = [3 + (31 * k) % 89 for k in range(48)]  # A prompt of ids that every vocabulary has
 CASE = "the run's weights"
 
 

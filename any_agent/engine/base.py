@@ -9,8 +9,7 @@ from typing import Any, Protocol
 
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
-HALF_LOADED = -1
-"""The version of weights that belong to no version; nothing is sampled with them."""
+HALF_LOADED = -1  # the version of weights that belong to no version; nothing is sampled with them
 
 
 @dataclass(frozen=True, slots=True)

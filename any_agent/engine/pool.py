@@ -17,8 +17,7 @@ from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
-_MAX_REMEMBERED = 65_536
-"""Request ids whose engine is remembered."""
+_MAX_REMEMBERED = 65_536  # request ids whose engine is remembered
 
 
 @dataclass(slots=True)

@@ -20,8 +20,7 @@ from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
-_JOIN_TIMEOUT = timedelta(seconds=60)
-"""The time in which all members must join."""
+_JOIN_TIMEOUT = timedelta(seconds=60)  # the time in which all members must join
 
 
 class Rendezvous:

@@ -126,8 +126,7 @@ def _text(raw: bytes) -> str:
     return base64.b64encode(raw).decode()
 
 
-_ALIGNMENT = 64
-"""Bytes to which PyTorch aligns memory on the CPU."""
+_ALIGNMENT = 64  # bytes to which PyTorch aligns memory on the CPU
 
 
 def aligned(tensor: Tensor) -> Tensor:

@@ -28,8 +28,7 @@ from any_agent.runtime.ports import reserve, url_of
 log = logging.getLogger(__name__)
 
 _NAME = "inference-engine"
-_GRACE = 10.0
-"""Seconds for the engine to end."""
+_GRACE = 10.0  # seconds for the engine to end
 _POLL_INTERVAL = 0.2
 
 

@@ -15,8 +15,7 @@ from pathlib import Path
 from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import guarded, share_module_path
 
-SERVICE_SCRIPT = "any_agent_grpo.py"
-"""The trainer's own script, which serves and trains."""
+SERVICE_SCRIPT = "any_agent_grpo.py"  # the trainer's own script, which serves and trains
 _USAGE = """usage: python -m any_agent.launcher.local SCRIPT [argument ...]
 
 Run a training script on this machine, with these arguments: any_agent_grpo.py serves a model and

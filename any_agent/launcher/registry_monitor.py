@@ -10,8 +10,7 @@ from pathlib import Path
 from any_agent.launcher.component import Component
 from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Registry, Stamp, read_stamp
 
-SILENCE_TIMEOUT = 30.0
-"""Seconds without a heartbeat after which a part is killed."""
+SILENCE_TIMEOUT = 30.0  # seconds without a heartbeat after which a part is killed
 
 
 @dataclass(slots=True)

@@ -24,8 +24,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.ports import accept_on, reserve, url_of
 
-_BACKLOG = 2048
-"""Connections that may wait for a router that restarts."""
+_BACKLOG = 2048  # connections that may wait for a router that restarts
 
 
 class Starter:

@@ -14,8 +14,7 @@ from any_agent.rundir.layout import RunDir, checkpoint_problem, read_json, weigh
 
 _STEP = re.compile(r"step-(\d{8,})")
 _VERSION = re.compile(r"v(\d{8,})")
-_MAX_NAMES = 12
-"""The most trials that an error lists."""
+_MAX_NAMES = 12  # the most trials that an error lists
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,10 +14,8 @@ from typing import Any
 
 import orjson
 
-TASK_PREFIX = "auto-"
-"""Prefix of the names of tasks that were computed from conversations."""
-RANK_DIGITS = 4
-"""Hexadecimal digits after `resp_` that name the rank which issued the id."""
+TASK_PREFIX = "auto-"  # prefix of the names of tasks that were computed from conversations
+RANK_DIGITS = 4  # hexadecimal digits after `resp_` that name the rank which issued the id
 _HEAD = 65_536
 """Characters of a text that are normalized line by line; the rest is taken unchanged, as reading
 every line of many megabytes would block the process."""

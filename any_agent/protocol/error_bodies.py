@@ -7,8 +7,7 @@ from typing import Any
 
 from any_agent.errors import AnyAgentError
 
-REQUEST_ID = "request-id"
-"""The header in which Anthropic's SDK looks for a request's id."""
+REQUEST_ID = "request-id"  # the header in which Anthropic's SDK looks for a request's id
 _TYPES = {
     400: "invalid_request_error",
     401: "authentication_error",

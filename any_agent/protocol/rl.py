@@ -37,8 +37,7 @@ earlier ones; requests without it come from people."""
 GRANT_ONLY_HEADER = "x-any-agent-grant-only"
 """Request header: an AReaL open takes a slot of `/grant_capacity` or none; a router asks the ranks
 so in turn. It is no part of the body, which must stay the same for its Idempotency-Key."""
-API_HEADER = "x-any-agent-api"
-"""Response header of every `/rl` route: the version of these bodies."""
+API_HEADER = "x-any-agent-api"  # response header of every `/rl` route: the version of these bodies
 API_VERSION = "1"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 

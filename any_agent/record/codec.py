@@ -26,10 +26,8 @@ from any_agent.types import (
     Trajectory,
 )
 
-FORMAT = 4
-"""The format's number, which grows when the fields change; other numbers are refused."""
-OLDER_FORMAT = 3
-"""The format of older journals, which had no parameters that bend the distribution."""
+FORMAT = 4  # the format's number, which grows when the fields change; other numbers are refused
+OLDER_FORMAT = 3  # the format of older journals, which had no parameters that bend the distribution
 NAMED_FORMAT = 2
 """The format of older journals whose interactions are mappings, with one version per token."""
 

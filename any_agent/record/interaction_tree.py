@@ -13,8 +13,7 @@ from any_agent.record.request_prefix_cache import ENTRY_BYTES, RequestPrefixCach
 from any_agent.record.reward_propagation import was_received
 from any_agent.types import Continuation, IdArray, Interaction, Message
 
-_MOST = 4
-"""Number of cached paths: several agents of one session may take turns."""
+_MOST = 4  # number of cached paths: several agents of one session may take turns
 
 
 class TokenPathCache:
@@ -46,8 +45,7 @@ class TokenPathCache:
             self.nbytes -= ids.nbytes
 
 
-_MESSAGES = 16
-"""Number of bytes of a key that identify the messages."""
+_MESSAGES = 16  # number of bytes of a key that identify the messages
 
 
 class InteractionTree:
@@ -204,10 +202,8 @@ class InteractionTree:
         return iter(self._nodes.values())
 
 
-FROZEN_MODEL = "frozen_model"
-"""The reason why no call of a frozen model is trained on."""
-_PREFIX = "frozen-"
-"""The prefix of the ids of these calls alone."""
+FROZEN_MODEL = "frozen_model"  # the reason why no call of a frozen model is trained on
+_PREFIX = "frozen-"  # the prefix of the ids of these calls alone
 
 
 def frozen_id() -> str:

@@ -15,13 +15,10 @@ from typing import Any
 
 import orjson
 
-_MOST = 8
-"""Number of cached requests: several agents of one session may take turns."""
-_SLICE = 64
-"""Number of messages that are serialized at once."""
+_MOST = 8  # number of cached requests: several agents of one session may take turns
+_SLICE = 64  # number of messages that are serialized at once
 _PLAIN = orjson.OPT_PASSTHROUGH_DATACLASS | orjson.OPT_PASSTHROUGH_DATETIME
-ENTRY_BYTES = 500
-"""The approximate size of one cached request."""
+ENTRY_BYTES = 500  # the approximate size of one cached request
 
 
 @dataclass(frozen=True, slots=True)

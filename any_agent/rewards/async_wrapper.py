@@ -32,8 +32,7 @@ _NUMBER = re.compile(
 )
 _FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
 _LATEX = re.compile(r"\\[!,;: ]|\\(?=\$)|[{}](?=,)|(?<=,)\}")
-_LONGEST = 100_000
-"""Characters at the end of an answer in which its final number is sought."""
+_LONGEST = 100_000  # characters at the end of an answer in which its final number is sought
 
 
 class RewardFailed(AnyAgentError, code="reward_failed"):

@@ -19,8 +19,7 @@ from typing import Any, TypeAlias
 Outcome: TypeAlias = tuple[bool, Any]
 """True and the reward, or False and the error's text."""
 
-_MAX_MESSAGE = 160
-"""Characters of a grader's error that are kept."""
+_MAX_MESSAGE = 160  # characters of a grader's error that are kept
 
 
 def find(name: str) -> Outcome:

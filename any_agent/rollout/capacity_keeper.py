@@ -22,13 +22,10 @@ from any_agent.rollout.rank_clients import RankClients
 
 log = logging.getLogger(__name__)
 
-_TTL = 15.0
-"""Seconds after its last message until a rank admits nothing more."""
+_TTL = 15.0  # seconds after its last message until a rank admits nothing more
 _INTERVAL = 1.0
-_ANSWER_TIMEOUT = 1.0
-"""Seconds for which the other ranks wait for one rank's reply."""
-_RETRY_FOR = 5.0
-"""Seconds for which one message is repeated; the next one has the newest leases."""
+_ANSWER_TIMEOUT = 1.0  # seconds for which the other ranks wait for one rank's reply
+_RETRY_FOR = 5.0  # seconds for which one message is repeated; the next one has the newest leases
 
 
 class _RankConnection:

@@ -31,8 +31,7 @@ from any_agent.workflow.tensors import (
 
 log = logging.getLogger(__name__)
 
-_STOP_TIMEOUT = 10.0
-"""Seconds that cancelled episodes have for ending."""
+_STOP_TIMEOUT = 10.0  # seconds that cancelled episodes have for ending
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,7 @@ from any_agent.runtime.logs import Redactor
 
 log = logging.getLogger(__name__)
 
-_MAX_KINDS: Final = 256
-"""The number of kinds of failures that are logged in full."""
+_MAX_KINDS: Final = 256  # the number of kinds of failures that are logged in full
 _MIN_DELAY, _MAX_DELAY = 0.1, 5.0
 """Seconds between two attempts while the service, not the episode, seems to fail."""
 _TRANSIENT_STATUSES: Final = (429, 502, 503, 504)

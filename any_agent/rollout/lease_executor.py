@@ -27,11 +27,9 @@ T = TypeVar("T")
 _POLLS_PER_RANK = 2
 _ACK_TIMEOUT = 5.0
 """Seconds that a step waits for a rank's reply to an acknowledgement, which is repeated later."""
-_MAX_FAILED_POLLS = 5
-"""The number of internal errors in a row with which a rank may reply to polls."""
+_MAX_FAILED_POLLS = 5  # the number of internal errors in a row with which a rank may reply to polls
 _POLL_RETRY_DELAY = 1.0
-_MAX_REPLAYED = 64
-"""The number of sessions that one request replays."""
+_MAX_REPLAYED = 64  # the number of sessions that one request replays
 _MAX_GROUPS_LISTED = 3
 
 

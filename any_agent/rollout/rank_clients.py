@@ -17,8 +17,7 @@ from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 T = TypeVar("T")
 
 _RETRY_DELAY = 0.1
-_POLL_INTERVAL = 0.2
-"""Seconds between two reads of the registry's folder, for any number of calls."""
+_POLL_INTERVAL = 0.2  # seconds between two reads of the registry's folder, for any number of calls
 
 
 class RankClients:

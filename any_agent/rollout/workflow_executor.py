@@ -33,8 +33,7 @@ from any_agent.workflow.base import TensorDict
 from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.resolve import WorkflowCache, WorkflowLike, is_same
 
-MAX_SUBMITTED = 100_000
-"""The most items that may be submitted without a wait for them."""
+MAX_SUBMITTED = 100_000  # the most items that may be submitted without a wait for them
 
 
 class WorkflowExecutor:

@@ -45,8 +45,7 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.atomic_files import fsync, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
-FORMAT = 2
-"""The version of the folder's layout and of the meaning of its files."""
+FORMAT = 2  # the version of the folder's layout and of the meaning of its files
 
 
 def weights_folder(root: Path, version: int) -> Path:

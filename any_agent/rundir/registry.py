@@ -27,10 +27,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
-HEARTBEAT = 1.0
-"""Seconds between a part's writes of its own entry."""
-SILENT_AFTER = 10.0
-"""Seconds without a write after which a part is taken for gone."""
+HEARTBEAT = 1.0  # seconds between a part's writes of its own entry
+SILENT_AFTER = 10.0  # seconds without a write after which a part is taken for gone
 
 
 class PartLoad(BaseModel):

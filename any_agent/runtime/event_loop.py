@@ -15,8 +15,7 @@ from typing import Any, TypeVar
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CANCEL_TIMEOUT = 5.0
-"""Seconds that cancelled tasks have to end."""
+_CANCEL_TIMEOUT = 5.0  # seconds that cancelled tasks have to end
 _JOIN_TIMEOUT = 2 * _CANCEL_TIMEOUT
 
 

@@ -17,8 +17,7 @@ from dataclasses import dataclass
 
 from any_agent.runtime.parent_death import die_with_parent
 
-_MAX_TRACE = 8000
-"""Characters of a traceback that are kept, counted from its end."""
+_MAX_TRACE = 8000  # characters of a traceback that are kept, counted from its end
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,9 @@ from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
-_TIMEOUT = 60.0
-"""Seconds for a reply, on top of those that a request asks to wait."""
+_TIMEOUT = 60.0  # seconds for a reply, on top of those that a request asks to wait
 _PATIENCE = 60.0
-_MOVING_PATIENCE = 900.0
-"""Seconds: a scheduler that stops a run starts it again after some minutes."""
+_MOVING_PATIENCE = 900.0  # seconds: a scheduler that stops a run starts it again after some minutes
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
 

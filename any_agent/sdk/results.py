@@ -28,8 +28,7 @@ _STATES = ("finalized", "awaiting_reward", "evaluated", "failed")
 _WRITE_TIMEOUT = 10.0
 """Seconds; a file that is still being written to stays open until the process ends."""
 _OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
-_HEADER = b'{"any_agent_run":'
-"""The first bytes of a file of results."""
+_HEADER = b'{"any_agent_run":'  # the first bytes of a file of results
 
 
 @dataclass(frozen=True, slots=True)

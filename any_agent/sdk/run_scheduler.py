@@ -29,8 +29,7 @@ from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
 
 log = logging.getLogger(__name__)
 
-_MAX_LOST = 3
-"""Sessions in a row of one run that may end by themselves."""
+_MAX_LOST = 3  # sessions in a row of one run that may end by themselves
 _MAX_GROUPS = 5
 """Groups that an item may need, each for the runs without which the one before closed."""
 _MAX_PAUSE = 30.0

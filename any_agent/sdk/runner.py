@@ -20,8 +20,7 @@ from any_agent.sdk.results import ResultsLog, RunProgress, RunResults
 from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
 from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler
 
-_BAR_INTERVAL = 0.2
-"""Seconds between two drawings of the bar."""
+_BAR_INTERVAL = 0.2  # seconds between two drawings of the bar
 _BAR_WIDTH = 24
 
 

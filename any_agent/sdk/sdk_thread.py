@@ -23,8 +23,7 @@ from any_agent.sdk.find_service import ServiceAddress, shared_client
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_CANCEL_TIMEOUT = 6.0
-"""Seconds that a cancelled coroutine has for cleaning up."""
+_CANCEL_TIMEOUT = 6.0  # seconds that a cancelled coroutine has for cleaning up
 
 _DEFAULT_IDLE_TIMEOUT = 180.0
 """Seconds that a session may be idle, if its service does not report them."""
@@ -32,8 +31,7 @@ _BEATS_PER_TIMEOUT = 3.0
 _MIN_INTERVAL = 0.2
 _MAX_CONCURRENT = 32
 _RETRY_FOR = 10.0
-_BEAT_TIMEOUT = 20.0
-"""Seconds for which a service that hangs may delay the heartbeats of others."""
+_BEAT_TIMEOUT = 20.0  # seconds for which a service that hangs may delay the heartbeats of others
 
 _lock = threading.Lock()
 _thread: LoopThread | None = None

@@ -30,8 +30,7 @@ T = TypeVar("T")
 Reward: TypeAlias = float | dict[str, float]
 """A number, or several by name."""
 
-_ABORT_TIMEOUT = 5.0
-"""Seconds; a session that could not be aborted expires."""
+_ABORT_TIMEOUT = 5.0  # seconds; a session that could not be aborted expires
 _MAX_RETRIES = 10
 """Retries of a session's model clients, as a full engine and a restarted rank ask for them. Retried
 calls are marked, and are not sampled twice."""

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
     import httpx
 
 _CONNECT_TIMEOUT = 30.0
-_TIMEOUT = 3600.0
-"""Seconds; a call may wait for a slot, a weight update and thousands of tokens."""
+_TIMEOUT = 3600.0  # seconds; a call may wait for a slot, a weight update and thousands of tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -43,8 +43,7 @@ _NO_CALL_INLINE = (
     "that reads OPENAI_BASE_URL or blocks"
 )
 _NO_CALL_APART = f"{_NO_CALL}URL in OPENAI_BASE_URL"
-_MAX_BLOCKED = 5.0
-"""Seconds for which an agent may block the event loop without a warning."""
+_MAX_BLOCKED = 5.0  # seconds for which an agent may block the event loop without a warning
 _ARGUMENTS = ("base_url", "api_key", "http_client")
 _WRITE = "write async def run(self, data, **extra_kwargs)"
 _NEEDS_MAIN_THREAD = "only works in main thread"

@@ -17,8 +17,7 @@ from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.record import unpack_trajectories
 from any_agent.workflow.base import Episode, RolloutWorkflow
 
-_POLL_HERE = 5.0
-"""Seconds of one poll of an app in this process; slots are recomputed before each."""
+_POLL_HERE = 5.0  # seconds of one poll of an app in this process; slots are recomputed before each
 
 
 class ProxyApp(Protocol):

@@ -34,8 +34,7 @@ _CONTENT = ("messages", "output_message_list", "completion", "model_response", "
 _NO_SLOT = "no_capacity"
 _EXPORT_SLACK = 240.0
 """Seconds beyond a request's usual timeout: an export may wait for calls that are ending."""
-_HEARTBEAT = 60.0
-"""Seconds between heartbeats while the agent is busy elsewhere."""
+_HEARTBEAT = 60.0  # seconds between heartbeats while the agent is busy elsewhere
 _ABORT_TIMEOUT = 7.0
 
 

@@ -47,8 +47,7 @@ PER_ROW: Mapping[str, Any] = {"rewards": np.float32, "temperatures": np.float32}
 MASKS = ("attention_mask", "loss_mask")
 REQUIRED = ("input_ids", "attention_mask")
 TRAINED_ON = (*REQUIRED, "loss_mask", "logprobs", "versions", "rewards")
-PADDING: Mapping[str, int] = {"versions": -1}
-"""The padding of a field, where it is not 0."""
+PADDING: Mapping[str, int] = {"versions": -1}  # the padding of a field, where it is not 0
 
 
 def checked_arrays(result: Mapping[str, Any]) -> Arrays:

@@ -30,8 +30,7 @@ from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import ClientConnection, EventStream, read_json
 
-_BATCH = 65_536
-"""Bytes of events that are sent at once, if so many are there."""
+_BATCH = 65_536  # bytes of events that are sent at once, if so many are there
 
 
 async def serve_model_call(service: RankService, request: Request, api: Api) -> Response:

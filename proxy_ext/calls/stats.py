@@ -14,10 +14,8 @@ from any_agent.types import Continuation, SessionMode
 CallOutcome: TypeAlias = Literal["completed", "aborted", "failed"]
 RetryOutcome: TypeAlias = Literal["joined", "replayed", "recovered", "new"]
 
-NO_SESSION = "none"
-"""The mode label of calls without a session: inference, once training is over."""
-FIRST = "first"
-"""The continuation label of a session's first call."""
+NO_SESSION = "none"  # the mode label of calls without a session: inference, once training is over
+FIRST = "first"  # the continuation label of a session's first call
 _MAX_NAMES = 32
 CALL_BOUNDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 FIRST_TOKEN_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30)

@@ -9,8 +9,7 @@ from typing import Any
 
 from proxy_ext.frozen.provider import Event
 
-_MAX_DEPTH = 6
-"""Levels of streams in one another."""
+_MAX_DEPTH = 6  # levels of streams in one another
 
 
 async def stream_events(source: Any) -> AsyncGenerator[Event]:

@@ -25,8 +25,7 @@ from any_agent.runtime.atomic_files import fsync
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import schema
 
-_CHILDREN = ("interactions", "rewards")
-"""Tables whose rows belong to sessions."""
+_CHILDREN = ("interactions", "rewards")  # tables whose rows belong to sessions
 _END = """
 UPDATE sessions SET
     state = CASE WHEN state IN ('open', 'awaiting_reward') THEN 'aborted'

@@ -118,8 +118,7 @@ class DeadlineQueue:
 _Key: TypeAlias = tuple[bool, str]
 """(True, a group's id) or, for a session without a group, (False, its id)."""
 
-_MAX_PENDING = 4096
-"""Changes that wait for the next query: where no trainer polls, there is none."""
+_MAX_PENDING = 4096  # changes that wait for the next query: where no trainer polls, there is none
 
 
 class _LeasePosition(NamedTuple):

@@ -27,8 +27,7 @@ LIVE_STATES = (
     SessionState.LEASED,
 )
 
-_OLD_KEY_SIZES = (16,)
-"""Sizes, in bytes, of chain keys that earlier versions made."""
+_OLD_KEY_SIZES = (16,)  # sizes, in bytes, of chain keys that earlier versions made
 
 
 class ActiveCall(Protocol):

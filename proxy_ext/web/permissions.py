@@ -16,8 +16,7 @@ from any_agent.completions.apis import all_apis
 from any_agent.errors import StartupError
 
 EVERYBODY = frozenset(Scope)
-KEYS = EVERYBODY - {Scope.NONE}
-"""Callers with any key."""
+KEYS = EVERYBODY - {Scope.NONE}  # callers with any key
 AGENTS = frozenset({Scope.ADMIN, Scope.TENANT, Scope.SESSION})
 OPENERS = frozenset({Scope.ADMIN, Scope.TENANT})
 TRAINERS = frozenset({Scope.ADMIN, Scope.TRAINER})
@@ -87,10 +86,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "HEAD /openapi.json": (EVERYBODY, ""),
 }
 
-RULES: dict[tuple[str, str], RouteRule] = {}
-"""The rules by method and path template."""
-_FIXED: set[str] = set()
-"""The paths without a parameter."""
+RULES: dict[tuple[str, str], RouteRule] = {}  # the rules by method and path template
+_FIXED: set[str] = set()  # the paths without a parameter
 
 
 def allow_model_calls(path: str) -> None:

@@ -19,8 +19,7 @@ from any_agent.runtime.ports import free_port
 
 _STOPPED = 143
 _SIOCGIFADDR = 0x8915
-_MEET_TIMEOUT = 900
-"""Seconds that the other machines wait for the first one."""
+_MEET_TIMEOUT = 900  # seconds that the other machines wait for the first one
 _END_TIMEOUT = 3600
 """Seconds for the current step and a checkpoint after SIGTERM; if the sender's patience ends
 earlier and it kills this process, the others end with it."""

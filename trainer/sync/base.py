@@ -20,8 +20,7 @@ T = TypeVar("T")
 
 UNREACHABLE_TIMEOUT = 60.0
 """Seconds that an update waits for a rank that restarts, on top of the loading time."""
-RETRY_DELAY = 1.0
-"""Seconds between two tries."""
+RETRY_DELAY = 1.0  # seconds between two tries
 _RELOAD_SLACK = 60.0
 """Seconds, on top of twice the loading time, after which a paused engine resumes by itself."""
 _CALL_SLACK = 20 * UNREACHABLE_TIMEOUT

@@ -26,11 +26,9 @@ from trainer.weight_buckets import Bucket
 
 log = logging.getLogger(__name__)
 
-_MAX_JOINT_TRIES = 2
-"""Tries with all engines at once."""
+_MAX_JOINT_TRIES = 2  # tries with all engines at once
 _REPLY_TIMEOUT = 10.0
-_PAUSE_TIMEOUT = 60.0
-"""Seconds that a pause may take: it waits for calls that cannot be cut."""
+_PAUSE_TIMEOUT = 60.0  # seconds that a pause may take: it waits for calls that cannot be cut
 
 
 class Transport(Protocol):

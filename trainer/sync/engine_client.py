@@ -12,8 +12,7 @@ import orjson
 from any_agent.errors import EngineUnavailable, NotFound, TrainingError
 
 _INFO_TIMEOUT = 10.0
-_IDLE_TIMEOUT = 20.0
-"""Seconds that an engine waits for its last calls before it flushes."""
+_IDLE_TIMEOUT = 20.0  # seconds that an engine waits for its last calls before it flushes
 
 
 @dataclass(frozen=True, slots=True)

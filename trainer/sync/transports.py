@@ -30,8 +30,7 @@ from trainer.weight_buckets import Bucket
 
 log = logging.getLogger(__name__)
 
-_GROUP = "any-agent"
-"""A fixed name, so that a trainer can end an earlier trainer's group."""
+_GROUP = "any-agent"  # A fixed name, so that a trainer can end an earlier trainer's group
 
 
 class GroupTransport:

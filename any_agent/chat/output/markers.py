@@ -16,15 +16,13 @@ THINK_CLOSE = "think_close"
 CALLS_OPEN = "calls_open"
 """Opens the section of all calls of an output, in the families that have one."""
 CALLS_CLOSE = "calls_close"
-TOOL_OPEN = "tool_open"
-"""Opens one call, or a block that holds calls and nothing else."""
+TOOL_OPEN = "tool_open"  # opens one call, or a block that holds calls and nothing else
 TOOL_CLOSE = "tool_close"
 KEY_OPEN = "key_open"
 KEY_CLOSE = "key_close"
 VALUE_OPEN = "value_open"
 VALUE_CLOSE = "value_close"
-SEPARATOR = "separator"
-"""Separates a call's name from what stands beside it."""
+SEPARATOR = "separator"  # separates a call's name from what stands beside it
 ALL_KINDS = frozenset(
     (THINK_OPEN, THINK_CLOSE, CALLS_OPEN, CALLS_CLOSE, TOOL_OPEN, TOOL_CLOSE, SEPARATOR)
 ) | {KEY_OPEN, KEY_CLOSE, VALUE_OPEN, VALUE_CLOSE}

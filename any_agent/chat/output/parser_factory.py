@@ -15,10 +15,8 @@ from any_agent.chat.output.message import MessageBuilder, ToolCallIds
 from any_agent.chat.output.stream_parser import BufferedParser, IncrementalParser, StreamParser
 from any_agent.types import IdArray, Tool, plain_ids
 
-_TAIL = 64
-"""The number of a prompt's last tokens that show how its output begins."""
-_REASONING_TAIL = 16
-"""The number of them that show that reasoning is open."""
+_TAIL = 64  # the number of a prompt's last tokens that show how its output begins
+_REASONING_TAIL = 16  # the number of them that show that reasoning is open
 
 
 class OutputParserFactory:

@@ -24,8 +24,7 @@ from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction
 
 _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_PING_SECONDS = 10.0
-"""The longest time without an event while tokens are buffered."""
+_PING_SECONDS = 10.0  # the longest time without an event while tokens are buffered
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _CUT_OFF = "max_tokens"

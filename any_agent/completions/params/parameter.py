@@ -30,8 +30,7 @@ MAX_NOTE_BYTES = 1 << 14
 """Bytes of JSON that are recorded without effect, or given to the chat template."""
 MAX_PROMPT_IDS = 1 << 21
 MAX_INTEGER = 2**63 - 1
-COMPLETION_TOKENS = 16
-"""OpenAI's default of `max_tokens` at `/v1/completions`."""
+COMPLETION_TOKENS = 16  # OpenAI's default of `max_tokens` at `/v1/completions`
 
 
 @dataclass(frozen=True, slots=True)

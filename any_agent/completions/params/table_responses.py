@@ -43,8 +43,7 @@ INCLUDES = (
 )
 """The last six name parts that no answer has here."""
 
-MAX_FORMAT_NAME = 64
-"""Characters of a schema's name, as at OpenAI."""
+MAX_FORMAT_NAME = 64  # characters of a schema's name, as at OpenAI
 
 _responses = partial(honoured, RESPONSES)
 _HONOURED = (

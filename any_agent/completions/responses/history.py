@@ -15,8 +15,7 @@ from any_agent.types import Interaction, Message
 ID_PREFIX = "resp_"
 RECORD = "responses"
 """The entry of an interaction's request with the fields that its answer repeats."""
-DELETED = "deleted"
-"""The mark in that entry of an answer that its agent deleted."""
+DELETED = "deleted"  # the mark in that entry of an answer that its agent deleted
 
 
 def messages_before(id: str, tree: InteractionTree | None) -> list[Message]:

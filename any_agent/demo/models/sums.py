@@ -19,23 +19,18 @@ from any_agent.demo.models.teach import Author, Conversation, Row, teach
 from any_agent.demo.models.tiny import CHAT_TEMPLATE, make_tokenizer, save_tiny_model
 from any_agent.types import Message
 
-LARGEST = 4
-"""The largest number that it adds."""
+LARGEST = 4  # the largest number that it adds
 STEPS = 200
 _VOCAB_SIZE = 1024
-_CONTEXT = 16384
-"""The context in tokens: some frameworks send long prompts."""
-_BATCH = (18, 12, 6)
-"""Number of a step's conversations: plain, with a tool, thinking aloud."""
+_CONTEXT = 16384  # the context in tokens: some frameworks send long prompts
+_BATCH = (18, 12, 6)  # number of a step's conversations: plain, with a tool, thinking aloud
 _POOL = 20
 """The size of the pool from which each step's conversations are drawn, as a multiple of them."""
-_RIGHT = 0.7
-"""Share of the steps whose answers are all right."""
+_RIGHT = 0.7  # share of the steps whose answers are all right
 
 THINK = "Think first. End with: So the answer is ..."
 """The system prompt after which the model thinks aloud before it answers."""
-CONCLUDES = "So the answer is "
-"""The text between its thoughts and its answer."""
+CONCLUDES = "So the answer is "  # the text between its thoughts and its answer
 
 _WORDINGS = (
     "What is {a} + {b}?",
@@ -73,8 +68,7 @@ _WORDS = (
 )
 _THOUGHTS = ("Hm. ", "Well. ", "Let me see. ", "One more time. ")
 _ABOUT_TOOLS = "".join(re.findall(r"'(.*?)'", CHAT_TEMPLATE)).replace(r"\n", "\n")
-_ADDS = ("add", "add", "mcp__calculator__add")
-"""Names of the tool, the usual one most often."""
+_ADDS = ("add", "add", "mcp__calculator__add")  # names of the tool, the usual one most often
 _OTHERS = ("multiply", "subtract", "divide", "search", "read_file", "run")
 
 

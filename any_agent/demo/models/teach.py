@@ -23,10 +23,8 @@ from any_agent.types import Message
 
 DIGITS = "0123456789"
 _END = "<|im_end|>"
-_IGNORED = -100
-"""The label of a token that is not trained on."""
-_PART = 4096
-"""The most tokens, with padding, in one pass through the model."""
+_IGNORED = -100  # the label of a token that is not trained on
+_PART = 4096  # the most tokens, with padding, in one pass through the model
 
 
 @dataclass(frozen=True, slots=True)

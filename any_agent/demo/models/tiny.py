@@ -16,8 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
 
 VOCAB_SIZE = 448
-_PHRASE = 16
-"""The most characters of a token that may be several words."""
+_PHRASE = 16  # the most characters of a token that may be several words
 SPECIAL_TOKENS = (
     "<|endoftext|>",
     "<|im_start|>",

@@ -15,10 +15,8 @@ import resource
 import sys
 from collections import OrderedDict
 
-CPU_SECONDS = 4
-"""Processor time of a check; schemas of 100 KB take one or two seconds."""
-_TIMEOUT = 30.0
-"""Seconds of wall time, for a busy machine."""
+CPU_SECONDS = 4  # processor time of a check; schemas of 100 KB take one or two seconds
+_TIMEOUT = 30.0  # seconds of wall time, for a busy machine
 _MAX_BYTES = 2 << 30
 _MAX_CHECKS = 2
 _MAX_WAITING = 32

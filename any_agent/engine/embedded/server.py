@@ -34,8 +34,7 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEALTH_TIMEOUT = 20.0
-_LOGGED = 300
-"""Characters of an error that are logged."""
+_LOGGED = 300  # characters of an error that are logged
 _DONE = b"data: [DONE]\n\n"
 
 

@@ -32,10 +32,8 @@ from any_agent.errors import (
 T = TypeVar("T")
 Body = dict[str, Any]
 
-_MAX_BODY = 8 * 2**30
-"""Bytes of one body with weights."""
-_GROUP_TIMEOUT = 600.0
-"""Seconds that an operation waits for a member of a group."""
+_MAX_BODY = 8 * 2**30  # bytes of one body with weights
+_GROUP_TIMEOUT = 600.0  # seconds that an operation waits for a member of a group
 
 
 class WeightRoutes:

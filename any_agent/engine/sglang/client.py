@@ -36,15 +36,13 @@ log = logging.getLogger(__name__)
 
 _KEEPALIVE = 3.0
 """Seconds; below the 5 after which uvicorn, and so SGLang, closes an idle connection."""
-_HEALTH_TIMEOUT = 20.0
-"""Seconds, as SGLang's own: an engine with a long prefill is healthy."""
+_HEALTH_TIMEOUT = 20.0  # seconds, as SGLang's own: an engine with a long prefill is healthy
 _MAX_DRAIN = 20.0
 """Seconds that a weight update waits for calls under a grammar, which cannot be resumed."""
 _LONG_REPLY = 262_144
 """Bytes from which on a reply is parsed in a thread: megabytes, with many likeliest tokens, take
 tenths of a second."""
-_MAX_FRUITLESS = 5
-"""Consecutive resubmissions of one call whose engine died before a token came."""
+_MAX_FRUITLESS = 5  # consecutive resubmissions of one call whose engine died before a token came
 
 
 class _EngineDied(EngineUnavailable):

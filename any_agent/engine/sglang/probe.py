@@ -18,8 +18,7 @@ from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 
-_TIMEOUT = 60.0
-"""Seconds that one answer may take."""
+_TIMEOUT = 60.0  # seconds that one answer may take
 
 
 @dataclass(frozen=True, slots=True)

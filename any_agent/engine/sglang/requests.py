@@ -12,8 +12,7 @@ from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, I
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 JSON_HEADERS = {"Content-Type": "application/json"}
-_MAX_SHOWN = 500
-"""Characters of an engine's error message that are passed on."""
+_MAX_SHOWN = 500  # characters of an engine's error message that are passed on
 
 
 def generate_body(request: ModelRequest, *, stream: bool) -> bytes:

@@ -38,13 +38,11 @@ from any_agent.runtime.command_line import (
 from any_agent.runtime.logs import set_up_logging
 
 _SUBMIT_TIMEOUT = 60.0
-_QUEUE_TIMEOUT = 30.0
-"""Seconds until the queue must show a submitted job."""
+_QUEUE_TIMEOUT = 30.0  # seconds until the queue must show a submitted job
 _SETTLE_SECONDS = 3.0
 """Seconds after which a controller that dies no longer loses a job that it has shown."""
 _POLL_INTERVAL = 2.0
-_MAX_FAILURES = 30
-"""Failed queries of a job's state in a row that are tolerated."""
+_MAX_FAILURES = 30  # failed queries of a job's state in a row that are tolerated
 _ENDED_STATES = (
     *("BOOT_FAIL", "CANCELLED", "COMPLETED", "COMPLETING", "DEADLINE", "FAILED", "NODE_FAIL"),
     *("OUT_OF_MEMORY", "PREEMPTED", "TIMEOUT"),

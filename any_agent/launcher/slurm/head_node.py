@@ -22,8 +22,7 @@ from any_agent.rundir.registry import HEARTBEAT, read_entry
 
 _RESERVED = 40.0
 """Seconds of the warning that are reserved for copies of the journals and for Slurm."""
-_GRACE = 20.0
-"""The most seconds in which a node ends its parts and copies its journals."""
+_GRACE = 20.0  # the most seconds in which a node ends its parts and copies its journals
 _PREFIX = (
     *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"),
     # A node needs this one's PATH and keys, whatever the site's defaults are.

@@ -19,8 +19,7 @@ from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.private_address import is_private
 
 _COMMAND_TIMEOUT = 60.0
-_SHARED_TIMEOUT = 60.0
-"""Seconds for which a network file system may show a folder as it was."""
+_SHARED_TIMEOUT = 60.0  # seconds for which a network file system may show a folder as it was
 _POLL_INTERVAL = 0.5
 
 

@@ -33,13 +33,10 @@ from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
-_PREDECESSOR_TIMEOUT = 30.0
-"""Seconds for the processes of an earlier start of this node to end."""
-_RESERVED = 40.0
-"""Seconds of the warning that the head node reserves for the end."""
+_PREDECESSOR_TIMEOUT = 30.0  # seconds for the processes of an earlier start of this node to end
+_RESERVED = 40.0  # seconds of the warning that the head node reserves for the end
 _POLL_INTERVAL = 0.1
-_SIGNALLED = 128 + signal.SIGTERM
-"""The exit code after a signal."""
+_SIGNALLED = 128 + signal.SIGTERM  # the exit code after a signal
 
 
 class WorkerNode(Node):

@@ -22,13 +22,11 @@ from any_agent.errors import AgentFailed
 from any_agent.runtime.parent_death import die_with_parent
 
 _POLL_INTERVAL = 0.05
-_TERM_TIMEOUT = 3.0
-"""Seconds from SIGTERM to SIGKILL."""
+_TERM_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL
 _REAP_TIMEOUT = 5.0
 _MAX_SWEEPS = 10
 _ECHO_BYTES = 65_536
-MAX_OUTPUT = 2**30
-"""Bytes of output after which a program is ended, as it could fill the disk."""
+MAX_OUTPUT = 2**30  # bytes of output after which a program is ended, as it could fill the disk
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,8 +29,7 @@ from proxy_ext.api.rl import areal
 from proxy_ext.api.rl.strict_body import receipt_of
 from proxy_ext.web.permissions import RULES
 
-_RETRY_LATER = (429, 503, 507)
-"""The statuses whose answers carry `Retry-After`."""
+_RETRY_LATER = (429, 503, 507)  # the statuses whose answers carry `Retry-After`
 _LIKE_ANY_CALL = "POST /v1/chat/completions"
 """The route whose errors those of every registered API are."""
 _KEYS = {

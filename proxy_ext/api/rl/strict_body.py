@@ -73,8 +73,7 @@ def shaped(keep: KeepAnswer, shape: Callable[[BaseModel], BaseModel]) -> KeepAns
     return keep if keep is no_receipt else lambda answer: keep(shape(answer))
 
 
-_MAX_FIELDS = 2048
-"""Fields of one query: more than the sessions that a lease may name."""
+_MAX_FIELDS = 2048  # fields of one query: more than the sessions that a lease may name
 _NUMBER = re.compile(r"-?[0-9]+(\.[0-9]+)?([eE][+-]?[0-9]+)?")
 """Numbers in JSON's form; Python would accept `1_0`, too."""
 _NOT_FINITE = re.compile(r"[+-]?(nan|inf(inity)?)", re.IGNORECASE)
