@@ -5,16 +5,15 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from itertools import islice
 from typing import TYPE_CHECKING, Any
 
+from any_agent.data.rows import DataRow, as_dataset
 from any_agent.errors import ConfigError
 
 if TYPE_CHECKING:
     import numpy as np
     import numpy.typing as npt
-from itertools import islice
-
-from any_agent.data.rows import DataRow, as_dataset
 
 
 class DatasetCursor:

@@ -7,13 +7,15 @@ import json
 import os
 import subprocess
 import sys
+import threading
 import time
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 
 import httpx
+import psutil
 
 from any_agent.config import Config
 from any_agent.demo.driver import EVALS, Driver
@@ -27,10 +29,7 @@ from any_agent.rundir.registry import rank_name
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Display
-import threading
-from typing import Self
 
-import psutil
 
 _MODULE_TIMEOUT = 300.0
 _FINISH_TIMEOUT = 30.0

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import replace
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
 from any_agent.errors import InvalidTrajectory
+from any_agent.record.content_removal import lacks_texts
 from any_agent.record.export import export_rows, interaction_row, to_tensors
 from any_agent.record.interaction_tree import InteractionTree
 from any_agent.types import Interaction, Message, ModelResponse, Row, StopReason
@@ -17,10 +18,7 @@ from any_agent.types import Interaction, Message, ModelResponse, Row, StopReason
 if TYPE_CHECKING:
     import torch
     from openai.types.chat import ChatCompletion
-from collections.abc import Sequence
-from dataclasses import dataclass, field
 
-from any_agent.record.content_removal import lacks_texts
 
 _ENDINGS = ("stop", "length", "tool_calls", "content_filter", "function_call")
 

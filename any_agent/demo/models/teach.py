@@ -13,13 +13,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.demo.task import RETRY, Item, items, messages
+from any_agent.types import Message
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-from any_agent.chat import ChatFormat, load_chat_format
-from any_agent.types import Message
 
 DIGITS = "0123456789"
 _END = "<|im_end|>"
