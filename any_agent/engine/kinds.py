@@ -25,8 +25,8 @@ _KINDS: NamedRegistry[EngineOpener] = NamedRegistry(
 def register_engine(kind: str, opener: EngineOpener) -> EngineOpener:
     """Let `engine.kind` name ``opener`` in this process; ValueError for a name that is in use.
 
-    Processes that the service starts know the kinds that are built in; for them `engine.kind` is
-    the opener's dotted name, ``package.module.opener``.
+    Processes that the service starts know the built-in kinds and those that the setting `plugins`
+    registers; `engine.kind` may also be an opener's dotted name, ``package.module.opener``.
     """
     return _KINDS.register(kind, opener)
 
