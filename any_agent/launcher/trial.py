@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -158,15 +159,23 @@ def latest_weights(config: Config) -> SavedWeights | None:
 
 def _saved(path: Path, step: int) -> SavedWeights:
     # The version of exactly these weights; later versions are other weights.
-    version = read_json(path / "trainer" / "state.json")["state"]["version"]
+    state = read_json(path / "trainer" / "state.json")
+    if state is None:
+        raise FileNotFoundError(f"{path} has been removed")
+    version = state["state"]["version"]
     return SavedWeights(path, int(version), step)
 
 
 def _checkpoints(config: Config) -> list[SavedWeights]:
     """Return the complete checkpoints by their steps."""
     paths = sorted(run_dir_of(config).checkpoints.glob("step-*"))
-    steps = [(path, _STEP.fullmatch(path.name)) for path in paths]
-    return [_saved(p, int(m[1])) for p, m in steps if m and checkpoint_problem(p) is None]
+    found = []
+    for path in paths:
+        # A training that goes on may remove an old checkpoint meanwhile.
+        with suppress(FileNotFoundError):
+            if (match := _STEP.fullmatch(path.name)) and checkpoint_problem(path) is None:
+                found.append(_saved(path, int(match[1])))
+    return found
 
 
 def kept_weights(config: Config) -> dict[int, TrialWeights]:
@@ -206,19 +215,19 @@ def find_weights(
 
     Version 0 is the initial model. Raises NotFound, which lists the steps and versions that exist.
     """
-    name = f"{config.experiment}/{config.trial}"
-    steps = {saved.step: saved for saved in _checkpoints(config)}
-    versions = kept_weights(config)
+    found: TrialWeights | None
     if version is not None:
-        found, problem = versions.get(version), f"has not kept version {version}"
+        found, problem = kept_weights(config).get(version), f"has not kept version {version}"
     elif step is not None:
-        found, problem = steps.get(step), f"has no checkpoint of step {step}"
+        found = next((saved for saved in _checkpoints(config) if saved.step == step), None)
+        problem = f"has no checkpoint of step {step}"
     else:
         found = latest_weights(config)
         problem = f"has no complete checkpoint yet in {run_dir_of(config).checkpoints}"
     if found is None:
-        listed = [f"{saved.step} (version {saved.version})" for saved in steps.values()]
-        numbers = ", ".join(map(str, sorted(versions))) or "none"
+        name = f"{config.experiment}/{config.trial}"
+        listed = [f"{saved.step} (version {saved.version})" for saved in _checkpoints(config)]
+        numbers = ", ".join(map(str, sorted(kept_weights(config)))) or "none"
         raise NotFound(
             f"{name} {problem}; there are steps {', '.join(listed) or 'none'}; versions {numbers} "
             "(0 is the initial model)"

@@ -53,7 +53,10 @@ class ProxyWorkflow(RolloutWorkflow):
     def __init__(
         self, source: RLClient | ProxyApp | str, *, owner: str | None = None, poll: float = 30.0
     ) -> None:
-        if not isinstance(source, str) and not callable(getattr(source, "lease", None)):
+        if isinstance(source, str):
+            # A malformed URL is refused here, not by each episode.
+            RLClient(source)
+        elif not callable(getattr(source, "lease", None)):
             raise ConfigError(
                 f"ProxyWorkflow cannot take episodes from a {type(source).__name__}: give it the "
                 "app of proxy_ext.app.create_app, an RLClient, or a service's URL"

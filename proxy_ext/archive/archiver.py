@@ -143,9 +143,9 @@ class Archiver:
         async with self._files:
             for file in list_archives(self._folder, self._sessions.rank):
                 if number is not None and file.first <= number <= file.last:
-                    self.bytes -= await asyncio.to_thread(
-                        remove_from, file, session_id, log.warning
-                    )
+                    gone = await asyncio.to_thread(remove_from, file, session_id, log.warning)
+                    # Read after the await: a sweep may have added a file meanwhile.
+                    self.bytes -= gone
             return [self._totals()]
 
     async def _batch(self) -> list[NumberedRow]:
@@ -184,14 +184,13 @@ class Archiver:
         """Move the file to its place, then remove its sessions from the journal."""
         await self._journal.commit(PutMeta(_INTENT, writer.name))
         size = await asyncio.to_thread(writer.finish)
-        before = self.sessions, self.bytes
         self.sessions, self.bytes = self.sessions + len(ids), self.bytes + size
         try:
             await self._journal.commit(
                 ArchiveContent(tuple(ids)), PutMeta(_INTENT, None), self._totals()
             )
         except BaseException:
-            self.sessions, self.bytes = before
+            self.sessions, self.bytes = self.sessions - len(ids), self.bytes - size
             raise
         self._sessions.mark_archived(ids)
 

@@ -225,13 +225,13 @@ class Call:
         self, prepared: Prepared, completer: Completer, sessions: SessionStore, timer: CallTimer
     ) -> None:
         """Sample and record all choices, and send them to the client."""
-        self._prepared, self._completer = prepared, completer
-        self._sessions, self._timer = sessions, timer
+        self._completer, self._sessions, self._timer = completer, sessions, timer
         if len(prepared.choices) == 1:
-            await self._sample(0)
+            await self._sample(prepared, 0)
         else:
             count = len(prepared.choices)
-            self._tasks = tuple(asyncio.create_task(self._sample(k)) for k in range(count))
+            samples = [self._sample(prepared, k) for k in range(count)]
+            self._tasks = tuple(map(asyncio.create_task, samples))
             try:
                 await asyncio.wait(self._tasks)
             finally:
@@ -240,13 +240,14 @@ class Call:
         if self._failure is None and len(self._answers) == self.head.choices:
             timer.completed()
 
-    async def _sample(self, index: int) -> None:
+    async def _sample(self, prepared: Prepared, index: int) -> None:
+        # An argument, not an attribute: a call that waits for its client lets go of its messages.
         session_id = self.session.id if self.session is not None else ""
         stream, pinned = self._stream, self.pinned
         buffer = self._buffers[index] if self._buffers is not None else None
         try:
             async for item in self._completer.run(
-                self._prepared, index, session_id=session_id, stream=stream, pinned=pinned
+                prepared, index, session_id=session_id, stream=stream, pinned=pinned
             ):
                 if isinstance(item, Delta):
                     self._timer.tokens_arrived()
@@ -261,7 +262,7 @@ class Call:
             if self._aborted is None:
                 raise
         except AnyAgentError as error:
-            self._fail(with_request_parameter(error, self._prepared.call))
+            self._fail(with_request_parameter(error, prepared.call))
         except Exception:
             log.exception("a model call failed")
             self._fail(AnyAgentError("the call failed inside the service; see its log"))

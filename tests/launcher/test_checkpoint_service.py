@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -10,8 +11,9 @@ import yaml
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
+from any_agent.launcher import trial
 from any_agent.launcher.checkpoint_service import StoredCheckpoint, find_kept, served
-from any_agent.launcher.trial import kept_weights, trial_dir
+from any_agent.launcher.trial import find_weights, kept_weights, trial_dir
 from any_agent.rundir.layout import RunDir
 
 
@@ -122,6 +124,21 @@ def test_all_that_is_kept(run: RunDir) -> None:
     checkpoint(run, 20, 21)
     (run.checkpoints / "step-00000030.tmp").mkdir()
     assert set(kept_weights(_config(run))) == {0, 21}
+
+
+def test_a_checkpoint_that_goes_meanwhile(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    checkpoint(run, 20, 21)
+    checkpoint(run, 30, 31)
+    problem = trial.checkpoint_problem
+
+    def going(path: Path) -> str | None:
+        found = problem(path)
+        if path.name == "step-00000020":
+            shutil.rmtree(path)
+        return found
+
+    monkeypatch.setattr(trial, "checkpoint_problem", going)
+    assert find_weights(_config(run), version=31).version == 31
 
 
 def _config(run: RunDir) -> Config:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import sys
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -278,6 +279,32 @@ async def test_an_archived_session_is_deleted_for_good(rank: Rank) -> None:
     # As after a crash before the journal knew of it.
     assert await rank.archive.remove("b")
     await rank.archive.remove("none")
+
+
+async def test_a_deletion_beside_a_sweep_counts_both(
+    rank: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for id in ("a", "b"):
+        await rank.add(id)
+    await rank.archive.sweep()
+    await rank.add("c")
+    removing, swept = threading.Event(), threading.Event()
+    remove = sweep.remove_from
+
+    def slow(*arguments: Any) -> int:
+        removing.set()
+        assert swept.wait(30)
+        return remove(*arguments)
+
+    monkeypatch.setattr(sweep, "remove_from", slow)
+    removal = asyncio.create_task(rank.archive.remove("b"))
+    assert await asyncio.to_thread(removing.wait, 30)
+    assert await rank.archive.sweep() == 1
+    swept.set()
+    await removal
+    files = list((rank.folder / "archive").iterdir())
+    assert len(files) == 2
+    assert rank.archive.bytes == sum(file.stat().st_size for file in files)
 
 
 @pytest.mark.parametrize("where", BOUNDARIES)
