@@ -155,7 +155,7 @@ def test_ended_in_every_way(
         script.send(number)
         assert script.ended() == code, script.said
         if code > 0:
-            assert "a checkpoint kept" in script.said
+            assert "with a checkpoint" in script.said
             assert "Traceback" not in script.said
     last = Script(tmp_path / "ended", tiny_model_dir)
     assert last.ended() == 0, last.said
