@@ -64,7 +64,8 @@ def as_reward(value: Any) -> float | dict[str, float]:
         raise ValueError(f"give 1 to {_MAX_NAMED_REWARDS} rewards by name")
     for name in value:
         if not isinstance(name, str) or not re.fullmatch(NAME_PATTERN, name):
-            raise ValueError(f"{str(name)[:80]!r} is not a valid name for a reward: use {NAME_PATTERN}")
+            shown = repr(str(name)[:80])
+            raise ValueError(f"{shown} is not a valid name for a reward: use {NAME_PATTERN}")
     return {name: _number(each) for name, each in value.items()}
 
 
