@@ -104,7 +104,7 @@ def test_its_log_shows_it(run: Run) -> None:
     assert f"job       {run.job} on n1, n2\n" in run.log
     assert "role      n1 (127.0.0.1): engines and proxies of ranks 0, 1; the router" in run.log
     assert "role      n2: the trainer" in run.log
-    assert f"job       {run.job} on n1, n2, started again for the 1. time" in run.log
+    assert f"job       {run.job} on n1, n2, restart 1" in run.log
     urls = re.findall(r"INFO: any-agent server listening at (\S+)$", run.log, re.MULTILINE)
     assert len(urls) == 2
     assert run.dir.url.read_text().strip() == urls[-1]
