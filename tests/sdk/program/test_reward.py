@@ -70,7 +70,7 @@ def test_the_last_line_counts(tmp_path: Path, text: str, reward: object) -> None
         ("2e6", "must lie between"),
         ("true", "must be a number"),
         ("[1]", "must be a number"),
-        ('{"a b": 1}', "is no name"),
+        ('{"a b": 1}', "is not a valid name"),
         ("[" * 100_000, "that is no number"),
     ],
 )
