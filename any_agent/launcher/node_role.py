@@ -17,7 +17,7 @@ class TrainingNodes:
     count: int
     index: int
     address: str
-    """Address of the first of them."""
+    """The first machine's address."""
     port: int
 
 

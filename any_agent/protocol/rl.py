@@ -260,7 +260,7 @@ class SessionInfo(BaseModel):
     idle_in: float | None
     """Seconds until it expires if nothing happens, while it is open."""
     awaits_in: float | None
-    """Seconds until it stops waiting for its reward, while it waits."""
+    """Seconds for which the session still waits for its reward; None if it waits for none."""
 
 
 class SessionFinalized(SessionInfo):
