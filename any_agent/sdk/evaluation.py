@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal, Self
 
 from any_agent.rewards.score_statistics import Estimate, estimate, pass_at_k
-from any_agent.sdk.find_service import ServiceAddress, shared_client
-from any_agent.sdk.open_session import run_info
+from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.open_session import find_run
 from any_agent.sdk.results import RunResults
 from any_agent.sdk.runner import AgentRunner
 
@@ -204,9 +204,7 @@ async def evaluate(
 
 
 async def _evaluate(options: EvalOptions, service: ServiceAddress) -> EvaluatedRun:
-    retry_for = service.patience if service.file is not None else _ANSWER_TIMEOUT
-    async with shared_client(service, retry_for=retry_for) as client:
-        run = await run_info(client, service)
+    run = await find_run(service, answer_timeout=_ANSWER_TIMEOUT)
     version = {"current": run.version, "any": None}.get(str(options.version), options.version)
     assert version is None or isinstance(version, int)
     runner = AgentRunner(

@@ -253,6 +253,13 @@ async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
         raise key_refused(error, service) from None
 
 
+async def find_run(service: ServiceAddress, *, answer_timeout: float) -> RunInfo:
+    """Return the service's run, within ``answer_timeout`` seconds unless the service may move."""
+    retry_for = service.patience if service.file is not None else answer_timeout
+    async with shared_client(service, retry_for=retry_for) as client:
+        return await run_info(client, service)
+
+
 async def open_session(
     client: RLClient,
     service: ServiceAddress,

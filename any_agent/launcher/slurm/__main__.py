@@ -23,7 +23,13 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.local import SERVICE_SCRIPT, find_script, is_service
 from any_agent.launcher.reachability import LISTENING
 from any_agent.launcher.slurm.head_node import run_job
-from any_agent.launcher.slurm.job import SlurmJob, current_job, require_program, run_slurm
+from any_agent.launcher.slurm.job import (
+    SlurmJob,
+    current_job,
+    require_program,
+    run_slurm,
+    slurm_process,
+)
 from any_agent.launcher.slurm.plan import plan
 from any_agent.launcher.trial import check_model, newest_weights, resolve_config, trial_dir
 from any_agent.rundir.layout import RunDir
@@ -248,14 +254,7 @@ def _listening_in(log: Path) -> str | None:
 
 def _sbatch(path: Path) -> str:
     try:
-        done = subprocess.run(
-            ["sbatch", str(path)],
-            capture_output=True,
-            text=True,
-            timeout=_SUBMIT_TIMEOUT,
-            stdin=subprocess.DEVNULL,
-            errors="replace",
-        )
+        done = slurm_process(["sbatch", str(path)], _SUBMIT_TIMEOUT)
     except subprocess.TimeoutExpired:
         return f"nothing within {_SUBMIT_TIMEOUT:g} s"
     output = (done.stderr or done.stdout).strip()[-500:]

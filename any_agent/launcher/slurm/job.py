@@ -68,14 +68,7 @@ def run_slurm(command: Sequence[str], *, within: float = _COMMAND_TIMEOUT) -> st
     """
     require_program(command[0])
     try:
-        done = subprocess.run(
-            command,
-            capture_output=True,
-            text=True,
-            timeout=within,
-            stdin=subprocess.DEVNULL,
-            errors="replace",
-        )
+        done = slurm_process(command, within)
     except subprocess.TimeoutExpired:
         raise StartupError(
             f"{command[0]} did not answer within {within:g} s: is Slurm's controller there?"
@@ -84,6 +77,18 @@ def run_slurm(command: Sequence[str], *, within: float = _COMMAND_TIMEOUT) -> st
         output = (done.stderr or done.stdout).strip()[-500:]
         raise StartupError(f"{' '.join(command[:3])} failed: {output}")
     return done.stdout
+
+
+def slurm_process(command: Sequence[str], within: float) -> subprocess.CompletedProcess[str]:
+    """Run a program to its end; subprocess.TimeoutExpired after ``within`` seconds."""
+    return subprocess.run(
+        command,
+        capture_output=True,
+        text=True,
+        timeout=within,
+        stdin=subprocess.DEVNULL,
+        errors="replace",
+    )
 
 
 def require_program(name: str) -> None:

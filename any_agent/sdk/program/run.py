@@ -30,7 +30,7 @@ from any_agent.errors import (
 from any_agent.protocol.rl import SessionContent, SessionInfo
 from any_agent.sdk.attempts import Attempt, AttemptRunner
 from any_agent.sdk.find_service import ServiceAddress, shared_client
-from any_agent.sdk.open_session import AgentSession, run_info
+from any_agent.sdk.open_session import AgentSession, find_run
 from any_agent.sdk.program.process import OutputEcho, Program, ProgramExit, run_program
 from any_agent.sdk.program.reward import (
     ProgramReward,
@@ -154,10 +154,7 @@ class ProgramGroup:
 
     async def _check_service(self) -> None:
         """Raise early if the service cannot be reached, or its training has ended."""
-        service = self.options.service
-        retry_for = service.patience if service.file is not None else _ANSWER_TIMEOUT
-        async with shared_client(service, retry_for=retry_for) as client:
-            info = await run_info(client, service)
+        info = await find_run(self.options.service, answer_timeout=_ANSWER_TIMEOUT)
         if info.state == "finished" and self.options.mode == "train":
             raise RunFinished(
                 f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: "
