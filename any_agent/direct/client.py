@@ -5,19 +5,21 @@ from __future__ import annotations
 import re
 import uuid
 from collections.abc import Mapping
+from dataclasses import replace
 from os import PathLike
 from typing import Any, Literal, Self
 
 from openai import AsyncOpenAI
 
 from any_agent.chat import ChatFormat, chat_format_for
+from any_agent.completions.call_types import completion_of
 from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.config import NAME_PATTERN, SamplingConfig
 from any_agent.direct.record import DirectSession, checked_discount, checked_reward
 from any_agent.direct.transport import BASE_URL, InProcessClient
 from any_agent.engine import InferenceEngine, ScriptInferenceEngine
-from any_agent.errors import ConfigError
-from any_agent.record import InteractionWithTokenLogpReward
+from any_agent.errors import ConfigError, Unprocessable
+from any_agent.record import InteractionWithTokenLogpReward, propagate_rewards
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
 from any_agent.workflow import context as workflow_context
 
@@ -127,11 +129,14 @@ class EngineOpenAI(AsyncOpenAI):
         Raises NotFound, or InvalidRequest for a reward that is not finite, and for a completion of
         several choices, each of which has its own (``<id>.<index>``).
         """
-        self._session.set_reward(id, reward)
+        self._session.find(id).reward = checked_reward(reward)
 
     def set_last_reward(self, reward: float) -> None:
         """Reward the completion that was recorded last; Unprocessable if there is none."""
-        self._session.set_last_reward(reward)
+        if not self._session.tree:
+            raise Unprocessable("there is no completion to reward yet", code="no_interactions")
+        last = self._session.tree.last().id
+        self.set_reward(completion_of(last) or last, reward)
 
     def set_final_reward(self, reward: float) -> None:
         """Reward the session: it is added to every leaf of its tree."""
@@ -147,7 +152,7 @@ class EngineOpenAI(AsyncOpenAI):
         called the discount is 1.
         """
         self._session.discount = checked_discount(turn_discount)
-        return self._session.export("individual")
+        return self.export_interactions()
 
     def export_interactions(
         self, style: Literal["individual", "concat"] = "individual"
@@ -158,7 +163,11 @@ class EngineOpenAI(AsyncOpenAI):
         every output of its path. Raises Unprocessable where a path is not token-exact, and
         InvalidRequest for another style.
         """
-        return self._session.export(style)
+        session = self._session
+        rewards = propagate_rewards(
+            session.tree, discount=session.discount, final_reward=session.final_reward
+        )
+        return InteractionWithTokenLogpReward.of_tree(session.tree, rewards, style)
 
     def trajectory(
         self,
@@ -171,7 +180,15 @@ class EngineOpenAI(AsyncOpenAI):
 
         The interactions have their own rewards. Without ``group_id`` it is a group of its own.
         """
-        return self._session.trajectory(group_id, task_id, metadata or {})
+        session = self._session
+        return Trajectory(
+            session_id=session.id,
+            group_id=group_id or session.id,
+            interactions=[replace(interaction) for interaction in session.tree],
+            final_reward=session.final_reward,
+            task_id=task_id,
+            metadata=dict(metadata or {}),
+        )
 
 
 def _inference_engine(engine: Any) -> InferenceEngine:

@@ -1,13 +1,12 @@
-"""The session of a direct client: its recorded tree, its rewards and its exports."""
+"""The session of a direct client: its recorded tree, and its calls under way."""
 
 from __future__ import annotations
 
 import asyncio
 import logging
 import math
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable
 from contextlib import aclosing
-from dataclasses import replace
 from typing import Any
 
 from any_agent.chat import ChatFormat
@@ -16,21 +15,12 @@ from any_agent.completions.completer import Completer
 from any_agent.completions.parsed_request import ParseContext
 from any_agent.completions.prepare import with_request_parameter
 from any_agent.engine import InferenceEngine
-from any_agent.errors import (
-    AnyAgentError,
-    ConfigError,
-    InvalidRequest,
-    NotFound,
-    SessionClosed,
-    Unprocessable,
-)
+from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, SessionClosed
 from any_agent.protocol.rl import MAX_REWARD
-from any_agent.record import (
-    InteractionTree,
-    InteractionWithTokenLogpReward,
-    propagate_rewards,
-)
-from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
+from any_agent.record import InteractionTree
+from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+
+log = logging.getLogger(__name__)
 
 _NO_LIMIT = 10**9  # transformers reports more than this where a tokenizer has no longest input
 
@@ -107,35 +97,8 @@ class DirectSession:
             call.fail(SessionClosed("the client was closed during the call"))
         await asyncio.gather(*(call.close() for call in calls))
 
-    def set_reward(self, interaction_id: str, reward: float) -> None:
-        self._chosen(interaction_id).reward = checked_reward(reward)
-
-    def set_last_reward(self, reward: float) -> None:
-        if not len(self.tree):
-            raise Unprocessable("there is no completion to reward yet", code="no_interactions")
-        last = self.tree.last().id
-        self.set_reward(completion_of(last) or last, reward)
-
-    def rewards(self) -> dict[str, float]:
-        """Return r of every interaction, with this session's discount."""
-        return propagate_rewards(self.tree, discount=self.discount, final_reward=self.final_reward)
-
-    def export(self, style: str) -> dict[str, InteractionWithTokenLogpReward]:
-        return InteractionWithTokenLogpReward.of_tree(self.tree, self.rewards(), style)
-
-    def trajectory(
-        self, group_id: str | None, task_id: str | None, metadata: Mapping[str, Any]
-    ) -> Trajectory:
-        return Trajectory(
-            session_id=self.id,
-            group_id=group_id or self.id,
-            interactions=[replace(interaction) for interaction in self.tree],
-            final_reward=self.final_reward,
-            task_id=task_id,
-            metadata=dict(metadata),
-        )
-
-    def _chosen(self, interaction_id: str) -> Interaction:
+    def find(self, interaction_id: str) -> Interaction:
+        """Return the interaction that a reward is for; InvalidRequest or NotFound without one."""
         found = self.tree.get(interaction_id)
         if found is not None:
             return found
@@ -201,22 +164,17 @@ def _context_length(
     return known
 
 
-log = logging.getLogger(__name__)
-
-
 class ChoiceTasks:
-    """A call under way; :meth:`close` must be called in the end."""
+    """A session's call under way; :meth:`close` must be called in the end."""
 
-    def __init__(
-        self, completer: Completer, prepared: Prepared, *, session_id: str, stream: bool
-    ) -> None:
+    def __init__(self, session: DirectSession, completer: Completer, prepared: Prepared) -> None:
+        self.session = session
         self.prepared = prepared
         self._completer = completer
-        self._session_id = session_id
-        self._stream = stream
         # Bounded by the call's tokens: an engine samples no more of them.
         self._items: asyncio.Queue[Completed | AnyAgentError] = asyncio.Queue()
         self._tasks = [asyncio.create_task(self._sample(k)) for k in range(len(prepared.choices))]
+        session.calls.add(self)
 
     async def next(self) -> Delta | Completion:
         """Return the next output of any choice; raise the error of a failed one."""
@@ -244,17 +202,19 @@ class ChoiceTasks:
         """Cancel the choices that have not ended; a waiting reader gets an error."""
         self.fail(AnyAgentError("the call was closed"))
         await asyncio.wait(self._tasks)
+        self.session.calls.discard(self)
 
     async def _sample(self, index: int) -> None:
+        prepared = self.prepared
         run = self._completer.run(
-            self.prepared, index, session_id=self._session_id, stream=self._stream
+            prepared, index, session_id=self.session.id, stream=prepared.call.stream
         )
         try:
             async with aclosing(run) as items:
                 async for item in items:
                     self._items.put_nowait(item)
         except AnyAgentError as error:
-            self._items.put_nowait(with_request_parameter(error, self.prepared.call))
+            self._items.put_nowait(with_request_parameter(error, prepared.call))
         except Exception:
             log.exception("a model call failed")
             failure = AnyAgentError("the call failed inside the client; see the log")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import httpx
 import orjson
@@ -34,6 +34,8 @@ from any_agent.types import Interaction
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
+Patience: TypeAlias = Callable[[Awaitable[Any]], Awaitable[Any]]
+"""Awaits a piece of work for as long as its request allows."""
 
 BASE_PATH = "/v1"
 BASE_URL = f"http://engine.invalid{BASE_PATH}"
@@ -66,7 +68,7 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         self._session = session
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        patience = _Patience(request)
+        patience = partial(_within_timeout, request)
         try:
             return await patience(self._answer(request, patience))
         except AnyAgentError as error:
@@ -77,14 +79,14 @@ class InProcessTransport(httpx.AsyncBaseTransport):
             log.exception("a request of the direct client failed")
             return _refusal(AnyAgentError("the call failed inside the client; see the log"))
 
-    async def _answer(self, request: httpx.Request, patience: _Patience) -> httpx.Response:
-        self._session.require_open()
+    async def _answer(self, request: httpx.Request, patience: Patience) -> httpx.Response:
+        session = self._session
+        session.require_open()
         path = request.url.path.removeprefix(BASE_PATH)
         api = model_calls().get(path) if request.method == "POST" else None
         if api is None:
             query = request.url.query.decode("ascii", "replace")
-            return _json(answer_request(self._session, request.method, path, query), {})
-        session = self._session
+            return _json(answer_request(session, request.method, path, query), {})
         completer = await session.completer()
         content = await request.aread()
         body = await json_of(content)
@@ -92,55 +94,45 @@ class InProcessTransport(httpx.AsyncBaseTransport):
         parsed = await check_request(completer, parse, len(content))
         prepared = await prepare(completer, parsed.call, session.tree)
         session.require_open()
-        stream = parsed.call.stream
-        running = ChoiceTasks(completer, prepared, session_id=session.id, stream=stream)
-        session.calls.add(running)
-        return await _Call(session, parsed, running).response(stream, patience)
-
-
-class _Call:
-    """A call that has begun, and the encoder of its answer."""
-
-    def __init__(self, session: DirectSession, parsed: ParsedRequest, running: ChoiceTasks) -> None:
-        self.session = session
-        self._parsed = parsed
-        self.running = running
-        self._head = Head.of(running.prepared)
-
-    async def response(self, stream: bool, patience: _Patience) -> httpx.Response:
+        running = ChoiceTasks(session, completer, prepared)
         try:
-            return await (self._stream(patience) if stream else self._whole())
+            if parsed.call.stream:
+                return await _stream(parsed, running, patience)
+            return await _whole(parsed, running)
         except BaseException:
-            await self.end()
+            await running.close()
             raise
 
-    async def end(self) -> None:
-        await self.running.close()
-        self.session.calls.discard(self.running)
 
-    async def _whole(self) -> httpx.Response:
-        ended = await self.running.whole()
-        await self.end()
-        answers = [completion.interaction for completion in ended]
-        answer, headers = self._encoder(answers)
-        body = await encode_whole(answer, self._parsed.call, answers)
-        # All choices or none: a caller that was cancelled got none.
-        for completion in ended:
-            self.session.record(completion)
-        return _json(body, headers)
+async def _whole(parsed: ParsedRequest, running: ChoiceTasks) -> httpx.Response:
+    ended = await running.whole()
+    await running.close()
+    answers = [completion.interaction for completion in ended]
+    encoder, headers = _encoder(parsed, running, answers)
+    body = await encode_whole(encoder, parsed.call, answers)
+    # All choices or none: a caller that was cancelled got none.
+    for completion in ended:
+        running.session.record(completion)
+    return _json(body, headers)
 
-    async def _stream(self, patience: _Patience) -> httpx.Response:
-        # What fails before the first token is an error by its status.
-        first = await self.running.next()
-        answer, headers = self._encoder([])
-        events = _Events(self, answer, first, patience)
-        headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
-        return httpx.Response(200, headers=headers, stream=events)
 
-    def _encoder(self, answers: list[Interaction]) -> tuple[ResponseEncoder, dict[str, str]]:
-        version = version_of(answers, self.session.engine.version)
-        headers = headers_of(self._parsed.call, self._head, version, self.session.id)
-        return self._parsed.answer(self._head, version), headers
+async def _stream(
+    parsed: ParsedRequest, running: ChoiceTasks, patience: Patience
+) -> httpx.Response:
+    # What fails before the first token is an error by its status.
+    first = await running.next()
+    encoder, headers = _encoder(parsed, running, [])
+    headers |= {"content-type": "text/event-stream", "cache-control": "no-cache"}
+    return httpx.Response(200, headers=headers, stream=_Events(running, encoder, first, patience))
+
+
+def _encoder(
+    parsed: ParsedRequest, running: ChoiceTasks, answers: list[Interaction]
+) -> tuple[ResponseEncoder, dict[str, str]]:
+    """Return the encoder of the answer, and its headers."""
+    session, head = running.session, Head.of(running.prepared)
+    version = version_of(answers, session.engine.version)
+    return parsed.answer(head, version), headers_of(parsed.call, head, version, session.id)
 
 
 class _Events(httpx.AsyncByteStream):
@@ -150,70 +142,63 @@ class _Events(httpx.AsyncByteStream):
     """
 
     def __init__(
-        self, call: _Call, answer: ResponseEncoder, first: Delta | Completion, patience: _Patience
+        self,
+        running: ChoiceTasks,
+        encoder: ResponseEncoder,
+        first: Delta | Completion,
+        patience: Patience,
     ) -> None:
-        self._call = call
-        self._answer = answer
-        self._first: Delta | Completion | None = first
+        self._running = running
+        self._encoder = encoder
+        self._first = first
         self._patience = patience
-        self._begun: set[int] = set()
-        self._ended: dict[int, Interaction] = {}
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        choices = len(self._call.running.prepared.choices)
+        running, encoder, item = self._running, self._encoder, self._first
+        choices = len(running.prepared.choices)
+        begun: set[int] = set()
+        ended: dict[int, Interaction] = {}
         try:
-            while len(self._ended) < choices:
-                try:
-                    event = self._event(await self._next())
-                except AnyAgentError as error:
-                    # The status is sent already.
-                    event = self._answer.failed(error)
-                    choices = 0
+            while True:
+                index = item.index if isinstance(item, Delta) else item.choice.index
+                event = b"" if index in begun else encoder.start(index)
+                begun.add(index)
+                if isinstance(item, Delta):
+                    event += encoder.delta(item)
+                else:
+                    running.session.record(item)
+                    ended[index] = item.interaction
+                    event += encoder.end(index, item.interaction)
+                    if len(ended) == choices:
+                        event += encoder.last([ended[k] for k in sorted(ended)])
                 if event:
                     yield event
+                if len(ended) == choices:
+                    return
+                item = await self._patience(running.next())
+        except AnyAgentError as error:
+            # The status is sent already.
+            yield encoder.failed(error)
         finally:
             await self.aclose()
 
     async def aclose(self) -> None:
-        await self._call.end()
-
-    async def _next(self) -> Delta | Completion:
-        item, self._first = self._first, None
-        return item if item is not None else await self._patience(self._call.running.next())
-
-    def _event(self, item: Delta | Completion) -> bytes:
-        answer = self._answer
-        index = item.index if isinstance(item, Delta) else item.choice.index
-        start = b"" if index in self._begun else answer.start(index)
-        self._begun.add(index)
-        if isinstance(item, Delta):
-            return start + answer.delta(item)
-        self._call.session.record(item)
-        self._ended[index] = item.interaction
-        end = start + answer.end(index, item.interaction)
-        if len(self._ended) < len(self._call.running.prepared.choices):
-            return end
-        return end + answer.last([self._ended[k] for k in sorted(self._ended)])
+        await self._running.close()
 
 
-class _Patience:
-    """The read time-out of one request."""
-
-    def __init__(self, request: httpx.Request) -> None:
-        self._request = request
-        self._seconds: float | None = request.extensions.get("timeout", {}).get("read")
-
-    async def __call__(self, work: Awaitable[T]) -> T:
-        """Return the result of the work; httpx.ReadTimeout if it takes longer."""
-        try:
-            async with asyncio.timeout(self._seconds) as limit:
-                return await work
-        except TimeoutError:
-            if not limit.expired():
-                raise
-            raise httpx.ReadTimeout(
-                f"the engine sent nothing for {self._seconds:g} s", request=self._request
-            ) from None
+async def _within_timeout(request: httpx.Request, work: Awaitable[T]) -> T:
+    """Return the result of the work; httpx.ReadTimeout if it takes longer than the request's read
+    time-out."""
+    seconds: float | None = request.extensions.get("timeout", {}).get("read")
+    try:
+        async with asyncio.timeout(seconds) as limit:
+            return await work
+    except TimeoutError:
+        if not limit.expired():
+            raise
+        raise httpx.ReadTimeout(
+            f"the engine sent nothing for {seconds:g} s", request=request
+        ) from None
 
 
 def _refusal(error: AnyAgentError) -> httpx.Response:
