@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from typing import Annotated
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict
 from pydantic.types import StringConstraints
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
@@ -18,8 +19,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def listed(value: object) -> object:
+def _split(value: object) -> object:
     """Split a text at its commas, as a list is written on a command line."""
     if not isinstance(value, str):
         return value
     return [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]
+
+
+Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
+"""Texts, given as a list or separated by commas."""
+LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
+"""The path of a file or folder, or another name; ``~`` stands for the user's home."""

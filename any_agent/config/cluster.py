@@ -7,7 +7,7 @@ import re
 
 from pydantic import Field, field_validator
 
-from any_agent.config.base import Section, listed
+from any_agent.config.base import Section, Texts
 
 _OURS = (
     *("-J", "--job-name", "-N", "--nodes", "-n", "--ntasks", "--ntasks-per-node", "-o", "--output"),
@@ -33,7 +33,7 @@ class ClusterConfig(Section):
     network: str | None = None
     """The network by which the nodes reach each other, such as `10.1.0.0/16`. null: the address by
     which Slurm knows each node."""
-    sbatch: tuple[str, ...] = ()
+    sbatch: Texts = ()
     """More options of sbatch, such as `--partition=gpu,--time=1-00:00:00,--account=mine`."""
     warning: int = Field(300, ge=60, le=3600)
     """Seconds before its time limit at which a job is warned. It then writes a checkpoint, ends,
@@ -42,11 +42,6 @@ class ClusterConfig(Section):
     """Queue the job again after that warning; it resumes from its checkpoint."""
     start_timeout: float = Field(1800.0, gt=0)
     """Seconds that the other nodes have until their parts are ready."""
-
-    @field_validator("sbatch", mode="before")
-    @classmethod
-    def _listed(cls, options: object) -> object:
-        return listed(options)
 
     @field_validator("sbatch")
     @classmethod

@@ -115,7 +115,7 @@ def load_config(
     elsewhere.translate(data, own)
     for key, value in changes.items():
         if "${" in str(value) and key != "server.admin_key":
-            _refuse_reference(str(value), key, _variable)
+            _refuse_reference(str(value), key)
         elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
     try:
@@ -161,7 +161,7 @@ def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[s
     if not isinstance(data, dict):
         raise ConfigError(f"{path} must hold a mapping of settings, not a {type(data).__name__}")
     # Make a copy in which no object occurs twice, as YAML's anchors and aliases would.
-    data = _resolve_references(data, path, _variable, changed)
+    data = _resolve_references(data, path, changed)
     # A section whose lines are all commented out reads as null.
     return {key: value for key, value in data.items() if value is not None}
 
@@ -248,16 +248,13 @@ def _explain(error: ValidationError, path: str | Path | None, kind: type[BaseMod
 
 
 def _resolve_references(
-    data: Mapping[str, Any],
-    source: object,
-    variable: Callable[[str], str],
-    changed: Callable[[str], tuple[bool, Any]],
+    data: Mapping[str, Any], source: Path, changed: Callable[[str], tuple[bool, Any]]
 ) -> dict[str, Any]:
     """Return a file's settings with the value of ``b`` of ``a`` for each whole ``${a.b}``.
 
-    ``source`` names the file; ``variable`` gives the environment's name of a setting, ``changed``
-    whether the environment or the command line gives a setting, and its value, which then counts.
-    Raises ConfigError for names that the file lacks, circles, and other uses of ``${``.
+    ``source`` names the file; ``changed`` returns whether the environment or the command line gives
+    a setting, and its value, which then counts. Raises ConfigError for names that the file lacks,
+    circles, and other uses of ``${``.
     """
 
     def resolved(value: Any, key: str, trail: tuple[str, ...]) -> Any:
@@ -270,7 +267,7 @@ def _resolve_references(
             return value
         match = _WHOLE.fullmatch(value)
         if match is None:
-            _refuse_reference(value, key, variable)
+            _refuse_reference(value, key)
         name = match[1]
         if name in trail:
             raise ConfigError(
@@ -292,11 +289,11 @@ def _resolve_references(
     return {k: resolved(one, str(k), ()) for k, one in data.items()}
 
 
-def _refuse_reference(value: str, key: str, variable: Callable[[str], str]) -> NoReturn:
+def _refuse_reference(value: str, key: str) -> NoReturn:
     """Raise ConfigError for a text with ``${`` that is not resolved; the text is not shown."""
     if _ENVIRONMENT.search(value):
         raise ConfigError(
-            f"{key}: ${{oc.env:...}} is not resolved: set it by the environment {variable(key)}"
+            f"{key}: ${{oc.env:...}} is not resolved: set it by the environment {_variable(key)}"
         )
     raise ConfigError(
         f"{key}: only a complete value ${{section.name}} in a file is resolved: write the value"

@@ -60,7 +60,7 @@ def names(model_list: Iterable[Mapping[str, Any]]) -> list[str]:
 
 def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str, Any]]:
     """Replace references by their values; ConfigError for variables that are not set."""
-    missing = sorted({name for name in _references(list(model_list)) if not environ.get(name)})
+    missing = sorted(name for name in _references(model_list) if not environ.get(name))
     if missing:
         raise ConfigError(
             f"frozen.model_list refers to {', '.join(missing)}, which the environment does not "
@@ -71,7 +71,7 @@ def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str
 
 def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
     """Return the values that the list refers to, or that sign a cloud's calls, for redaction."""
-    names = set(_references(list(model_list)))
+    names = _references(model_list)
     for entry in model_list:
         for prefix, variables in _AMBIENT.items():
             if any(key.startswith(prefix) for key in entry["litellm_params"]):
@@ -157,40 +157,39 @@ def _check_base(where: str, params: Mapping[str, Any]) -> None:
             raise ValueError(f"{where}: {name} must have no query; use api_key: os.environ/NAME")
 
 
-def _check_secrets(where: str, value: object, name: str = "litellm_params") -> None:
+def _check_secrets(where: str, params: Mapping[str, Any]) -> None:
+    for name, value in _leaves(params, "litellm_params"):
+        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+            continue
+        last = name.rpartition(".")[2].lower().replace("-", "_")
+        secret = _SECRET.search(last) and not _PRICES.search(last)
+        if isinstance(value, str) and value.startswith(_REFERENCE):
+            if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
+                raise ValueError(f"{where}: {name} must name a variable of the environment")
+        elif secret or str(value).startswith("sk-"):
+            # The value is left out: a configuration's errors are shown and logged.
+            raise ValueError(
+                f"{where}: {name} must not be written in a file: write {_REFERENCE}NAME, and set "
+                "NAME in the environment of the service"
+            )
+
+
+def _references(model_list: ModelList) -> set[str]:
+    values = (value for _, value in _leaves(model_list, ""))
+    found = (v for v in values if isinstance(v, str) and v.startswith(_REFERENCE))
+    return {value.removeprefix(_REFERENCE) for value in found}
+
+
+def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
+    """Yield the dotted name and the value of everything in a mapping or a list."""
     if isinstance(value, Mapping):
         for key, below in value.items():
-            _check_secrets(where, below, f"{name}.{key}")
-        return
-    if isinstance(value, list | tuple):
-        for below in value:
-            _check_secrets(where, below, name)
-        return
-    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-        return
-    last = name.rpartition(".")[2].lower().replace("-", "_")
-    secret = _SECRET.search(last) and not _PRICES.search(last)
-    if isinstance(value, str) and value.startswith(_REFERENCE):
-        if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
-            raise ValueError(f"{where}: {name} must name a variable of the environment")
-    elif secret or str(value).startswith("sk-"):
-        # The value is left out: a configuration's errors are shown and logged.
-        raise ValueError(
-            f"{where}: {name} must not be written in a file: write {_REFERENCE}NAME, and set NAME "
-            "in the environment of the service"
-        )
-
-
-def _references(value: object) -> Iterator[str]:
-    if isinstance(value, str):
-        if value.startswith(_REFERENCE):
-            yield value.removeprefix(_REFERENCE)
-    elif isinstance(value, Mapping):
-        for below in value.values():
-            yield from _references(below)
+            yield from _leaves(below, f"{name}.{key}")
     elif isinstance(value, list | tuple):
         for below in value:
-            yield from _references(below)
+            yield from _leaves(below, name)
+    else:
+        yield name, value
 
 
 def _resolved(value: Any, environ: Mapping[str, str]) -> Any:

@@ -8,9 +8,9 @@ import re
 from pathlib import Path
 from typing import Any, Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from any_agent.config.base import Name, Section, listed
+from any_agent.config.base import Name, Section, Texts
 from any_agent.config.cluster import ClusterConfig
 from any_agent.config.model_list import names as frozen_names
 from any_agent.config.model_list import secrets_of
@@ -45,7 +45,7 @@ class Config(Section):
     """The least severe level that is written to the run's `logs` folder."""
     log_format: Literal["text", "json"] = "text"
     """The form of these logs: lines of text, or one JSON object on each line."""
-    plugins: tuple[str, ...] = ()
+    plugins: Texts = ()
     """Modules, by dotted names, that each process of the service and the trainer imports when it
     starts. They register what is yours: APIs, engines, advantage estimators and losses."""
     model: ModelConfig = ModelConfig()
@@ -60,11 +60,6 @@ class Config(Section):
     eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
     frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
     cluster: ClusterConfig = ClusterConfig()  # type: ignore[call-arg]
-
-    @field_validator("plugins", mode="before")
-    @classmethod
-    def _listed(cls, names: object) -> object:
-        return listed(names)
 
     @model_validator(mode="after")
     def _an_engine_per_rank(self) -> Self:

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import re
 import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import Annotated, Literal, Self
 
 import yaml
-from pydantic import Field, SecretStr, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SecretStr,
+    field_validator,
+    model_validator,
+)
 
-from any_agent.config.base import Section, listed
+from any_agent.config.base import LocalPath, Section, Texts
 from any_agent.config.model_list import ModelList, check_model_list
 from any_agent.keys import KEY_PREFIXES
 
@@ -47,7 +53,7 @@ _OURS: Mapping[str, str] = {
 }
 
 
-def option_words(value: object) -> object:
+def _option_words(value: object) -> object:
     """Return a command line's words from a list, a text, or a mapping of options to values.
 
     ``{"mem-fraction-static": 0.8, "enable-metrics": True}`` becomes ``--mem-fraction-static 0.8
@@ -76,7 +82,7 @@ def _words_of(options: Mapping[str, object]) -> Iterator[str]:
             yield str(value)
 
 
-def require_free_options(words: Sequence[str]) -> None:
+def _require_free(words: tuple[str, ...]) -> tuple[str, ...]:
     """Raise ValueError for an option that the service sets itself, or an abbreviation of one."""
     for word in words:
         name = word.partition("=")[0].replace("_", "-")
@@ -85,10 +91,24 @@ def require_free_options(words: Sequence[str]) -> None:
         ours = name if name in _OURS else next((o for o in _OURS if o.startswith(name)), None)
         if ours is not None:
             raise ValueError(f"{name} cannot be given to the engine: {_OURS[ours]}")
+    return words
+
+
+def _numbers_as_texts(variables: object) -> object:
+    """Convert numbers to texts: YAML reads `1` as a number."""
+    if not isinstance(variables, Mapping):
+        return variables
+    return {k: str(v) if isinstance(v, int | float) else v for k, v in variables.items()}
+
+
+EngineOptions = Annotated[
+    tuple[str, ...], BeforeValidator(_option_words), AfterValidator(_require_free)
+]
+Variables = Annotated[dict[str, str], BeforeValidator(_numbers_as_texts)]
 
 
 class ModelConfig(Section):
-    path: str = ""
+    path: LocalPath = ""
     """The policy: a local folder or a hub name in Hugging Face's layout."""
     name: str = "policy"
     """The policy's name in `/v1/models`."""
@@ -101,22 +121,12 @@ class ModelConfig(Section):
     """The earlier thinking that later turns still see; only `all` continues every turn exactly."""
     dtype: Literal["float32", "bfloat16"] = "float32"
     """The engine's precision. Training keeps float32 masters."""
-    policy_names: tuple[str, ...] = ()
+    policy_names: Texts = ()
     """Further names of the policy in calls, beside `model.name`, with
     `model.unknown_model=reject`."""
     unknown_model: Literal["policy", "reject"] = "policy"
     """The answer to a call that names neither the policy nor a frozen model: the policy's, because
     agents hard-code names; or 404 `model_not_found`."""
-
-    @field_validator("policy_names", mode="before")
-    @classmethod
-    def _listed(cls, names: object) -> object:
-        return listed(names)
-
-    @field_validator("path")
-    @classmethod
-    def _without_tilde(cls, path: str) -> str:
-        return os.path.expanduser(path)
 
 
 class ServerConfig(Section):
@@ -204,15 +214,15 @@ class EngineConfig(Section):
     """The engine that the service starts for each rank: `embedded`, its own, which needs nothing
     else, or `sglang`. With `engine.urls` also `package.module.opener`, for an engine of your
     own."""
-    urls: tuple[str, ...] = ()
+    urls: Texts = ()
     """URLs of running engines (SGLang's native HTTP contract), one per rank, on private addresses.
     Empty: the service starts engines."""
     python: str | None = None
     """The interpreter of SGLang's own environment. None: the service's interpreter."""
-    arguments: tuple[str, ...] = ()
+    arguments: EngineOptions = ()
     """Further options of SGLang's server: a list of words, one text, or a mapping of options to
     values. Options that the service sets itself are refused."""
-    environment: dict[str, str] = Field(default_factory=dict)
+    environment: Variables = Field(default_factory=dict)
     """Variables for the engine's processes, in addition to the service's own. They are written to
     the run's folder, so they must not be secrets."""
     gpus: int = Field(1, ge=1, le=64)
@@ -242,30 +252,6 @@ class EngineConfig(Section):
     request_timeout: float = Field(600.0, gt=0)
     """Seconds without a byte from the engine after which a call fails."""
 
-    @field_validator("urls", mode="before")
-    @classmethod
-    def _listed(cls, urls: object) -> object:
-        return listed(urls)
-
-    @field_validator("arguments", mode="before")
-    @classmethod
-    def _words(cls, arguments: object) -> object:
-        return option_words(arguments)
-
-    @field_validator("arguments")
-    @classmethod
-    def _free(cls, arguments: tuple[str, ...]) -> tuple[str, ...]:
-        require_free_options(arguments)
-        return arguments
-
-    @field_validator("environment", mode="before")
-    @classmethod
-    def _texts(cls, variables: object) -> object:
-        """Convert numbers to texts: YAML reads `1` as a number."""
-        if not isinstance(variables, Mapping):
-            return variables
-        return {k: str(v) if isinstance(v, int | float) else v for k, v in variables.items()}
-
     @model_validator(mode="after")
     def _startable(self) -> Self:
         if self.kind not in ("embedded", "sglang") and not self.urls:
@@ -290,7 +276,7 @@ class EngineConfig(Section):
 class FrozenConfig(Section):
     """Models beside the policy, which are never trained: judges, other providers' models."""
 
-    model_list: tuple[dict[str, Any], ...] = ()
+    model_list: Annotated[ModelList, BeforeValidator(check_model_list)] = ()
     """LiteLLM's list of `model_name`, `litellm_params` and `model_info`; keys only as
     `os.environ/NAME`."""
     session_usd: float | None = Field(None, ge=0)
@@ -305,8 +291,3 @@ class FrozenConfig(Section):
     `provider_timeout`."""
     max_calls: int = Field(64, ge=1)
     """Calls that run at once on each rank; further ones get 429."""
-
-    @field_validator("model_list", mode="before")
-    @classmethod
-    def _usable(cls, value: object) -> ModelList:
-        return check_model_list(value)

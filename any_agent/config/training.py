@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
-from pydantic import Field, field_validator
+from pydantic import AfterValidator, Field, field_validator
 
-from any_agent.config.base import Section
+from any_agent.config.base import LocalPath, Section
 
 
 class AgentConfig(Section):
@@ -64,21 +63,11 @@ class RolloutConfig(Section):
     """Write every episode on a dataset, with its text, to
     `<fileroot>/<experiment>/<trial>/rollout/<version>/<task_id>.jsonl` (`eval-rollout` in an
     evaluation)."""
-    fileroot: Path | None = None
+    fileroot: Annotated[Path | None, AfterValidator(lambda path: path and path.expanduser())] = None
     """The folder of these files; null: `<root>/<user>`, beside the run's own."""
-    tokenizer_path: str = ""
+    tokenizer_path: LocalPath = ""
     """The tokenizer that decodes the texts of these files. Empty: the model's own."""
     agent: AgentConfig = AgentConfig()  # type: ignore[call-arg]
-
-    @field_validator("fileroot")
-    @classmethod
-    def _without_tilde(cls, path: Path | None) -> Path | None:
-        return path.expanduser() if path is not None else None
-
-    @field_validator("tokenizer_path")
-    @classmethod
-    def _tokenizer_without_tilde(cls, path: str) -> str:
-        return os.path.expanduser(path)
 
 
 class TrainConfig(Section):
@@ -159,7 +148,7 @@ class TrainConfig(Section):
 class DatasetConfig(Section):
     """Tasks, for training on a dataset; agents outside bring their own."""
 
-    path: str = ""
+    path: LocalPath = ""
     """A JSONL or Parquet file, a folder of such files, a folder that `datasets` has saved, or a
     data set's name on the Hugging Face hub. Empty: no dataset."""
     name: str = ""
@@ -174,11 +163,6 @@ class DatasetConfig(Section):
     """The longest prompt, in tokens; items with longer ones are left out. null: no limit."""
     limit: int | None = Field(None, ge=1)
     """Number of items to take from the beginning. null: all."""
-
-    @field_validator("path")
-    @classmethod
-    def _without_tilde(cls, path: str) -> str:
-        return os.path.expanduser(path)
 
 
 class EvalConfig(Section):

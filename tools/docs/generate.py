@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import ast
 import importlib
+import re
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -289,14 +290,16 @@ def _plain(value: ast.expr) -> str:
 
 
 def _type(annotation: str) -> str:
-    out = annotation.replace(" | None", "")
+    # A type with a validator is documented as the type.
+    bare = re.sub(r"^Annotated\[([^,]+), .*\]$", r"\1", annotation)
+    out = bare.replace(" | None", "")
     if out.startswith("Literal["):
         return " / ".join(part.strip().strip("'\"") for part in out[8:-1].split(","))
     names = {"str": "text", "int": "integer", "float": "number", "bool": "true / false"}
-    names |= {"Name": "name", "Path": "folder", "SecretStr": "secret"}
-    names |= {"dict[str, float]": "numbers by name", "dict[str, str]": "texts by name"}
-    names |= {"tuple[float, float]": "two numbers", "tuple[str, ...]": "list of texts"}
-    names["tuple[dict[str, Any], ...]"] = "list of mappings"
+    names |= {"Name": "name", "Path": "folder", "SecretStr": "secret", "LocalPath": "text"}
+    names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
+    names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
+    names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
     return names[out]
 
 
