@@ -24,10 +24,9 @@ from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUna
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim
-from proxy_ext.api import rl
-from proxy_ext.api.model_routes import ModelRoutes, list_models, one_model
+from proxy_ext.api import model_routes, responses, rl
+from proxy_ext.api.model_routes import ModelRoutes
 from proxy_ext.api.openapi.build import describe
-from proxy_ext.api.responses import delete_response, response, response_items
 from proxy_ext.api.rl.strict_body import service_of
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider import Provider
@@ -37,7 +36,7 @@ from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
 from proxy_ext.service import RankService, open_service
 from proxy_ext.web import permissions as scopes
-from proxy_ext.web.exchange import JSONResponse, error_response
+from proxy_ext.web.exchange import error_response
 
 log = logging.getLogger(__name__)
 
@@ -151,33 +150,9 @@ def _routes() -> APIRouter:
     them; each route finds its service in the request.
     """
     router = APIRouter()
-
-    async def models(request: Request) -> Response:
-        return JSONResponse(list_models(service_of(request)))
-
-    async def model(request: Request, model: str) -> Response:
-        return JSONResponse(one_model(service_of(request), model))
-
-    async def again(request: Request, response_id: str) -> Response:
-        return await response(service_of(request), request, response_id)
-
-    async def delete(request: Request, response_id: str) -> Response:
-        return await delete_response(service_of(request), request, response_id)
-
-    async def items(request: Request, response_id: str) -> Response:
-        return await response_items(service_of(request), request, response_id)
-
     for prefix in ("/v1", ""):
-        for method, path, endpoint in (
-            ("GET", "/models", models),
-            ("GET", "/models/{model}", model),
-            ("GET", "/responses/{response_id}", again),
-            ("DELETE", "/responses/{response_id}", delete),
-            ("GET", "/responses/{response_id}/input_items", items),
-        ):
-            router.add_api_route(
-                f"{prefix}{path}", endpoint, methods=[method], include_in_schema=bool(prefix)
-            )
+        for part in (model_routes, responses):
+            router.include_router(part.router, prefix=prefix, include_in_schema=bool(prefix))
     router.include_router(rl.router)
     _add_health_routes(router)
     return router

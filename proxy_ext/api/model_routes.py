@@ -11,7 +11,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import Any, TypeAlias
 
-from fastapi import FastAPI
+from fastapi import APIRouter, FastAPI
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
@@ -23,12 +23,13 @@ from any_agent.errors import AnyAgentError, InvalidRequest, NotFound
 from any_agent.protocol.error_bodies import REQUEST_ID, request_id
 from any_agent.types import SessionMode
 from proxy_ext.api.model_call import parse_context, serve_model_call
-from proxy_ext.api.rl.strict_body import service_of
+from proxy_ext.api.rl.strict_body import Anyone, service_of
 from proxy_ext.service import RankService
 from proxy_ext.web.exchange import JSONResponse, error_response, read_json
 from proxy_ext.web.permissions import allow_model_calls
 
 log = logging.getLogger(__name__)
+router = APIRouter()
 
 Handler: TypeAlias = Callable[[RankService, Request], Awaitable[Response]]
 
@@ -117,20 +118,22 @@ async def count_call(service: RankService, request: Request) -> Response:
         slot.release()
 
 
-def list_models(service: RankService) -> dict[str, Any]:
+@router.get("/models", name="models")
+async def list_models(service: Anyone) -> Response:
     """Return all models in OpenAI's form, the policy first."""
-    return {"object": "list", "data": _models(service)}
+    return JSONResponse({"object": "list", "data": _models(service)})
 
 
-def one_model(service: RankService, name: str) -> dict[str, Any]:
+@router.get("/models/{model}", name="model")
+async def one_model(model: str, service: Anyone) -> Response:
     """Return one model by its name; NotFound for another name, though calls may use any."""
     policy, *frozen = _models(service)
-    for model in (policy, *frozen):
-        if model["id"] == name:
-            return model
-    others = "".join(f", {model['id']!a}" for model in frozen[:8])
+    for known in (policy, *frozen):
+        if known["id"] == model:
+            return JSONResponse(known)
+    others = "".join(f", {known['id']!a}" for known in frozen[:8])
     raise NotFound(
-        f"there is no model {name[:80]!a}; the policy is called {policy['id']!a}"
+        f"there is no model {model[:80]!a}; the policy is called {policy['id']!a}"
         + (f", and there are{others[1:]}" if others else ""),
         code="model_not_found",
         param="model",

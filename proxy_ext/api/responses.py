@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -16,50 +17,56 @@ from any_agent.completions.responses.stored_response import (
 )
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
+from proxy_ext.api.rl.strict_body import Anyone
 from proxy_ext.journal import PutInteraction
 from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import JSONResponse
 
+router = APIRouter()
+
 _MAX_PAGE = 100
 _DEFAULT_PAGE = 20
 
 
-async def response(service: RankService, request: Request, id: str) -> Response:
+@router.get("/responses/{response_id}", name="again")
+async def response(response_id: str, request: Request, service: Anyone) -> Response:
     """Return a recorded answer of the session, whatever the session's state is."""
     if request.query_params.get("stream", "false") not in ("false", "0"):
         raise UnsupportedParameter(
             "a stored answer is not streamed: leave stream out", param="stream"
         )
-    tree = await _tree(service, request, id)
-    interaction = answer_of(id, tree)
+    tree = await _tree(service, request, response_id)
+    interaction = answer_of(response_id, tree)
     chat = service.completer.chat
     answer, call = stored_encoder(interaction, tree, token_logprobs(chat), chat)
     body = await encode_whole(answer, call, [interaction])
     return Response(body, media_type="application/json")
 
 
-async def delete_response(service: RankService, request: Request, id: str) -> Response:
+@router.delete("/responses/{response_id}", name="delete")
+async def delete_response(response_id: str, request: Request, service: Anyone) -> Response:
     """Delete an answer: it can no longer be retrieved, or continued by its id.
 
     Its record stays a part of its session, until the whole session is deleted.
     """
-    session = await _session(service, request, id)
+    session = await _session(service, request, response_id)
     async with session.lock:
         session.require_open()
         await service.sessions.load(session)
-        interaction = answer_of(id, session.tree)
+        interaction = answer_of(response_id, session.tree)
         deleted = deleted_record(interaction)
         await service.journal.commit(PutInteraction(replace(interaction, request=deleted)))
         interaction.request = deleted
-    return JSONResponse({"id": id, "object": "response", "deleted": True})
+    return JSONResponse({"id": response_id, "object": "response", "deleted": True})
 
 
-async def response_items(service: RankService, request: Request, id: str) -> Response:
+@router.get("/responses/{response_id}/input_items", name="items")
+async def response_items(response_id: str, request: Request, service: Anyone) -> Response:
     """Return the input items of an answer, the latest first unless `order` is `asc`."""
     limit, order, after = _page(request)
-    tree = await _tree(service, request, id)
-    items = input_items(answer_of(id, tree), tree)
+    tree = await _tree(service, request, response_id)
+    items = input_items(answer_of(response_id, tree), tree)
     if order == "desc":
         items.reverse()
     if after is not None:
