@@ -27,7 +27,7 @@ from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
-from proxy_ext.web.exchange import send_error
+from proxy_ext.web.exchange import error_response
 from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
 _redact = Redactor().text
@@ -123,7 +123,7 @@ class EntryMiddleware:
         try:
             reservation = self.limits.acquire()
         except AnyAgentError as error:
-            await send_error(send, error, scope["path"])
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
             await self._answer(scope, self._limited(receive, reservation), send)
@@ -134,7 +134,7 @@ class EntryMiddleware:
         try:
             self._check(scope)
         except AnyAgentError as error:
-            await send_error(send, error, scope["path"])
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         scope = _as_json(_without_prefix(scope))
         if (scope["method"], scope["path"]) in LITELLM:
@@ -142,7 +142,8 @@ class EntryMiddleware:
             return
         template = template_of(scope["path"])
         if template is None:
-            await send_error(send, NotFound(_not_found(scope["path"])), scope["path"])
+            missing = NotFound(_not_found(scope["path"]))
+            await error_response(missing, scope["path"])(scope, receive, send)
             return
         rule = RULES.get((scope["method"], template))
         if rule is None:
@@ -155,7 +156,7 @@ class EntryMiddleware:
         except AnyAgentError as error:
             if isinstance(error, Unauthenticated | Forbidden):
                 self._log_refusal(request, template, error)
-            await send_error(send, error, scope["path"])
+            await error_response(error, scope["path"])(scope, receive, send)
             return
         if rule.audited:
             send = self._audited(request, template, send)

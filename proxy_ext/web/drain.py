@@ -9,7 +9,7 @@ from typing import Any
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from any_agent.errors import Draining
-from proxy_ext.web.exchange import send_error
+from proxy_ext.web.exchange import error_response
 
 
 def draining() -> Draining:
@@ -82,4 +82,4 @@ class InFlightCounter:
                     raise
         # A begun answer is not completed: a client must not mistake it for a whole one.
         if not begun:
-            await send_error(send, draining(), scope["path"])
+            await error_response(draining(), scope["path"])(scope, receive, send)

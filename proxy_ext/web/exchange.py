@@ -35,17 +35,6 @@ def error_response(error: AnyAgentError, path: str, status: int | None = None) -
     return JSONResponse(body, status_code=status or error.status, headers=headers)
 
 
-async def send_error(send: Send, error: AnyAgentError, path: str) -> None:
-    """Send an error in the shape of its API, where there is no framework to do so."""
-    content, extra = encode_error(error, path)
-    body = orjson.dumps(content)
-    headers: dict[str, Any] = {"content-type": "application/json", **extra}
-    headers["content-length"] = str(len(body))
-    raw = [(k.lower().encode(), str(v).encode()) for k, v in headers.items()]
-    await send({"type": "http.response.start", "status": error.status, "headers": raw})
-    await send({"type": "http.response.body", "body": body})
-
-
 async def read_json(request: Request) -> Any:
     """Return the body as JSON; InvalidRequest or PayloadTooLarge as in :func:`json_of`."""
     try:

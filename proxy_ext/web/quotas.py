@@ -44,16 +44,6 @@ class QuotaLimits:
             server.tenant_tokens_per_second,
         )
 
-    def share(self, ranks: int) -> QuotaLimits:
-        """Return the share of each rank."""
-
-        def part(limit: float | None) -> int | None:
-            return None if limit is None else math.ceil(limit / ranks)
-
-        return QuotaLimits(
-            part(self.open_sessions), part(self.requests_per_second), part(self.tokens_per_second)
-        )
-
 
 class TokenBucket:
     """A bucket that fills with ``rate`` a second up to a burst; it may be overdrawn."""
@@ -133,12 +123,9 @@ class TenantQuotas:
 
         `end_open` must follow. Opens that wait for a slot count, so that no tenant fills the queue.
         """
-        if tenant is None:
-            return
-        limit = self._limits(tenant).share(self._ranks).open_sessions
-        if limit is not None and self._open_sessions(tenant) + self._opening[tenant] >= limit:
-            raise self._exceeded("open_sessions", tenant, limit, _SESSION_RETRY_AFTER)
-        self._opening[tenant] += 1
+        if tenant is not None:
+            self._require_sessions(tenant, self._open_sessions(tenant) + self._opening[tenant])
+            self._opening[tenant] += 1
 
     def require_group(self, tenant: str | None, unfilled: int) -> None:
         """Check a new group, which reserves slots; TooManyRequests if as many of the tenant's
@@ -146,11 +133,8 @@ class TenantQuotas:
 
         Otherwise a tenant could reserve every slot by groups whose only session it has ended.
         """
-        if tenant is None:
-            return
-        limit = self._limits(tenant).share(self._ranks).open_sessions
-        if limit is not None and unfilled >= limit:
-            raise self._exceeded("open_sessions", tenant, limit, _SESSION_RETRY_AFTER)
+        if tenant is not None:
+            self._require_sessions(tenant, unfilled)
 
     def end_open(self, tenant: str | None) -> None:
         """Count an open that ended, whether it opened a session or not."""
@@ -159,12 +143,22 @@ class TenantQuotas:
             if not self._opening[tenant]:
                 del self._opening[tenant]
 
+    def _require_sessions(self, tenant: str, taken: int) -> None:
+        limit = self._share("open_sessions", tenant)
+        if limit is not None and taken >= limit:
+            raise self._exceeded("open_sessions", tenant, limit, _SESSION_RETRY_AFTER)
+
+    def _share(self, quota: str, tenant: str) -> int | None:
+        """Return this rank's share of a tenant's limit."""
+        limit: float | None = getattr(self._limits(tenant), quota)
+        return None if limit is None else math.ceil(limit / self._ranks)
+
     def _bucket(self, quota: str, tenant: str | None) -> TokenBucket | None:
         """Return a tenant's bucket at its present rate; None without a limit."""
         if tenant is None:
             return None
         key, now = (quota, tenant), self._clock()
-        rate: float | None = getattr(self._limits(tenant).share(self._ranks), quota)
+        rate = self._share(quota, tenant)
         if rate is None:
             self._buckets.pop(key, None)
             return None

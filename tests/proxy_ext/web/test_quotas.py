@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.errors import TooManyRequests
-from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
+from proxy_ext.web.quotas import QUOTAS, QuotaLimits, TenantQuotas
 
 
 class Lab:
@@ -103,8 +103,8 @@ def test_open_sessions_count_those_being_opened() -> None:
 
 
 def test_each_rank_enforces_its_share_rounded_up() -> None:
-    limits = QuotaLimits(open_sessions=5, requests_per_second=4, tokens_per_second=1).share(3)
-    assert limits == QuotaLimits(open_sessions=2, requests_per_second=2, tokens_per_second=1)
+    shared = Lab(ranks=3, open_sessions=5, requests_per_second=4, tokens_per_second=1).quotas
+    assert [shared._share(quota, "alice") for quota in QUOTAS] == [2, 2, 1]
     lab = Lab(ranks=3, requests_per_second=4)
     assert lab.allowed() == 10
 
