@@ -32,7 +32,7 @@ from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unpro
 from any_agent.keys import KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import KeepAnswer, no_receipt
 
 HEADER = "idempotency-key"
 ANSWER_TTL = 24 * 3600.0

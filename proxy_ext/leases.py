@@ -20,7 +20,7 @@ from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDam
 from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import Journal, PutMeta, SessionRow
-from proxy_ext.journal.rows import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
+from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore

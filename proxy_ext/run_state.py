@@ -14,8 +14,7 @@ from any_agent.engine import HALF_LOADED, RemoteEngine
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
 from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
-from proxy_ext.journal import Journal, PutMeta, SessionRow
-from proxy_ext.journal.rows import EXPORT_OWNER, handed_out
+from proxy_ext.journal.base import EXPORT_OWNER, Journal, PutMeta, SessionRow, handed_out
 
 log = logging.getLogger(__name__)
 

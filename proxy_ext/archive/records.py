@@ -36,7 +36,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
-from proxy_ext.journal.rows import RewardRow, SessionRow
+from proxy_ext.journal.base import RewardRow, SessionRow
 
 _SESSION = (
     *("id", "mode", "state", "reason", "task_id", "group_id", "group_size", "tenant", "opened_by"),

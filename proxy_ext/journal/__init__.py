@@ -9,36 +9,37 @@
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from proxy_ext.journal.base import Journal, JournalStats, open_journal, register_journal
-from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
-from proxy_ext.journal.rows import (
+from proxy_ext.journal.base import (
     EXPORT_OWNER,
     IMPLICITLY,
     AnswerRow,
+    ArchiveContent,
+    DropAnswers,
+    EraseContent,
+    Journal,
+    JournalStats,
+    MarkDelivered,
     NumberedRow,
+    PutAnswer,
+    PutInteraction,
+    PutMeta,
+    PutSession,
     RequestMark,
     RewardRow,
     SessionFilter,
     SessionPage,
     SessionRow,
-    StoredInteraction,
-    StoredRequest,
-)
-from proxy_ext.journal.sqlite import SQLiteJournal
-from proxy_ext.journal.statements import (
-    ArchiveContent,
-    DropAnswers,
-    EraseContent,
-    MarkDelivered,
-    PutAnswer,
-    PutInteraction,
-    PutMeta,
-    PutSession,
     SetAwaiting,
     SetReward,
     SetState,
     Statement,
+    StoredInteraction,
+    StoredRequest,
+    open_journal,
+    register_journal,
 )
+from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
+from proxy_ext.journal.sqlite import SQLiteJournal
 
 register_journal("sqlite", lambda url: SQLiteJournal(Path(unquote(urlsplit(url).path))))
 

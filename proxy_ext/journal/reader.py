@@ -16,7 +16,7 @@ from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
 from any_agent.types import Interaction
 from proxy_ext.journal import schema
-from proxy_ext.journal.rows import RewardRow, SessionRow
+from proxy_ext.journal.base import RewardRow, SessionRow
 from proxy_ext.journal.sqlite import session_row
 from proxy_ext.journal.writer import is_damage
 

@@ -9,8 +9,7 @@ from typing import Any, TypeAlias
 import orjson
 
 from any_agent.record import pack_interaction
-from proxy_ext.journal.rows import SessionRow
-from proxy_ext.journal.statements import (
+from proxy_ext.journal.base import (
     ArchiveContent,
     DropAnswers,
     EraseContent,
@@ -19,6 +18,7 @@ from proxy_ext.journal.statements import (
     PutInteraction,
     PutMeta,
     PutSession,
+    SessionRow,
     SetAwaiting,
     SetReward,
     SetState,

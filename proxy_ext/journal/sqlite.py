@@ -22,22 +22,25 @@ import orjson
 from any_agent.errors import SessionDamaged, StoreUnavailable
 from any_agent.record import unpack_interaction
 from any_agent.types import SessionState
-from proxy_ext.journal.base import JournalStats
-from proxy_ext.journal.files import mark_damaged, open_file
-from proxy_ext.journal.rows import (
+from proxy_ext.journal.base import (
     EXPORT_OWNER,
     AnswerRow,
+    EraseContent,
+    JournalStats,
+    MarkDelivered,
     NumberedRow,
+    PutMeta,
     RequestMark,
     RewardRow,
     SessionFilter,
     SessionPage,
     SessionRow,
+    Statement,
     StoredInteraction,
     StoredRequest,
 )
+from proxy_ext.journal.files import mark_damaged, open_file
 from proxy_ext.journal.sql import SESSION_FIELDS, prepare
-from proxy_ext.journal.statements import EraseContent, MarkDelivered, PutMeta, Statement
 from proxy_ext.journal.writer import JournalJob, JournalWriter, is_damage
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,7 @@ from proxy_ext.journal import (
     SetReward,
     Statement,
 )
-from proxy_ext.journal.rows import NO_PLACE
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
 from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook
 from proxy_ext.sessions.session import ActiveCall, RecordedSession

@@ -14,8 +14,7 @@ from dataclasses import dataclass, field
 from any_agent.errors import Conflict
 from any_agent.protocol.rl import Unfilled
 from any_agent.types import SessionState
-from proxy_ext.journal import SessionRow
-from proxy_ext.journal.rows import EXPORT_OWNER, NO_PLACE
+from proxy_ext.journal.base import EXPORT_OWNER, NO_PLACE, SessionRow
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.slots import Ticket
 

@@ -14,8 +14,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.journal import SessionRow
-from proxy_ext.journal.rows import GRANT_OWNER
+from proxy_ext.journal.base import GRANT_OWNER, SessionRow
 from proxy_ext.sessions.groups import GroupBook
 from proxy_ext.sessions.session import RecordedSession
 

@@ -19,8 +19,7 @@ from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal import SessionRow, SetReward
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, no_receipt
 from proxy_ext.sessions.delivery import last_received
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, set_state

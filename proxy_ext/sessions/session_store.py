@@ -31,8 +31,7 @@ from proxy_ext.journal import (
     SetState,
     Statement,
 )
-from proxy_ext.journal.rows import NO_PLACE
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
 from proxy_ext.sessions.conversation_index import ConversationIndex
 from proxy_ext.sessions.delivery import (
     UNDELIVERED,

@@ -19,8 +19,7 @@ from itertools import islice
 from pydantic import BaseModel
 
 from any_agent.errors import AnyAgentError, Conflict, TooManyRequests
-from proxy_ext.journal import Journal, PutMeta
-from proxy_ext.journal.statements import KeepAnswer
+from proxy_ext.journal.base import Journal, KeepAnswer, PutMeta
 
 _MAX_SHOWN = 64  # entries of the queue that the trainer sees
 _RECALL_SECONDS = 3.0

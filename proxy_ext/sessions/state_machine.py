@@ -13,8 +13,7 @@ from enum import StrEnum
 
 from any_agent.errors import AnyAgentError, Conflict, SessionClosed
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.journal import SessionRow
-from proxy_ext.journal.rows import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out
+from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER, SessionRow, for_export, handed_out
 
 OPEN, AWAITING = SessionState.OPEN, SessionState.AWAITING_REWARD
 FINALIZED, LEASED = SessionState.FINALIZED, SessionState.LEASED

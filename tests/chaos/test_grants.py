@@ -19,7 +19,7 @@ import pytest
 
 from any_agent.chat import load_chat_format
 from any_agent.keys import rank_of_session
-from proxy_ext.journal.rows import GRANT_OWNER
+from proxy_ext.journal.base import GRANT_OWNER
 from tests.chaos.conftest import Figure
 from tests.router.test_two_ranks import Pair, running_pair
 from tests.support.proxy import LIMIT

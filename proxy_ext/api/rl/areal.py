@@ -34,8 +34,7 @@ from any_agent.types import SessionMode, SessionState, Trajectory
 from proxy_ext.admission.open_session import DeterministicPlace
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
-from proxy_ext.journal.rows import EXPORT_OWNER
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import EXPORT_OWNER, KeepAnswer, no_receipt
 from proxy_ext.leases import trajectory
 from proxy_ext.service import RankService
 from proxy_ext.sessions.rewards import parts_of

@@ -22,8 +22,7 @@ from any_agent.record import to_json as row_to_json
 from any_agent.types import SessionState, Trajectory
 from proxy_ext.api.rl.strict_body import Anyone, StrictRoute, Who
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
-from proxy_ext.journal import NumberedRow, SessionFilter
-from proxy_ext.journal.rows import EXPORT_OWNER
+from proxy_ext.journal.base import EXPORT_OWNER, NumberedRow, SessionFilter
 from proxy_ext.sessions.groups import group_key, public_id
 from proxy_ext.web.exchange import JSONResponse
 

@@ -35,7 +35,7 @@ from any_agent.auth.access import Caller
 from any_agent.completions.json_body import json_of
 from any_agent.errors import InvalidRequest
 from proxy_ext.idempotency import Receipt
-from proxy_ext.journal.statements import KeepAnswer, no_receipt
+from proxy_ext.journal.base import KeepAnswer, no_receipt
 from proxy_ext.service import RankService
 from proxy_ext.web.exchange import read_json
 

@@ -19,7 +19,7 @@ from proxy_ext.archive import files
 from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
-from proxy_ext.journal.rows import EXPORT_OWNER
+from proxy_ext.journal.base import EXPORT_OWNER
 from proxy_ext.leases import Fence, LeaseManager
 from tests.proxy_ext.archive.test_files import archives_of
 from tests.support.archives import CALLS, Rank

@@ -24,7 +24,7 @@ from proxy_ext.archive.files import (
     remove_partial,
 )
 from proxy_ext.archive.records import read_record, record_line
-from proxy_ext.journal.rows import RewardRow
+from proxy_ext.journal.base import RewardRow
 from tests.support.journal import make_interaction, make_row
 
 ODD = {"text": "lone \ud800, é, \u2028", "big": 2**80, "deep": [[[None]]]}

@@ -12,7 +12,7 @@ from any_agent.errors import StoreUnavailable
 from any_agent.protocol.rl import GRANT_ONLY_HEADER
 from any_agent.types import SessionState
 from proxy_ext.api.rl import areal
-from proxy_ext.journal.rows import EXPORT_OWNER, GRANT_OWNER
+from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.areal_client import ArealClient, Episode
 from tests.support.proxy import Proxy, until

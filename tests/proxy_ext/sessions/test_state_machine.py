@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.auth.access import Scope
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
-from proxy_ext.journal.rows import EXPORT_OWNER
+from proxy_ext.journal.base import EXPORT_OWNER
 from proxy_ext.sessions.state_machine import (
     EVENTS,
     FINALIZED_ONCE,
