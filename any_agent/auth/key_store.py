@@ -13,7 +13,6 @@ import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Annotated, Literal
@@ -23,7 +22,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from any_agent.config import NAME_PATTERN, Name
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import key_id, new_key, secret_hash
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import write_atomic
 
 KeptScope = Literal["admin", "trainer", "tenant"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -71,20 +70,15 @@ class StoredKey(_Model):
         return hmac.compare_digest(bytes.fromhex(self.hash), secret_hash(key))
 
 
-class _File(_Model):
+class StoredKeys(_Model):
+    """The content of the file: all keys at one moment."""
+
     format: Literal[1] = 1
     keys: tuple[StoredKey, ...] = ()
 
-
-@dataclass(frozen=True)
-class StoredKeys:
-    """All keys at one moment."""
-
-    keys: tuple[StoredKey, ...] = ()
-    by_id: dict[str, StoredKey] = field(init=False)
-
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "by_id", {key.id: key for key in self.keys})
+    @cached_property
+    def by_id(self) -> dict[str, StoredKey]:
+        return {key.id: key for key in self.keys}
 
     def find(self, text: str) -> StoredKey | None:
         """Return the live key with this text; None without one."""
@@ -127,7 +121,7 @@ class StoredKeys:
 def parse_keys(content: bytes) -> StoredKeys:
     """Parse the content of the file; ValueError for anything else."""
     try:
-        return StoredKeys(_File.model_validate_json(content).keys)
+        return StoredKeys.model_validate_json(content)
     except ValidationError as error:
         # The message leaves out the input, which holds hashes of secrets.
         first = error.errors(include_input=False, include_url=False)[0]
@@ -222,7 +216,8 @@ def _locked_keys(path: Path) -> Iterator[StoredKeys]:
 
 
 def _write_keys(path: Path, keys: tuple[StoredKey, ...]) -> None:
-    write_private(path, _File(keys=keys).model_dump_json(indent=1, exclude_none=True) + "\n")
+    content = StoredKeys(keys=keys).model_dump_json(indent=1, exclude_none=True)
+    write_atomic(path, content + "\n", mode=0o600)
 
 
 @contextmanager
@@ -233,16 +228,3 @@ def locked(path: Path) -> Iterator[None]:
         os.chmod(file.fileno(), 0o600)
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
-
-
-def write_private(path: Path, text: str) -> None:
-    """Replace a file that only its owner may read, durably and atomically."""
-    temporary = path.with_name(f".partial-{path.name}")
-    temporary.unlink(missing_ok=True)
-    descriptor = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    with os.fdopen(descriptor, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    fsync(path.parent)

@@ -188,7 +188,8 @@ def _revoke(arguments: argparse.Namespace, run_dir: RunDir) -> int:
 def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
     import secrets
 
-    from any_agent.auth.key_store import locked, write_private
+    from any_agent.auth.key_store import locked
+    from any_agent.runtime.atomic_files import write_atomic
 
     with locked(run_dir.secret):
         old = [] if arguments.drop_old else [secret.hex() for secret in run_dir.signing_secrets()]
@@ -198,7 +199,8 @@ def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
                 "the sessions that were opened under the older ones have ended"
             )
         _audit(run_dir, "keys rotate", None, dropped_old=arguments.drop_old)
-        write_private(run_dir.secret, "\n".join([secrets.token_hex(32), *old]) + "\n")
+        text = "\n".join([secrets.token_hex(32), *old]) + "\n"
+        write_atomic(run_dir.secret, text, mode=0o600)
     if arguments.json:
         print(json.dumps({"secrets": len(old) + 1}))
     else:

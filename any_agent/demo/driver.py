@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import random
 import threading
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from dataclasses import asdict
 from functools import partial
 from typing import Any
@@ -25,6 +23,7 @@ from any_agent.demo.task import (
     score,
     shuffled,
 )
+from any_agent.runtime.environment import environment_with
 from any_agent.sdk import AgentRunner
 
 GROUP_SIZE = 8
@@ -73,7 +72,7 @@ class Driver:
                 tally.add(turns, right)
                 return self._rewards(turns, right)
 
-        with _environment(self._url):
+        with environment_with(_environment(self._url)):
             runner = _QuietRunner(
                 concurrency=AGENTS,
                 retries=0,
@@ -117,21 +116,10 @@ class _QuietRunner(AgentRunner):
         pass
 
 
-@contextmanager
-def _environment(url: str) -> Iterator[None]:
-    """Give agents the service's address, and hide the user's own keys and HTTP proxies."""
-    own = {
+def _environment(url: str) -> dict[str, str]:
+    """Return variables that give agents the service and hide the user's own keys and proxies."""
+    return {
         **dict.fromkeys(("ANY_AGENT_URL", "OPENAI_BASE_URL"), f"{url}/v1"),
         **dict.fromkeys(("ANY_AGENT_API_KEY", "OPENAI_API_KEY"), PLACEHOLDER_KEY),
         **dict.fromkeys(("NO_PROXY", "no_proxy"), "*"),
     }
-    before = {name: os.environ.get(name) for name in own}
-    os.environ.update(own)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

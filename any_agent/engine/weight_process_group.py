@@ -7,16 +7,17 @@ the group: neither side needs a default group, and a dropped group leaves nothin
 from __future__ import annotations
 
 import ipaddress
-import os
 import socket
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from any_agent.runtime.environment import environment_with
 
 Backend: TypeAlias = Literal["gloo", "nccl"]
 
@@ -120,19 +121,6 @@ def _nccl(store: Store, rank: int, size: int, limit: timedelta) -> Any:
     options = ProcessGroupNCCL.Options()
     options._timeout = limit
     # A dead member must fail the operation; by default it ends this whole process.
-    with _environment(TORCH_NCCL_BLOCKING_WAIT="1", TORCH_NCCL_ASYNC_ERROR_HANDLING="0"):
+    settings = {"TORCH_NCCL_BLOCKING_WAIT": "1", "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0"}
+    with environment_with(settings):
         return ProcessGroupNCCL(store, rank, size, options)
-
-
-@contextmanager
-def _environment(**values: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value

@@ -9,6 +9,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 
 _PREFIX = ".partial-"
@@ -59,13 +60,17 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
 def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
     """Write a temporary file, fsync it and rename it; text is written as UTF-8.
 
-    ``mode``: the file's permissions, independent of the process's umask.
+    ``mode``: the file's permissions from the start, independent of the process's umask.
     """
     temporary = target.with_name(f"{_PREFIX}{target.name}")
+    created_with = 0o666 if mode is None else mode
+    # A leftover of a killed writer may have other permissions, and be open elsewhere.
+    temporary.unlink(missing_ok=True)
     try:
-        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
-        if mode is not None:
-            temporary.chmod(mode)
+        with open(temporary, "wb", opener=partial(os.open, mode=created_with)) as file:
+            if mode is not None:
+                os.fchmod(file.fileno(), mode)
+            file.write(content.encode() if isinstance(content, str) else content)
         fsync(temporary)
         temporary.replace(target)
     except BaseException:
