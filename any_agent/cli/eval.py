@@ -25,7 +25,7 @@ from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.command_line import count, number, option, seconds
 
 if TYPE_CHECKING:
-    from any_agent.sdk.evaluation import EvalOptions, EvaluatedRun
+    from any_agent.sdk.evaluation import Evaluation
     from any_agent.sdk.find_service import ServiceAddress
 
 _DESCRIPTION = (
@@ -119,6 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from any_agent.sdk.evaluation import evaluate
+    from any_agent.sdk.run_plan import ItemSource
 
     if arguments.model is None:
         if arguments.overrides or arguments.keep:
@@ -131,48 +132,41 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             "--version and --api-key-file are for a service at --url: name a model's version with "
             "--model, as in --model my-exp/trial-1@20"
         )
-    options = _options(arguments)
+    # Every error in the options is found before a model is loaded.
+    agent, data = _agent(arguments), ItemSource(arguments.data)
+    items = [data[k] for k in range(min(len(data), arguments.limit or len(data)))]
     _require_writable(arguments.json)
     ks = arguments.k or None
-    if ks and max(ks) > options.runs:
+    if ks and max(ks) > arguments.n:
         raise ConfigError(
-            f"--k {max(ks)} needs at least {max(ks)} runs of each item: -n is {options.runs}"
+            f"--k {max(ks)} needs at least {max(ks)} runs of each item: -n is {arguments.n}"
         )
-    with ExitStack() as stack:
-        if arguments.model is None:
-            from any_agent.sdk.find_service import service_of_options
-
-            service = service_of_options(arguments.url, arguments.api_key_file)
-            done = _until_signal(evaluate(options, service))
-        else:
-            service, watch = _serve(arguments, stack)
-            done = _until_signal(evaluate(options, service, watch))
-    _report(arguments, done, ks or done.evaluation.default_ks(), len(options.items))
-    return 1 if done.evaluation.failed and options.failed_score is None else 0
-
-
-def _options(arguments: argparse.Namespace) -> EvalOptions:
-    """Read the options; every error in them is found before a model is loaded."""
-    from any_agent.sdk.evaluation import EvalOptions
-    from any_agent.sdk.run_plan import ItemSource
-
-    agent = _agent(arguments)
-    items = ItemSource(arguments.data)
-    count = min(len(items), arguments.limit or len(items))
-    version: _Version = arguments.version if arguments.version is not None else "current"
-    return EvalOptions(
+    evaluation = partial(
+        evaluate,
         agent=agent,
+        # Results of another agent are not resumed.
         agent_name=" ".join([arguments.agent, *sorted(arguments.agent_arg)]),
-        items=[items[k] for k in range(count)],
+        items=items,
         runs=arguments.n,
         concurrency=arguments.concurrency,
         timeout=arguments.timeout,
         retries=arguments.retries,
         threshold=arguments.pass_at,
         failed_score=arguments.reward_on_failure,
-        out=arguments.out,
-        version=version,
+        results=arguments.out,
+        version=arguments.version if arguments.version is not None else "current",
     )
+    with ExitStack() as stack:
+        if arguments.model is None:
+            from any_agent.sdk.find_service import service_of_options
+
+            service = service_of_options(arguments.url, arguments.api_key_file)
+            done = _until_signal(evaluation(service))
+        else:
+            service, watch = _serve(arguments, stack)
+            done = _until_signal(evaluation(service, check=watch))
+    _report(arguments, done, ks or done.default_ks(), len(items))
+    return 1 if done.failed and done.failed_score is None else 0
 
 
 def _agent(arguments: argparse.Namespace) -> Any:
@@ -226,14 +220,13 @@ def _serve(arguments: argparse.Namespace, stack: ExitStack) -> tuple[ServiceAddr
     return ServiceAddress(node.local_url, key), node.check
 
 
-def _report(arguments: argparse.Namespace, done: EvaluatedRun, ks: list[int], items: int) -> None:
-    evaluation = done.evaluation
-    model = f"{done.model}, {evaluation.describe_versions()}"
-    if arguments.model is not None:
-        model = arguments.model
+def _report(
+    arguments: argparse.Namespace, evaluation: Evaluation, ks: list[int], items: int
+) -> None:
+    model = arguments.model or f"{evaluation.model}, {evaluation.describe_versions()}"
     figures = {
         "agent": arguments.agent,
-        "model": arguments.model or done.model,
+        "model": arguments.model or evaluation.model,
         "data": arguments.data,
         **evaluation.figures(ks),
     }
@@ -268,13 +261,13 @@ def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-def _until_signal(evaluation: Coroutine[Any, Any, EvaluatedRun]) -> EvaluatedRun:
+def _until_signal(evaluation: Coroutine[Any, Any, Evaluation]) -> Evaluation:
     """Return the result; SystemExit after a signal, once open sessions are aborted."""
     import asyncio
 
     from any_agent.runtime.signals import run_until_signal
 
-    found: list[EvaluatedRun] = []
+    found: list[Evaluation] = []
 
     async def evaluated() -> None:
         found.append(await evaluation)

@@ -42,6 +42,8 @@ class Evaluation:
     failed_score: float | None = None
     threshold: float = 1.0
     """The least reward that passes."""
+    model: str = ""
+    """The model as `experiment/trial`, from the service."""
 
     @classmethod
     def of(
@@ -51,6 +53,7 @@ class Evaluation:
         runs: int,
         threshold: float = 1.0,
         failed_score: float | None = None,
+        model: str = "",
     ) -> Self:
         """Evaluate a runner's results; runs that await a reward count as failed: `no_reward`."""
         scores: dict[int, list[float]] = defaultdict(list)
@@ -67,9 +70,8 @@ class Evaluation:
                 tasks[result.item] = result.task_id
             if result.version is not None:
                 versions.add(result.version)
-        return cls(
-            dict(scores), tasks, runs, failed, tuple(sorted(versions)), failed_score, threshold
-        )
+        known = tuple(sorted(versions))
+        return cls(dict(scores), tasks, runs, failed, known, failed_score, threshold, model)
 
     @property
     def reward(self) -> Estimate | None:
@@ -154,45 +156,51 @@ def _row(found: Estimate | None) -> str:
     return f"{found.mean:7.3f}  {interval}  {found.items:5}"
 
 
-@dataclass(frozen=True, slots=True)
-class EvalOptions:
-    """The agent, the items and the settings of an evaluation."""
-
-    agent: Callable[..., Any]
-    agent_name: str
-    """The agent's name and arguments: results of another agent are not resumed."""
-    items: Sequence[Any]
-    runs: int
-    concurrency: int
-    timeout: float
-    retries: int
-    threshold: float
-    failed_score: float | None
-    out: str | None
-    version: int | Literal["current", "any"]
-    """The weight version of all tokens: a number, the version that is served at the beginning, or
-    any."""
-
-
-@dataclass(frozen=True, slots=True)
-class EvaluatedRun:
-    """An evaluation and its model."""
-
-    model: str
-    """The model as `experiment/trial`, from the service."""
-    evaluation: Evaluation
-
-
 async def evaluate(
-    options: EvalOptions, service: ServiceAddress, check: Callable[[], object] | None = None
-) -> EvaluatedRun:
-    """Run the agent on all items and return the scores. ``check`` is called ten times a second
-    meanwhile; an error of it ends the evaluation.
+    service: ServiceAddress,
+    agent: Callable[..., Any],
+    items: Sequence[Any],
+    *,
+    runs: int,
+    version: int | Literal["current", "any"],
+    threshold: float,
+    failed_score: float | None,
+    check: Callable[[], object] | None = None,
+    **settings: Any,
+) -> Evaluation:
+    """Run the agent ``runs`` times on each item and return the scores.
+
+    ``version`` is the weight version of all tokens: a number, the version that is served at the
+    beginning, or any. ``check`` is called ten times a second meanwhile; an error of it ends the
+    evaluation. ``settings`` are further arguments of :class:`AgentRunner`.
 
     Raises as :meth:`AgentRunner.arun`, and VersionGone where the service no longer serves the
     pinned weight version.
     """
-    work = asyncio.ensure_future(_evaluate(options, service))
+
+    async def run() -> Evaluation:
+        served = await find_run(service, answer_timeout=_ANSWER_TIMEOUT)
+        pinned = {"current": served.version, "any": None}.get(str(version), version)
+        assert pinned is None or isinstance(pinned, int)
+        runner = AgentRunner(
+            url=service.named,
+            api_key=service.api_key,
+            mode="eval",
+            version=pinned,
+            group_size=runs,
+            # Where failures have a score, an agent that always fails is judged like any other.
+            max_failures=32 if failed_score is None else sys.maxsize,
+            **settings,
+        )
+        return Evaluation.of(
+            await runner.arun(agent, items),
+            runs=runs,
+            threshold=threshold,
+            failed_score=failed_score,
+            model=f"{served.experiment}/{served.trial}",
+        )
+
+    work = asyncio.ensure_future(run())
     try:
         while check and not (await asyncio.wait([work], timeout=_CHECK_INTERVAL))[0]:
             check()
@@ -201,31 +209,3 @@ async def evaluate(
         work.cancel()
         with suppress(asyncio.CancelledError, Exception):
             await work
-
-
-async def _evaluate(options: EvalOptions, service: ServiceAddress) -> EvaluatedRun:
-    run = await find_run(service, answer_timeout=_ANSWER_TIMEOUT)
-    version = {"current": run.version, "any": None}.get(str(options.version), options.version)
-    assert version is None or isinstance(version, int)
-    runner = AgentRunner(
-        url=service.named,
-        api_key=service.api_key,
-        mode="eval",
-        version=version,
-        concurrency=options.concurrency,
-        group_size=options.runs,
-        results=options.out,
-        agent_name=options.agent_name,
-        retries=options.retries,
-        timeout=options.timeout,
-        # Where failures have a score, an agent that always fails is judged like any other.
-        max_failures=32 if options.failed_score is None else sys.maxsize,
-    )
-    results = await runner.arun(options.agent, options.items)
-    evaluation = Evaluation.of(
-        results,
-        runs=options.runs,
-        threshold=options.threshold,
-        failed_score=options.failed_score,
-    )
-    return EvaluatedRun(f"{run.experiment}/{run.trial}", evaluation)

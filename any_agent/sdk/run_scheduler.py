@@ -8,12 +8,13 @@ import logging
 from collections import Counter, defaultdict, deque
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Literal
 
 from any_agent.client.backoff import jittered
 from any_agent.client.retry_transport import SharedClient
 from any_agent.client.rl_client import RLClient
-from any_agent.errors import AgentFailed, AnyAgentError, Conflict, RunFinished
+from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Conflict, RunFinished
 from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.attempts import (
     Attempt,
@@ -22,7 +23,7 @@ from any_agent.sdk.attempts import (
     MissingReward,
     recover_result,
 )
-from any_agent.sdk.find_service import ServiceAddress
+from any_agent.sdk.find_service import find_service
 from any_agent.sdk.open_session import AgentSession
 from any_agent.sdk.results import ResultsLog, RunProgress, RunResult
 from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
@@ -40,22 +41,54 @@ _STOP_TIMEOUT = 20.0
 """Seconds that the running attempts have for aborting their sessions when the runner stops."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(kw_only=True, eq=False, repr=False)
 class RunnerSettings:
-    """The settings of an :class:`~any_agent.sdk.AgentRunner`, under its arguments' names."""
+    """The settings of an :class:`~any_agent.sdk.AgentRunner`, which describes them."""
 
-    service: ServiceAddress
-    concurrency: int
-    retries: int
-    on_failure: Literal["skip", "stop"]
-    max_failures: int
-    mode: Literal["train", "eval"]
-    timeout: float
-    missing_reward: MissingReward
-    wait: float
-    retry_for: float
-    ttl: float | None
-    version: int | Literal["current"] | None
+    concurrency: int = 32
+    group_size: int = 8
+    epochs: int = 1
+    results: str | Path | None = None
+    on_failure: Literal["skip", "stop"] = "skip"
+    retries: int = 2
+    max_failures: int = 32
+    timeout: float = 600.0
+    missing_reward: MissingReward = "fail"
+    mode: Literal["train", "eval"] = "train"
+    version: int | Literal["current"] | None = None
+    ttl: float | None = None
+    wait: float = 3600.0
+    retry_for: float | None = None
+    url: str | None = None
+    api_key: str | None = None
+    progress: bool | Callable[[RunProgress], object] | None = None
+    agent_name: str = ""
+
+    def __post_init__(self) -> None:
+        for name in ("concurrency", "group_size", "epochs", "max_failures"):
+            value = getattr(self, name)
+            require_setting(value >= 1, f"{name} is {value}: it must be at least 1")
+        retries, timeout, missing = self.retries, self.timeout, self.missing_reward
+        require_setting(retries >= 0, f"retries is {retries}: it must be at least 0")
+        require_setting(timeout > 0, f"timeout is {timeout}: it must be above 0, in seconds")
+        failure, mode = self.on_failure, self.mode
+        require_setting(failure in ("skip", "stop"), f"on_failure is {failure!r}: skip or stop")
+        require_setting(mode in ("train", "eval"), f"mode is {mode!r}: train or eval")
+        require_setting(
+            missing in ("fail", "await") or isinstance(missing, int | float),
+            f"missing_reward is {missing!r}: 'fail', 'await', or a number",
+        )
+        self.service = find_service(self.url, self.api_key)
+
+    @property
+    def patience(self) -> float:
+        """The seconds for which requests are tried again while the service is away."""
+        return self.service.patience if self.retry_for is None else self.retry_for
+
+
+def require_setting(valid: bool, message: str) -> None:
+    if not valid:
+        raise ConfigError(message)
 
 
 class RunScheduler:

@@ -7,24 +7,23 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Mapping
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
 
 from any_agent.client.retry_transport import retrying_client
 from any_agent.errors import ConfigError
 from any_agent.protocol.rl import RunInfo
 from any_agent.sdk.agent_callable import AgentCallable, AgentLike
-from any_agent.sdk.attempts import MissingReward
-from any_agent.sdk.find_service import find_service, shared_client
+from any_agent.sdk.find_service import shared_client
 from any_agent.sdk.open_session import run_info
 from any_agent.sdk.results import ResultsLog, RunProgress, RunResults
 from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
-from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler
+from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler, require_setting
 
 _BAR_INTERVAL = 0.2  # seconds between two drawings of the bar
 _BAR_WIDTH = 24
 
 
-class AgentRunner:
+class AgentRunner(RunnerSettings):
     """Runs an agent on a dataset against a service that trains (or, with mode eval, serves).
 
     ``AgentRunner(concurrency=32, group_size=8).run(agent, dataset)``: each item is run
@@ -42,62 +41,9 @@ class AgentRunner:
     ``progress``: a function that is called with a :class:`RunProgress` at each change; True shows a
     bar, None shows it on a terminal, False never. ``url`` and ``api_key``: by default the
     environment's (`find_service`). ``agent_name``: a file of results with another name is refused.
-    """
 
-    def __init__(
-        self,
-        *,
-        concurrency: int = 32,
-        group_size: int = 8,
-        epochs: int = 1,
-        results: str | Path | None = None,
-        on_failure: Literal["skip", "stop"] = "skip",
-        retries: int = 2,
-        max_failures: int = 32,
-        timeout: float = 600.0,
-        missing_reward: MissingReward = "fail",
-        mode: Literal["train", "eval"] = "train",
-        version: int | Literal["current"] | None = None,
-        ttl: float | None = None,
-        wait: float = 3600.0,
-        retry_for: float | None = None,
-        url: str | None = None,
-        api_key: str | None = None,
-        progress: bool | Callable[[RunProgress], object] | None = None,
-        agent_name: str = "",
-    ) -> None:
-        """Raise ConfigError, with the setting's name, for an invalid setting."""
-        counts = {"concurrency": concurrency, "group_size": group_size}
-        for name, value in (counts | {"epochs": epochs, "max_failures": max_failures}).items():
-            _require(value >= 1, f"{name} is {value}: it must be at least 1")
-        _require(retries >= 0, f"retries is {retries}: it must be at least 0")
-        _require(timeout > 0, f"timeout is {timeout}: it must be above 0, in seconds")
-        _require(on_failure in ("skip", "stop"), f"on_failure is {on_failure!r}: skip or stop")
-        _require(mode in ("train", "eval"), f"mode is {mode!r}: train or eval")
-        _require(
-            missing_reward in ("fail", "await") or isinstance(missing_reward, int | float),
-            f"missing_reward is {missing_reward!r}: 'fail', 'await', or a number",
-        )
-        self._service = find_service(url, api_key)
-        self._group_size = group_size
-        self._epochs = epochs
-        self._path = Path(results) if results is not None else None
-        self._settings = RunnerSettings(
-            service=self._service,
-            concurrency=concurrency,
-            retries=retries,
-            on_failure=on_failure,
-            max_failures=max_failures,
-            mode=mode,
-            timeout=timeout,
-            missing_reward=missing_reward,
-            wait=wait,
-            retry_for=self._service.patience if retry_for is None else retry_for,
-            ttl=ttl,
-            version=version,
-        )
-        self._progress = progress
-        self._agent_name = agent_name
+    Raises ConfigError, with the setting's name, for an invalid setting.
+    """
 
     def run(
         self,
@@ -144,19 +90,17 @@ class AgentRunner:
         """
         called = AgentCallable(agent, agent_kwargs)
         items = ItemSource(dataset)
-        size = self._group_size if group_size is None else group_size
-        _require(size >= 1, f"group_size is {size}: it must be at least 1")
-        results_log = ResultsLog(self._path)
+        size = self.group_size if group_size is None else group_size
+        require_setting(size >= 1, f"group_size is {size}: it must be at least 1")
+        results_log = ResultsLog(Path(self.results) if self.results is not None else None)
         results_log.open()
-        show = progress_callback(self._progress)
+        show = progress_callback(self.progress)
         http = retrying_client() if called.wants_http_client and not called.blocks else None
         try:
-            async with shared_client(self._service, retry_for=self._settings.retry_for) as client:
-                info = await run_info(client, self._service)
+            async with shared_client(self.service, retry_for=self.patience) as client:
+                info = await run_info(client, self.service)
                 plan = await self._planned(items, size, info, results_log)
-                scheduler = RunScheduler(
-                    plan, items, called, self._settings, client, results_log, show, http
-                )
+                scheduler = RunScheduler(plan, items, called, self, client, results_log, show, http)
                 try:
                     await scheduler.run()
                     if scheduler.stopped is not None and not scheduler.results:
@@ -187,14 +131,16 @@ class AgentRunner:
         self, items: ItemSource, size: int, info: RunInfo, results_log: ResultsLog
     ) -> RunPlan:
         """Return the plan in the file, or a new one; ConfigError if the file is of another plan."""
+        # Runs of two versions of a model do not go into one file.
+        pinned = f"@{self.version}" if isinstance(self.version, int) else ""
         wanted = PlanHeader(
             run=results_log.header.run if results_log.header is not None else new_run(),
             data=items.fingerprint(),
             items=len(items),
             group_size=size,
-            mode=self._settings.mode,
-            service=f"{info.experiment}/{info.trial}{self._pinned}",
-            agent=self._agent_name,
+            mode=self.mode,
+            service=f"{info.experiment}/{info.trial}{pinned}",
+            agent=self.agent_name,
         )
         if results_log.header is None:
             await results_log.begin(wanted)
@@ -204,18 +150,13 @@ class AgentRunner:
                 f"{results_log.path} has the results of another run: {difference}. "
                 "Give this one a file of its own (results=), or remove that one"
             )
-        return RunPlan(wanted, self._epochs)
-
-    @property
-    def _pinned(self) -> str:
-        """The pinned version: runs of two versions of a model do not go into one file."""
-        version = self._settings.version
-        return f"@{version}" if isinstance(version, int) else ""
+        return RunPlan(wanted, self.epochs)
 
     def _report_progress(self, runs: RunScheduler, plan: RunPlan, error: BaseException) -> None:
         """Print, or add to the error, how many runs are done and where their results are."""
-        where = f"; {self._path} has them, and the same run goes on from it" if self._path else ""
-        text = f"{len(runs.results)} of {len(plan)} runs are done{where}"
+        text = f"{len(runs.results)} of {len(plan)} runs are done"
+        if self.results is not None:
+            text += f"; {self.results} has them, and the same run goes on from it"
         if isinstance(error, asyncio.CancelledError):
             self.announce(f"stopped: {text}")
         else:
@@ -298,8 +239,3 @@ def _difference(found: PlanHeader, wanted: PlanHeader) -> str:
         if values[0] != values[1]:
             return templates[name].format(*values)
     raise AssertionError("the same headers")
-
-
-def _require(valid: bool, message: str) -> None:
-    if not valid:
-        raise ConfigError(message)
