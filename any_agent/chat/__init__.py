@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from any_agent.chat.conversation_hash import chain_keys, key_parts, normalise
 from any_agent.chat.format import ChatFormat
-from any_agent.chat.load import chat_format_for, chat_format_of, load_chat_format, load_hf_tokenizer
+from any_agent.chat.load import chat_format_for, load_chat_format, load_hf_tokenizer
 from any_agent.chat.message_validation import (
     reasoning_of,
     text_of,
@@ -21,7 +21,6 @@ __all__ = [
     "StreamParser",
     "chain_keys",
     "chat_format_for",
-    "chat_format_of",
     "key_parts",
     "load_chat_format",
     "load_hf_tokenizer",

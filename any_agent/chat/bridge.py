@@ -65,7 +65,7 @@ class ContinuationCheck:
 
 
 class TemplateRenderer:
-    """A :class:`~any_agent.chat.prompt_renderer.PromptRenderer` by the model's own template.
+    """Renders validated messages to token ids by the model's own template. Thread-safe.
 
     Every engine would use that template as well.
     """
@@ -80,8 +80,10 @@ class TemplateRenderer:
     ) -> None:
         """``may_think`` False: there is no reasoning that the template could remove."""
         self.known_settings = template.known_settings
+        """Names of the ``chat_template_kwargs`` that change something."""
         self.settings: Mapping[str, Any] = template.settings
         self.escapes_special_tokens = template.escapes_special_tokens
+        """True if special tokens that a text only spells stay plain text."""
         self._template = template
         self._stop_ids = stop_ids
         self._retention = retention
@@ -95,6 +97,7 @@ class TemplateRenderer:
         self._checks: dict[_Pattern, ContinuationCheck] = {}
 
     def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
+        """Return a renderer with some settings changed; ValueError for a value it refuses."""
         template = self._template.with_settings({**self.settings, **settings})
         may_think = self._may_think or any(settings.get(name) for name in SWITCHES)
         return TemplateRenderer(
@@ -104,6 +107,7 @@ class TemplateRenderer:
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
     ) -> list[int]:
+        """Render a whole conversation, by default with the generation prompt."""
         return self._template.ids(messages, tools, generation=generation)
 
     def following_ids(

@@ -17,7 +17,7 @@ CONTINUATION_EXAMPLES: dict[str, dict[str, Any]] = {
     "an answer among the new messages": {"roles": ("user", "assistant", "user")},
 }
 """New messages that agents send between two answers, by name: arguments of
-:meth:`~any_agent.chat.prompt_renderer.PromptRenderer.check_continuation`."""
+:meth:`~any_agent.chat.bridge.TemplateRenderer.check_continuation`."""
 
 
 def _tool(name: str) -> Tool:

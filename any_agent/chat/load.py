@@ -23,6 +23,7 @@ from any_agent.errors import ConfigError
 log = logging.getLogger(__name__)
 
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[\w.-]+)?")
+_NO_PATH = "(a tokenizer without a path)"
 _Location: TypeAlias = Literal["folder", "hub", "cache"]
 """The place of a model's small files: its folder, the Hugging Face hub, or the local cache of
 files fetched from the hub before."""
@@ -33,37 +34,17 @@ class RendererMismatch(ConfigError):
 
 
 def load_chat_format(
-    model_path: str,
-    *,
-    renderer: str = "auto",
-    enable_thinking: bool | None = False,
-    thinking_retention: str = "all",
-    trust_remote_code: bool = False,
-) -> ChatFormat:
-    """Load the chat format of a local model directory, or of a name on the Hugging Face hub.
-
-    Settings and errors are those of :func:`chat_format_of`.
-    """
-    _check_retention(thinking_retention)
-    local = Path(model_path).is_dir()
-    tokenizer = _load_tokenizer(model_path, local=local, trust_remote_code=trust_remote_code)
-    location: _Location = "folder" if local else "hub"
-    model = _LoadedModel(model_path, tokenizer, enable_thinking, thinking_retention)
-    return _make_format(model, location, renderer)
-
-
-def chat_format_of(
-    tokenizer: Any,
+    model: str | Any,
     *,
     renderer: str = "auto",
     enable_thinking: bool | None = False,
     thinking_retention: str = "all",
 ) -> ChatFormat:
-    """Make the chat format of a tokenizer of transformers.
+    """Load the chat format of a model folder, of a name on the Hugging Face hub, or of a tokenizer.
 
-    The model's other files are read from where the tokenizer came from, if they are on this
-    machine. ``auto`` writes with the tokenizer's own chat template, and knows the family by name
-    where PyPI's ``renderers`` agrees with it; without a template it writes with the family's
+    The other files of a tokenizer of transformers are read from where it came from, if they are on
+    this machine. ``auto`` writes with the tokenizer's own chat template, and knows the family by
+    name where PyPI's ``renderers`` agrees with it; without a template it writes with the family's
     renderer. Any other ``renderer`` is one of these, by name, and writes itself; ``default``
     is the template of no known family. ``enable_thinking`` None leaves it to the template.
     ``thinking_retention``: ``all`` keeps earlier reasoning in the context, so that every turn
@@ -73,10 +54,18 @@ def chat_format_of(
     Raises:
         ConfigError: no such path, no tokenizer, no template, or one that cannot be rendered.
     """
-    _check_retention(thinking_retention)
-    path = str(getattr(tokenizer, "name_or_path", "") or "(a tokenizer without a path)")
-    model = _LoadedModel(path, tokenizer, enable_thinking, thinking_retention)
-    return _make_format(model, "folder" if Path(path).is_dir() else "cache", renderer)
+    if thinking_retention not in ("all", "tool_cycle", "template"):
+        raise ConfigError(
+            f"thinking_retention is {thinking_retention!r}: use all, tool_cycle or template"
+        )
+    by_path = isinstance(model, str)
+    path = model if by_path else str(getattr(model, "name_or_path", "") or _NO_PATH)
+    location: _Location = "hub" if by_path else "cache"
+    if Path(path).is_dir():
+        location = "folder"
+    tokenizer = _load_tokenizer(path) if by_path else model
+    loaded = _LoadedModel(path, tokenizer, enable_thinking, thinking_retention)
+    return _make_format(loaded, location, renderer)
 
 
 def chat_format_for(
@@ -89,7 +78,7 @@ def chat_format_for(
     """Return a cached chat format; loading one takes a second.
 
     ``tokenizer`` is a tokenizer of transformers, or the path or hub name of one; a chat format is
-    returned as it is. Settings and errors are those of :func:`chat_format_of`.
+    returned as it is. Settings and errors are those of :func:`load_chat_format`.
     """
     if isinstance(tokenizer, ChatFormat):
         return tokenizer
@@ -106,9 +95,8 @@ def chat_format_for(
 def _cached_format(
     tokenizer: Any, template: str | None, renderer: str, thinking: bool | None, retention: str
 ) -> ChatFormat:
-    """Load by path or make of a tokenizer; ``template`` is a part of the cache's key only."""
-    load = load_chat_format if isinstance(tokenizer, str) else chat_format_of
-    return load(
+    """Load by path or tokenizer; ``template`` is a part of the cache's key only."""
+    return load_chat_format(
         tokenizer, renderer=renderer, enable_thinking=thinking, thinking_retention=retention
     )
 
@@ -121,7 +109,7 @@ def load_hf_tokenizer(path: str) -> Any:
     reads it; ``return_dict=True`` gives transformers' mapping with a mask beside them. Raises
     ConfigError where there is no tokenizer.
     """
-    tokenizer = _load_tokenizer(path, local=Path(path).is_dir(), trust_remote_code=False)
+    tokenizer = _load_tokenizer(path)
     if tokenizer.pad_token_id is None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.__class__ = _with_lists(tokenizer.__class__)
@@ -152,13 +140,6 @@ def _blank(base: Any) -> Any:
     """Return a tokenizer of such a class, without its state."""
     made = _with_lists(base)
     return made.__new__(made)
-
-
-def _check_retention(thinking_retention: str) -> None:
-    if thinking_retention not in ("all", "tool_cycle", "template"):
-        raise ConfigError(
-            f"thinking_retention is {thinking_retention!r}: use all, tool_cycle or template"
-        )
 
 
 def _make_format(model: _LoadedModel, location: _Location, renderer: str) -> ChatFormat:
@@ -299,14 +280,15 @@ class _LoadedModel:
         return None if rendered else f"meets a chat template that cannot be rendered: {failure}"
 
 
-def _load_tokenizer(model_path: str, *, local: bool, trust_remote_code: bool) -> Any:
+def _load_tokenizer(model_path: str) -> Any:
     from transformers import AutoTokenizer
 
+    local = Path(model_path).is_dir()
     if not local and not _HUB_NAME.fullmatch(model_path):
         raise ConfigError(f"model path {model_path!r} does not exist")
     try:
         tokenizer = AutoTokenizer.from_pretrained(
-            model_path, local_files_only=local, trust_remote_code=trust_remote_code
+            model_path, local_files_only=local, trust_remote_code=False
         )
     except Exception as e:
         where = "has no tokenizer that loads" if local else "is no directory, nor a loadable model"

@@ -1,53 +1,13 @@
-"""The interface that renders prompts and continuations, and its form by PyPI's ``renderers``."""
+"""Rendering of prompts and continuations by PyPI's ``renderers``, and the two ways to render."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
-from any_agent.chat.bridge import ContinuationCheck
+from any_agent.chat.bridge import ContinuationCheck, TemplateRenderer
 from any_agent.types import Message, Tool
-
-
-class PromptRenderer(Protocol):
-    """Renders messages, already validated, to token ids. Thread-safe."""
-
-    @property
-    def known_settings(self) -> frozenset[str]:
-        """Names of the ``chat_template_kwargs`` that change something."""
-
-    @property
-    def settings(self) -> Mapping[str, Any]: ...
-
-    @property
-    def escapes_special_tokens(self) -> bool:
-        """True if special tokens that a text only spells stay plain text."""
-
-    def with_settings(self, settings: Mapping[str, Any]) -> PromptRenderer:
-        """Return a renderer with some settings changed; ValueError for a value it refuses."""
-
-    def prompt_ids(
-        self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
-    ) -> list[int]:
-        """Render a whole conversation, by default with the generation prompt."""
-
-    def following_ids(
-        self,
-        output_ids: Sequence[int],
-        new: list[Message],
-        tools: list[Tool] | None,
-        *,
-        answer: Message | None,
-        prompt_tail: Sequence[int],
-        past: Sequence[Message] = (),
-    ) -> list[int] | None:
-        """Return what follows an output when these messages come next; None if unknown."""
-
-    def check_continuation(
-        self, roles: Sequence[str], *, calls: int = 0, tools: bool = False
-    ) -> ContinuationCheck:
-        """Check if messages of these roles, after an answer with ``calls``, are continued."""
 
 
 class LibraryRenderer:
@@ -126,6 +86,9 @@ class LibraryRenderer:
         if "assistant" in roles or "calling" in roles:
             return ContinuationCheck("the renderer continues with no answer that was not sampled")
         return ContinuationCheck(None)
+
+
+PromptRenderer: TypeAlias = TemplateRenderer | LibraryRenderer
 
 
 def _with_tool_names(new: list[Message], answer: Message | None) -> list[Message]:

@@ -11,7 +11,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from any_agent import EngineOpenAI, workflow_context
-from any_agent.chat import ChatFormat, chat_format_of
+from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.errors import ConfigError
 from any_agent.types import GenerationHyperparameters
 from tests.direct.conftest import Make
@@ -43,11 +43,11 @@ def test_a_tokenizer_without_a_folder(tiny_model_dir: Path, tmp_path: Path) -> N
     folder = tmp_path / "moved"
     shutil.copytree(tiny_model_dir, folder)
     tokenizer = AutoTokenizer.from_pretrained(str(folder))
-    beside = chat_format_of(tokenizer)
+    beside = load_chat_format(tokenizer)
     shutil.rmtree(folder)
-    alone = chat_format_of(tokenizer)
+    alone = load_chat_format(tokenizer)
     tokenizer.name_or_path = ""
-    nowhere = chat_format_of(tokenizer)
+    nowhere = load_chat_format(tokenizer)
     prompt = beside.render(HELLO, None)
     for chat in (alone, nowhere):
         assert chat.render(HELLO, None) == prompt

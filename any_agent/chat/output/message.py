@@ -146,9 +146,9 @@ class MessageBuilder:
     Neighbouring parts of one kind become one delta.
     """
 
-    def __init__(self, call_ids: ToolCallIds) -> None:
+    def __init__(self, call_ids: ToolCallIds, *, trims_content: bool = True) -> None:
         self._call_ids = call_ids
-        self._content = WhitespaceTrimmer()
+        self._content = WhitespaceTrimmer(None if trims_content else "")
         self._reasoning = WhitespaceTrimmer()
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []

@@ -69,6 +69,21 @@ class StateMachine(Protocol):
     def finish(self) -> None: ...
 
 
+class TextMachine:
+    """The machine of an output without structure: all of it is content."""
+
+    wanted: frozenset[str] = frozenset()
+
+    def __init__(self, builder: MessageBuilder) -> None:
+        self._builder = builder
+
+    def push(self, text: str, kind: str) -> None:
+        self._builder.content(text)
+
+    def finish(self) -> None:
+        """Do nothing: no text waits here."""
+
+
 class ReasoningState(Enum):
     """The meaning of a call's opening inside open reasoning."""
 

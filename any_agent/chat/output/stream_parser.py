@@ -112,54 +112,6 @@ class IncrementalParser:
                 machine.push(*piece)
 
 
-class TextParser:
-    """Turns tokens into text as written: no reasoning, no calls, nothing trimmed.
-
-    The text ends before the first stop token or stop string.
-    """
-
-    def __init__(
-        self, detokenizer: Detokenizer, stop_ids: frozenset[int], stop: tuple[str, ...]
-    ) -> None:
-        self._detokenizer = detokenizer
-        self._stop_ids = stop_ids
-        self._stops = StopFilter(stop)
-        self._text: list[str] = []
-        self._ended = False
-
-    def feed(self, ids: list[int]) -> list[MessageDelta]:
-        parts = []
-        # With stop strings each token counts by itself; else all are decoded at once.
-        for run in ([i] for i in ids) if self._stops.active else (ids,):
-            if self._ended or self._stops.matched:
-                break
-            parts.append(self._filter(self._decode(run)))
-        return self._deltas("".join(parts))
-
-    def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
-        rest = ""
-        if not self._ended and not self._stops.matched:
-            rest = self._filter(self._detokenizer.flush())
-        rest += "".join(text for text, _ in self._stops.finish())
-        return self._deltas(rest), ParsedMessage("".join(self._text))
-
-    def _decode(self, ids: list[int]) -> str:
-        for at, i in enumerate(ids):
-            if i in self._stop_ids:
-                self._ended = True
-                return self._detokenizer.push(ids[:at]) + self._detokenizer.flush()
-        return self._detokenizer.push(ids)
-
-    def _filter(self, text: str) -> str:
-        return "".join(part for part, _ in self._stops.push([(text, TEXT)])) if text else ""
-
-    def _deltas(self, text: str) -> list[MessageDelta]:
-        if not text:
-            return []
-        self._text.append(text)
-        return [MessageDelta(content=text)]
-
-
 log = logging.getLogger(__name__)
 
 

@@ -106,7 +106,7 @@ def test_agrees_with_the_renderer_on_what_models_write(
     name: str, thinking: bool, data: st.DataObject
 ) -> None:
     made = family(name, thinking=thinking)
-    renderer = made.load(renderer=RENDERERS[name])._renderer
+    renderer = made.load(renderer=RENDERERS[name])._library_renderer
     meant = data.draw(answers(made))
     ids = made.say(meant.text, reasoning=meant.reasoning, calls=meant.calls)
     prompt = made.chat.render([{"role": "user", "content": "hi"}], TOOLS)

@@ -10,36 +10,28 @@ from typing import Any
 
 import pytest
 
-from any_agent.chat import ParsedMessage
-from any_agent.chat.output.parser_factory import OutputParserFactory
+from any_agent.chat import ChatFormat, ParsedMessage
 from tests.support.chat_streams import TOOLS, streamed
 from tests.support.families import family
 
 
 @cache
-def reader(renderer: str, *, as_text: bool) -> OutputParserFactory:
+def reader(renderer: str, *, as_text: bool) -> ChatFormat:
     """A reader over the Qwen3 miniature's vocabulary, with this family's markers in it or not."""
     chat = family("qwen3").chat
-    ends = chat.stop_token_ids
-    made = OutputParserFactory(chat._renderer, chat.tokenizer, chat.decode, ends, family=renderer)
+    ends, library = chat.stop_token_ids, chat._library_renderer
+    made = ChatFormat(chat.tokenizer, library, ends, chat.renderer, name=renderer)
     if as_text or made.grammar is None:
         return made
     tokenizer = copy.deepcopy(chat.tokenizer)
     missing = [m for m in made.grammar.marks if m not in tokenizer.get_vocab()]
     tokenizer.add_special_tokens({"additional_special_tokens": missing}, False)
-
-    def decode(ids: Any) -> str:
-        return str(tokenizer.decode(list(ids), skip_special_tokens=False))
-
-    made = OutputParserFactory(chat._renderer, tokenizer, decode, ends, family=renderer)
-    made.tokenizer = tokenizer  # type: ignore[attr-defined]
-    return made
+    return ChatFormat(tokenizer, library, ends, chat.renderer, name=renderer)
 
 
 def read(renderer: str, text: str, *, as_text: bool = False) -> ParsedMessage:
     made = reader(renderer, as_text=as_text)
-    tokenizer = getattr(made, "tokenizer", family("qwen3").chat.tokenizer)
-    ids = tokenizer.encode(text, add_special_tokens=False)
+    ids = made.tokenizer.encode(text, add_special_tokens=False)
     new_parser = partial(made.stream_parser, prompt_ids=[1], tools=TOOLS, stop=())
     one_by_one = streamed(new_parser(), [[i] for i in ids])
     assert streamed(new_parser(), [ids]) == one_by_one
