@@ -81,7 +81,7 @@ class LocalService:
     def _run(self) -> None:
         try:
             with self._node as node:
-                os.environ[SHARED_GPUS] = node.starter.sharing
+                os.environ[SHARED_GPUS] = node.gpus.sharing
                 self._ready.set()
                 self._watch(node)
                 if self._drains:

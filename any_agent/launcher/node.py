@@ -13,33 +13,50 @@ by the registry in the run's folder, which the machines share.
 
 from __future__ import annotations
 
+import math
+import signal
 import socket
 import time
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
-from typing import Self
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Self
 
 import yaml
 
 from any_agent.auth.access import require_key
-from any_agent.config import Config
+from any_agent.config import SECRET_VARIABLES, Config
 from any_agent.errors import StartupError
 from any_agent.launcher import journal_storage
 from any_agent.launcher.component import Component
-from any_agent.launcher.engines import require_engines, require_weights
-from any_agent.launcher.gpu_assignment import require_devices
-from any_agent.launcher.node_role import WHOLE, NodeRole
-from any_agent.launcher.reachability import from_here, reachable
+from any_agent.launcher.engines import (
+    engine_command,
+    engine_ready,
+    require_engines,
+    require_weights,
+    start_timeout,
+    visible_gpus,
+)
+from any_agent.launcher.gpu_assignment import (
+    SHARED_GPUS,
+    GpuAssignment,
+    assign_gpus,
+    require_devices,
+)
+from any_agent.launcher.node_role import WHOLE, NodeRole, trainer_arguments
+from any_agent.launcher.process import Command, SupervisedProcess
+from any_agent.launcher.reachability import answers, from_here, reachable
 from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
-from any_agent.launcher.starter import Starter, port_of
 from any_agent.launcher.training_progress import TrainingProgress
 from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, trial_dir
+from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.atomic_files import write_atomic
-from any_agent.runtime.ports import reserve, url_of
+from any_agent.runtime.ports import accept_on, port_of, reserve, url_of
 
 _POLL_INTERVAL = 0.1
+_BACKLOG = 2048  # connections that may wait for a router that restarts
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,38 +96,42 @@ class Node:
         """URLs of the engines of this machine's ranks."""
         self.parts: dict[str, Component] = {}
         """The parts by name, in the order of starting."""
+        self.gpus: GpuAssignment
+        """The GPUs of this machine's parts."""
         self._monitor = RegistryMonitor(self.dir.registry, self.parts, self.options.say)
         self._stack = ExitStack()
         self._lock: int | None = None
+        """The run's locked file, which every child inherits."""
         self._journals_here = False
         """True while this machine's journals are here and may change."""
         self._public: socket.socket
         self._model = ServedModel(config, self.options.weights)
+        self._settings = ["--config", str(self.dir.resolved)]
 
     def __enter__(self) -> Self:
         try:
             self._start()
         except BaseException as error:
-            self._end(error, drains=False)
+            self._end(error, drain_first=None)
             raise
         return self
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
-        self._end(error, drains=isinstance(error, Terminated))
+        self._end(error, drain_first=error if isinstance(error, Terminated) else None)
 
-    def _end(self, error: BaseException | None, *, drains: bool) -> None:
+    def _end(self, error: BaseException | None, *, drain_first: Terminated | None) -> None:
         """End every process; after a signal, print how running calls end."""
         signalled = isinstance(error, Terminated | KeyboardInterrupt)
         say = self.options.say if signalled else lambda _: None
         cut = False
         try:
-            if drains:
-                within = self._drain_within(error)
+            if drain_first is not None:
+                usual = self.config.server.drain_timeout
+                within = usual if drain_first.within is None else drain_first.within
                 say(
                     f"service   draining: new work is refused, running work has {within:g} s to end"
                 )
                 # The proxies need little of a longer time than usual.
-                usual = self.config.server.drain_timeout
                 longer = within - usual if within > 2 * usual else None
                 cut = not drain(self.parts, self._refuse_connections, within, trainer_within=longer)
                 self._warn_of_cut_trainer(say)
@@ -127,10 +148,6 @@ class Node:
                 "step with its checkpoint needs more time (server.drain_timeout, or in a Slurm job "
                 "cluster.warning)"
             )
-
-    def _drain_within(self, error: BaseException | None) -> float:
-        within = error.within if isinstance(error, Terminated) else None
-        return self.config.server.drain_timeout if within is None else within
 
     def stop(self) -> None:
         """End every process within seconds, for certain, and store the journals."""
@@ -185,9 +202,10 @@ class Node:
 
     def _start(self) -> None:
         config, options, place = self.config, self.options, self.options.place
+        ranks, trains = place.ranks_of(config), options.train and place.trainer
         self._model.require(trains=options.train)
-        require_devices(config, trains=options.train and place.trainer)
-        if place.ranks_of(config):
+        require_devices(config, trains=trains)
+        if ranks:
             require_engines(config)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
@@ -197,17 +215,19 @@ class Node:
         if place.router:
             options.say(f"run       {self.dir.path}")
             self._warn_if_trained()
-        self.starter = self._make_starter()
+        self.gpus = assign_gpus(config, visible_gpus(), engines=len(ranks), trains=trains)
         self._before_parts()
-        journal_storage.fetch_journals(self.dir, place.ranks_of(config), place.machine, options.say)
+        journal_storage.fetch_journals(self.dir, ranks, place.machine, options.say)
         self._journals_here = True
-        self.engine_urls = self.starter.engines()
+        self.engine_urls = self._start_engines()
         if config.engine.urls and place.router and not options.train:
             # A trainer would send them the run's weights.
             require_weights(config, self.dir.resolved, options.say)
-        self.starter.proxies(self.engine_urls, self.url)
+        for rank, engine in zip(ranks, self.engine_urls, strict=True):
+            self._start_proxy(rank, engine)
+        self._until_ready()
         if place.router:
-            self.starter.router(self._public, self.url)
+            self._start_router()
             # Agents find the service by this file.
             write_atomic(self.dir.url, f"{self.url}\n", mode=0o644)
             if options.train:
@@ -220,24 +240,137 @@ class Node:
     def _before_parts(self) -> None:
         """Prepare the start of the parts; the address and the folder are there. For subclasses."""
 
-    def _start_trainer(self) -> None:
-        """Start this machine's trainer, if it has one; the service is ready."""
-        if self.options.place.trainer:
-            self.starter.trainer()
+    def _start_engines(self) -> Sequence[str]:
+        """Start this machine's engines and return their URLs when all are ready."""
+        config, host = self.config, self.options.place.host
+        ranks = self.options.place.ranks_of(config)
+        if config.engine.urls:
+            return [config.engine.urls[rank] for rank in ranks]
+        if ranks:
+            path, version = self._model.weights()
+            self.options.say(f"model     {path}, version {version}")
+        ports = [self._reserve(host, 0) for _ in ranks]
+        for rank, port, gpus in zip(ranks, ports, self.gpus.engines, strict=True):
+            self._start_engine(rank, port, gpus)
+        self._until_ready()
+        return [url_of(host, port) for port in ports]
 
-    def _make_starter(self) -> Starter:
-        return Starter(
-            self.config,
-            self.dir,
-            self.options.place,
-            self._model,
-            self.parts,
-            say=self.options.say,
-            check=self.check,
-            stack=self._stack,
-            training=self.options.train,
-            lock=self._lock,
+    def _start_engine(self, rank: int, port: int, gpus: Sequence[str] | None) -> None:
+        host, name = self.options.place.host, f"engine-{rank}"
+        url = url_of(host, port)
+
+        def command() -> Command:
+            weights = self._model.weights()
+            return engine_command(self.config, *weights, host, port, name, gpus=gpus)
+
+        self._add(
+            name,
+            command,
+            ready=lambda _: engine_ready(self.config, url),
+            timeout=start_timeout(self.config),
+            where=f" at {url}",
+            secret=False,
         )
+
+    def _start_proxy(self, rank: int, engine: str) -> None:
+        name, host = rank_name(rank), self.options.place.host
+        port = self._reserve(host, 0)
+        arguments = ["proxy_ext", *self._settings, "--rank", str(rank), "--engine-url", engine]
+        arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
+        if self.options.train:
+            arguments += ["--training"]
+
+        def command() -> Command:
+            # The first start reports a wrong address at once; later the engine may be starting.
+            wait = self.config.engine.update_wait if self.parts[name].restarts else 0.0
+            own = ["--engine-wait", f"{wait:g}", "--model-path", self._model.tokenizer()]
+            return Command([*arguments, *own], quick=signal.SIGINT)
+
+        self._add(name, command, ready=self._registered(name, url_of(host, port)))
+
+    def _start_router(self) -> None:
+        """Start the router on the public socket and wait until it is ready."""
+        public = self._public
+        host, port = self.config.server.host, port_of(public)
+        # The launcher already listens: a client that connects while no router runs waits for the
+        # next one instead of being refused.
+        accept_on(public, _BACKLOG)
+        arguments = ["router", *self._settings, "--host", host, "--port", str(port)]
+        arguments += ["--listener", str(public.fileno()), "--public-url", self.url]
+        command = Command(arguments, listener=public.fileno(), quick=signal.SIGINT)
+        self._add(
+            "router",
+            lambda: command,
+            ready=self._registered("router", url_of(from_here(host), port)),
+            where=f" at {self.url}",
+        )
+        self._until_ready()
+
+    def _start_trainer(self) -> None:
+        """Start this machine's trainer, if it has one; the service is ready.
+
+        It is not waited for: its model may take any time to load.
+        """
+        place = self.options.place
+        if not place.trainer:
+            return
+        # Of several machines that train, the first one's process reports for all of them.
+        leads = place.training is None or place.training.index == 0
+        gpus = self.gpus.trainer
+        variables = {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if gpus is not None else {}
+        # The trainer chooses by it how weights go to the engines.
+        variables[SHARED_GPUS] = self.gpus.sharing
+        arguments = trainer_arguments(self.config, self.dir.resolved, place)
+        self._add(
+            "trainer",
+            lambda: Command(arguments, variables=variables),
+            ready=self._registered("trainer") if leads else lambda _: True,
+            timeout=math.inf,
+            progress=lambda: _size(self.dir.metrics),
+            finishes=True,
+            # The trainer has a key of its own, derived from the run's signing secret.
+            secret=False,
+        )
+
+    def _add(
+        self, name: str, command: Callable[[], Command], *, secret: bool = True, **options: Any
+    ) -> None:
+        """Start a part that runs ``command``; with ``secret`` it gets the admin key."""
+        key = self.config.server.admin_key if secret else None
+        secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
+        log = self.dir.logs / f"{name}.log"
+
+        def make() -> SupervisedProcess:
+            return SupervisedProcess(
+                name, replace(command(), secrets=secrets), log, lock=self._lock
+            )
+
+        part = Component(name, make, say=self.options.say, **options)
+        self.parts[name] = part
+        part.start()
+
+    def _until_ready(self) -> None:
+        """Wait until all parts are ready; ones that die meanwhile are started again."""
+        while any(part.state != "ready" for part in self.parts.values()):
+            self.check()
+            time.sleep(0.02)
+
+    def _registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
+        """Return a check that the process itself has registered as ready, and answers.
+
+        Its predecessor or another program could answer at the same address.
+        """
+
+        def ready(process: SupervisedProcess) -> bool:
+            entry = read_entry(self.dir.registry, name)
+            own = entry is not None and entry.pid == process.pid and entry.state == "ready"
+            return own and (url is None or answers(f"{url}/healthz"))
+
+        return ready
+
+    def _reserve(self, host: str, port: int) -> int:
+        """Reserve a port for all starts of a part until the service ends."""
+        return port_of(self._stack.enter_context(reserve(host, port)))
 
     def _claim_address(self) -> None:
         """Reserve the public address; ConfigError for a port that is in use."""
@@ -275,3 +408,10 @@ class Node:
 def _as_yaml(config: Config) -> str:
     """Return the settings without secrets."""
     return yaml.safe_dump(config.dump(), sort_keys=False)
+
+
+def _size(path: Path) -> int:
+    try:
+        return path.stat().st_size
+    except FileNotFoundError:
+        return 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import socket
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from any_agent.config import Config
 
@@ -45,3 +46,21 @@ class NodeRole:
 
 
 WHOLE = NodeRole()
+
+
+def trainer_arguments(config: Config, settings: Path, place: NodeRole) -> list[str]:
+    """Return the arguments after `python -m` of a trainer with these resolved settings.
+
+    If several processes train, this process starts this machine's share of them and ends with them;
+    they report its process id as the trainer's.
+    """
+    each = ["--config", str(settings), "--host", place.host]
+    together = place.training
+    if config.train.processes == 1 and (together is None or together.count == 1):
+        return ["trainer", *each]
+    arguments = ["trainer.parallel", "--processes", str(config.train.processes)]
+    arguments += ["--host", place.host]
+    if together is not None:
+        arguments += ["--machines", str(together.count), "--machine", str(together.index)]
+        arguments += ["--address", together.address, "--port", str(together.port)]
+    return [*arguments, "--", *each]

@@ -43,7 +43,11 @@ def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
 def free_port(host: str) -> int:
     """Return a port that was free a moment ago."""
     with reserve(host, 0) as listener:
-        return int(listener.getsockname()[1])
+        return port_of(listener)
+
+
+def port_of(bound: socket.socket) -> int:
+    return int(bound.getsockname()[1])
 
 
 def url_of(host: str, port: int) -> str:

@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher import starter as starting
+from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
 from tests.support.e2e.counting_agent import CountingAgent, items
 
@@ -122,9 +122,9 @@ def proxy_fed(folder: Path, tiny_model_dir: Path) -> tuple[Config, Path]:
     out = folder / "proxy-batches"
     out.mkdir()
     recording = ["tests.support.e2e.recording", str(out), "proxy", "--"]
-    real = starting.trainer_arguments
+    real = launching.trainer_arguments
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(starting, "trainer_arguments", lambda *told: [*recording, *real(*told)[1:]])
+        patch.setattr(launching, "trainer_arguments", lambda *told: [*recording, *real(*told)[1:]])
         with Node(config, NodeOptions(say=lambda _: None)) as node:
             asyncio.run(drive(node))
     return config, out

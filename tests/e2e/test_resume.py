@@ -25,7 +25,7 @@ from any_agent.config import Config
 from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher import starter as starting
+from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
@@ -155,8 +155,8 @@ def test_killed_at_each_boundary(
 ) -> None:
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
     dying = ["tests.support.e2e.dying_trainer", str(tmp_path / "marks"), *DEATHS, "--"]
-    real = starting.trainer_arguments
-    monkeypatch.setattr(starting, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
+    real = launching.trainer_arguments
+    monkeypatch.setattr(launching, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
     # The other run's weights went by folders.
     way = {"engine.weight_sync": "distributed"}
     config = config_for(tmp_path / "runs", tiny_model_dir, **way)

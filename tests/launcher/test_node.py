@@ -319,8 +319,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     process = SupervisedProcess("me", Command(["x"]), lab.home / "log")
     process._popen = subprocess.Popen([sys.executable, "-c", ""])
     process._popen.wait()
-    starter = node._make_starter()
-    ready = starter.registered("me")
+    ready = node._registered("me")
     assert not ready(process)
     told = RegistryEntry(name="me", boot_id="b", url="http://127.0.0.1:1", pid=process.pid)
     for wrong in ({"pid": 1}, {"state": "starting"}, {"state": "stopping"}):
@@ -329,7 +328,7 @@ def test_only_the_process_itself_can_say_that_it_is_ready(lab: Lab) -> None:
     publish(node.dir.registry, told)
     assert ready(process)
     # Nor is that enough, where somebody has to answer.
-    assert not starter.registered("me", told.url)(process)
+    assert not node._registered("me", told.url)(process)
 
 
 def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) -> None:
@@ -383,10 +382,9 @@ quiet = node.NodeOptions(say=lambda _: None)
 class OneChild(node.Node):
     def _start(self):
         self.dir.create()
-        starter = self._make_starter()
         command = Command(["impatient"])
-        starter.add("child", lambda: command, ready=lambda p: "ready" in p.log.read_text())
-        starter.until_ready()
+        self._add("child", lambda: command, ready=lambda p: "ready" in p.log.read_text())
+        self._until_ready()
         print(self.parts["child"].pid, flush=True)
 
 

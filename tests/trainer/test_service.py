@@ -29,7 +29,7 @@ class FakeNode:
         self.options = options
         self.dir = SimpleNamespace(metrics=config.root / "metrics.jsonl")
         self.url = "http://here"
-        self.starter = SimpleNamespace(sharing="some")
+        self.gpus = SimpleNamespace(sharing="some")
         self.threads: set[str] = set()
         self.ended: list[Any] = []
         self.checked = threading.Event()

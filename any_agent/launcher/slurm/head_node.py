@@ -7,12 +7,11 @@ import time
 from collections.abc import Callable, Sequence
 from types import FrameType
 
-from any_agent.config import LOOPBACK, SECRET_VARIABLES, Config, ServerConfig
+from any_agent.config import LOOPBACK, Config, ServerConfig
 from any_agent.errors import ConfigError
-from any_agent.launcher.component import Component
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import LOCAL, NodeRole
-from any_agent.launcher.process import Command, SupervisedProcess
+from any_agent.launcher.process import Command
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated, terminate
 from any_agent.launcher.slurm.job import SlurmJob, mark, node_address, requeue, require_program
@@ -134,30 +133,24 @@ class HeadNode(Node):
 
     def _start_node(self, role: Role) -> None:
         name = f"node-{role.index}"
-        log = self.dir.logs / f"{name}.log"
-        self._node_logs[role.node] = LogTail(log)
-        key = self.config.server.admin_key
-        secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
+        self._node_logs[role.node] = LogTail(self.dir.logs / f"{name}.log")
         starts = 0
 
-        def make() -> SupervisedProcess:
+        def command() -> Command:
             nonlocal starts
             starts += 1
-            command = Command(
+            return Command(
                 [*self._worker(role), "--start", f"{self._token}-{starts}"],
-                secrets=secrets,
                 # srun passes these on, while at SIGTERM it kills what it started.
                 drain=signal.SIGUSR1,
                 quick=signal.SIGUSR2,
                 before=[*_PREFIX, f"--nodelist={role.node}", f"--job-name={name}"],
             )
-            return SupervisedProcess(name, command, log, lock=self._lock)
 
         trains = role.training is not None
-        part = Component(
+        self._add(
             name,
-            make,
-            say=self.options.say,
+            command,
             ready=lambda _: self._is_ready(name, f"{self._token}-{starts}"),
             where=f" on {role.node}",
             kind="trainer" if trains else "rank",
@@ -165,8 +158,6 @@ class HeadNode(Node):
             finishes=trains,
             timeout=self.config.cluster.start_timeout,
         )
-        self.parts[name] = part
-        part.start()
 
     def _worker(self, role: Role) -> Sequence[str]:
         arguments = ["any_agent.launcher.slurm.worker_node", "--config", str(self.dir.resolved)]

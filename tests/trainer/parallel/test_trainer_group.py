@@ -13,8 +13,7 @@ import torch
 from any_agent.config import Config, TrainConfig, load_config
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
-from any_agent.launcher.node_role import NodeRole, TrainingNodes
-from any_agent.launcher.starter import trainer_arguments
+from any_agent.launcher.node_role import NodeRole, TrainingNodes, trainer_arguments
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
 from trainer.parallel.__main__ import interface_of
