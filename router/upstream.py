@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import select
+import sys
 import time
 from collections import deque
 from collections.abc import AsyncIterator
@@ -64,19 +65,19 @@ class UpstreamResponse:
 class RankResponse:
     """A rank's answer while it arrives. Leaving its context releases or closes the connection."""
 
-    def __init__(self, connection: _RankConnection) -> None:
+    def __init__(self, connection: _RankConnection, transport: asyncio.Transport) -> None:
         self._connection = connection
         self.status = 0
         self.reason = ""
         self.headers: CIMultiDict[str] = CIMultiDict()
         self.head_size = 0
+        self.content = asyncio.StreamReader(_MAX_BUFFERED_BYTES // 2, asyncio.get_running_loop())
+        """The bytes that have not been read; reading from the rank pauses while there are many."""
+        self.content.set_transport(transport)
         self.complete = False
         """The last byte has arrived; some may not have been read."""
         self.error: ReplyLost | None = None
         """The connection broke off before the answer was complete."""
-        self._parts: deque[bytes] = deque()
-        self._buffered = 0
-        self._arrived: asyncio.Future[None] | None = None
 
     @property
     def content_length(self) -> int | None:
@@ -107,35 +108,15 @@ class RankResponse:
 
         ReplyLost when the connection breaks off.
         """
-        while not self._parts:
-            if self.complete:
-                return b""
-            if self.error is not None:
-                raise self.error
-            self._arrived = asyncio.get_running_loop().create_future()
-            await self._arrived
-        parts = self._parts
-        part = parts.popleft() if len(parts) == 1 else b"".join(parts)
-        parts.clear()
-        if self._buffered > _MAX_BUFFERED_BYTES:
-            self._connection.resume_reading()
-        self._buffered = 0
+        part = await self.content.read(sys.maxsize)
+        if not part and self.error is not None:
+            raise self.error
         return part
 
-    def feed(self, part: bytes) -> bool:
-        """Add a part of the body; True when the reader is too slow and reading should pause."""
-        self._parts.append(part)
-        self._buffered += len(part)
-        self.wake()
-        return self._buffered > _MAX_BUFFERED_BYTES
-
-    def wake(self) -> None:
-        """Wake the reader: a part, the end or an error has arrived."""
-        arrived = self._arrived
-        if arrived is not None:
-            self._arrived = None
-            if not arrived.done():
-                arrived.set_result(None)
+    def end(self, error: ReplyLost | None = None) -> None:
+        """Mark the body's end, or with an error that it broke off."""
+        self.complete, self.error = error is None, error
+        self.content.feed_eof()
 
 
 class _RankConnection(asyncio.Protocol):
@@ -216,21 +197,19 @@ class _RankConnection(asyncio.Protocol):
         if self._method == "HEAD":
             # The parser expects the body that the head announces.
             self._reusable = False
-            response.complete = True
+            response.end()
         if self._head is not None and not self._head.done():
             self._head.set_result(response)
 
     def on_body(self, part: bytes) -> None:
         response = self._response
         assert response is not None
-        if response.feed(part):
-            self._transport.pause_reading()
+        response.content.feed_data(part)
 
     def on_message_complete(self) -> None:
         response = self._response
         if response is not None and response.status:
-            response.complete = True
-            response.wake()
+            response.end()
 
     # -- one request
 
@@ -246,7 +225,7 @@ class _RankConnection(asyncio.Protocol):
             raise _Stale
         self._method = method
         self._parser = httptools.HttpResponseParser(self)
-        self._response = RankResponse(self)
+        self._response = RankResponse(self, self._transport)
         answered: asyncio.Future[RankResponse] = asyncio.get_running_loop().create_future()
         self._head = answered
         if body is None or isinstance(body, bytes):
@@ -286,16 +265,12 @@ class _RankConnection(asyncio.Protocol):
         if not (response and response.complete and sent and self._reusable) or self._closed:
             self.close()
             return
-        self.resume_reading()
+        self._transport.resume_reading()
         now = self.idle_since = time.monotonic()
         pool = self._pool
         while pool and now - pool[0].idle_since > _KEEPALIVE:
             pool.popleft().close()
         pool.append(self)
-
-    def resume_reading(self) -> None:
-        if not self._closed:
-            self._transport.resume_reading()
 
     def close(self) -> None:
         """Abort the connection."""
@@ -309,10 +284,10 @@ class _RankConnection(asyncio.Protocol):
         response = self._response
         if response is None or response.complete:
             return
-        response.error = reply_lost()
-        response.wake()
+        lost = reply_lost()
+        response.end(lost)
         if self._head is not None and not self._head.done():
-            self._head.set_exception(response.error)
+            self._head.set_exception(lost)
 
 
 def _encode_head(
