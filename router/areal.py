@@ -19,6 +19,7 @@ from typing import Literal, TypeAlias
 
 import orjson
 from aiohttp import web
+from multidict import CIMultiDict
 
 from any_agent.auth.access import RUN, Access
 from any_agent.errors import (
@@ -92,13 +93,14 @@ class SlotGrants:
     async def _change(self, rank: int, change: Literal[-1, 1], of: _Owner) -> bool | None:
         """Return whether the rank made the change; None if that is unknown after all tries."""
         content = orjson.dumps({"change": change, "of": of})
-        key, once = self._access.signer.run_key, uuid.uuid4().hex
+        headers = CIMultiDict({"Authorization": f"Bearer {self._access.signer.run_key}"})
+        headers[IDEMPOTENCY_KEY] = uuid.uuid4().hex
         sent = False
         for _ in range(_MOVE_TRIES):
             try:
                 async with asyncio.timeout(_MOVE_TIMEOUT / _MOVE_TRIES):
-                    answer = await self._forwarder.post(
-                        rank, GRANT, content, key=key, idempotency_key=once
+                    answer = await self._forwarder.exchange(
+                        rank, "POST", GRANT, headers.copy(), content
                     )
                 return answer.status == HTTPStatus.OK
             except ServiceUnavailable:

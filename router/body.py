@@ -163,7 +163,7 @@ def _means(text: str, value: Any) -> bool:
     return bool(seconds(text) == value)
 
 
-def json_value(text: str) -> Any:
+def json_value(text: str | bytes) -> Any:
     """Return a text read as JSON; None if it is not JSON."""
     try:
         return orjson.loads(text)
@@ -173,10 +173,7 @@ def json_value(text: str) -> Any:
 
 def json_object(content: bytes) -> dict[str, Any] | None:
     """Return a body's JSON object, empty for no body; None for anything else."""
-    try:
-        data = orjson.loads(content) if content else {}
-    except orjson.JSONDecodeError:
-        return None
+    data = json_value(content) if content else {}
     return data if isinstance(data, dict) else None
 
 

@@ -101,7 +101,7 @@ class Forwarder:
         headers.popall(SESSION_HEADER, None)
         headers.update(more)
         target = target or request.raw_path
-        return await self._exchange(rank, request.method, target, headers, content, deadline)
+        return await self.exchange(rank, request.method, target, headers, content, deadline)
 
     async def answer_with(
         self, request: web.BaseRequest, answer: UpstreamResponse
@@ -109,23 +109,19 @@ class Forwarder:
         """Send a rank's answer to the client as it is."""
         return await self.replies.send(request, answer.status, answer.headers, answer.body)
 
-    async def post(
-        self, rank: int, target: str, content: bytes, *, key: str, idempotency_key: str
-    ) -> UpstreamResponse:
-        """Return a rank's answer to a POST of the router's own. Errors as for `pass_on`."""
-        headers = CIMultiDict({hdrs.AUTHORIZATION: f"Bearer {key}"})
-        headers[IDEMPOTENCY_KEY] = idempotency_key
-        return await self._exchange(rank, "POST", target, headers, content, 0.0)
-
-    async def _exchange(
+    async def exchange(
         self,
         rank: int,
         method: str,
         target: str,
         headers: CIMultiDict[str],
         content: bytes,
-        deadline: float,
+        deadline: float = 0.0,
     ) -> UpstreamResponse:
+        """Return a rank's whole answer to a request of the router's own. Errors as for `pass_on`.
+
+        Wait until the deadline for a rank that is away.
+        """
         if content:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
         try:

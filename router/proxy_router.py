@@ -65,8 +65,8 @@ class ProxyRouter:
         if len(set(urls)) < len(urls):
             raise ConfigError(f"a proxy is named twice: {', '.join(urls)}; name each one once")
         self.proxy_urls = urls
-        self._router: Router | None = None
         self._opening: asyncio.Task[Router] | None = None
+        """Opens the router, or has opened it."""
         self._stack = AsyncExitStack()
         self._replies = ClientResponder(timeout=Config().server.client_timeout)
 
@@ -114,10 +114,10 @@ class ProxyRouter:
 
     async def close(self) -> None:
         """Close the connections to the proxies."""
-        if (opening := self._opening) is not None:
-            opening.cancel()
-            await asyncio.wait([opening])
-        self._router = None
+        if self._opening is not None:
+            self._opening.cancel()
+            await asyncio.wait([self._opening])
+            self._opening = None
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:
@@ -128,19 +128,11 @@ class ProxyRouter:
 
     async def _opened(self, host: str) -> Router:
         """Return the router, opened by the first caller; concurrent callers share the outcome."""
-        if self._router is None:
-            if self._opening is None:
-                self._opening = asyncio.create_task(self._open(host))
-                self._opening.add_done_callback(self._on_opened)
-            # Shielded: other callers may wait for it as well.
-            return await asyncio.shield(self._opening)
-        return self._router
-
-    def _on_opened(self, opening: asyncio.Task[Router]) -> None:
-        self._opening = None
-        if not opening.cancelled():
-            # Retrieve the error, so that asyncio does not log it if every waiter has left.
-            opening.exception()
+        opening = self._opening
+        if opening is None or (opening.done() and (opening.cancelled() or opening.exception())):
+            opening = self._opening = asyncio.create_task(self._open(host))
+        # Shielded: other callers may wait for it as well.
+        return await asyncio.shield(opening)
 
     async def _open(self, host: str) -> Router:
         async with AsyncExitStack() as stack:
@@ -156,9 +148,9 @@ class ProxyRouter:
             ranks = RankHealth(proxies, config.server.ranks, wait=config.server.rank_wait)
             upstream = await stack.enter_async_context(open_upstream())
             await stack.enter_async_context(ranks.watched())
-            self._router = Router(config, _UncheckedAccess(closed), None, upstream, ranks)
+            router = Router(config, _UncheckedAccess(closed), None, upstream, ranks)
             self._stack = stack.pop_all()
-            return self._router
+            return router
 
 
 def _require_plain(request: web.BaseRequest) -> None:
