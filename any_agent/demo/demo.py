@@ -20,7 +20,7 @@ import psutil
 from any_agent.config import Config
 from any_agent.demo.driver import EVALS, Driver
 from any_agent.demo.report import Report, command, next_lines
-from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Step, Tally
+from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Tally
 from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
@@ -85,23 +85,30 @@ class Demo:
             curve, found = self._look_back()
             peak = round(memory.peak_mib)
         tallies = self._before, self._training, self._after
-        errors = [error for tally in tallies for error in tally.errors]
+        before, after = self._before.measures(), self._after.measures()
+        assert self._node is not None
         report = Report(
-            before=self._before.measures(),
-            after=self._after.measures(),
-            rewards=self._state.rewards,
-            curve=curve,
-            checkpoint=found["checkpoint"],
-            answers=[(prompt, answer) for prompt, answer in found["answers"]],
-            seconds=round(time.monotonic() - self._started, 1),
-            peak_mib=peak,
-            next=next_lines(config, command()),
-            failed=sum(tally.failed for tally in tallies),
-            error=(errors or [""])[-1],
+            seed=config.train.seed,
+            steps=config.train.steps,
+            ranks=config.server.ranks,
+            permuted_rewards=self._permute,
+            before=before.accuracy,
+            after=after.accuracy,
+            measures={"before": before, "after": after},
+            eval_sessions=self._before.sessions + self._after.sessions,
+            train_sessions=self._training.sessions,
+            failed_sessions=sum(tally.failed for tally in tallies),
+            errors=[error for tally in tallies for error in tally.errors],
             restarts={part.name: part.restarts for part in self.state().parts if part.restarts},
+            seconds=round(time.monotonic() - self._started, 1),
+            peak_memory_mib=peak,
+            run=str(self._node.dir.path),
+            checkpoint=found["checkpoint"],
+            curve=str(curve),
+            answers=[(prompt, answer) for prompt, answer in found["answers"]],
         )
-        display.end(report)
-        return self._figures(report, errors)
+        display.end(report, self._state.rewards, next_lines(config, command()))
+        return asdict(report)
 
     # -- the service ---------------------------------------------------------------------------
 
@@ -160,7 +167,7 @@ class Demo:
                 await asyncio.sleep(_POLL_INTERVAL)
 
     def _read_steps(self) -> None:
-        self._state = self._state.plus([Step.of(line) for line in self._metrics.new_records()])
+        self._state = self._state.plus(self._metrics.new_records())
         tokens = self._before.tokens + self._training.tokens + self._after.tokens
         self._set(
             tokens_per_second=self._rate.add(tokens),
@@ -178,34 +185,20 @@ class Demo:
         title = f"any-agent demo, seed {state.seed}"
         if self._permute:
             title += ", each session rewarded as another one (control)"
-        arguments = [config.experiment, config.trial, curve, "--metrics", run.metrics]
-        arguments += ["--user", config.user, "--root", config.root, "--seed", state.seed]
-        arguments += ["--before", state.before.accuracy, "--after", state.after.accuracy]
-        found: dict[str, Any] = json.loads(run_module("look_back", *arguments, "--title", title))
-        return curve, found
-
-    def _figures(self, report: Report, errors: list[str]) -> dict[str, Any]:
-        assert self._node is not None
-        return {
-            "seed": self._config.train.seed,
-            "steps": self._config.train.steps,
-            "ranks": self._config.server.ranks,
-            "permuted_rewards": self._permute,
-            "before": report.before.accuracy,
-            "after": report.after.accuracy,
-            "measures": {"before": asdict(report.before), "after": asdict(report.after)},
-            "eval_sessions": self._before.sessions + self._after.sessions,
-            "train_sessions": self._training.sessions,
-            "failed_sessions": report.failed,
-            "errors": errors,
-            "restarts": report.restarts,
-            "seconds": report.seconds,
-            "peak_memory_mib": report.peak_mib,
-            "run": str(self._node.dir.path),
-            "checkpoint": report.checkpoint,
-            "curve": str(report.curve),
-            "answers": report.answers,
+        arguments = {
+            "experiment": config.experiment,
+            "trial": config.trial,
+            "user": config.user,
+            "root": str(config.root),
+            "seed": state.seed,
+            "metrics": str(run.metrics),
+            "curve": str(curve),
+            "before": state.before.accuracy,
+            "after": state.after.accuracy,
+            "title": title,
         }
+        found: dict[str, Any] = json.loads(run_module("look_back", json.dumps(arguments)))
+        return curve, found
 
     def _set(self, **changes: Any) -> None:
         self._state = replace(self._state, **changes)

@@ -14,8 +14,9 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from any_agent.demo.report import Report, times
-from any_agent.demo.state import DemoState, PartState, Step
+from any_agent.demo.report import Commands, Report, times
+from any_agent.demo.state import DemoState, PartState
+from any_agent.launcher.training_progress import format_step
 
 _LEVELS = "▁▂▃▄▅▆▇█"
 _MAX_WIDTH = 100
@@ -88,9 +89,9 @@ class Display:
                 self.say(line)
             self._printed = now
 
-    def end(self, report: Report) -> None:
+    def end(self, report: Report, rewards: Sequence[float], commands: Commands) -> None:
         """Print the summary."""
-        for line in summary(report, sparks=self._live is not None):
+        for line in summary(report, rewards, commands, sparks=self._live is not None):
             self._print(line)
 
     def _print(self, line: Text) -> None:
@@ -107,8 +108,8 @@ def news(before: DemoState | None, now: DemoState) -> list[str]:
         out.append(_line("demo", f"seed {now.seed}, files in {now.folder}"))
     if before is None or before.phase != now.phase:
         out.append(_line("now", now.phase))
-    known = {step.number for step in before.history} if before else set()
-    out += [_step(step, now.steps) for step in now.history if step.number not in known]
+    known = {step["step"] for step in before.history} if before else set()
+    out += [format_step(step, now.steps) for step in now.history if step["step"] not in known]
     for name in ("before", "after"):
         measures = getattr(now, name)
         if measures is not None and (before is None or getattr(before, name) is None):
@@ -116,18 +117,23 @@ def news(before: DemoState | None, now: DemoState) -> list[str]:
     return out
 
 
-def summary(report: Report, *, sparks: bool = False) -> list[Text]:
-    """Return the demo's results and the commands to type next; ``sparks`` needs UTF-8."""
-    out = [Text(), _row((report.title, "before", "after"), "dim")]
+def summary(
+    report: Report, rewards: Sequence[float], commands: Commands, *, sparks: bool = False
+) -> list[Text]:
+    """Return the demo's results, its steps' mean rewards, and the commands to type next.
+
+    ``sparks`` draws the rewards, which needs UTF-8.
+    """
+    out = [Text(), _row(("on prompts that training never sees", "before", "after"), "dim")]
     out += [*(_row(row, "bold green") for row in report.rows()), Text()]
-    if rewards := report.rewards:
+    if rewards:
         line = Text(f"{rewards[0]:.3f} to {rewards[-1]:.3f} in {len(rewards)} steps")
         sparkle = Text(f"{sparkline(rewards, 60)} " if sparks else "", style="cyan")
         out.append(Text.assemble((_line("reward", ""), "dim"), sparkle, line))
     out += [Text.assemble((_line(label, ""), "dim"), text) for label, text in report.facts()]
-    for title, commands in report.next:
+    for title, lines in commands:
         out += [Text(), Text(title, style="bold")]
-        out += [Text(f"    {command}", style="cyan") for command in commands]
+        out += [Text(f"    {line}", style="cyan") for line in lines]
     return out
 
 
@@ -137,14 +143,6 @@ def _row(cells: tuple[str, str, str], last: str) -> Text:
 
 def _line(label: str, text: str) -> str:
     return f"{label:<{_LABEL}} {text}"
-
-
-def _step(step: Step, steps: int) -> str:
-    return _line(
-        "step",
-        f"{step.number:3d}/{steps}  reward {step.reward:.3f}  version {step.version}  "
-        f"staleness {step.staleness:.2f}  wait {step.wait:.2f} s  train {step.train:.2f} s",
-    )
 
 
 def frame(state: DemoState, width: int) -> RenderableType:
@@ -196,14 +194,14 @@ def part_lines(parts: Iterable[PartState]) -> list[tuple[str, Text]]:
     return lines
 
 
-def sparkline(values: Sequence[float], width: int, *, low: float = 0.0, high: float = 1.0) -> str:
-    """Draw the values as bars between ``low`` and ``high``; a narrow line averages neighbours."""
+def sparkline(values: Sequence[float], width: int) -> str:
+    """Draw the values as bars between 0 and 1; a narrow line averages neighbours."""
     cells = min(width, len(values))
     bars = ""
     for k in range(cells):
         span = values[k * len(values) // cells : (k + 1) * len(values) // cells]
-        share = (sum(span) / len(span) - low) / (high - low)
-        bars += _LEVELS[max(0, min(len(_LEVELS) - 1, int(share * len(_LEVELS))))]
+        mean = sum(span) / len(span)
+        bars += _LEVELS[max(0, min(len(_LEVELS) - 1, int(mean * len(_LEVELS))))]
     return bars
 
 
@@ -237,9 +235,9 @@ def _reward(state: DemoState, room: int) -> Text:
 def _version(state: DemoState) -> Text:
     last = state.history[-1] if state.history else None
     return Text.assemble(
-        str(last.version if last else 0),
+        str(last["version"] if last else 0),
         ("   staleness ", "dim"),
-        f"{last.staleness:.2f}" if last else "-",
+        f"{last['staleness_mean']:.2f}" if last else "-",
         ("   tokens/s ", "dim"),
         f"{state.tokens_per_second:.0f}",
     )

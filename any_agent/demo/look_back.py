@@ -1,15 +1,16 @@
 """The trained model's answers and the reward curve, from the run's files.
 
-``python -m any_agent.demo.look_back EXPERIMENT TRIAL PNG ...`` prints JSON. It is a process of its
-own because it imports matplotlib and torch.
+``python -m any_agent.demo.look_back ARGUMENTS`` takes and prints JSON. It is a process of its own
+because it imports matplotlib and torch.
 """
 
 from __future__ import annotations
 
-import argparse
 import json
+import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -31,8 +32,8 @@ def draw(steps: Sequence[Step], *, before: float, after: float, title: str) -> F
     """
     if not steps:
         raise ValueError("there is no step to draw")
-    numbers = [step.number for step in steps]
-    rewards = [step.reward for step in steps]
+    numbers = [step["step"] for step in steps]
+    rewards = [step["reward"] for step in steps]
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -61,28 +62,29 @@ def draw(steps: Sequence[Step], *, before: float, after: float, title: str) -> F
     return figure
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description="Draw a demo's reward curve, ask its model.")
-    parser.add_argument("experiment")
-    parser.add_argument("trial")
-    parser.add_argument("png", type=Path)
-    parser.add_argument("--metrics", type=Path, required=True)
-    parser.add_argument("--user", required=True)
-    parser.add_argument("--root", type=Path, required=True)
-    parser.add_argument("--before", type=float, required=True)
-    parser.add_argument("--after", type=float, required=True)
-    parser.add_argument("--title", required=True)
-    parser.add_argument("--seed", type=int, default=0, help="seed of the choice of prompts")
-    args = parser.parse_args()
-    steps = by_number(map(Step.of, LogTail(args.metrics, from_start=True).new_records()))
-    draw(steps, before=args.before, after=args.after, title=args.title).savefig(args.png)
-    prompts = shuffled(items(held_out=True), args.seed)[:_ANSWERS]
-    with load_engine(args.experiment, args.trial, user=args.user, root=args.root) as model:
+def look_back(
+    experiment: str,
+    trial: str,
+    *,
+    user: str,
+    root: str,
+    seed: int,
+    metrics: str,
+    curve: str,
+    before: float,
+    after: float,
+    title: str,
+) -> dict[str, Any]:
+    """Draw the curve to a file; return the checkpoint's path and its answers to some prompts."""
+    steps = by_number(LogTail(Path(metrics), from_start=True).new_records())
+    draw(steps, before=before, after=after, title=title).savefig(curve)
+    prompts = shuffled(items(held_out=True), seed)[:_ANSWERS]
+    with load_engine(experiment, trial, user=user, root=root) as model:
         texts = [model.chat(messages(item), max_new_tokens=4)["content"] for item in prompts]
         checkpoint = str(model.path)
     answers = [(item.prompt, text) for item, text in zip(prompts, texts, strict=True)]
-    print(json.dumps({"checkpoint": checkpoint, "answers": answers}))
+    return {"checkpoint": checkpoint, "answers": answers}
 
 
 if __name__ == "__main__":
-    main()
+    print(json.dumps(look_back(**json.loads(sys.argv[1]))))

@@ -6,8 +6,9 @@ import shlex
 import shutil
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import TypeAlias
 
 from any_agent.config import Config
 from any_agent.demo.state import Measures
@@ -15,35 +16,41 @@ from any_agent.demo.state import Measures
 PORT = 8000  # the port on which the commands to type next serve the model
 
 
+Commands: TypeAlias = Sequence[tuple[str, Sequence[str]]]
+"""Next things to do, each with the lines to type."""
+
+
 @dataclass(frozen=True, slots=True)
 class Report:
-    """The results of a demo."""
+    """The figures of a demo, as `--json` writes them."""
 
-    before: Measures
-    after: Measures
-    rewards: Sequence[float]
-    """Mean reward of each step's sessions."""
-    curve: Path
+    seed: int
+    steps: int
+    ranks: int
+    permuted_rewards: bool
+    before: float
+    """Share of sessions whose first answer was right before training."""
+    after: float
+    measures: Mapping[str, Measures]
+    """Averages ``before`` and ``after`` training."""
+    eval_sessions: int
+    train_sessions: int
+    failed_sessions: int
+    errors: Sequence[str]
+    """The last errors of each phase."""
+    restarts: Mapping[str, int]
+    """Number of restarts of the parts of the service that died."""
+    seconds: float
+    peak_memory_mib: int
+    run: str
     checkpoint: str
+    curve: str
     answers: Sequence[tuple[str, str]]
     """Held-out prompts and the checkpoint's answers."""
-    seconds: float
-    peak_mib: int
-    next: Sequence[tuple[str, Sequence[str]]]
-    """Next things to do, each with its commands."""
-    failed: int = 0
-    """Number of failed sessions."""
-    error: str = ""
-    """The last failure's error."""
-    restarts: Mapping[str, int] = field(default_factory=dict)
-    """Number of restarts of the parts of the service that died."""
-
-    title = "on prompts that training never sees"
-    """Title of the table."""
 
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the table's rows: a label, the figure before, the figure after."""
-        a, b = self.before, self.after
+        a, b = self.measures["before"], self.measures["after"]
         return [
             ("first answer right", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
             ("mean reward (at most 1)", f"{a.reward:.3f}", f"{b.reward:.3f}"),
@@ -53,17 +60,18 @@ class Report:
 
     def facts(self) -> list[tuple[str, str]]:
         """Return labels and texts of the other results."""
-        out = [("curve", str(self.curve)), ("kept", self.checkpoint)]
+        out = [("curve", self.curve), ("kept", self.checkpoint)]
         label = "asked"
         for prompt, answer in self.answers:
             out.append((label, f"{prompt}  ->  {answer}"))
             label = ""
-        out.append(("took", f"{self.seconds:.1f} s, peak memory {self.peak_mib} MiB in all"))
+        out.append(("took", f"{self.seconds:.1f} s, peak memory {self.peak_memory_mib} MiB in all"))
         if self.restarts:
             counts = [f"{name} {times(count)}" for name, count in self.restarts.items()]
             out.append(("restarted", ", ".join(counts)))
-        if self.failed:
-            out.append(("failed", f"{self.failed} of the agents' sessions, at last: {self.error}"))
+        if self.failed_sessions:
+            last = f"{self.failed_sessions} of the agents' sessions, at last: {self.errors[-1]}"
+            out.append(("failed", last))
         return out
 
 
@@ -71,7 +79,7 @@ def times(count: int) -> str:
     return {1: "once", 2: "twice"}.get(count, f"{count} times")
 
 
-def next_lines(config: Config, command: str) -> list[tuple[str, list[str]]]:
+def next_lines(config: Config, command: str) -> Commands:
     """Return commands that work as they are, in a shell in the demo's working directory."""
     url = f"http://127.0.0.1:{PORT}"
     return [

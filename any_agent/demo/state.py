@@ -7,7 +7,7 @@ import time
 from collections import Counter, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Self
+from typing import Any, TypeAlias
 
 from any_agent.demo.task import TaskTurn, score
 
@@ -70,29 +70,8 @@ class PartState:
     restarts: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Step:
-    """One line of `metrics.jsonl`."""
-
-    number: int
-    reward: float
-    """Mean score of the step's sessions."""
-    version: int
-    staleness: float
-    """Mean number of weight versions that the step's tokens were behind."""
-    wait: float
-    train: float
-
-    @classmethod
-    def of(cls, line: dict[str, Any]) -> Self:
-        return cls(
-            number=int(line["step"]),
-            reward=float(line["reward"]),
-            version=int(line["version"]),
-            staleness=float(line["staleness_mean"]),
-            wait=float(line["seconds"]["wait"]),
-            train=float(line["seconds"]["train"]),
-        )
+Step: TypeAlias = dict[str, Any]
+"""A step's line of `metrics.jsonl`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,11 +101,11 @@ class DemoState:
 
     @property
     def step(self) -> int:
-        return self.history[-1].number if self.history else 0
+        return self.history[-1]["step"] if self.history else 0
 
     @property
     def rewards(self) -> list[float]:
-        return [step.reward for step in self.history]
+        return [step["reward"] for step in self.history]
 
     def plus(self, steps: Sequence[Step]) -> DemoState:
         """Return the state with more steps; the newest line of a step counts."""
@@ -135,7 +114,7 @@ class DemoState:
 
 def by_number(steps: Iterable[Step]) -> tuple[Step, ...]:
     """Return the steps in order, each once: the last line of a repeated step counts."""
-    known = {step.number: step for step in steps}
+    known = {step["step"]: step for step in steps}
     return tuple(known[number] for number in sorted(known))
 
 

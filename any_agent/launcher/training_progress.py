@@ -66,21 +66,26 @@ class TrainingProgress:
     def _format(self, line: dict[str, Any]) -> str:
         if "eval" in line:
             return format_evaluation(line)
-        seconds = line["seconds"]
         self.step = int(line["step"])
-        left_out = line.get("left_out") or {}
-        why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
-        return (
-            f"step      {self.step:3d}/{self._steps}  reward {line['reward']:.3f}  "
-            f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
-            f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
-            f"{why}"
-        )
+        return format_step(line, self._steps)
 
 
 def _modified(path: Path | None) -> int:
     """Return the modification time in ns; 0 without a file."""
     return path.stat().st_mtime_ns if path is not None and path.exists() else 0
+
+
+def format_step(line: dict[str, Any], steps: int) -> str:
+    """Format a step's line of `metrics.jsonl`, of so many steps, for the console."""
+    seconds = line["seconds"]
+    left_out = line.get("left_out") or {}
+    why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
+    return (
+        f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}  "
+        f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
+        f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
+        f"{why}"
+    )
 
 
 def format_evaluation(line: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from rich.console import Console, Group, RenderableType
 
 from any_agent.demo.display import Display, clock, frame, sparkline, summary
 from any_agent.demo.state import PartState
-from tests.support.demo import AFTER, busy, fresh, report, step
+from tests.support.demo import AFTER, COMMANDS, REWARDS, busy, fresh, report, step
 
 
 def shown(what: RenderableType, width: int = 80) -> str:
@@ -87,7 +87,7 @@ def test_clock() -> None:
 
 
 def test_the_summary_says_what_the_demo_came_to() -> None:
-    text = shown(Group(*summary(report(), sparks=True)))
+    text = shown(Group(*summary(report(), REWARDS, COMMANDS, sparks=True)))
     assert "first answer right                       35.8%   95.8%" in text
     assert "▅▇█ 0.500 to 1.000 in 3 steps" in text
     assert "Say the digit 3, cat.  ->  3" in text
@@ -97,7 +97,7 @@ def test_the_summary_says_what_the_demo_came_to() -> None:
 def test_long_lines_are_left_to_the_terminal() -> None:
     """A break that we put in would be copied with the command."""
     long = "any-agent serve root=" + "x" * 200
-    assert long in shown(Group(*summary(report(next=[("Serve it:", [long])]))))
+    assert long in shown(Group(*summary(report(), REWARDS, [("Serve it:", [long])])))
 
 
 def screen(width: int = 80) -> tuple[Console, io.StringIO]:
@@ -119,7 +119,7 @@ def test_a_screen_draws_what_it_sees_and_leaves_the_terminal_as_it_was() -> None
         now = replace(now, parts=(PartState("engine-0", "ready"),))
         assert drawn.wait(60), "nobody looked again"
         assert "\x1b[?25l" in file.getvalue(), "the cursor is hidden meanwhile"
-    shown.end(report())
+    shown.end(report(), REWARDS, COMMANDS)
     text = file.getvalue()
     assert "0 waiting" in text
     assert text.rindex("\x1b[?25h") > text.rindex("\x1b[?25l")

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from any_agent.demo.display import Display, news, summary
-from tests.support.demo import AFTER, BEFORE, busy, fresh, report, step
+from tests.support.demo import AFTER, BEFORE, COMMANDS, REWARDS, busy, fresh, report, step
 
 
 def test_at_first_everything_is_new() -> None:
@@ -28,8 +28,10 @@ def test_steps_and_accuracies_as_they_come() -> None:
     assert news(fresh(), start) == ["now       training", "before    first answer right: 35.8%"]
     later = start.plus([step(1), step(2, reward=0.625)])
     assert news(start, later) == [
-        "step        1/25  reward 0.500  version 1  staleness 0.25  wait 1.00 s  train 0.50 s",
-        "step        2/25  reward 0.625  version 2  staleness 0.25  wait 1.00 s  train 0.50 s",
+        "step        1/25  reward 0.500  version 1  staleness 0.25  wait 1.00 s  train 0.50 s"
+        "  left out 1 (stale)",
+        "step        2/25  reward 0.625  version 2  staleness 0.25  wait 1.00 s  train 0.50 s"
+        "  left out 1 (stale)",
     ]
     assert news(later, replace(later, after=AFTER)) == ["after     first answer right: 95.8%"]
 
@@ -42,14 +44,16 @@ def test_lines_are_printed_when_something_changed() -> None:
         shown.update()
         state = replace(state, phase="training")
         shown.update()
-        shown.end(report())
+        shown.end(report(), REWARDS, COMMANDS)
     lines = out.getvalue().splitlines()
     assert lines[2:4] == ["engine 0  ready", "now       training"]
     assert lines[-1] == "      --no-train"
 
 
 def test_the_summary_is_a_table_and_what_to_type() -> None:
-    told = summary(report(restarts={"rank-1": 1, "router": 3}, failed=2, error="gone"))
+    restarts = {"rank-1": 1, "router": 3}
+    found = report(restarts=restarts, failed_sessions=2, errors=["early", "gone"])
+    told = summary(found, REWARDS, COMMANDS)
     assert [line.plain for line in told] == [
         "",
         "on prompts that training never sees     before   after",
@@ -73,6 +77,8 @@ def test_the_summary_is_a_table_and_what_to_type() -> None:
     ]
 
 
-@pytest.mark.parametrize("lines", [news(None, busy()), list(map(str, summary(report())))])
+@pytest.mark.parametrize(
+    "lines", [news(None, busy()), list(map(str, summary(report(), REWARDS, COMMANDS)))]
+)
 def test_plain_lines_are_plain(lines: list[str]) -> None:
     assert all(line.isascii() and line.isprintable() for line in lines)

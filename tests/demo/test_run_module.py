@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -17,13 +18,14 @@ from any_agent.demo.demo import run_module
 from any_agent.errors import StartupError
 from tests.support.launcher.children import is_alive, until
 
-MARKS = ["--before", "0.25", "--after", "0.9", "--title", "a run", "--user", "u", "--root", "r"]
+RUN = {"experiment": "demo", "trial": "seed-0", "user": "u", "root": "r", "seed": 0}
+MARKS = {"before": 0.25, "after": 0.9, "title": "a run"}
 
 
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:
-    none, png = tmp_path / "none.jsonl", tmp_path / "no" / "such.png"
+    files = {"metrics": f"{tmp_path}/none.jsonl", "curve": f"{tmp_path}/no/such.png"}
     with pytest.raises(StartupError, match=r"any_agent\.demo\.look_back failed:\n(?s:.*)no step"):
-        run_module("look_back", "demo", "seed-0", png, "--metrics", none, *MARKS)
+        run_module("look_back", json.dumps(RUN | MARKS | files))
 
 
 def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,41 +7,30 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.state import Rate, SessionTotals, Step
+from any_agent.demo.state import Rate, SessionTotals
 from any_agent.launcher.training_progress import LogTail
-from tests.support.demo import fresh, line, step, write_lines
-
-
-def test_a_step_is_what_the_trainer_wrote() -> None:
-    assert step(3) == Step(
-        number=3,
-        reward=0.5,
-        version=3,
-        staleness=0.25,
-        wait=1.0,
-        train=0.5,
-    )
+from tests.support.demo import fresh, step, write_lines
 
 
 def test_lines_are_read_once_and_whole(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
     metrics = LogTail(path, from_start=True)
     assert metrics.new_records() == []
-    write_lines(path, line(1), line(2))
-    third = json.dumps(line(3)) + "\n"
+    write_lines(path, step(1), step(2))
+    third = json.dumps(step(3)) + "\n"
     with open(path, "a") as file:
         file.write(third[:20])
-    assert [Step.of(s).number for s in metrics.new_records()] == [1, 2]
+    assert [s["step"] for s in metrics.new_records()] == [1, 2]
     assert metrics.new_records() == []
     with open(path, "a") as file:
         file.write(third[20:])
-    assert [Step.of(s).number for s in metrics.new_records()] == [3]
+    assert [s["step"] for s in metrics.new_records()] == [3]
 
 
 def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -> None:
     path = tmp_path / "metrics.jsonl"
-    path.write_text(json.dumps(line(1))[:20] + "\n" + json.dumps(line(2)) + "\n")
-    assert [Step.of(s).number for s in LogTail(path, from_start=True).new_records()] == [2]
+    path.write_text(json.dumps(step(1))[:20] + "\n" + json.dumps(step(2)) + "\n")
+    assert [s["step"] for s in LogTail(path, from_start=True).new_records()] == [2]
 
 
 def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:
@@ -50,7 +39,7 @@ def test_a_step_that_a_restarted_trainer_makes_again_counts_once() -> None:
     state = state.plus([step(1), step(2, reward=0.1)]).plus([step(3)])
     assert state.step == 3
     state = state.plus([step(2, reward=0.9)])
-    assert [s.number for s in state.history] == [1, 2, 3]
+    assert [s["step"] for s in state.history] == [1, 2, 3]
     assert state.rewards == [0.5, 0.9, 0.5]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import renderers
 import torch
 
 from any_agent.chat import chat_format_for
-from any_agent.demo.models.teach import Author, NoisyConversations, warm_up
+from any_agent.demo.models.teach import Author, Row, noisy_row, warm_up
 from any_agent.demo.models.tiny import make_tokenizer, save_tiny_model
 from any_agent.demo.task import RETRY, items, messages
 
@@ -24,6 +25,11 @@ def author(tokenizer: Any) -> Author:
     return Author(chat_format_for(tokenizer, enable_thinking=False))
 
 
+def noisy_rows(author: Author, noise: float) -> list[Row]:
+    rng = Random(0)
+    return [noisy_row(author, i, noise, rng) for i in rng.choices(items(held_out=False), k=20)]
+
+
 def render(tokenizer: Any, talk: list[dict[str, str]], prompt: bool) -> list[int]:
     config = renderers.Qwen3RendererConfig(enable_thinking=False, thinking_retention="all")
     renderer = renderers.create_renderer(tokenizer, config)
@@ -32,7 +38,7 @@ def render(tokenizer: Any, talk: list[dict[str, str]], prompt: bool) -> list[int
 
 def test_a_row_is_what_the_renderer_makes_of_its_conversation(tokenizer: Any) -> None:
     by_prompt = {i.prompt: i for i in items(held_out=False)}
-    for row in NoisyConversations(author(tokenizer), 0).batch(20, noise=1.0):
+    for row in noisy_rows(author(tokenizer), 1.0):
         text = tokenizer.decode(row.ids)
         prompt = text.split("<|im_start|>user\n")[1].split("<|im_end|>")[0]
         answers = tokenizer.decode([t for t in row.labels if t >= 0]).split("<|im_end|>")[:-1]
@@ -48,7 +54,7 @@ def test_a_row_is_what_the_renderer_makes_of_its_conversation(tokenizer: Any) ->
 
 
 def test_without_noise_every_label_is_right(tokenizer: Any) -> None:
-    for row in NoisyConversations(author(tokenizer), 0).batch(20, noise=0.0):
+    for row in noisy_rows(author(tokenizer), 0.0):
         asked = [c for c in tokenizer.decode(row.ids).split("assistant")[0] if c.isdigit()]
         assert tokenizer.decode([t for t in row.labels if t >= 0]) == f"{asked[0]}<|im_end|>"
 

@@ -14,8 +14,8 @@ BEFORE = Measures(accuracy=0.358, reward=0.612, turns=1.64, tokens=2.1)
 AFTER = Measures(accuracy=0.958, reward=0.981, turns=1.04, tokens=2.0)
 
 
-def line(number: int, **changes: Any) -> dict[str, Any]:
-    """A line of `metrics.jsonl`, with what the trainer writes besides."""
+def step(number: int, **changes: Any) -> Step:
+    """A step's line of `metrics.jsonl`, with what the trainer writes besides."""
     return {
         "time": 1.0,
         "step": number,
@@ -30,11 +30,7 @@ def line(number: int, **changes: Any) -> dict[str, Any]:
     } | changes
 
 
-def step(number: int, **changes: Any) -> Step:
-    return Step.of(line(number, **changes))
-
-
-def write_lines(path: Path, *lines: dict[str, Any]) -> None:
+def write_lines(path: Path, *lines: Step) -> None:
     with open(path, "a", encoding="utf-8") as file:
         file.writelines(json.dumps(each) + "\n" for each in lines)
 
@@ -66,16 +62,29 @@ def busy() -> DemoState:
     )
 
 
+REWARDS = [0.5, 0.75, 1.0]
+COMMANDS = [("Serve it:", ["any-agent serve \\", "  --no-train"])]
+
+
 def report(**changes: Any) -> Report:
     fields: dict[str, Any] = {
-        "before": BEFORE,
-        "after": AFTER,
-        "rewards": [0.5, 0.75, 1.0],
-        "curve": Path("/tmp/demo/runs/me/demo/seed-0/reward.png"),
+        "seed": 0,
+        "steps": 3,
+        "ranks": 2,
+        "permuted_rewards": False,
+        "before": BEFORE.accuracy,
+        "after": AFTER.accuracy,
+        "measures": {"before": BEFORE, "after": AFTER},
+        "eval_sessions": 480,
+        "train_sessions": 192,
+        "failed_sessions": 0,
+        "errors": [],
+        "restarts": {},
+        "run": "/tmp/demo/runs/me/demo/seed-0",
+        "curve": "/tmp/demo/runs/me/demo/seed-0/reward.png",
         "checkpoint": "/tmp/demo/runs/me/demo/seed-0/checkpoints/step-00000025",
         "answers": [("Say the digit 3, cat.", "3"), ("Give the cat a 5.", "6")],
         "seconds": 67.84,
-        "peak_mib": 2741,
-        "next": [("Serve it:", ["any-agent serve \\", "  --no-train"])],
+        "peak_memory_mib": 2741,
     }
     return Report(**(fields | changes))

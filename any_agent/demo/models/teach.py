@@ -7,10 +7,10 @@ has most of the way left to go.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from random import Random
 from typing import TYPE_CHECKING, Any
 
 from any_agent.chat import ChatFormat, load_chat_format
@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 
 DIGITS = "0123456789"
 _END = "<|im_end|>"
+_BATCH = 64  # conversations of a step of the demo's model
+_NOISE = 0.7
+_LEARNING_RATE = 4e-3
 _IGNORED = -100  # the label of a token that is not trained on
 _PART = 4096  # the most tokens, with padding, in one pass through the model
 
@@ -110,61 +113,40 @@ class Conversation:
         return joined(self._parts)
 
 
-class NoisyConversations:
-    """Conversations about the demo's training prompts.
+def noisy_row(author: Author, item: Item, noise: float, rng: Random) -> Row:
+    """Return a conversation about one of the demo's prompts.
 
     An answer is right, or with probability ``noise`` any digit; a wrong first answer gets a retry.
     """
 
-    def __init__(self, author: Author, seed: int) -> None:
-        self._author = author
-        self._items = items(held_out=False)
-        self._random = random.Random(seed)
+    def answer() -> str:
+        return rng.choice(DIGITS) if rng.random() < noise else item.digit
 
-    def batch(self, size: int, noise: float) -> list[Row]:
-        """Return ``size`` rows about random prompts."""
-        return [self._row(item, noise) for item in self._random.choices(self._items, k=size)]
-
-    def _row(self, item: Item, noise: float) -> Row:
-        first = self._label(item, noise)
-        talk = Conversation(self._author, [*messages(item)]).says(first)
-        if first != item.digit:
-            talk.hears("user", RETRY).says(self._label(item, noise))
-        return talk.row
-
-    def _label(self, item: Item, noise: float) -> str:
-        return self._random.choice(DIGITS) if self._random.random() < noise else item.digit
+    first = answer()
+    talk = Conversation(author, [*messages(item)]).says(first)
+    if first != item.digit:
+        talk.hears("user", RETRY).says(answer())
+    return talk.row
 
 
-def warm_up(
-    path: Path,
-    *,
-    steps: int = 80,
-    seed: int = 0,
-    noise: float = 0.7,
-    batch_size: int = 64,
-    learning_rate: float = 4e-3,
-) -> None:
-    """Train the model at ``path`` in place, on one CPU thread.
+def warm_up(path: Path, *, steps: int = 80, seed: int = 0) -> None:
+    """Train the demo's model at ``path`` in place, on one CPU thread.
 
-    ``noise`` limits the accuracy to ``1 - 0.9 * noise``. It rises from 0 over the first half of the
-    steps, in which every seed learns to read the prompt; the learning rate falls over the second.
+    The noise limits its accuracy to ``1 - 0.9 * _NOISE``. It rises from 0 over the first half of
+    the steps, in which every seed learns to read the prompt.
     """
-    talks = NoisyConversations(Author(load_chat_format(str(path), enable_thinking=False)), seed)
+    author = Author(load_chat_format(str(path), enable_thinking=False))
+    rng, prompts = Random(seed), items(held_out=False)
 
     def batch(progress: float) -> list[Row]:
-        return talks.batch(batch_size, noise * min(1.0, 2 * progress))
+        noise = _NOISE * min(1.0, 2 * progress)
+        return [noisy_row(author, item, noise, rng) for item in rng.choices(prompts, k=_BATCH)]
 
-    teach(path, batch, steps=steps, seed=seed, learning_rate=learning_rate)
+    teach(path, batch, steps=steps, seed=seed)
 
 
 def teach(
-    path: Path,
-    batch: Callable[[float], Sequence[Row]],
-    *,
-    steps: int,
-    seed: int = 0,
-    learning_rate: float = 4e-3,
+    path: Path, batch: Callable[[float], Sequence[Row]], *, steps: int, seed: int = 0
 ) -> None:
     """Train the model at ``path`` in place by supervised steps, on one CPU thread.
 
@@ -180,7 +162,7 @@ def teach(
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).train()
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
     for step in range(steps):
-        optimizer.param_groups[0]["lr"] = learning_rate * min(1.0, 2 - 2 * step / steps)
+        optimizer.param_groups[0]["lr"] = _LEARNING_RATE * min(1.0, 2 - 2 * step / steps)
         optimizer.zero_grad()
         _backward(model, batch(step / steps))
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
