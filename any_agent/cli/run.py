@@ -8,9 +8,10 @@ import os
 import shutil
 import sys
 import tempfile
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.atomic_files import write_atomic
@@ -97,15 +98,17 @@ def _run(arguments: argparse.Namespace) -> int:
     from any_agent.sdk.program.report import as_json, exit_code
     from any_agent.sdk.program.run import ProgramGroup
 
-    with _Folder(arguments.logs) as folder:
-        options = _options(arguments, folder.path)
+    with ExitStack() as clean_up:
+        folder = _output_folder(arguments.logs, clean_up)
+        options = _options(arguments, folder)
         runs = ProgramGroup(options, ended=_report_failure if options.n > 1 else lambda _: None)
         signalled = run_until_signal(runs.run())
         code = exit_code(runs) if signalled is None else 128 + signalled
         if signalled is None:
             runs.show_rest()
-        folder.wanted = code != 0
-        _report(runs, folder)
+        if code:
+            clean_up.pop_all()
+        _report(runs, kept=folder if code and arguments.logs is None else None)
         if arguments.json is not None:
             _write(arguments.json, as_json(runs, code))
     return code
@@ -179,20 +182,37 @@ def _failure_reward(text: str | None) -> float | dict[str, float] | None:
 # -- output ----------------------------------------------------------------------------------
 
 
+def _output_folder(given: str | None, clean_up: ExitStack) -> Path:
+    """Return the given folder for output, or a new one that ``clean_up`` removes."""
+    path = Path(given or ".")
+    try:
+        if given is not None:
+            path.mkdir(parents=True, exist_ok=True)
+        else:
+            path = Path(tempfile.mkdtemp(prefix="any-agent-run-"))
+            clean_up.callback(shutil.rmtree, path, ignore_errors=True)
+    except OSError as error:
+        raise ConfigError(f"--logs {path} cannot be created: {error.strerror}") from None
+    return path
+
+
 def _report_failure(run: ProgramRun) -> None:
     """Report a failed run among several as soon as it has failed."""
     if run.state == "failed":
         print(f"run {run.run} failed: {printable(run.error or '')}", file=sys.stderr, flush=True)
 
 
-def _report(runs: ProgramGroup, folder: _Folder) -> None:
-    """Print the results to standard error: standard output is the program's."""
+def _report(runs: ProgramGroup, *, kept: Path | None) -> None:
+    """Print the results to standard error: standard output is the program's.
+
+    ``kept``: the new folder of the output, if it stays.
+    """
     from any_agent.sdk.program.report import table
 
     if any(run.session_id is not None or run.error is not None for run in runs.results):
         print(table(runs.results), file=sys.stderr)
-        if folder.made and folder.wanted and any(run.stdout for run in runs.results):
-            print(f"their output is in {folder.path}", file=sys.stderr)
+        if kept is not None and any(run.stdout for run in runs.results):
+            print(f"their output is in {kept}", file=sys.stderr)
     if runs.stopped is not None:
         print(f"error: {runs.stopped.message}", file=sys.stderr)
 
@@ -202,31 +222,3 @@ def _write(name: str, text: str) -> None:
         write_atomic(Path(name), text)
     except OSError as error:
         raise ConfigError(f"--json {name} cannot be written: {error.strerror}") from None
-
-
-class _Folder:
-    """The output folder: the given one, or a new one that stays only if it is ``wanted``."""
-
-    def __init__(self, given: str | None) -> None:
-        self._given = given
-        self.path = Path(given or ".")
-        self.wanted = False
-
-    @property
-    def made(self) -> bool:
-        """True for a new, temporary folder."""
-        return self._given is None
-
-    def __enter__(self) -> Self:
-        try:
-            if self.made:
-                self.path = Path(tempfile.mkdtemp(prefix="any-agent-run-"))
-            else:
-                self.path.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ConfigError(f"--logs {self.path} cannot be created: {error.strerror}") from None
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        if self.made and not self.wanted:
-            shutil.rmtree(self.path, ignore_errors=True)

@@ -52,51 +52,41 @@ ALIASES: Mapping[str, str] = {
 }
 """Names that are accepted, and the settings that they set."""
 
-_SESSIONS = "rollout.batch_size, which counts sessions: items times sessions.group_size"
-_SAVED = "train.checkpoint_every; train.keep_checkpoints sets how many are kept"
+_OTHER_NAMES: Mapping[str, str] = {
+    "train.eps_low and train.eps_high": "actor.eps_clip",
+    "train.eps_high": "actor.eps_clip_higher",
+    "train.is_cap, which caps the weight and drops no token": "actor.behav_imp_weight_cap",
+    "sampling.max_new_tokens": "actor.max_new_tokens train.max_new_tokens",
+    "sampling.temperature": "train.temperature",
+    "train.micro_batch_tokens": "actor.mb_spec.max_tokens_per_mb",
+    "train.betas": "actor.optimizer.beta1 actor.optimizer.beta2",
+    "train.dtype": "actor.dtype",
+    "train.grad_clip": "train.max_grad_norm",
+    "train.lr": "lr learning_rate optimizer.lr train.learning_rate train.optimizer.lr",
+    "train.steps": (
+        "max_steps total_steps train.max_steps train.num_steps train.total_steps "
+        "train.total_train_steps"
+    ),
+    "train.epochs; train.steps (100 unless it is set) ends training, too": "total_train_epochs",
+    "train.epochs": (
+        "num_epochs num_train_epochs train.num_epochs train.num_train_epochs train.total_epochs "
+        "train.total_train_epochs"
+    ),
+    "rollout.batch_size, which counts sessions: items times sessions.group_size": (
+        "train_dataset.batch_size rollout.consumer_batch_size train.batch_size"
+    ),
+    "sessions.group_size": "train.group_size train.num_generations",
+    "sessions.ttl and sessions.idle_timeout": "rollout.agent.session_timeout_seconds",
+    "server.admin_key": "rollout.agent.admin_api_key",
+    "train.checkpoint_every; train.keep_checkpoints sets how many are kept": (
+        "saver.freq_steps recover.freq_steps"
+    ),
+    "train.checkpoint_every": "train.save_steps",
+    "eval.every": "train.eval_steps",
+    "model.path": "model.name_or_path model_name_or_path",
+}
 CALLED_HERE: Mapping[str, str] = {
-    "actor.eps_clip": "train.eps_low and train.eps_high",
-    "actor.eps_clip_higher": "train.eps_high",
-    "actor.behav_imp_weight_cap": "train.is_cap, which caps the weight and drops no token",
-    "actor.max_new_tokens": "sampling.max_new_tokens",
-    "actor.mb_spec.max_tokens_per_mb": "train.micro_batch_tokens",
-    "actor.optimizer.beta1": "train.betas",
-    "actor.optimizer.beta2": "train.betas",
-    "actor.dtype": "train.dtype",
-    "total_train_epochs": "train.epochs; train.steps (100 unless it is set) ends training, too",
-    "train_dataset.batch_size": _SESSIONS,
-    "rollout.consumer_batch_size": _SESSIONS,
-    "rollout.agent.admin_api_key": "server.admin_key",
-    "rollout.agent.session_timeout_seconds": "sessions.ttl and sessions.idle_timeout",
-    "saver.freq_steps": _SAVED,
-    "recover.freq_steps": _SAVED,
-    "lr": "train.lr",
-    "learning_rate": "train.lr",
-    "optimizer.lr": "train.lr",
-    "train.learning_rate": "train.lr",
-    "train.optimizer.lr": "train.lr",
-    "max_steps": "train.steps",
-    "total_steps": "train.steps",
-    "train.max_steps": "train.steps",
-    "train.num_steps": "train.steps",
-    "train.total_steps": "train.steps",
-    "train.total_train_steps": "train.steps",
-    "num_epochs": "train.epochs",
-    "num_train_epochs": "train.epochs",
-    "train.num_epochs": "train.epochs",
-    "train.num_train_epochs": "train.epochs",
-    "train.total_epochs": "train.epochs",
-    "train.total_train_epochs": "train.epochs",
-    "train.batch_size": _SESSIONS,
-    "train.group_size": "sessions.group_size",
-    "train.num_generations": "sessions.group_size",
-    "train.max_grad_norm": "train.grad_clip",
-    "train.temperature": "sampling.temperature",
-    "train.max_new_tokens": "sampling.max_new_tokens",
-    "train.save_steps": "train.checkpoint_every",
-    "train.eval_steps": "eval.every",
-    "model.name_or_path": "model.path",
-    "model_name_or_path": "model.path",
+    theirs: here for here, names in _OTHER_NAMES.items() for theirs in names.split()
 }
 """Other names of AReaL, and usual ones, with ours, which mean something slightly different."""
 
@@ -164,8 +154,7 @@ def ours(name: str, value: object, own: Callable[[str], bool]) -> str | None:
         return name
     if name in ALIASES:
         return None if value is None else ALIASES[name]
-    accepted, _ = NEUTRAL.get(name, ((), ""))
-    if name in NEUTRAL and (value is None or value in accepted):
+    if name in NEUTRAL and value in (None, *NEUTRAL[name][0]):
         return None
     return name
 

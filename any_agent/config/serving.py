@@ -22,9 +22,8 @@ from any_agent.config.base import LocalPath, Section, Texts
 from any_agent.config.model_list import ModelList, check_model_list
 from any_agent.keys import KEY_PREFIXES
 
-_OURS: Mapping[str, str] = {
-    "--model-path": "model.path is served, and the newest weights after a restart",
-    "--model": "model.path is served, and the newest weights after a restart",
+_REASONS: Mapping[str, str] = {
+    "--model-path --model": "model.path is served, and the newest weights after a restart",
     "--tokenizer-path": "stop strings are matched with the model's own tokenizer",
     "--weight-version": "the run counts its versions",
     "--host": "only its proxy and the trainer may reach an engine",
@@ -35,22 +34,22 @@ _OURS: Mapping[str, str] = {
     "--max-queued-requests": "set engine.max_queued_requests",
     "--device": "set engine.device",
     "--log-level": "set log_level",
-    "--tp-size": "set engine.gpus",
-    "--tensor-parallel-size": "set engine.gpus",
-    "--pp-size": "set engine.gpus: all of them compute each layer together",
-    "--pipeline-parallel-size": "set engine.gpus: all of them compute each layer together",
-    "--dp-size": "set server.ranks: each has an engine",
-    "--data-parallel-size": "set server.ranks: each has an engine",
-    "--base-gpu-id": "the service assigns the GPUs, by CUDA_VISIBLE_DEVICES",
-    "--gpu-id-step": "the service assigns the GPUs, by CUDA_VISIBLE_DEVICES",
-    "--nnodes": "an engine is on one machine; set server.ranks for more engines",
-    "--node-rank": "an engine is on one machine; set server.ranks for more engines",
-    "--dist-init-addr": "an engine is on one machine; set server.ranks for more engines",
-    "--api-key": "others could read it in the list of processes; engines are private without",
-    "--admin-api-key": "others could read it in the list of processes; engines are private without",
+    "--tp-size --tensor-parallel-size": "set engine.gpus",
+    "--pp-size --pipeline-parallel-size": (
+        "set engine.gpus: all of them compute each layer together"
+    ),
+    "--dp-size --data-parallel-size": "set server.ranks: each has an engine",
+    "--base-gpu-id --gpu-id-step": "the service assigns the GPUs, by CUDA_VISIBLE_DEVICES",
+    "--nnodes --node-rank --dist-init-addr": (
+        "an engine is on one machine; set server.ranks for more engines"
+    ),
+    "--api-key --admin-api-key": (
+        "others could read it in the list of processes; engines are private without"
+    ),
     "--skip-tokenizer-init": "without its tokenizer an engine finds no stop strings",
     "--config": "a file could set any of the options that the service sets",
 }
+_OURS = {option: why for options, why in _REASONS.items() for option in options.split()}
 
 
 def _option_words(value: object) -> object:

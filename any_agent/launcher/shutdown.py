@@ -41,12 +41,11 @@ def stop(parts: Mapping[str, Component], close: Callable[[], None]) -> None:
     ends, so that nothing new arrives, then the proxies, and the engines last. ``close`` is called
     when the router ends, so that no client waits for another one.
     """
-    with uninterrupted():
-        _stop(_of_kind(parts, "trainer"), STOP_GRACE)
-        close()
-        _stop(_of_kind(parts, "router"), 0.25 * STOP_GRACE)
-        _stop(_of_kind(parts, "rank"), 0.5 * STOP_GRACE)
-        _stop(list(parts.values()), 0.25 * STOP_GRACE)
+    _stop(_of_kind(parts, "trainer"), STOP_GRACE)
+    close()
+    _stop(_of_kind(parts, "router"), 0.25 * STOP_GRACE)
+    _stop(_of_kind(parts, "rank"), 0.5 * STOP_GRACE)
+    _stop(list(parts.values()), 0.25 * STOP_GRACE)
 
 
 def drain(

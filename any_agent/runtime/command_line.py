@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from types import TracebackType
 from typing import Any
 
@@ -156,20 +157,15 @@ def number(text: str) -> float:
     return value
 
 
-def positive(text: str) -> float:
-    """Parse a finite number above 0."""
+def positive(text: str, what: str = "number") -> float:
+    """Parse a finite number above 0; ``what`` names it in the error."""
     try:
         value = number(text)
     except argparse.ArgumentTypeError:
         value = 0.0
     if value <= 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a {what} above 0")
     return value
 
 
-def seconds(text: str) -> float:
-    """Parse a finite number of seconds above 0."""
-    try:
-        return positive(text)
-    except argparse.ArgumentTypeError:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds above 0") from None
+seconds = partial(positive, what="number of seconds")

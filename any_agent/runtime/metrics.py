@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from prometheus_client import CollectorRegistry, ProcessCollector, generate_latest
+from prometheus_client import ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -84,47 +84,34 @@ Reading: TypeAlias = tuple[Metric, Value | Values]
 """A metric and its current value; a bare value for a metric without labels of its own."""
 
 
-class _ReadCollector(Collector):
-    """Reads a process's metrics at each scrape."""
+class Exposition(Collector):
+    """The metrics of one part at `/metrics`, read at each scrape.
 
-    def __init__(self, read: Callable[[], Iterable[Reading]], common: Mapping[str, str]) -> None:
+    All of its own metrics get the ``common`` labels; CPU, memory and open files of this process are
+    labelled with its ``part``.
+    """
+
+    def __init__(self, part: str, read: Callable[[], Iterable[Reading]], **common: str) -> None:
+        self._part = part
         self._read = read
         self._common = common
+        self._process = ProcessCollector(registry=None)
 
     def collect(self) -> Iterable[Family]:
         for metric, now in self._read():
             values: Values = now if isinstance(now, Mapping) else {(): now}
             yield metric.family(values, self._common)
-
-
-class _ProcessMetrics(Collector):
-    """CPU, memory and open files of this process, labelled with its ``part``."""
-
-    def __init__(self, part: str) -> None:
-        self._part = part
-        self._inner = ProcessCollector(registry=None)
-
-    def collect(self) -> Iterable[Family]:
-        for family in self._inner.collect():
+        for family in self._process.collect():
             family.samples = [
                 sample._replace(labels={**sample.labels, "part": self._part})
                 for sample in family.samples
             ]
             yield family
 
-
-class Exposition:
-    """The metrics of one part at `/metrics`. All of its own metrics get the ``common`` labels."""
-
-    def __init__(self, part: str, read: Callable[[], Iterable[Reading]], **common: str) -> None:
-        # Not prometheus-client's global registry: two parts may share a process.
-        self._registry = CollectorRegistry()
-        self._registry.register(_ReadCollector(read, common))
-        self._registry.register(_ProcessMetrics(part))
-
     def render(self) -> bytes:
         """Return every metric's current value as text of `CONTENT_TYPE`."""
-        return generate_latest(self._registry)
+        # Not prometheus-client's global registry: two parts may share a process.
+        return generate_latest(self)
 
 
 LOOP_LAG = Metric(

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import asdict
 from types import FrameType
 
 from any_agent.config import LOOPBACK, Config, ServerConfig
@@ -14,13 +16,18 @@ from any_agent.launcher.node_role import LOCAL, NodeRole
 from any_agent.launcher.process import Command
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated, terminate
-from any_agent.launcher.slurm.job import SlurmJob, mark, node_address, requeue, require_program
-from any_agent.launcher.slurm.plan import NodePlan, Role, plan
+from any_agent.launcher.slurm.job import (
+    SlurmJob,
+    drain_seconds,
+    mark,
+    node_address,
+    requeue,
+    require_program,
+)
+from any_agent.launcher.slurm.plan import Role, plan
 from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import HEARTBEAT, read_entry
 
-_RESERVED = 40.0
-"""Seconds of the warning that are reserved for copies of the journals and for Slurm."""
 _GRACE = 20.0  # the most seconds in which a node ends its parts and copies its journals
 _PREFIX = (
     *("srun", "--nodes=1", "--ntasks=1", "--overlap", "--unbuffered", "--kill-on-bad-exit=0"),
@@ -35,45 +42,42 @@ class Warned(Terminated):
     """The job's time is almost over; raised at SIGUSR1."""
 
 
-def prepare(config: Config, job: SlurmJob) -> tuple[Config, NodePlan, str]:
-    """Return the settings that fit the job, every node's role, and this node's address.
-
-    Raises ConfigError for settings that do not fit.
-    """
-    roles = plan(config, job.nodes, job.gpus)
-    address = node_address(job.nodes[0], config.cluster.network)
-    changes: dict[str, object] = {"ranks": roles.ranks}
-    if config.server.host in LOOPBACK:
-        # No client outside of this node would reach it.
-        changes["host"] = address
-    server = config.server.model_copy(update=changes)
-    return config.model_copy(update={"server": server}), roles, address
-
-
 class HeadNode(Node):
-    """The service of a job; a context manager like any node."""
+    """The service of a job; a context manager like any node.
 
-    def __init__(
-        self,
-        config: Config,
-        job: SlurmJob,
-        roles: NodePlan,
-        address: str,
-        *,
-        configured: Config,
-        say: Callable[[str], None],
-    ) -> None:
-        own = roles.roles[0]
-        # On a single node the parts need only loopback.
-        host = address if len(roles.roles) > 1 else LOCAL
+    Raises ConfigError for settings that do not fit the job.
+    """
+
+    def __init__(self, config: Config, job: SlurmJob, say: Callable[[str], None]) -> None:
+        nodes = plan(config, job.nodes, job.gpus)
+        own, *self._others = nodes.roles
+        address = node_address(own.node, config.cluster.network)
+        changes: dict[str, object] = {"ranks": nodes.ranks}
+        if config.server.host in LOOPBACK:
+            # No client outside of this node would reach it.
+            changes["host"] = address
+        server = config.server.model_copy(update=changes)
         place = NodeRole(
-            host=host, ranks=own.ranks, trainer=own.training is not None, machine=own.node
+            # On a single node the parts need only loopback.
+            host=address if self._others else LOCAL,
+            ranks=own.ranks,
+            trainer=own.training is not None,
+            machine=own.node,
         )
-        super().__init__(config, NodeOptions(say=say, place=place, configured=configured))
-        self._job = job
-        self._own, self._others = own, roles.roles[1:]
-        self._training_nodes = roles.training_nodes
-        self._print_roles(roles, address)
+        super().__init__(
+            config.model_copy(update={"server": server}),
+            NodeOptions(say=say, place=place, configured=config),
+        )
+        again = f", restart {job.restarts}" if job.restarts else ""
+        say(f"job       {job.id} on {', '.join(job.nodes)}{again}")
+        say(f"role      {own.node} ({address}): {own}")
+        for role in self._others:
+            say(f"role      {role.node}: {role}")
+        if self._others:
+            say(
+                "journals  each node's own disk has those of its ranks: a lost node loses its open "
+                "sessions; to keep them, the journal would have to be in Redis"
+            )
         self._node_logs: dict[str, LogTail] = {}
         """Logs of the other nodes' launchers, by the nodes' names."""
         self._token = ""
@@ -92,19 +96,6 @@ class HeadNode(Node):
         return trained
 
     # ------------------------------------------------------------------------------------------
-
-    def _print_roles(self, roles: NodePlan, address: str) -> None:
-        say, job = self.options.say, self._job
-        again = f", restart {job.restarts}" if job.restarts else ""
-        say(f"job       {job.id} on {', '.join(job.nodes)}{again}")
-        for role in roles.roles:
-            where = f" ({address})" if role is self._own else ""
-            say(f"role      {role.node}{where}: {role}")
-        if len(roles.roles) > 1:
-            say(
-                "journals  each node's own disk has those of its ranks: a lost node loses its open "
-                "sessions; to keep them, the journal would have to be in Redis"
-            )
 
     def _claim_address(self) -> None:
         server = self.config.server
@@ -161,14 +152,8 @@ class HeadNode(Node):
 
     def _worker(self, role: Role) -> Sequence[str]:
         arguments = ["any_agent.launcher.slurm.worker_node", "--config", str(self.dir.resolved)]
-        arguments += ["--token", self._token, "--index", str(role.index), "--node", role.node]
-        arguments += ["--public-url", self.url, "--ranks", ",".join(map(str, role.ranks))]
-        if role.training is not None:
-            arguments += ["--training", str(role.training)]
-            arguments += ["--training-nodes", str(self._training_nodes)]
-            # The index of the node with the trainer's rank 0.
-            arguments += ["--first-trainer", str(self._others[-self._training_nodes].index)]
-        return arguments
+        arguments += ["--token", self._token, "--public-url", self.url]
+        return [*arguments, "--role", json.dumps(asdict(role))]
 
     def _is_ready(self, name: str, start: str) -> bool:
         entry = read_entry(self.dir.registry, name)
@@ -190,13 +175,10 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
     """
     for name in ("scontrol", "srun"):
         require_program(name)
-    configured = config
-    config, roles, address = prepare(config, job)
-    warning = config.cluster.warning
-    node = HeadNode(config, job, roles, address, configured=configured, say=say)
+    node = HeadNode(config, job, say)
 
     def warned(number: int, frame: FrameType | None) -> None:
-        raise Warned(within=max(0.5 * warning, warning - _RESERVED))
+        raise Warned(within=drain_seconds(config))
 
     signal.signal(signal.SIGTERM, terminate)
     signal.signal(signal.SIGUSR1, warned)
@@ -212,9 +194,9 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
         if not node.came_up:
             # The next start would not get further.
             say(
-                f"job       its time limit is too short: not all parts were ready {warning} s "
-                "before it (cluster.warning); it is not queued again: submit it with a longer "
-                "--time"
+                f"job       its time limit is too short: not all parts were ready "
+                f"{config.cluster.warning} s before it (cluster.warning); it is not queued again: "
+                "submit it with a longer --time"
             )
             return 1
         if not config.cluster.requeue:

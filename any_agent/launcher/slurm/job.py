@@ -13,6 +13,7 @@ import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from any_agent.config import Config
 from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
@@ -21,6 +22,8 @@ from any_agent.runtime.private_address import is_private
 _COMMAND_TIMEOUT = 60.0
 _SHARED_TIMEOUT = 60.0  # seconds for which a network file system may show a folder as it was
 _POLL_INTERVAL = 0.5
+_RESERVED = 40.0
+"""Seconds of the warning that are reserved for copies of the journals and for Slurm."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,6 +144,12 @@ def _own_address(node: str, network: str) -> str:
         except ValueError:
             continue  # a hardware address
     raise ConfigError(f"node {node} has no address in cluster.network={network}")
+
+
+def drain_seconds(config: Config) -> float:
+    """Return the seconds after the warning in which running work may end."""
+    warning = config.cluster.warning
+    return max(0.5 * warning, warning - _RESERVED)
 
 
 def requeue(job: SlurmJob) -> None:

@@ -21,6 +21,10 @@ class Role:
     """Ranks whose engines and proxies it runs."""
     training: int | None = None
     """The node's index among the training nodes."""
+    training_nodes: int = 1
+    """Number of training nodes."""
+    first_trainer: int = 0
+    """The index of the node with the trainer's rank 0."""
 
     @property
     def router(self) -> bool:
@@ -56,21 +60,22 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
     training = config.cluster.training_nodes
     inference = len(nodes) - training
     if len(nodes) == 1:
-        inference = 1
+        inference = training = 1
     elif inference < 1:
         raise ConfigError(
             f"cluster.training_nodes={training} leaves none of the job's {len(nodes)} nodes for "
             "engines: request more nodes (cluster.nodes), or train on fewer"
         )
+    first = len(nodes) - training
     each = _ranks_per_node(config, inference, gpus, shared=len(nodes) == 1)
     _check_ranks(config, inference, each)
     _check_training(config, gpus)
     roles = []
     for index, name in enumerate(nodes):
         ranks = tuple(range(index * each, (index + 1) * each)) if index < inference else ()
-        trains = index - inference if index >= inference else None
-        roles.append(Role(index, name, ranks, 0 if len(nodes) == 1 else trains))
-    return NodePlan(tuple(roles), inference * each, 1 if len(nodes) == 1 else training)
+        trains = index - first if index >= first else None
+        roles.append(Role(index, name, ranks, trains, training, first))
+    return NodePlan(tuple(roles), inference * each, training)
 
 
 def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) -> int:

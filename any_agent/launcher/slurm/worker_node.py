@@ -17,8 +17,9 @@ from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
 from types import FrameType
-from typing import Literal
 from urllib.parse import urlsplit
+
+from pydantic import TypeAdapter
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
@@ -26,7 +27,8 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.slurm.job import node_address, require_shared
+from any_agent.launcher.slurm.job import drain_seconds, node_address, require_shared
+from any_agent.launcher.slurm.plan import Role
 from any_agent.rundir.layout import RunDir, locked
 from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, publish
 from any_agent.runtime.command_line import guarded
@@ -34,7 +36,6 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
 _PREDECESSOR_TIMEOUT = 30.0  # seconds for the processes of an earlier start of this node to end
-_RESERVED = 40.0  # seconds of the warning that the head node reserves for the end
 _POLL_INTERVAL = 0.1
 _SIGNALLED = 128 + signal.SIGTERM  # the exit code after a signal
 
@@ -43,22 +44,12 @@ class WorkerNode(Node):
     """This node's share of the service; it writes an entry of its own into the registry."""
 
     def __init__(
-        self,
-        config: Config,
-        options: NodeOptions,
-        *,
-        name: str,
-        start: str,
-        url: str,
-        lock: int,
+        self, config: Config, options: NodeOptions, entry: RegistryEntry, lock: int
     ) -> None:
         super().__init__(config, options)
-        self._name = name
-        self._start_id = start
-        self._url = url
+        self._entry = entry
         self._lock = lock
         self._beat_at = 0.0
-        self._state: Literal["starting", "ready"] = "starting"
 
     def check(self) -> bool:
         if time.monotonic() - self._beat_at >= HEARTBEAT:
@@ -67,7 +58,7 @@ class WorkerNode(Node):
 
     def ready(self) -> None:
         """Register as ready."""
-        self._state = "ready"
+        self._entry = self._entry.model_copy(update={"state": "ready"})
         self._beat()
 
     def _before_parts(self) -> None:
@@ -75,15 +66,8 @@ class WorkerNode(Node):
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
-        entry = RegistryEntry(
-            name=self._name,
-            boot_id=self._start_id,
-            url=self._url,
-            pid=os.getpid(),
-            state=self._state,
-        )
         try:
-            publish(self.dir.registry, entry)
+            publish(self.dir.registry, self._entry)
         except OSError as error:
             self.options.say(f"cannot write in {self.dir.registry}: {error.strerror}")
 
@@ -111,59 +95,51 @@ def _arguments() -> argparse.Namespace:
     add("--config", required=True, type=Path, help="the run's resolved YAML")
     add("--token", required=True, help="the token that the head node wrote into the run's folder")
     add("--start", required=True, help="the id of this start of the node")
-    add("--index", required=True, type=int, help="the node's index in the job")
-    add("--node", required=True, help="the node's name in Slurm")
-    add("--ranks", required=True, help="the node's ranks, separated by commas")
     add("--public-url", required=True)
-    add("--training", type=int, help="the node's index among the training nodes")
-    add("--training-nodes", type=int, default=1)
-    add("--first-trainer", type=int, help="the index of the node with the trainer's rank 0")
+    role = TypeAdapter(Role).validate_json
+    add("--role", required=True, type=role, help="the node's role in the job, as JSON")
     return parser.parse_args()
 
 
 def _run(args: argparse.Namespace) -> int:
-    run = RunDir(args.config.parent)
-    require_shared(run, args.token, args.node)
+    run, role = RunDir(args.config.parent), args.role
+    require_shared(run, args.token, role.node)
     config = load_resolved(args.config)
     run = run_dir_of(config)
     set_up_logging(config.log_level, secrets=config.secrets())
-    trains = args.training is not None
-    within = float(max(0.5 * config.cluster.warning, config.cluster.warning - _RESERVED))
+    trains = role.training is not None
 
     def drain(number: int, frame: FrameType | None) -> None:
         # The head node sends the signal in time, and waits no longer than it can.
-        raise Terminated(within if trains else None)
+        raise Terminated(drain_seconds(config) if trains else None)
 
     signal.signal(signal.SIGUSR1, drain)
     signal.signal(signal.SIGTERM, drain)
-    name = f"node-{args.index}"
-    say = partial(print, flush=True)
-    address = node_address(args.node, config.cluster.network)
+    name = f"node-{role.index}"
+    address = node_address(role.node, config.cluster.network)
     port = meeting_port(args.token)
-    first = trains and args.training == 0
     with ExitStack() as stack:
         lock = stack.enter_context(_node_lock(run, name))
-        if first and args.training_nodes > 1:
+        if role.training == 0 and role.training_nodes > 1:
             stack.enter_context(_reserve_meeting_port(address, port))
         place = NodeRole(
             host=address,
-            ranks=tuple(int(rank) for rank in args.ranks.split(",") if rank),
+            ranks=role.ranks,
             router=False,
             trainer=trains,
-            training=_training(config, run, args, address, port) if trains else None,
+            training=_training(config, run, role, address, port),
             public_url=args.public_url,
-            machine=args.node,
+            machine=role.node,
         )
-        options = NodeOptions(place=place, say=say)
-        node = WorkerNode(
-            config,
-            options,
+        entry = RegistryEntry(
             name=name,
-            start=args.start,
+            boot_id=args.start,
             url=url_of(address, port),
-            lock=lock,
+            pid=os.getpid(),
+            state="starting",
         )
-        with node:
+        options = NodeOptions(place=place, say=partial(print, flush=True))
+        with WorkerNode(config, options, entry, lock) as node:
             node.ready()
             # The head node prints the trainer's steps.
             while not node.check() or not trains:
@@ -187,14 +163,14 @@ def _reserve_meeting_port(address: str, port: int) -> socket.socket:
 
 
 def _training(
-    config: Config, run: RunDir, args: argparse.Namespace, address: str, port: int
+    config: Config, run: RunDir, role: Role, address: str, port: int
 ) -> TrainingNodes | None:
     """Return where the training nodes meet; StartupError if the first of them is missing."""
-    if args.training_nodes == 1:
+    if role.training is None or role.training_nodes == 1:
         return None
-    if args.training > 0:
-        address = _address_of(run, f"node-{args.first_trainer}", config.cluster.start_timeout)
-    return TrainingNodes(args.training_nodes, args.training, address, port)
+    if role.training > 0:
+        address = _address_of(run, f"node-{role.first_trainer}", config.cluster.start_timeout)
+    return TrainingNodes(role.training_nodes, role.training, address, port)
 
 
 def _address_of(run: RunDir, name: str, within: float) -> str:

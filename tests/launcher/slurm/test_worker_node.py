@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import sys
@@ -43,7 +44,7 @@ def run(lab: Lab, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RunDir:
     run.create()
     run.resolved.write_text(yaml.safe_dump(config.dump()))
     words = ["member", "--config", str(run.resolved), "--token", mark(run), "--start", "s-1"]
-    words += ["--index", "1", "--node", "n2", "--public-url", "http://127.0.0.1:8000"]
+    words += ["--public-url", "http://127.0.0.1:8000"]
     monkeypatch.setattr(sys, "argv", words)
     return run
 
@@ -65,7 +66,7 @@ def test_a_trainer_that_somebody_ends_is_not_done(
     lab: Lab, run: RunDir, number: signal.Signals
 ) -> None:
     """Code 0 is what a part says whose steps are all made."""
-    sys.argv += ["--ranks", "", "--training", "0"]
+    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "training": 0})]
     thread = told(lab, number, after="trainer")
     assert member.main() == 143
     thread.join()
@@ -86,7 +87,7 @@ def test_nothing_breaks_into_the_copy_of_the_journals(
         copied.append(True)
 
     monkeypatch.setattr(journals, "store_journals", leave)
-    sys.argv += ["--ranks", "0,1"]
+    sys.argv += ["--role", json.dumps({"index": 1, "node": "n2", "ranks": [0, 1]})]
     thread = told(lab, signal.SIGUSR2, after="rank-1")
     assert member.main() == 130
     thread.join()
