@@ -29,7 +29,6 @@ from proxy_ext.api.model_routes import ModelRoutes
 from proxy_ext.api.openapi.build import describe
 from proxy_ext.api.rl.strict_body import service_of
 from proxy_ext.frozen.frozen_models import require_prices
-from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
@@ -74,7 +73,7 @@ def create_app(
     shape: ModelFingerprint | None = None,
     opened: Callable[[RankService], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
-    provider: Provider | None = None,
+    provider: litellm_shim.LiteLLMProvider | None = None,
     journal_url: str | None = None,
 ) -> RankApp:
     """Return the ASGI app of a rank.

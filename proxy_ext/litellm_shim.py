@@ -33,8 +33,7 @@ from any_agent.errors import (
     ProviderUnavailable,
 )
 from any_agent.runtime.logs import Redactor
-from proxy_ext.frozen.provider import Event
-from proxy_ext.frozen.streams import as_json, close, lacks_finish_reason, stream_events
+from proxy_ext.litellm_streams import Event, as_json, close, lacks_finish_reason, stream_events
 
 log = logging.getLogger(__name__)
 
@@ -103,7 +102,10 @@ def lifespan(app: Any) -> AbstractAsyncContextManager[Any]:
 
 @dataclass(frozen=True, slots=True)
 class LiteLLMDeployment:
-    """One entry of the model list, its references resolved."""
+    """One place where a frozen model is served: an entry of the model list, references resolved.
+
+    ``api`` is a name of `any_agent.completions.apis`.
+    """
 
     name: str
     model: str
@@ -113,13 +115,16 @@ class LiteLLMDeployment:
     price: str | None
     """The name under which LiteLLM knows the price; None if it does not."""
     keeps_responses: bool
+    """True for a provider of the Responses API, which knows `previous_response_id`."""
     redact: Redactor = field(repr=False)
 
     @property
     def priced(self) -> bool:
+        """Return True if the price of its tokens is known."""
         return self.price is not None
 
     async def complete(self, api: str, params: Mapping[str, Any], within: float) -> dict[str, Any]:
+        """Return the body of an answer in ``within`` seconds; ProviderError."""
         try:
             return as_json(await self._call(api, params, within))
         except Exception as error:
@@ -128,6 +133,10 @@ class LiteLLMDeployment:
     async def stream(
         self, api: str, params: Mapping[str, Any], within: float
     ) -> AsyncGenerator[Event]:
+        """Yield the answer's events; closing the generator ends the call at the provider.
+
+        ProviderError, also for an error event, and for a stream that breaks off before its end.
+        """
         more: dict[str, Any] = {"stream": True}
         if api in ("chat", "completions"):
             more["stream_options"] = {**params.get("stream_options", {}), "include_usage": True}
@@ -153,6 +162,7 @@ class LiteLLMDeployment:
             await close(source)
 
     def cost(self, api: str, usage: Mapping[str, Any]) -> float | None:
+        """Return the USD of a usage in the API's form; None if that is not known."""
         if self.price is None:
             return None
         from litellm.cost_calculator import cost_per_token
@@ -170,6 +180,7 @@ class LiteLLMDeployment:
         return float(prompt + output)
 
     def count(self, text: str) -> int:
+        """Return about how many tokens a text has, for a call without a reported usage."""
         import litellm
 
         return int(litellm.token_counter(model=self.model, text=text))
@@ -225,7 +236,7 @@ class LiteLLMDeployment:
 
 
 class LiteLLMProvider:
-    """Every deployment of a model list, its references resolved."""
+    """The deployments of a model list by their model's name, each with its weight."""
 
     def __init__(self, model_list: Iterable[Mapping[str, Any]], secret: Iterable[str]) -> None:
         """Raise ConfigError for an entry that LiteLLM cannot use."""

@@ -22,7 +22,6 @@ from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.types import GenerationHyperparameters
-from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.implicit_session import ImplicitSessions
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver
@@ -30,10 +29,10 @@ from proxy_ext.auth import Authenticator
 from proxy_ext.calls.call_manager import CallManager
 from proxy_ext.calls.concurrency_limit import call_limit
 from proxy_ext.frozen.frozen_models import FrozenModels
-from proxy_ext.frozen.provider import Provider
 from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import Journal, open_journal
 from proxy_ext.leases import Fence, LeaseManager, drop_leftovers
+from proxy_ext.litellm_shim import LiteLLMProvider
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
@@ -65,7 +64,7 @@ class RankService:
         engine: RemoteEngine,
         engine_context: int,
         engine_slots: int | None,
-        provider: Provider | None,
+        provider: LiteLLMProvider | None,
     ) -> None:
         run_dir, rollout, server = run_dir_of(config), config.rollout, config.server
         access = Access(config)
@@ -185,7 +184,7 @@ async def open_service(
     training: bool,
     engine_wait: float = 0.0,
     shape: ModelFingerprint | None = None,
-    provider: Provider | None = None,
+    provider: LiteLLMProvider | None = None,
     journal_url: str | None = None,
 ) -> AsyncIterator[RankService]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
@@ -270,7 +269,7 @@ async def _sweep(service: RankService) -> None:
             # While `/readyz` fails, clients write nothing that would show that there is room.
             await service.journal.retry_full()
             await service.expiry.sweep()
-            await close_groups(service.sessions, service.expiry)
+            await service.expiry.close_groups()
             await service.leases.expire()
             await service.answers.sweep()
             await service.sessions.deliveries.flush()

@@ -19,9 +19,9 @@ from starlette.responses import Response
 from any_agent.errors import AnyAgentError, ProviderError, ProviderTimeout, SessionClosed
 from any_agent.record import frozen_id
 from any_agent.runtime.metrics import Histogram
-from proxy_ext.frozen.provider import Deployment
 from proxy_ext.frozen.provider_requests import FrozenRequest
 from proxy_ext.frozen.provider_responses import RESPONSES, json_bytes
+from proxy_ext.litellm_shim import LiteLLMDeployment
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import ClientConnection, EventStream
 
@@ -59,7 +59,7 @@ class FrozenCall:
     def __init__(
         self,
         request: FrozenRequest,
-        deployment: Deployment,
+        deployment: LiteLLMDeployment,
         session: RecordedSession | None,
         tenant: str | None,
         *,

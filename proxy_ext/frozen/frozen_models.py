@@ -29,11 +29,11 @@ from any_agent.errors import (
 from any_agent.record import FROZEN_MODEL, is_frozen, strip_content
 from any_agent.types import GenerationHyperparameters, Interaction
 from proxy_ext.frozen.call import FrozenCall, FrozenStats
-from proxy_ext.frozen.provider import Deployment, Provider
 from proxy_ext.frozen.provider_requests import FrozenRequest, check_frozen_request
 from proxy_ext.frozen.provider_responses import RESPONSES, ids_in, text_in
 from proxy_ext.frozen.spend_caps import SpendCaps
 from proxy_ext.journal import PutInteraction
+from proxy_ext.litellm_shim import LiteLLMDeployment, LiteLLMProvider
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
@@ -49,7 +49,7 @@ _MAX_COUNTED = 1 << 20
 """Characters whose tokens are counted; a longer text is estimated from its beginning."""
 
 
-def require_prices(config: FrozenConfig, provider: Provider) -> None:
+def require_prices(config: FrozenConfig, provider: LiteLLMProvider) -> None:
     """Raise ConfigError for a cap over a model without a known price; without caps, log it."""
     unpriced = ", ".join(
         name
@@ -102,7 +102,7 @@ class FrozenModels:
     def __init__(
         self,
         config: Config,
-        provider: Provider | None,
+        provider: LiteLLMProvider | None,
         sessions: SessionStore,
         quotas: TenantQuotas,
     ) -> None:
@@ -168,7 +168,7 @@ class FrozenModels:
         if self._provider is not None:
             await self._provider.close()
 
-    def _choose(self, name: str, session: RecordedSession | None) -> Deployment:
+    def _choose(self, name: str, session: RecordedSession | None) -> LiteLLMDeployment:
         """Choose one of a model's places by weight; a session stays at its own."""
         weighted = self._models[name]
         if len(weighted) == 1:
@@ -183,7 +183,7 @@ class FrozenModels:
         request: FrozenRequest,
         previous: str,
         session: RecordedSession | None,
-        deployment: Deployment,
+        deployment: LiteLLMDeployment,
     ) -> None:
         """Set `previous_response_id` to the provider's own id of the response that is continued."""
         if not deployment.keeps_responses:
@@ -208,7 +208,7 @@ class FrozenModels:
     def _start(
         self,
         request: FrozenRequest,
-        deployment: Deployment,
+        deployment: LiteLLMDeployment,
         session: RecordedSession | None,
         tenant: str | None,
     ) -> FrozenCall:
@@ -309,7 +309,7 @@ def _interaction(call: FrozenCall, session_id: str, *, whole: bool) -> Interacti
     )
 
 
-async def _count(deployment: Deployment, text: str) -> int:
+async def _count(deployment: LiteLLMDeployment, text: str) -> int:
     """Return about how many tokens a text has."""
     beginning = text[:_MAX_COUNTED]
     with contextlib.suppress(Exception):

@@ -16,7 +16,7 @@ from any_agent.completions.encoders.chat import DONE
 from any_agent.errors import AnyAgentError, ProviderError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Message
-from proxy_ext.frozen.provider import Event
+from proxy_ext.litellm_streams import Event
 
 _TEXTS = ("content", "reasoning_content", "refusal")
 _MESSAGE_FIELDS = ("tool_calls", "reasoning_content", "refusal", "thinking_blocks")

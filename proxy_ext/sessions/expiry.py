@@ -1,4 +1,4 @@
-"""Expiry of sessions: the ttl and idle time of open ones, and the deadlines of awaited rewards."""
+"""Expiry: ttl and idle time of open sessions, deadlines of awaited rewards and of groups."""
 
 from __future__ import annotations
 
@@ -15,13 +15,17 @@ from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
 from proxy_ext.sessions.endings import SessionEnder, is_rewarded
 from proxy_ext.sessions.grading import Grader, GraderFailed, graded_session
+from proxy_ext.sessions.groups import Group
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.sessions.state_machine import Event
 
 log = logging.getLogger(__name__)
 
 LateOutcome: TypeAlias = Literal["rewarded", "rejected", "zero", "graded", "grader_failed"]
 NO_REWARD = "no reward came by its deadline"
+TOO_SMALL = "group_too_small"
+"""The reason of sessions rejected because their group had too few of them."""
 _GRADED_AT_ONCE = 1e-3  # seconds that an ended implicit session awaits rewards
 _BATCH = 256  # sessions that are ended together: they share the store's commits
 
@@ -105,6 +109,49 @@ class SessionExpirer:
             self._sessions.watch(session)
         else:
             await self._late.end(session)
+
+    async def close_groups(self) -> None:
+        """Close the groups whose time is over, and reject the sessions of those that are too small.
+
+        After a failure of the store the next call tries again.
+        """
+        now = time.monotonic()
+        for group in self._sessions.groups.all():
+            try:
+                if group.started and group.deadline <= now:
+                    await self._close_group(group)
+                if group.too_small:
+                    await self._reject_group(group)
+            except AnyAgentError as error:
+                log.warning("could not close group %s yet: %s", group.id, error.message)
+
+    async def _close_group(self, group: Group) -> None:
+        """Let no member join any more, and expire the open ones.
+
+        A member that awaits its reward has its own deadline, and the group waits for it.
+        """
+        if not group.expired:
+            free = group.room
+            group.expired = True
+            # Released after the group is closed, so that no open admitted by this can join it.
+            self._sessions.admission.release(free)
+            await self._sessions.group_changed(group)
+        open_ids = [id for id, state in group.members.items() if state is SessionState.OPEN]
+        found = (self._sessions.live.get(id) for id in open_ids)
+        await asyncio.gather(
+            *(self.end(s, "its group's time ran out") for s in found if s is not None)
+        )
+
+    async def _reject_group(self, group: Group) -> None:
+        members = [self._sessions.live[id] for id in group.finalized]
+        size = len(members)
+        reasons = dict.fromkeys((session.id for session in members), TOO_SMALL)
+        await self._sessions.move(members, Event.DISCARD, reasons=reasons)
+        self._sessions.groups.too_small += 1
+        log.warning(
+            "group %s closed with %d finalized of %d sessions, and needs %d: rejected as %s",
+            *(group.id, size, group.size, group.min_size, TOO_SMALL),
+        )
 
 
 class LateRewardWaiter:

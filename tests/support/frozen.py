@@ -13,7 +13,7 @@ import orjson
 import pytest
 
 from proxy_ext import litellm_shim
-from proxy_ext.frozen.provider import Event, Provider
+from proxy_ext.litellm_streams import Event
 from tests.support.proxy import HELLO, Proxy, config_for
 
 SECRET = "provider-secret-8a1f"
@@ -46,7 +46,7 @@ def settings(model_list: list[dict[str, Any]], *more: str) -> list[str]:
     return [f"frozen.model_list={json.dumps(model_list)}", *more]
 
 
-def provider_of(root: Any, lines: list[str]) -> Provider | None:
+def provider_of(root: Any, lines: list[str]) -> litellm_shim.LiteLLMProvider | None:
     """LiteLLM's, as a service makes it from these settings."""
     return litellm_shim.load_provider(config_for(root, *lines).frozen.model_list)
 

@@ -28,13 +28,11 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner
 from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.admission import close_groups as closing
-from proxy_ext.admission.close_groups import close_groups
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions import groups, session_store
+from proxy_ext.sessions import expiry, groups, session_store
 from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
@@ -62,7 +60,7 @@ class World:
         self._born: dict[str, float] = {}
         clocked = SimpleNamespace(monotonic=lambda: time.monotonic() + self.passed)
         patch.setattr(groups, "time", clocked)
-        patch.setattr(closing, "time", clocked)
+        patch.setattr(expiry, "time", clocked)
         age = clock.session_age
         patch.setattr(
             session_store, "session_age", lambda row: age(row) + self.passed - self._of(row)
@@ -243,7 +241,7 @@ class Rank:
 
     async def _sweep(self) -> None:
         small = {g.id for g in self.sessions.groups.all() if g.too_small}
-        await close_groups(self.sessions, self.expiry)
+        await self.expiry.close_groups()
         self.small |= small
 
     async def _time(self) -> None:

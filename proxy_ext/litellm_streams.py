@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeAlias
 
-from proxy_ext.frozen.provider import Event
-
+Event: TypeAlias = dict[str, Any]
+"""The JSON behind `data:` of one event of a stream."""
 _MAX_DEPTH = 6  # levels of streams in one another
 
 

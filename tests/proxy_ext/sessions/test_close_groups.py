@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from proxy_ext.admission.close_groups import close_groups
+from proxy_ext.sessions.expiry import SessionExpirer
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -98,7 +98,7 @@ async def test_a_group_that_is_too_small_is_rejected_after_a_restart(
     async def never(*_: Any) -> None: ...
 
     with monkeypatch.context() as patch:
-        patch.setattr("proxy_ext.service.close_groups", never)
+        patch.setattr(SessionExpirer, "close_groups", never)
         proxy = await start()
         await proxy.admit(8)
         session = await proxy.finished_session(group_id="g", group_size=2)
@@ -158,10 +158,10 @@ async def test_a_group_of_which_an_export_holds_the_last_one_waits(start: Start)
     await proxy.post(f"/rl/v1/sessions/{last['session_id']}/abort", {}, last["api_key"])
     groups, sessions = proxy.service.sessions.groups, proxy.service.sessions
     for _ in range(2):
-        await close_groups(sessions, proxy.service.expiry)
+        await proxy.service.expiry.close_groups()
     assert (groups.too_small, len(sessions.live)) == (0, 2)
     await proxy.service.leases.give_back([done[0]["session_id"]], "export")
-    await close_groups(sessions, proxy.service.expiry)
+    await proxy.service.expiry.close_groups()
     assert (groups.too_small, len(sessions.live), len(groups)) == (1, 0, 0)
 
 
