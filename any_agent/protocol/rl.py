@@ -27,6 +27,8 @@ MAX_NAMED = 131_072
 """The most sessions in one message of the trainer: many times the number that can be buffered."""
 AFTER_HEADER = "x-any-agent-after"
 """Response header: the place where the next page of a list begins; absent on the last page."""
+_PLACES = "^([0-9]{1,4}:[0-9]{1,15}(,[0-9]{1,4}:[0-9]{1,15})*)?$"
+"""The places at which a list of several ranks goes on."""
 MAX_COUNT = 2**31 - 1
 """The largest version, step and number of slots: every token carries its version in 32 bits."""
 UNREACHABLE_HEADER = "x-any-agent-unreachable"
@@ -70,12 +72,20 @@ def as_reward(value: Any) -> float | dict[str, float]:
 
 
 _Number = Annotated[float, Field(ge=-MAX_REWARD, le=MAX_REWARD)]
+_NamedNumbers = Annotated[
+    dict[Name, _Number],
+    Field(
+        min_length=1,
+        max_length=_MAX_NAMED_REWARDS,
+        json_schema_extra={"additionalProperties": False},
+    ),
+]
 # One function instead of a union: an error then names the field, not every member of the union.
 RewardValue = Annotated[
     float | dict[str, float] | None,
     PlainValidator(
         lambda value: None if value is None else as_reward(value),
-        json_schema_input_type=_Number | dict[Name, _Number] | None,
+        json_schema_input_type=_Number | _NamedNumbers | None,
     ),
 ]
 """A finite number, several by name, or None."""
@@ -367,7 +377,7 @@ class ListSessions(_Body):
     group_id: str | None = Field(default=None, max_length=64)
     tenant: str | None = Field(default=None, max_length=64)
     limit: int = Field(default=100, ge=1, le=1000)
-    after: str = Field(default="", max_length=16_384)
+    after: str = Field(default="", max_length=16_384, json_schema_extra={"pattern": _PLACES})
     """The header `x-any-agent-after` of the previous page."""
 
     @field_validator("after")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
 from collections.abc import Coroutine, Sequence
 from dataclasses import replace
 from typing import Any
@@ -86,7 +85,7 @@ class CallManager:
         slot.grow(len(prepared.choices))
         mode = session.row.mode if session is not None else None
         prepared = self._with_seeds(prepared, session)
-        timer = self.stats.begin(prepared, mode)
+        timer = CallTimer(self.stats, prepared, mode)
         call = Call(
             Head.of(prepared), session, mark, stream=stream, on_client_left=self._on_client_left
         )
@@ -244,33 +243,17 @@ class CallManager:
 
 
 class LoopTurns:
-    """A queue that lets one task go on in each round of the event loop, other events in between.
+    """A queue that lets its tasks go on one after the other, with other events in between.
 
     A hundred calls that arrive together would otherwise stop every stream until the prompts of
     all of them are rendered.
     """
 
     def __init__(self) -> None:
-        self._waiting: deque[asyncio.Future[None]] = deque()
-        self._round_taken = False
+        self._lock = asyncio.Lock()
 
     async def wait(self) -> None:
-        """Wait until this round is the caller's, in the order of the calls."""
-        loop = asyncio.get_running_loop()
-        if self._round_taken:
-            turn: asyncio.Future[None] = loop.create_future()
-            self._waiting.append(turn)
-            await turn
-            return
-        self._round_taken = True
-        loop.call_soon(self._start_next)
-
-    def _start_next(self) -> None:
-        while self._waiting:
-            turn = self._waiting.popleft()
-            # Skip a task that was cancelled while it waited.
-            if not turn.done():
-                turn.set_result(None)
-                asyncio.get_running_loop().call_soon(self._start_next)
-                return
-        self._round_taken = False
+        """Wait until it is the caller's turn, in the order of the calls."""
+        await self._lock.acquire()
+        # In a later round of the event loop.
+        asyncio.get_running_loop().call_soon(self._lock.release)

@@ -46,19 +46,16 @@ class CallStats:
         self.retries: Counter[RetryOutcome] = Counter()
         """Marked retries, by their outcome."""
 
-    def begin(self, prepared: Prepared, mode: str | None) -> CallTimer:
-        return CallTimer(self, prepared, mode or NO_SESSION)
-
 
 class CallTimer:
     """The clock of one call, which adds it to the counters."""
 
     __slots__ = ("_began", "_ended", "_mode", "_prepared", "_stats", "_tokens_arrived")
 
-    def __init__(self, stats: CallStats, prepared: Prepared, mode: str) -> None:
+    def __init__(self, stats: CallStats, prepared: Prepared, mode: str | None) -> None:
         self._stats = stats
         self._prepared = prepared
-        self._mode = mode
+        self._mode = mode or NO_SESSION
         self._tokens_arrived = False
         self._ended = False
         self._began = time.perf_counter()

@@ -2,7 +2,7 @@
 
 This module adds every error of a route (behind the router, too), keys, headers, field comments and
 examples. `description.json` has the parts that only one route or schema has; the rest follows from
-the callers of a route (`proxy_ext.web.permissions`), from its method and its dependencies, and from
+the callers of a route (`proxy_ext.web.permissions`), from its method and its parameters, and from
 the registered APIs (`any_agent.completions.apis`).
 """
 
@@ -11,22 +11,19 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
-from collections.abc import Iterator
 from functools import cache
 from importlib.resources import files
 from typing import Any
 
 import orjson
 from fastapi import FastAPI
-from fastapi.dependencies.models import Dependant
-from fastapi.routing import APIRoute, iter_route_contexts
 
 from any_agent.auth.access import Scope
 from any_agent.completions.apis import Api, all_apis, error_format
 from any_agent.completions.params.table import request_schema
 from any_agent.protocol import rl as protocol
 from proxy_ext.api.rl import areal
-from proxy_ext.api.rl.strict_body import receipt_of
+from proxy_ext.api.rl.strict_body import IDEMPOTENCY_KEY
 from proxy_ext.web.permissions import RULES
 
 _RETRY_LATER = (429, 503, 507)  # the statuses whose answers carry `Retry-After`
@@ -47,14 +44,6 @@ _SESSION_HEADER = {
     "description": "The session's id, where the key is not its own.",
     "schema": {"type": "string"},
 }
-_IDEMPOTENCY_KEY = {
-    "name": "Idempotency-Key",
-    "in": "header",
-    "description": "The same request with the same key has the first answer again, for 24 hours.",
-    "schema": {"type": "string", "pattern": "^[!-~]{1,255}$"},
-}
-_PAGES = "^([0-9]{1,4}:[0-9]{1,15}(,[0-9]{1,4}:[0-9]{1,15})*)?$"
-"""The place at which a list of several ranks goes on."""
 _QUERIES = (
     "Every field of a body of `/rl` routes, `/grant_capacity` and `/export_trajectories` may stand "
     "in the query instead, by its name; objects are JSON there. Where body and query differ, and "
@@ -82,14 +71,14 @@ def describe(app: FastAPI) -> None:
 
     def full() -> dict[str, Any]:
         if app.openapi_schema is None:
-            _complete(plain(), once=_with_receipt(app))
+            _complete(plain())
         assert app.openapi_schema is not None
         return app.openapi_schema
 
     app.openapi = full  # type: ignore[method-assign]
 
 
-def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
+def _complete(schema: dict[str, Any]) -> None:
     texts = copy.deepcopy(load_description())
     for api in all_apis():
         _describe_api(api, texts)
@@ -105,13 +94,11 @@ def _complete(schema: dict[str, Any], *, once: set[str]) -> None:
     schema["components"]["securitySchemes"] = _KEYS
     for path, methods in schema["paths"].items():
         for method, operation in methods.items():
-            route = f"{method.upper()} {path}"
-            _complete_operation(route, operation, texts, once=route in once)
+            _complete_operation(f"{method.upper()} {path}", operation, texts)
     for name, example in texts["examples"].items():
         schemas[name]["examples"] = [example]
     for name, rule in texts["rules"].items():
         schemas[name] |= rule
-    _close_maps(schemas)
     for module in (protocol, areal):
         _add_comments(schemas, inspect.getsource(module))
 
@@ -139,9 +126,7 @@ def _describe_api(api: Api, texts: dict[str, Any]) -> None:
     }
 
 
-def _complete_operation(
-    route: str, operation: dict[str, Any], texts: dict[str, Any], *, once: bool
-) -> None:
+def _complete_operation(route: str, operation: dict[str, Any], texts: dict[str, Any]) -> None:
     tag, *particular = texts["routes"][route]
     method, _, path = route.partition(" ")
     scopes = RULES[method, path].scopes
@@ -163,8 +148,7 @@ def _complete_operation(
         _complete_parameter(parameter)
     if 404 in statuses and Scope.SESSION in scopes and "{" not in path:
         parameters.append(_SESSION_HEADER)
-    if once:
-        parameters.append(_IDEMPOTENCY_KEY)
+    if any(parameter["name"] == IDEMPOTENCY_KEY for parameter in parameters):
         statuses |= {409, 422, 507}
     for status in sorted(statuses):
         responses[str(status)] = _error(status, path, texts["errors"][str(status)])
@@ -180,18 +164,6 @@ def _complete_parameter(parameter: dict[str, Any]) -> None:
         schema |= kinds[0]
     elif kinds:
         schema["anyOf"] = kinds
-    if parameter["name"] == "after":
-        schema.setdefault("pattern", _PAGES)
-
-
-def _close_maps(schema: Any) -> None:
-    """Refuse names without the pattern where names have one."""
-    if isinstance(schema, dict) and "patternProperties" in schema:
-        schema["additionalProperties"] = False
-        schema["minProperties"] = 1
-    for below in schema.values() if isinstance(schema, dict) else schema:
-        if isinstance(below, dict | list):
-            _close_maps(below)
 
 
 def _error(status: int, path: str, text: str) -> dict[str, Any]:
@@ -204,24 +176,6 @@ def _error(status: int, path: str, text: str) -> dict[str, Any]:
 
 def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
-
-
-def _with_receipt(app: FastAPI) -> set[str]:
-    """Return the routes that take an Idempotency-Key: those that depend on a receipt."""
-    found = set()
-    for context in iter_route_contexts(app.routes):
-        route = context.original_route
-        if isinstance(route, APIRoute) and any(
-            each.call is receipt_of for each in _dependants(route.dependant)
-        ):
-            found |= {f"{method} {context.path}" for method in context.methods or ()}
-    return found
-
-
-def _dependants(top: Dependant) -> Iterator[Dependant]:
-    yield top
-    for each in top.dependencies:
-        yield from _dependants(each)
 
 
 def _add_comments(schemas: dict[str, Any], source: str) -> None:

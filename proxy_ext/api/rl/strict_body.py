@@ -17,6 +17,7 @@ from collections.abc import (
     Callable,
     Collection,
     Coroutine,
+    Iterable,
     Iterator,
     Mapping,
     Sequence,
@@ -24,7 +25,7 @@ from collections.abc import (
 from typing import Annotated, Any
 from urllib.parse import parse_qsl, urlencode
 
-from fastapi import Depends
+from fastapi import Depends, Header
 from fastapi.dependencies.models import Dependant
 from fastapi.routing import APIRoute
 from pydantic import BaseModel, TypeAdapter, ValidationError
@@ -58,7 +59,21 @@ Anyone = Annotated[RankService, Depends(_service)]
 Who = Annotated[Caller, Depends(_caller)]
 
 
-async def receipt_of(request: Request, service: Anyone, caller: Who) -> AsyncIterator[Receipt]:
+IDEMPOTENCY_KEY = "Idempotency-Key"
+# Only described here; the receipt reads and checks it.
+_KeyHeader = Annotated[
+    str | None,
+    Header(
+        alias=IDEMPOTENCY_KEY,
+        description="The same request with the same key has the first answer again, for 24 hours.",
+        json_schema_extra={"pattern": "^[!-~]{1,255}$"},
+    ),
+]
+
+
+async def receipt_of(
+    request: Request, service: Anyone, caller: Who, _: _KeyHeader = None
+) -> AsyncIterator[Receipt]:
     async with service.answers.receipt(request, caller) as receipt:
         yield receipt
 
@@ -88,16 +103,13 @@ class QueryFields:
     """The query fields of one route."""
 
     def __init__(self, dependant: Dependant) -> None:
-        bodies = [kind for field in dependant.body_params if (kind := _model(field))]
-        own = [kind for field in dependant.query_params if (kind := _model(field))]
-        self._body = {n: k for model in bodies for n, k in _kinds_by_field(model).items()}
-        self._own = {n: k for model in own for n, k in _kinds_by_field(model).items()}
+        self.body = _kinds_by_field(dependant.body_params)
+        """The kinds of JSON that each field of the body takes."""
+        self.own = _kinds_by_field(dependant.query_params)
+        """The same of the fields that the route itself reads in the query."""
         self._path = {field.alias for field in dependant.path_params}
-        self.takes_session = "session_id" in {*self._body, *self._own, *self._path}
+        self.takes_session = "session_id" in {*self.body, *self.own, *self._path}
         """True if the route itself reads the query's session name."""
-        self.in_query = bool(own)
-        self.in_body = bool(bodies)
-        """True if the query's fields belong to the route's body."""
 
     async def parse(self, query: str, path: Mapping[str, Any]) -> dict[str, Any]:
         """Return the query's fields as a body has them; every route's may name its session.
@@ -105,7 +117,7 @@ class QueryFields:
         InvalidRequest for an unknown field, an empty one, one with two values, a number that is not
         finite, and for a key.
         """
-        known = {"session_id": {"string"}, **self._body, **self._own}
+        known = {"session_id": {"string"}, **self.body, **self.own}
         out = {}
         for name, texts in _by_name(query).items():
             if name == "api_key":
@@ -116,7 +128,7 @@ class QueryFields:
             if name in self._path:
                 if set(texts) != {str(path[name])}:
                     raise differs(name, "path", "query")
-            elif name in self._own and not any(texts):
+            elif name in self.own and not any(texts):
                 # The route reads it itself; clients send parameters without a value as empty.
                 continue
             elif name in known:
@@ -217,16 +229,16 @@ def _require_number(name: str, text: str) -> None:
         raise InvalidRequest(f"{name} must be a number, such as 1 or -0.5", param=name)
 
 
-def _model(field: Any) -> type[BaseModel] | None:
-    kind = field.field_info.annotation
-    return kind if isinstance(kind, type) and issubclass(kind, BaseModel) else None
-
-
-def _kinds_by_field(model: type[BaseModel]) -> dict[str, set[str]]:
-    """Return the kinds of JSON that each field takes, by the model's schema."""
-    schema = model.model_json_schema()
-    parts = schema.get("$defs", {})
-    return {name: set(_kinds(one, parts)) for name, one in schema["properties"].items()}
+def _kinds_by_field(params: Iterable[Any]) -> dict[str, set[str]]:
+    """Return the kinds of JSON that each field of these models takes, by their schemas."""
+    out: dict[str, set[str]] = {}
+    for param in params:
+        model = param.field_info.annotation
+        if isinstance(model, type) and issubclass(model, BaseModel):
+            schema = model.model_json_schema()
+            parts = schema.get("$defs", {})
+            out |= {name: set(_kinds(one, parts)) for name, one in schema["properties"].items()}
+    return out
 
 
 def _kinds(schema: Mapping[str, Any], parts: Mapping[str, Any]) -> Iterator[str]:
@@ -284,9 +296,9 @@ class StrictRoute(APIRoute):
                 if not fields.takes_session and "session_id" in values:
                     auth = service_of(request).auth
                     await auth.require_same(request, values.pop("session_id"))
-                    if fields.in_query:
+                    if fields.own:
                         request.remove_from_query("session_id", query)
-                if fields.in_body:
+                if fields.body:
                     await request.add_to_body(values)
             return await handle(request)
 
