@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from pathlib import Path
 from types import FrameType
 from typing import cast
@@ -18,7 +19,7 @@ from starlette.types import ASGIApp
 from any_agent.rundir.registry import Heartbeat, PartLoad, RegistryEntry, rank_name
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.service import RankService
-from proxy_ext.web.drain import InFlightCounter
+from proxy_ext.web.drain import InterruptibleApp
 
 log = logging.getLogger(__name__)
 
@@ -61,8 +62,7 @@ class DrainingServer(uvicorn.Server):
         *,
         drain_timeout: float,
     ) -> None:
-        self._requests = InFlightCounter(cast(ASGIApp, config.app))
-        config.app = self._requests
+        self._app = config.app = InterruptibleApp(cast(ASGIApp, config.app))
         super().__init__(config)
         self._heartbeat: Heartbeat | None = None
         self._folder = folder
@@ -90,7 +90,7 @@ class DrainingServer(uvicorn.Server):
             if self._heartbeat is not None:
                 self._heartbeat.stopping()
             await self._drain()
-            await self._requests.wait_until_idle(self._drain_timeout)
+            await self._wait_until_idle(self._drain_timeout)
         except Exception:
             log.exception("the drain failed; requests under way are cut off")
         self.should_exit = True
@@ -106,7 +106,19 @@ class DrainingServer(uvicorn.Server):
             self._draining.cancel()
         if self._heartbeat is not None:
             await self._heartbeat.end()
-        await self._requests.wait_until_idle(_FINAL_WAIT)
-        if cut := self._requests.cancel_all():
-            log.warning("%d requests were not answered in time and are cut off", cut)
+        await self._wait_until_idle(_FINAL_WAIT)
+        self._app.cut_off = True
+        # A request that has just come must have reached the app, which answers it.
+        await asyncio.sleep(0)
+        if tasks := self.server_state.tasks:
+            log.warning("%d requests were not answered in time and are cut off", len(tasks))
+        for task in tasks:
+            task.cancel()
         await super().shutdown(sockets=sockets)
+
+    async def _wait_until_idle(self, seconds: float) -> None:
+        """Wait up to ``seconds`` until no request is under way; new ones are answered, too."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(seconds):
+                while tasks := self.server_state.tasks:
+                    await asyncio.wait(tasks)
