@@ -15,7 +15,7 @@ from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.parent_death import die_with_parent
 
 if TYPE_CHECKING:
-    from trainer.parallel.trainer_group import TrainerGroup
+    from trainer.command_channel import Leader
 
 _STOPPED = 143
 
@@ -54,15 +54,15 @@ def _train(config: Config, host: str) -> int:
     if world is not None and not world.leads:
         follow(world, config.train)
         return 0
-    with lead(world) as group:
-        return _lead(config, host, group, launched)
+    with lead(world) as leader:
+        return _lead(config, host, leader, launched)
 
 
-def _lead(config: Config, host: str, group: TrainerGroup | None, launched: int) -> int:
+def _lead(config: Config, host: str, leader: Leader | None, launched: int) -> int:
     from trainer.loop import TrainingLoop
     from trainer.metrics_server import TrainerHeartbeat
 
-    trainer = TrainingLoop(config, group=group)
+    trainer = TrainingLoop(config, leader=leader)
     # SIGTERM ends training after the current step, with a checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
     heartbeat = TrainerHeartbeat(

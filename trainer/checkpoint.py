@@ -20,7 +20,6 @@ import logging
 import random
 import re
 from collections.abc import Mapping
-from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -185,7 +184,7 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
     if policy.world is not None:
         shares = folder / "optimizer"
         shares.mkdir()
-        with policy.group.saving(shares) if policy.group is not None else nullcontext():
+        with policy.commanded({"do": "save", "folder": str(shares)}):
             save_shard(policy, shares)
         # Equal in all processes: the steps that each parameter has seen.
         state = {name: t for name, t in state.items() if not is_divided(t)}

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, Protocol
+from typing import Any
 
 from any_agent.config import Config
-from any_agent.data import DatasetCursor, as_dataset
+from any_agent.data import DatasetCursor, RowSource, as_dataset
 from any_agent.errors import TrainingError
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.types import SampledSession
@@ -19,14 +19,6 @@ from trainer.batch_source import BatchSource
 from trainer.manifests import Manifest
 
 GROUP = "data-"  # the prefix of a sampled group's id; its item's position follows
-
-
-class TrainingDataset(Protocol):
-    """A dataset to train on: a list of dictionaries, a Hugging Face dataset, or the like."""
-
-    def __len__(self) -> int: ...
-
-    def __getitem__(self, index: int, /) -> Any: ...
 
 
 class DatasetBatches(BatchSource):
@@ -39,7 +31,7 @@ class DatasetBatches(BatchSource):
     def __init__(
         self,
         config: Config,
-        dataset: TrainingDataset,
+        dataset: RowSource,
         workflow: RolloutWorkflow,
         accept: Callable[[Any], bool] | None,
         executor: WorkflowExecutor,

@@ -16,7 +16,7 @@ import numpy as np
 from any_agent import stats_tracker
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
-from any_agent.launcher.training_progress import format_evaluation
+from any_agent.launcher.training_progress import format_evaluation, records_in
 from any_agent.rewards.score_statistics import Estimate, estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.atomic_files import append_line
@@ -101,7 +101,7 @@ class TrialEvaluation:
         self._make_executor = executor
         self._metrics = metrics
         self._report = report
-        self._done = evaluated_steps(metrics)
+        self._done = {line["step"] for line in records_in(metrics) if "eval" in line}
         self._executor: WorkflowExecutor | None = None
         self._interrupted = False
 
@@ -191,18 +191,3 @@ def score(run: TensorDict) -> float:
     rewards = np.asarray(run["rewards"], dtype=np.float64).reshape(-1)
     counted = np.asarray(run["loss_mask"]).reshape(len(rewards), -1).any(axis=1)
     return float(rewards[counted].mean() if counted.any() else rewards.mean())
-
-
-def evaluated_steps(path: Path) -> set[int]:
-    """Return the steps that `metrics.jsonl` has an evaluation of; incomplete lines are skipped."""
-    steps = set()
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
-        if '"eval"' not in line:
-            continue
-        try:
-            found = json.loads(line)
-            if "eval" in found:
-                steps.add(int(found["step"]))
-        except (ValueError, KeyError, TypeError):
-            continue
-    return steps

@@ -14,7 +14,7 @@ from transformers.utils import logging as transformers_logging
 
 from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config, import_plugins
-from any_agent.data import as_dataset
+from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.reachability import listening
 from any_agent.launcher.trial import require_same_trial
@@ -24,7 +24,8 @@ from any_agent.runtime.logs import logging_to
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
 from trainer.batch_source import LeasedBatches
-from trainer.dataset_batches import DatasetBatches, TrainingDataset
+from trainer.command_channel import Leader
+from trainer.dataset_batches import DatasetBatches
 from trainer.evaluation import TrialEvaluation
 from trainer.from_config import (
     agent_service,
@@ -35,7 +36,7 @@ from trainer.from_config import (
 )
 from trainer.loop import TrainingLoop
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.parallel.trainer_group import TrainerGroup, follow, join_processes, lead
+from trainer.parallel.trainer_group import follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
 from trainer.world import World
@@ -79,8 +80,8 @@ class GRPOTrainer:
     def __init__(
         self,
         config: Config,
-        train_dataset: TrainingDataset | None = None,
-        valid_dataset: TrainingDataset | None = None,
+        train_dataset: RowSource | None = None,
+        valid_dataset: RowSource | None = None,
         *,
         say: Callable[[str], None] = _print,
     ) -> None:
@@ -100,7 +101,7 @@ class GRPOTrainer:
         self._service = LocalService(config, say=say, failed=self._service_failed)
         self._entered = self._serving = self._followed = False
         self._world: World | None = None
-        self._group: TrainerGroup | None = None
+        self._leader: Leader | None = None
         self._loop: TrainingLoop | None = None
         self._evaluation: TrialEvaluation | None = None
         self._evaluator: WorkflowExecutor | None = None
@@ -131,7 +132,7 @@ class GRPOTrainer:
         self._signals.install()
         self._entered = True
         try:
-            self._group = self._stack.enter_context(lead(self._world))
+            self._leader = self._stack.enter_context(lead(self._world))
             if self.train_dataset is None:
                 self._serve()
         except BaseException as error:
@@ -265,7 +266,7 @@ class GRPOTrainer:
             make_source=LeasedBatches if source is None else lambda _: source,
             say=self._say,
             evaluate=self._evaluation or (lambda step, last: None),
-            group=self._group,
+            leader=self._leader,
         )
 
     def _resolve(self, given: _Workflows) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
@@ -360,7 +361,7 @@ class GRPOTrainer:
             signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
 
 
-def _checked(data: TrainingDataset | None, name: str) -> TrainingDataset | None:
+def _checked(data: RowSource | None, name: str) -> RowSource | None:
     """Return the dataset; DatasetError, before anything is started, for unusable items."""
     if data is not None:
         rows = as_dataset(data, name)

@@ -35,11 +35,12 @@ from trainer.batch import (
     versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
-from trainer.checkpoint import latest_checkpoint, list_checkpoints, load_checkpoint, save_checkpoint
+from trainer.checkpoint import latest_checkpoint, list_checkpoints, save_checkpoint
+from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, describe_step, last_reported, step_line
-from trainer.parallel.trainer_group import TrainerGroup
+from trainer.parallel.trainer_group import load_policy, resume_policy
 from trainer.policy import Policy, StepResult
 from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
 from trainer.weight_folders import tokenizer_of
@@ -58,7 +59,7 @@ class TrainingLoop:
     ``make_source`` gets the executor of the ranks; by default external agents are trained on.
     ``say`` gets the lines for the console. ``evaluate`` is called at the start, after every step,
     and at the end, with the number of steps behind the served weights, and True if no more steps
-    follow. ``group`` has the processes that train with this one.
+    follow. ``leader`` commands the processes that train with this one.
     """
 
     def __init__(
@@ -68,7 +69,7 @@ class TrainingLoop:
         make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches,
         say: Callable[[str], None] = log.info,
         evaluate: Callable[[int, bool], None] = lambda step, last: None,
-        group: TrainerGroup | None = None,
+        leader: Leader | None = None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
@@ -112,9 +113,9 @@ class TrainingLoop:
         self._exhausted = False
         """True once the dataset has no items left."""
         self._failure: BaseException | None = None
-        self._group = group
-        if group is not None:
-            group.when_lost(self.fail)
+        self._leader = leader
+        if leader is not None:
+            leader.lost = self.fail
 
     def stop(self) -> None:
         """End after the current step, with a checkpoint; safe in a signal handler."""
@@ -375,12 +376,10 @@ class TrainingLoop:
         settings = policy_config(c)
         latest = latest_checkpoint(self.dir.checkpoints)
         if latest is None:
-            load = Policy.load if self._group is None else self._group.load
-            self.policy = load(self.config.model.path, settings)
+            self.policy = load_policy(self.config.model.path, settings, self._leader)
             self._tokenizer = tokenizer_of(self.config.model.path)
             return
-        resume = load_checkpoint if self._group is None else self._group.load_checkpoint
-        self.policy, state = resume(latest, settings)
+        self.policy, state = resume_policy(latest, settings, self._leader)
         self._tokenizer = latest
         set_optimizer(self.policy, c)
         self._saved_step = self.policy.steps

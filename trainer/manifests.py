@@ -198,6 +198,8 @@ _TOKENS = {
     "attention_mask": np.bool_,
 }
 """The tensors of a row, each [seq_len], and their types."""
+_HEADER = ("session_id", "group_id", "task_id", "temperatures")
+"""The other fields of a sampled session, which the file's header has."""
 
 
 def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
@@ -212,15 +214,7 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
     tensors["lengths"] = np.array([len(row["input_ids"]) for row in rows], np.int64)
     # In full precision: advantages are computed from them.
     tensors["rewards"] = np.array([float(row["rewards"]) for row in rows], np.float64)
-    header = [
-        {
-            "session_id": session.session_id,
-            "group_id": session.group_id,
-            "task_id": session.task_id,
-            "temperatures": session.temperatures,
-        }
-        for session in sessions
-    ]
+    header = [{name: getattr(session, name) for name in _HEADER} for session in sessions]
     metadata = {"format": str(FORMAT), "sessions": json.dumps(header)}
     write_atomic(path, save(tensors, metadata=metadata))
 
@@ -242,11 +236,8 @@ def read_sessions(path: Path) -> dict[str, SampledSession]:
         rows = iter(_rows(tensors))
         return {
             one["session_id"]: SampledSession(
-                session_id=one["session_id"],
-                group_id=one["group_id"],
                 rows=[next(rows) for _ in one["temperatures"]],
-                temperatures=one["temperatures"],
-                task_id=one["task_id"],
+                **{name: one[name] for name in _HEADER},
             )
             for one in header
         }

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -10,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent import stats_tracker
+from any_agent.launcher.training_progress import records_in
 from any_agent.runtime.metrics import Exposition, Metric, Reading
 from trainer.batch import TrainingBatch
 from trainer.batch_source import BatchSource
@@ -174,13 +174,7 @@ class TrainerMetrics:
 
 def last_reported(path: Path) -> int:
     """Return the step of the last complete line of `metrics.jsonl`; 0 without one."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    for line in reversed(lines):
-        try:
-            return int(json.loads(line)["step"])
-        except (ValueError, KeyError, TypeError):
-            continue
-    return 0
+    return next((int(line["step"]) for line in reversed(records_in(path)) if "step" in line), 0)
 
 
 def step_line(

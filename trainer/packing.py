@@ -177,6 +177,12 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     return out
 
 
+def batches_of(rows: Sequence[Row], token_budget: int, count: int) -> list[Batch]:
+    """Return one process's micro-batches, and idle ones up to ``count``."""
+    batches = micro_batches(rows, token_budget)
+    return batches + [idle_batch() for _ in range(count - len(batches))]
+
+
 def idle_batch() -> Batch:
     """Return the smallest batch, for a process that has no rows left while others have some.
 

@@ -3,19 +3,29 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
+from trainer.command_channel import Leader
 from trainer.loss import LOSSES, LossConfig, LossStats, logprobs_of
-from trainer.packing import Batch, Row, TrainedTokens, count_trained, micro_batches, trained_tokens
+from trainer.packing import (
+    Batch,
+    Row,
+    TrainedTokens,
+    balanced,
+    batches_of,
+    count_trained,
+    micro_batches,
+    trained_tokens,
+)
 from trainer.sharding import UnshardedModel, shard, summed, whole_tensor
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import World, alone, in_turn
@@ -68,27 +78,6 @@ class StepResult:
     grad_norm: float
 
 
-class PolicyGroup(Protocol):
-    """The group of processes that train one policy, commanded by the leading one."""
-
-    def train(
-        self,
-        policy: Policy,
-        rows: Sequence[Row],
-        token_budget: int,
-        loss: LossConfig,
-        entropy: bool,
-    ) -> StepResult:
-        """Make one optimizer step, each process on its part of the rows."""
-
-    def gather(self, policy: Policy, names: list[str]) -> list[Tensor]:
-        """Return these stored tensors of the model, whole, on this process."""
-
-    def saving(self, folder: Path) -> AbstractContextManager[object]:
-        """Let the other processes write their shares of the optimizer's state into ``folder``
-        while the body writes this one's."""
-
-
 class GradientNotFinite(FloatingPointError):
     """A gradient that is not finite, although this process's log-probabilities are."""
 
@@ -103,7 +92,7 @@ class Policy:
 
     In a ``world`` of several processes each has a share of the weights, the gradients and the
     optimizer, and all must call :meth:`step` together, each with its own batches; the leading
-    one starts that through its ``group``. A single process divides nothing unless ``config`` needs
+    one starts that through its ``leader``. A single process divides nothing unless ``config`` needs
     it. ``model`` may be a result of :func:`prepared`.
     """
 
@@ -114,8 +103,8 @@ class Policy:
         if self.config.threads is not None:
             torch.set_num_threads(self.config.threads)
         self.world = world = world_for(self.config, world)
-        self.group: PolicyGroup | None = None
-        """The processes that train together, if this one leads others."""
+        self.leader: Leader | None = None
+        """The commands to the other processes of the world, if this one leads them."""
         self.whole: Any = (
             model if isinstance(model, UnshardedModel) else prepared(model, self.config, world)
         )
@@ -172,15 +161,21 @@ class Policy:
         may be the policy's own: neither change them nor keep them over a step. The iterator may be
         closed early.
         """
-        return in_buckets(self.model, nbytes, dtype, self._lead_gather)
+
+        def gather(names: list[str]) -> list[Tensor]:
+            with self.commanded({"do": "gather", "names": names}):
+                return self.gathered(names)
+
+        return in_buckets(self.model, nbytes, dtype, gather)
+
+    def commanded(self, command: Mapping[str, Any]) -> AbstractContextManager[object]:
+        """Let the other processes, if this one leads any, execute a command with the body."""
+        return self.leader.run(command) if self.leader is not None else nullcontext()
 
     def gathered(self, names: Sequence[str]) -> list[Tensor]:
         """Return these stored tensors, whole. All processes must call it together."""
         stored = stored_tensors(self.model)
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
-
-    def _lead_gather(self, names: list[str]) -> list[Tensor]:
-        return self.gathered(names) if self.group is None else self.group.gather(self, names)
 
     def token_logprobs(
         self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
@@ -224,11 +219,30 @@ class Policy:
 
         ``token_budget`` bounds one process's forward pass.
         """
-        if self.group is not None:
-            return self.group.train(self, rows, token_budget, config or LossConfig(), entropy)
-        return self.step(
-            micro_batches(rows, token_budget), count_trained(rows), config, entropy=entropy
-        )
+        total = count_trained(rows)
+        if self.leader is None or not total:
+            # Without trained tokens it fails before the other processes get the command, which
+            # would end them.
+            return self.step(micro_batches(rows, token_budget), total, config, entropy=entropy)
+        parts = balanced(rows, self.leader.world.size)
+        count = max(len(micro_batches(part, token_budget)) for part in parts)
+        command = {
+            "do": "step",
+            "batches": count,
+            "budget": token_budget,
+            "tokens": total,
+            "loss": asdict(config or LossConfig()),
+            "entropy": entropy,
+        }
+        found: list[str] = []
+        try:
+            with self.leader.run(command, parts) as found:
+                batches = batches_of(parts[0], token_budget, count)
+                return self.step(batches, total, config, entropy=entropy)
+        except GradientNotFinite:
+            if found:
+                raise FloatingPointError(found[0]) from None
+            raise
 
     def step(
         self,

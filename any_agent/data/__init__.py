@@ -8,4 +8,5 @@ from any_agent.data.dataset import get_custom_dataset as get_custom_dataset
 from any_agent.data.rows import DataRow as DataRow
 from any_agent.data.rows import MissingField as MissingField
 from any_agent.data.rows import RowDataset as RowDataset
+from any_agent.data.rows import RowSource as RowSource
 from any_agent.data.rows import as_dataset as as_dataset

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -30,11 +31,20 @@ class LogTail:
 
     def new_records(self) -> list[dict[str, Any]]:
         """Return the records of a JSONL file's new lines; incomplete lines are skipped."""
-        records = []
-        for line in self.new_lines():
-            with suppress(json.JSONDecodeError):
-                records.append(json.loads(line))
-        return records
+        return _parse(self.new_lines())
+
+
+def records_in(path: Path) -> list[dict[str, Any]]:
+    """Return all records of a JSONL file, none without a file; incomplete lines are skipped."""
+    return _parse(path.read_text(encoding="utf-8").splitlines()) if path.exists() else []
+
+
+def _parse(lines: Iterable[str]) -> list[dict[str, Any]]:
+    records = []
+    for line in lines:
+        with suppress(json.JSONDecodeError):
+            records.append(json.loads(line))
+    return records
 
 
 class TrainingProgress:

@@ -19,8 +19,8 @@ from any_agent.rollout import RankClients
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
 from trainer.batch_source import LeasedBatches
+from trainer.command_channel import Leader
 from trainer.loop import TrainingLoop
-from trainer.parallel.trainer_group import TrainerGroup
 from trainer.policy import Policy
 from trainer.sync import NewWeights
 
@@ -156,10 +156,10 @@ class Lab:
         version: int = 0,
         *,
         before: Lab | None = None,
-        group: TrainerGroup | None = None,
+        leader: Leader | None = None,
     ) -> None:
         """``before``: the start whose ranks and journals these are."""
-        self.trainer = TrainingLoop(config, group=group)
+        self.trainer = TrainingLoop(config, leader=leader)
         self.trainer.dir.create()
         self.executor = Executor(episodes, before.service.version if before else version)
         self.executor.journal = before.executor.journal if before else {}

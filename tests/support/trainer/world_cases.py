@@ -6,7 +6,7 @@ import os
 import random
 import resource
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from queue import Queue
@@ -23,11 +23,11 @@ from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.checkpoint import list_checkpoints, save_checkpoint
+from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
 from trainer.loss import LossConfig
-from trainer.packing import Batch, balanced, count_trained, micro_batches
-from trainer.parallel.command_channel import CommandChannel, Leader
-from trainer.parallel.trainer_group import Follower, TrainerGroup, batches_of
+from trainer.packing import Batch, balanced, batches_of, count_trained, micro_batches
+from trainer.parallel.trainer_group import Follower, load_policy, resume_policy
 from trainer.policy import Policy, PolicyConfig
 from trainer.sharding import whole_tensor
 from trainer.world import World
@@ -91,36 +91,36 @@ def _gradient(world: World, policy: Policy, case: int) -> Found:
 
 
 def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
-    """``case(crew, *arguments)`` on the leader, while the others follow it."""
+    """``case(leader, *arguments)`` on the leader, while the others follow it."""
     torch.set_num_threads(1)
     if not world.leads:
         Follower(world, CONFIG, TRAIN).follow()
         return None
-    crew = TrainerGroup(world)
+    leader = Leader(world)
     try:
-        return case(crew, *arguments)
+        return case(leader, *arguments)
     finally:
-        crew.stop()
+        leader.stop()
 
 
-def trained(crew: TrainerGroup, model: str, seeds: range, root: str) -> dict[str, Tensor]:
+def trained(leader: Leader, model: str, seeds: range, root: str) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
-    policy = crew.load(model, CONFIG)
+    policy = load_policy(model, CONFIG, leader)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
     return weights_of(policy)
 
 
-def saved_again(crew: TrainerGroup, checkpoint: str, root: str) -> dict[str, Tensor]:
+def saved_again(leader: Leader, checkpoint: str, root: str) -> dict[str, Tensor]:
     """A checkpoint loaded and written again, and what was loaded."""
-    policy, state = crew.load_checkpoint(Path(checkpoint), CONFIG)
+    policy, state = resume_policy(Path(checkpoint), CONFIG, leader)
     save_checkpoint(Path(root), policy, Path(checkpoint), state)
     return weights_of(policy)
 
 
-def gone_on(crew: TrainerGroup, checkpoint: str, seeds: range) -> dict[str, Tensor]:
-    policy, _ = crew.load_checkpoint(Path(checkpoint), CONFIG)
+def gone_on(leader: Leader, checkpoint: str, seeds: range) -> dict[str, Tensor]:
+    policy, _ = resume_policy(Path(checkpoint), CONFIG, leader)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     return weights_of(policy)
@@ -130,9 +130,9 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
     return {name: t.clone() for bucket in policy.buckets(3000) for name, t in bucket}
 
 
-def buckets_left_early(crew: TrainerGroup, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
+def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Weights, the names of a few buckets that were not all asked for, and a step after that."""
-    policy = crew.load(model, CONFIG)
+    policy = load_policy(model, CONFIG, leader)
     some = []
     for bucket in policy.buckets(3000):
         some.append([name for name, _ in bucket])
@@ -142,10 +142,10 @@ def buckets_left_early(crew: TrainerGroup, model: str) -> tuple[dict[str, Tensor
     return weights_of(policy), some
 
 
-def not_finite(crew: TrainerGroup, model: str, broken: int) -> tuple[str, bool, int]:
+def not_finite(leader: Leader, model: str, broken: int) -> tuple[str, bool, int]:
     """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
     the steps made after a good one."""
-    policy = crew.load(model, CONFIG)
+    policy = load_policy(model, CONFIG, leader)
     before = weights_of(policy)
     rows = random_rows(3, 6, dtype=torch.float32)
     rows[broken]["logprobs"][-1] = float("nan")
@@ -163,13 +163,13 @@ def not_finite(crew: TrainerGroup, model: str, broken: int) -> tuple[str, bool, 
 def killed(world: World) -> tuple[str, str]:
     """What the leader is told, in the middle of something and while it waits, when another process
     is gone."""
-    channel = CommandChannel(world)
     if not world.leads:
+        channel = CommandChannel(world)
         while channel.receive_command()["do"] != "die":
             channel.reply({})
         os._exit(1)
     told: Queue[BaseException] = Queue()
-    leader = Leader(channel, heartbeat=0.05)
+    leader = Leader(world, heartbeat=0.05)
     leader.lost = told.put
     said = "nothing"
     try:
@@ -200,7 +200,7 @@ def run(
     episodes = [pair(f"p{k}", turns=1 + k % 3) for k in range(config.train.steps)]
     crew = Told(world)
     crew.stops = stops
-    lab = Lab(config, episodes[first:], group=crew)
+    lab = Lab(config, episodes[first:], leader=crew)
     lab.executor.journal |= {t.session_id: t for episode in episodes for t in episode}
     signal.signal(signal.SIGTERM, lambda *_: lab.trainer.stop())
     assert lab.trainer.train() == (stops is None)
@@ -208,15 +208,19 @@ def run(
     return outcome(lab) | {"steps": [line["step"] for line in lab.metrics]}
 
 
-class Told(TrainerGroup):
+class Told(Leader):
     """Its process gets SIGTERM when it is about to lead this step."""
 
     stops: int | None = None
 
-    def train(self, policy: Policy, *arguments: Any) -> Any:
-        if policy.steps + 1 == self.stops:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return super().train(policy, *arguments)
+    made = 0
+
+    def run(self, command: Mapping[str, Any], rows: Any = None) -> Any:
+        if command["do"] == "step":
+            self.made += 1
+            if self.made == self.stops:
+                os.kill(os.getpid(), signal.SIGTERM)
+        return super().run(command, rows)
 
 
 class Dying(Follower):
@@ -250,8 +254,8 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
     if not world.leads:
         Cramped(world, CONFIG, TRAIN).follow()
         return None
-    crew = TrainerGroup(world)
-    policy = crew.load(model, CONFIG)
+    leader = Leader(world)
+    policy = load_policy(model, CONFIG, leader)
     policy.train(random_rows(0, dtype=torch.float32), 60)
     full = empty = ""
     try:
@@ -265,7 +269,7 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
         empty = str(error)
     policy.train(random_rows(1, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {})
-    crew.stop()
+    leader.stop()
     return full, first, [found.step for found in list_checkpoints(Path(root))], empty
 
 
@@ -293,7 +297,7 @@ def silent(world: World) -> str:
         os.kill(os.getpid(), signal.SIGSTOP)
     try:
         if world.leads:
-            with Leader(CommandChannel(world)).run({"do": "nothing"}):
+            with Leader(world).run({"do": "nothing"}):
                 pass
         else:
             Follower(world, CONFIG, TRAIN).follow()

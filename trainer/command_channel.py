@@ -46,18 +46,11 @@ class CommandChannel:
 
     def broadcast_command(self, command: Mapping[str, Any]) -> None:
         """Send a command from the leader to all others."""
-        data = json.dumps(command).encode()
-        with _translated_errors():
-            dist.broadcast(torch.tensor([len(data)]), 0, self._group)
-            dist.broadcast(_bytes(data), 0, self._group)
+        self._send(json.dumps(command).encode(), lambda part: dist.broadcast(part, 0, self._group))
 
     def receive_command(self) -> dict[str, Any]:
-        with _translated_errors():
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.broadcast(size, 0, self._group)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.broadcast(data, 0, self._group)
-        command: dict[str, Any] = json.loads(data.numpy().tobytes())
+        data = self._receive(lambda part: dist.broadcast(part, 0, self._group))
+        command: dict[str, Any] = json.loads(data)
         return command
 
     def send_rows(self, rank: int, rows: Rows) -> None:
@@ -65,10 +58,11 @@ class CommandChannel:
         tensors = {
             f"{k}/{key}": t.contiguous() for k, row in enumerate(rows) for key, t in row.items()
         }
-        self._send(rank, save(tensors, metadata={"rows": str(len(rows))}))
+        data = save(tensors, metadata={"rows": str(len(rows))})
+        self._send(data, lambda part: dist.send(part, rank, self._group))
 
     def receive_rows(self) -> list[dict[str, Tensor]]:
-        tensors = load(self._receive(0))
+        tensors = load(self._receive_from(0))
         out: dict[int, dict[str, Tensor]] = {}
         for name, tensor in tensors.items():
             number, key = name.split("/", 1)
@@ -77,32 +71,34 @@ class CommandChannel:
 
     def reply(self, reply: Mapping[str, Any]) -> None:
         """Send a follower's reply to the leader."""
-        self._send(0, json.dumps(reply).encode())
+        self._send(json.dumps(reply).encode(), lambda part: dist.send(part, 0, self._group))
 
     def replies(self) -> list[dict[str, Any]]:
         """Receive the replies of all followers, by rank."""
-        return [json.loads(self._receive(rank)) for rank in range(1, self.world.size)]
+        return [json.loads(self._receive_from(rank)) for rank in range(1, self.world.size)]
 
-    def _send(self, rank: int, data: bytes) -> None:
-        with _translated_errors():
-            dist.send(torch.tensor([len(data)]), rank, self._group)
-            dist.send(_bytes(data), rank, self._group)
+    def _receive_from(self, rank: int) -> bytes:
+        return self._receive(lambda part: dist.recv(part, rank, self._group))
 
-    def _receive(self, rank: int) -> bytes:
+    def _send(self, data: bytes, send: Callable[[Tensor], object]) -> None:
         with _translated_errors():
-            size = torch.zeros(1, dtype=torch.int64)
-            dist.recv(size, rank, self._group)
-            data = torch.empty(int(size), dtype=torch.uint8)
-            dist.recv(data, rank, self._group)
+            send(torch.tensor([len(data)]))
+            send(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+
+    def _receive(self, receive: Callable[[Tensor], object]) -> bytes:
+        with _translated_errors():
+            receive(size := torch.zeros(1, dtype=torch.int64))
+            receive(data := torch.empty(int(size), dtype=torch.uint8))
         return data.numpy().tobytes()
 
 
 class Leader:
-    """The leader's end: one command at a time, and heartbeats in between."""
+    """Rank 0 as it commands the others: one command at a time, and heartbeats in between."""
 
-    def __init__(self, channel: CommandChannel, *, heartbeat: float = _HEARTBEAT_INTERVAL) -> None:
+    def __init__(self, world: World, *, heartbeat: float = _HEARTBEAT_INTERVAL) -> None:
         """``heartbeat``: seconds without a command after which the others get an empty one."""
-        self.channel = channel
+        self.world = world
+        self._channel = CommandChannel(world)
         self._interval = heartbeat
         self.lost: Callable[[BaseException], None] = lambda error: None
         """Called, in another thread, when another process can no longer be reached."""
@@ -126,10 +122,10 @@ class Leader:
         found: list[str] = []
         with self._lock:
             self._unsettled = True
-            self.channel.broadcast_command(command)
+            self._channel.broadcast_command(command)
             for rank, part in enumerate(rows or ()):
                 if rank:
-                    self.channel.send_rows(rank, part)
+                    self._channel.send_rows(rank, part)
             try:
                 yield found
             except FloatingPointError:
@@ -138,7 +134,7 @@ class Leader:
             self._settle(found)
 
     def _settle(self, found: list[str]) -> None:
-        replies = self.channel.replies()
+        replies = self._channel.replies()
         self._unsettled = False
         for rank, reply in enumerate(replies, start=1):
             if reply.get("error"):
@@ -149,12 +145,12 @@ class Leader:
     def stop(self) -> None:
         """Stop the others, once; after a failed command they do not listen, and end with this."""
         self._over.set()
-        self._thread.join(self.channel.world.timeout)
+        self._thread.join(self.world.timeout)
         with self._lock:
             if not self._unsettled:
                 self._unsettled = True
                 try:
-                    self.channel.broadcast_command({"do": "stop"})
+                    self._channel.broadcast_command({"do": "stop"})
                 except TrainingError as error:
                     log.warning("cannot stop the other training processes: %s", error.message)
 
@@ -177,7 +173,3 @@ def _translated_errors() -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise TrainingError(f"another training process is gone: {error}") from error
-
-
-def _bytes(data: bytes) -> Tensor:
-    return torch.frombuffer(bytearray(data), dtype=torch.uint8)
