@@ -18,9 +18,7 @@ from __future__ import annotations
 import json
 import logging
 import random
-import re
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +29,12 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from any_agent.errors import NotFound, StartupError
-from any_agent.rundir.layout import checkpoint_problem
+from any_agent.rundir.layout import (
+    checkpoint_folder,
+    checkpoint_problem,
+    latest_step,
+    saved_steps,
+)
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from trainer.policy import Policy, PolicyConfig
 from trainer.sharding import is_divided
@@ -41,15 +44,6 @@ from trainer.world import World
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})")
-
-
-@dataclass(frozen=True, slots=True)
-class Checkpoint:
-    """One complete checkpoint. ``step`` is the number of optimizer steps behind it."""
-
-    path: Path
-    step: int
 
 
 def save_checkpoint(
@@ -63,7 +57,7 @@ def save_checkpoint(
     If several processes train together the leading one calls it, and the others write their
     shares of the optimizer's state; any number of processes can resume from it.
     """
-    target = root / f"step-{policy.steps:08d}"
+    target = checkpoint_folder(root, policy.steps)
     document = _state_document(policy, state)
     with atomic_folder(target, replace=True) as folder:
         save_pretrained(policy, tokenizer, folder)
@@ -105,18 +99,15 @@ def load_checkpoint(
     return policy, saved["state"]
 
 
-def list_checkpoints(root: Path) -> list[Checkpoint]:
-    """Return the complete checkpoints by step, ascending; broken ones are logged and skipped."""
-    out = []
-    for path in sorted(root.iterdir()) if root.is_dir() else []:
-        match = _NAME.fullmatch(path.name)
-        if not match:
-            continue
+def complete_checkpoints(root: Path) -> dict[int, Path]:
+    """Return the complete checkpoints by the number of optimizer steps behind them, ascending;
+    broken ones are logged and skipped."""
+    found = saved_steps(root)
+    for step, path in list(found.items()):
         if problem := checkpoint_problem(path):
             logger.warning("checkpoint %s is not complete and is skipped: %s", path, problem)
-        else:
-            out.append(Checkpoint(path, int(match[1])))
-    return sorted(out, key=lambda c: c.step)
+            del found[step]
+    return found
 
 
 def latest_checkpoint(root: Path) -> Path | None:
@@ -126,16 +117,15 @@ def latest_checkpoint(root: Path) -> Path | None:
     one, which belongs to an abandoned history. Without a readable ``latest`` it is the newest
     complete one.
     """
-    limit = _latest_step(root)
-    whole = [c for c in list_checkpoints(root) if limit is None or c.step <= limit]
-    newest = whole[-1] if whole else None
-    if limit is not None and (newest is None or newest.step != limit):
+    limit = latest_step(root)
+    found = complete_checkpoints(root)
+    newest = max((step for step in found if limit is None or step <= limit), default=None)
+    path = found[newest] if newest is not None else None
+    if newest != limit and limit is not None:
         logger.warning(
-            "checkpoint step %d is missing or broken; falling back to %s",
-            limit,
-            newest.path if newest else "none",
+            "checkpoint step %d is missing or broken; falling back to %s", limit, path or "none"
         )
-    return newest.path if newest else None
+    return path
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Path]:
@@ -145,23 +135,13 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     """
     if keep < 1:
         raise ValueError("at least one checkpoint must be kept")
-    limit = _latest_step(root)
-    whole = list_checkpoints(root)
-    history = [c for c in whole if limit is None or c.step <= limit]
-    kept = {c.path for c in history[-keep:]}
-    removed = [c.path for c in whole if c.path not in kept]
+    limit = latest_step(root)
+    found = complete_checkpoints(root)
+    kept = [step for step in found if limit is None or step <= limit][-keep:]
+    removed = [path for step, path in found.items() if step not in kept]
     for path in removed:
         remove_folder(path)
     return removed
-
-
-def _latest_step(root: Path) -> int | None:
-    try:
-        name = (root / "latest").read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
-        return None
-    match = _NAME.fullmatch(name)
-    return int(match[1]) if match else None
 
 
 def _write_manifest(folder: Path) -> None:

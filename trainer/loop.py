@@ -35,7 +35,7 @@ from trainer.batch import (
     versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
-from trainer.checkpoint import latest_checkpoint, list_checkpoints, save_checkpoint
+from trainer.checkpoint import complete_checkpoints, latest_checkpoint, save_checkpoint
 from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
@@ -402,7 +402,7 @@ class TrainingLoop:
         self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps
         self._saved_state = state.get("dataset")
-        self._manifests.prune(list_checkpoints(self.dir.checkpoints)[0].step)
+        self._manifests.prune(min(complete_checkpoints(self.dir.checkpoints)))
         log.info("wrote checkpoint %s", self.checkpoint)
 
     def _state(self) -> Mapping[str, Any]:
@@ -413,11 +413,10 @@ class TrainingLoop:
 
     @property
     def _status(self) -> RunStatus:
-        checkpoints = list_checkpoints(self.dir.checkpoints)
         return RunStatus(
             step=self.policy.steps,
             checkpoint=str(self.checkpoint) if self.checkpoint else None,
-            oldest_step=checkpoints[0].step if checkpoints else None,
+            oldest_step=min(complete_checkpoints(self.dir.checkpoints), default=None),
         )
 
     def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:

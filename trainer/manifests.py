@@ -6,7 +6,6 @@ A trainer that resumes from a checkpoint repeats the later steps from their mani
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -18,12 +17,11 @@ from safetensors.numpy import save
 
 from any_agent.errors import TrainingError
 from any_agent.rollout import Consumed
-from any_agent.rundir.layout import write_json
+from any_agent.rundir.layout import numbered, write_json
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
 
 FORMAT = 1
-_NAME = re.compile(r"step-(\d{8,})\.json")
 
 
 @dataclass(frozen=True, slots=True)
@@ -129,8 +127,7 @@ class ManifestStore:
         return later
 
     def steps(self) -> list[int]:
-        names = (_NAME.fullmatch(path.name) for path in self._folder.iterdir())
-        return sorted(int(match[1]) for match in names if match)
+        return list(numbered(self._folder, r"step-(\d{8,})\.json"))
 
     def remove(self, step: int) -> None:
         self.path(step).unlink(missing_ok=True)

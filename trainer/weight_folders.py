@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 from contextlib import ExitStack
 from pathlib import Path
@@ -14,12 +13,11 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from any_agent.errors import Conflict, StartupError
-from any_agent.rundir.layout import weights_folder
+from any_agent.rundir.layout import published_versions, weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
 
 _BUCKET = 4 << 30  # bytes of weights that are whole in memory at once, and that one file has
-_NAME = re.compile(r"v(\d{8,})")
 _TOKENIZER_FILES = (
     "added_tokens.json",
     "chat_template.jinja",
@@ -78,14 +76,6 @@ def tokenizer_of(model: str) -> Path:
     from huggingface_hub import snapshot_download
 
     return Path(snapshot_download(model, allow_patterns=list(_TOKENIZER_FILES)))
-
-
-def published_versions(root: Path) -> list[int]:
-    """Return the versions in ``root``, ascending."""
-    if not root.is_dir():
-        return []
-    names = (_NAME.fullmatch(path.name) for path in root.iterdir())
-    return sorted(int(match[1]) for match in names if match)
 
 
 def prune(root: Path, keep: int) -> list[int]:

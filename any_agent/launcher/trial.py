@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -11,10 +10,17 @@ from pathlib import Path
 from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, NotFound
-from any_agent.rundir.layout import RunDir, checkpoint_problem, read_json, weights_folder
+from any_agent.rundir.layout import (
+    RunDir,
+    checkpoint_folder,
+    checkpoint_problem,
+    latest_step,
+    published_versions,
+    read_json,
+    saved_steps,
+    weights_folder,
+)
 
-_STEP = re.compile(r"step-(\d{8,})")
-_VERSION = re.compile(r"v(\d{8,})")
 _MAX_NAMES = 12  # the most trials that an error lists
 
 
@@ -132,12 +138,11 @@ def newest_weights(config: Config) -> TrialWeights | None:
     A published folder is complete: it was renamed into place after it was written.
     """
     weights = trial_dir(config).weights
-    names = (_VERSION.fullmatch(path.name) for path in weights.glob("v*"))
-    versions = [int(match[1]) for match in names if match]
+    newest = max(published_versions(weights), default=None)
     saved = latest_weights(config)
-    if not versions or (saved is not None and saved.version > max(versions)):
+    if newest is None or (saved is not None and saved.version > newest):
         return saved
-    return TrialWeights(weights_folder(weights, max(versions)), max(versions))
+    return TrialWeights(weights_folder(weights, newest), newest)
 
 
 def latest_weights(config: Config) -> SavedWeights | None:
@@ -145,16 +150,11 @@ def latest_weights(config: Config) -> SavedWeights | None:
 
     ``latest`` names it; a checkpoint counts only if its manifest, written last, agrees with it.
     """
-    run = trial_dir(config)
-    try:
-        name = (run.checkpoints / "latest").read_text(encoding="utf-8").strip()
-    except FileNotFoundError:
+    checkpoints = trial_dir(config).checkpoints
+    step = latest_step(checkpoints)
+    if step is None or checkpoint_problem(path := checkpoint_folder(checkpoints, step)) is not None:
         return None
-    match = _STEP.fullmatch(name)
-    path = run.checkpoints / name
-    if match is None or checkpoint_problem(path) is not None:
-        return None
-    return _saved(path, int(match[1]))
+    return _saved(path, step)
 
 
 def _saved(path: Path, step: int) -> SavedWeights:
@@ -168,13 +168,12 @@ def _saved(path: Path, step: int) -> SavedWeights:
 
 def _checkpoints(config: Config) -> list[SavedWeights]:
     """Return the complete checkpoints by their steps."""
-    paths = sorted(run_dir_of(config).checkpoints.glob("step-*"))
     found = []
-    for path in paths:
+    for step, path in saved_steps(run_dir_of(config).checkpoints).items():
         # A training that goes on may remove an old checkpoint meanwhile.
         with suppress(FileNotFoundError):
-            if (match := _STEP.fullmatch(path.name)) and checkpoint_problem(path) is None:
-                found.append(_saved(path, int(match[1])))
+            if checkpoint_problem(path) is None:
+                found.append(_saved(path, step))
     return found
 
 
@@ -182,9 +181,9 @@ def kept_weights(config: Config) -> dict[int, TrialWeights]:
     """Return all weights that the trial still has, by version: the initial model, as version 0, the
     published ones, and complete checkpoints."""
     there = {0: TrialWeights(Path(config.model.path), 0)} if config.model.path else {}
-    for path in run_dir_of(config).weights.glob("v*"):
-        if match := _VERSION.fullmatch(path.name):
-            there[int(match[1])] = TrialWeights(path, int(match[1]))
+    weights = run_dir_of(config).weights
+    for version in published_versions(weights):
+        there[version] = TrialWeights(weights_folder(weights, version), version)
     return there | {saved.version: saved for saved in _checkpoints(config)}
 
 

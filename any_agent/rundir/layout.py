@@ -45,12 +45,48 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.atomic_files import fsync, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
+_STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
 FORMAT = 2  # the version of the folder's layout and of the meaning of its files
 
 
 def weights_folder(root: Path, version: int) -> Path:
     """Return the folder of a published version's weights in ``root``, a :attr:`RunDir.weights`."""
     return root / f"v{version:08d}"
+
+
+def published_versions(root: Path) -> list[int]:
+    """Return the versions in ``root``, a :attr:`RunDir.weights`, ascending."""
+    return list(numbered(root, r"v(\d{8,})"))
+
+
+def checkpoint_folder(root: Path, step: int) -> Path:
+    """Return the folder of a step's checkpoint in ``root``, a :attr:`RunDir.checkpoints`."""
+    return root / f"step-{step:08d}"
+
+
+def saved_steps(root: Path) -> dict[int, Path]:
+    """Return the checkpoints in ``root``, a :attr:`RunDir.checkpoints`, by step, ascending.
+
+    Some may be incomplete; see :func:`checkpoint_problem`.
+    """
+    return numbered(root, _STEP)
+
+
+def latest_step(root: Path) -> int | None:
+    """Return the step of the checkpoint that `latest` in ``root`` names; None for no such name."""
+    try:
+        name = (root / "latest").read_text(encoding="utf-8").strip()
+    except FileNotFoundError:
+        return None
+    match = re.fullmatch(_STEP, name)
+    return int(match[1]) if match else None
+
+
+def numbered(folder: Path, pattern: str) -> dict[int, Path]:
+    """Return a folder's entries whose names match by the number in the name, ascending."""
+    paths = folder.iterdir() if folder.is_dir() else ()
+    found = {int(match[1]): path for path in paths if (match := re.fullmatch(pattern, path.name))}
+    return dict(sorted(found.items()))
 
 
 class _Below:

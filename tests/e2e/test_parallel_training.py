@@ -16,11 +16,11 @@ import pytest
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
-from any_agent.rundir.layout import weights_folder
+from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.e2e.live_run import drive, live_config
 from trainer.checkpoint import load_checkpoint
 from trainer.policy import PolicyConfig
-from trainer.weight_folders import holds_weights, published_versions
+from trainer.weight_folders import holds_weights
 
 STEPS = 5
 

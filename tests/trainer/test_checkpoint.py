@@ -15,8 +15,8 @@ import trainer.checkpoint
 from any_agent.errors import NotFound, StartupError
 from tests.support.trainer.policies import random_rows
 from trainer.checkpoint import (
+    complete_checkpoints,
     latest_checkpoint,
-    list_checkpoints,
     load_checkpoint,
     prune_checkpoints,
     save_checkpoint,
@@ -119,9 +119,9 @@ def test_nothing_is_pickled(root: Path) -> None:
 
 def test_the_latest(root: Path, tmp_path: Path) -> None:
     assert latest_checkpoint(root) == root / "step-00000003"
-    assert [c.step for c in list_checkpoints(root)] == [1, 2, 3]
+    assert list(complete_checkpoints(root)) == [1, 2, 3]
     assert latest_checkpoint(tmp_path / "nowhere") is None
-    assert list_checkpoints(tmp_path / "nowhere") == []
+    assert complete_checkpoints(tmp_path / "nowhere") == {}
 
 
 @pytest.mark.parametrize(
@@ -199,14 +199,14 @@ def test_a_history_that_was_given_up_is_not_resumed(root: Path, tiny_model_dir: 
     (root / "step-00000002" / "config.json").unlink()
     assert latest_checkpoint(root) == root / "step-00000001"
     prune_checkpoints(root, 5)
-    assert [c.step for c in list_checkpoints(root)] == [1]
+    assert list(complete_checkpoints(root)) == [1]
 
 
 def test_retention(root: Path, tiny_model_dir: Path) -> None:
     policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
     train(policy, range(3, 4))
     save_checkpoint(root, policy, tiny_model_dir, {}, keep=2)
-    assert [c.step for c in list_checkpoints(root)] == [3, 4]
+    assert list(complete_checkpoints(root)) == [3, 4]
     with pytest.raises(ValueError):
         prune_checkpoints(root, 0)
 
@@ -214,7 +214,7 @@ def test_retention(root: Path, tiny_model_dir: Path) -> None:
 def test_a_broken_one_does_not_count_as_kept(root: Path) -> None:
     (root / "step-00000003" / "config.json").unlink()
     prune_checkpoints(root, 2)
-    assert [c.step for c in list_checkpoints(root)] == [1, 2]
+    assert list(complete_checkpoints(root)) == [1, 2]
 
 
 def test_state_that_is_not_json_is_refused_before_anything_is_written(

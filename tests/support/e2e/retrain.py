@@ -20,7 +20,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.types import Trajectory
 from tests.support.e2e.audit import Record
 from trainer.batch import training_batch
-from trainer.checkpoint import list_checkpoints, load_checkpoint
+from trainer.checkpoint import complete_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
 from trainer.manifests import Manifest, ManifestStore
 from trainer.packing import count_trained, micro_batches
@@ -30,15 +30,15 @@ from trainer.policy import Policy, PolicyConfig
 def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple[int, list[str]]:
     """(checkpoints that were compared, those that came out otherwise)."""
     transformers.utils.logging.disable_progress_bar()
-    oldest, *later = list_checkpoints(run.checkpoints)
-    policy, _ = load_checkpoint(oldest.path, PolicyConfig(threads=config.train.threads))
+    (_, oldest), *later = complete_checkpoints(run.checkpoints).items()
+    policy, _ = load_checkpoint(oldest, PolicyConfig(threads=config.train.threads))
     manifests = ManifestStore(run.manifests)
     out = []
-    for checkpoint in later:
-        for step in range(policy.steps + 1, checkpoint.step + 1):
+    for last, path in later:
+        for step in range(policy.steps + 1, last + 1):
             _make(policy, config, manifests.read(step), records)
-        if name := _difference(policy, checkpoint.path):
-            out.append(f"{checkpoint.path.name}: {name} is another")
+        if name := _difference(policy, path):
+            out.append(f"{path.name}: {name} is another")
     return len(later), out
 
 

@@ -22,7 +22,7 @@ from any_agent.errors import TrainingError
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, random_rows
-from trainer.checkpoint import list_checkpoints, save_checkpoint
+from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
 from trainer.loss import LossConfig
@@ -262,7 +262,7 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
         save_checkpoint(Path(root), policy, Path(model), {})
     except TrainingError as error:
         full = error.message
-    first = [found.step for found in list_checkpoints(Path(root))]
+    first = list(complete_checkpoints(Path(root)))
     try:
         policy.train([], 60)
     except ValueError as error:
@@ -270,7 +270,7 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
     policy.train(random_rows(1, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {})
     leader.stop()
-    return full, first, [found.step for found in list_checkpoints(Path(root))], empty
+    return full, first, list(complete_checkpoints(Path(root))), empty
 
 
 class Cramped(Follower):
