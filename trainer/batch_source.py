@@ -1,15 +1,24 @@
-"""Sources of the loop's batches: the interface, and the sessions of external agents."""
+"""Sources of the loop's batches: sessions of external agents, or of a workflow on a dataset."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
+from any_agent.config import Config
+from any_agent.data import DatasetCursor, RowSource, as_dataset
+from any_agent.errors import TrainingError
 from any_agent.protocol.rl import Capacity
 from any_agent.rollout import LeaseExecutor, WorkflowExecutor
-from trainer.batch import Group
+from any_agent.types import SampledSession
+from any_agent.workflow import RolloutWorkflow
+from trainer.batch import Group, ZeroVarianceGroups
 from trainer.manifests import Manifest
+
+GROUP = "data-"  # the prefix of a sampled group's id; its item's position follows
 
 
 class BatchSource:
@@ -101,3 +110,139 @@ class LeasedBatches(BatchSource):
 
     def load(self, state: Mapping[str, Any] | None) -> None:
         self._dataset = state
+
+
+class DatasetBatches(BatchSource):
+    """A source of sessions that a workflow samples, in an order that survives stops.
+
+    Each position of the dataset is finished once: by the step that took its group, or because it
+    gave nothing to train on. Runs under way when the trainer ended are repeated.
+    """
+
+    def __init__(
+        self,
+        config: Config,
+        dataset: RowSource,
+        workflow: RolloutWorkflow,
+        accept: Callable[[Any], bool] | None,
+        executor: WorkflowExecutor,
+    ) -> None:
+        """``accept`` judges an item's trajectories, as one batch of tensors. ``executor`` runs the
+        workflow; it is started and stopped here."""
+        self._config = config
+        self._dataset = as_dataset(dataset, "train_dataset")
+        self._workflow = workflow
+        self._accept = None if accept is None else partial(self._accepted, accept)
+        self._zero_variance = ZeroVarianceGroups(config.train)
+        super().__init__(executor)
+        self.started = False
+        self._positions = DatasetCursor(
+            len(self._dataset),
+            seed=config.train.seed,
+            shuffle=config.train_dataset.shuffle,
+            epochs=config.train.epochs,
+        )
+        self._left_out: set[int] = set()
+        """Finished positions that no manifest has yet."""
+        self._lock = threading.Lock()
+
+    @property
+    def epoch(self) -> float | None:
+        return round(self._positions.epoch, 4)
+
+    def begin(self, version: int) -> None:
+        self.executor.start()
+        self.started = True
+        self.executor.release(version)
+
+    def stop(self) -> None:
+        self.executor.stop()
+
+    def next_batch(self, timeout: float) -> list[Group]:
+        return list(
+            self.executor.sessions_batch(
+                self._items(),
+                self._workflow,
+                group_size=self._config.sessions.group_size,
+                should_accept_fn=self._accept,
+                reject=self._reject,
+                on_rejected=lambda position, _: self._leave_out([position]),
+                timeout=timeout,
+            )
+        )
+
+    @contextmanager
+    def updating(self, version: int) -> Iterator[None]:
+        """Let workflows' calls to the engines wait while the weights change to ``version``."""
+        if not self.started:
+            yield
+            return
+        self.executor.hold(version)
+        try:
+            yield
+        except BaseException:
+            # Each engine reports which weights it has.
+            self.executor.release(None)
+            raise
+        self.executor.release(version)
+
+    def positions_of(self, groups: Sequence[Group]) -> list[int]:
+        with self._lock:
+            return sorted({*_positions(group[0].group_id for group in groups), *self._left_out})
+
+    def settle(self, taken: Manifest, step: int | None) -> None:
+        if step is None:
+            # No manifest says that they are finished: the next one will.
+            self._leave_out(taken.positions)
+        else:
+            with self._lock:
+                self._left_out.difference_update(taken.positions)
+            self._positions.consumed(taken.positions)
+        if self.started and (step is None or step < self._config.train.steps):
+            # Before the start a step was repeated, which occupies no place; after the last one
+            # there is no use for further runs.
+            self.executor.settled([f"{GROUP}{position}" for position in taken.positions])
+
+    def state(self) -> Mapping[str, Any]:
+        return self._positions.state()
+
+    def load(self, state: Mapping[str, Any] | None) -> None:
+        if state is not None:
+            self._positions.load(dict(state))
+
+    def _items(self) -> Iterator[tuple[int, dict[str, Any]]]:
+        for position, index in self._positions:
+            yield position, self._dataset[index]
+
+    def _reject(self, group: list[SampledSession]) -> str | None:
+        sessions = self._config.sessions
+        if len(group) < min(sessions.min_group_size, sessions.group_size):
+            return "group_too_small"
+        reason = self._zero_variance.reject_reason(group)
+        self._require_signal()
+        return reason
+
+    def _accepted(self, accept: Callable[[Any], bool], tensors: Any) -> bool:
+        accepted = accept(tensors)
+        if not accepted:
+            self._zero_variance.count("not_accepted")
+            self._require_signal()
+        return accepted
+
+    def _require_signal(self) -> None:
+        """Raise TrainingError after too many items without a signal: it would never end."""
+        if self._zero_variance.consecutive >= self._config.rollout.max_dull_groups:
+            raise TrainingError(
+                f"{self._zero_variance}. If that is the lowest possible score, the items are too "
+                "hard or the reward function never finds what it looks for; if it is the highest, "
+                "they are learned. rollout.max_dull_groups sets how many such groups are allowed"
+            )
+
+    def _leave_out(self, positions: Sequence[int]) -> None:
+        with self._lock:
+            self._left_out.update(positions)
+        self._positions.consumed(positions)
+
+
+def _positions(group_ids: Iterator[str]) -> list[int]:
+    return [int(id.removeprefix(GROUP)) for id in group_ids]

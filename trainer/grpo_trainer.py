@@ -23,9 +23,8 @@ from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
-from trainer.batch_source import LeasedBatches
+from trainer.batch_source import DatasetBatches, LeasedBatches
 from trainer.command_channel import Leader
-from trainer.dataset_batches import DatasetBatches
 from trainer.evaluation import TrialEvaluation
 from trainer.from_config import (
     agent_service,

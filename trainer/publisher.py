@@ -12,7 +12,6 @@ from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 
-from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.protocol.rl import RunInfo
@@ -203,7 +202,7 @@ def announce(executor: LeaseExecutor, state: TrainingState, status: RunStatus) -
     """
     ranks = executor.ranks
     executor.call(
-        ranks.all(lambda rank: _send_status(ranks.clients[rank], state, status)),
+        ranks.all(lambda rank: ranks.clients[rank].set_run(state, **status._asdict())),
         timeout=2 * TIMEOUT,
     )
 
@@ -215,7 +214,7 @@ def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:
     async def send(rank: int) -> None:
         try:
             async with asyncio.timeout(_ANNOUNCE_TIMEOUT):
-                await _send_status(ranks.clients[rank], "training", status)
+                await ranks.clients[rank].set_run("training", **status._asdict())
         except StaleOwner:
             raise
         except (AnyAgentError, TimeoutError) as error:
@@ -224,9 +223,3 @@ def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:
             )
 
     executor.call(ranks.all(send))
-
-
-async def _send_status(client: RLClient, state: TrainingState, status: RunStatus) -> None:
-    await client.set_run(
-        state, step=status.step, checkpoint=status.checkpoint, oldest_step=status.oldest_step
-    )

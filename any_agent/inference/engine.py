@@ -20,7 +20,7 @@ from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
 from any_agent.inference.engine_process import chosen, own_engine
 from any_agent.inference.text_codec import TextChunk, TextCodec, asked_for, words_of
-from any_agent.inference.weights_source import WeightsSource, named, require_weights
+from any_agent.inference.weights_source import WeightsSource, find_weights_source, require_weights
 from any_agent.rollout import WorkflowExecutor
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
@@ -139,7 +139,7 @@ class RemoteSGLangEngine:
                 tokenizer = own if tokenizer is None else tokenizer
             else:
                 model = own
-        kept = named(
+        kept = find_weights_source(
             experiment_name,
             trial_name,
             user=user,

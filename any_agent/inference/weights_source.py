@@ -22,52 +22,36 @@ class WeightsSource:
     weights: TrialWeights
 
 
-def named(
+def find_weights_source(
     experiment: str | None,
     trial: str | None,
-    *,
-    user: str | None,
-    root: str | Path | None,
-    step: int | None,
-    version: int | None,
-    model: str | Path | None,
-    settings: Config,
-) -> WeightsSource | None:
-    """Return a trial's weights, or a model's under ``settings``; None if neither is named.
-
-    Raises as :func:`kept_model`; ValueError for names that contradict each other.
-    """
-    if (experiment is None) != (trial is None):
-        raise ValueError("a trial is named by experiment_name and trial_name: give both")
-    if experiment is not None and trial is not None:
-        if model is not None:
-            raise ValueError("a trial and a model are named: leave one of them out")
-        return kept_model(experiment, trial, user=user, root=root, step=step, version=version)
-    if step is not None or version is not None:
-        raise ValueError("step and version are a trial's: give experiment_name and trial_name")
-    if model is None:
-        return None
-    path = Path(model).expanduser() if str(model).startswith("~") else Path(model)
-    check_model(str(model))
-    return WeightsSource(settings, TrialWeights(path, 0))
-
-
-def kept_model(
-    experiment: str,
-    trial: str,
     *,
     user: str | None = None,
     root: str | Path | None = None,
     step: int | None = None,
     version: int | None = None,
-) -> WeightsSource:
+    model: str | Path | None = None,
+    settings: Config,
+) -> WeightsSource | None:
     """Return a trial's latest checkpoint, or the weights of a step or a version (0: the initial
-    model).
+    model); or a model's weights, under ``settings``; None if neither is named.
 
     ``root`` is by default ``ANY_AGENT_ROOT``, else `runs`; ``user`` is ``ANY_AGENT_USER``, else the
     system's. Raises NotFound, which lists what exists; ConfigError for an invalid name and for a
-    folder of another layout; ValueError for both a step and a version.
+    folder of another layout; ValueError for names that contradict each other.
     """
+    if experiment is None or trial is None:
+        if experiment is not None or trial is not None:
+            raise ValueError("a trial is named by experiment_name and trial_name: give both")
+        if step is not None or version is not None:
+            raise ValueError("step and version are a trial's: give experiment_name and trial_name")
+        if model is None:
+            return None
+        path = Path(model).expanduser() if str(model).startswith("~") else Path(model)
+        check_model(str(model))
+        return WeightsSource(settings, TrialWeights(path, 0))
+    if model is not None:
+        raise ValueError("a trial and a model are named: leave one of them out")
     if step is not None and version is not None:
         raise ValueError("a step and a version were given: give one of them")
     given = {"experiment": experiment, "trial": trial, "user": user, "root": root}

@@ -10,7 +10,7 @@ import pytest
 from any_agent import RemoteSGLangEngine
 from any_agent.config import Config
 from any_agent.errors import ConfigError, NotFound
-from any_agent.inference.weights_source import kept_model, named
+from any_agent.inference.weights_source import WeightsSource, find_weights_source
 from any_agent.rundir.layout import RunDir
 from tests.support.trials import save_trial
 
@@ -19,6 +19,12 @@ NAMES: dict[str, Any] = {"experiment": "exp", "trial": "one", "user": "me"}
 
 def root_of(run: RunDir) -> Path:
     return run.path.parents[2]
+
+
+def kept_model(experiment: str, trial: str, **names: Any) -> WeightsSource:
+    found = find_weights_source(experiment, trial, **names, settings=Config())
+    assert found is not None
+    return found
 
 
 @pytest.mark.parametrize(
@@ -112,7 +118,7 @@ def test_a_folder_of_an_older_layout_is_refused_by_name(tmp_path: Path) -> None:
 def test_names_that_contradict(changes: dict[str, Any], error: type[Exception], says: str) -> None:
     names = dict.fromkeys(("experiment", "trial", "user", "root", "step", "version", "model"))
     with pytest.raises(error, match=says):
-        named(**(names | changes), settings=Config())  # type: ignore[arg-type]
+        find_weights_source(**(names | changes), settings=Config())  # type: ignore[arg-type]
 
 
 def test_an_engine_that_is_told_nothing() -> None:

@@ -23,7 +23,7 @@ from tests.support.trainer.datasets import Alternating, DataLab
 from tests.support.trainer.loop import config_of
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, until
-from trainer.dataset_batches import DatasetBatches
+from trainer.batch_source import DatasetBatches
 from trainer.evaluation import EvaluationFigures, TrialEvaluation, score
 from trainer.metrics import TrainerMetrics
 

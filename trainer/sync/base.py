@@ -77,7 +77,7 @@ class WeightSync:
     stamps their version on every token, so nothing is recorded under a wrong version.
     """
 
-    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool) -> None:
+    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool = False) -> None:
         """``in_place``: calls keep their cache over an update."""
         self.load_timeout = load_timeout
         self.in_place = in_place

@@ -12,7 +12,7 @@ import httpx
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
-from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
+from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import EngineClient
 
 log = logging.getLogger(__name__)
@@ -28,9 +28,6 @@ class DiskSync(WeightSync):
     Each rank is paused for its own update only: it neither waits for the others nor delays them.
     Loading a version twice is harmless.
     """
-
-    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool = False) -> None:
-        super().__init__(call, load_timeout=load_timeout, in_place=in_place)
 
     def prepare(self, new: NewWeights) -> None:
         new.write()

@@ -54,7 +54,7 @@ class GroupTransport:
         self.drop()
         # No engine may stay in a group whose other members are gone, such as an earlier trainer's.
         await asyncio.gather(*map(_leave, engines))
-        direct = cuda and _all_cuda(engines) and self._nccl is not False
+        direct = cuda and all(e.info.cuda for e in engines) and self._nccl is not False
         try:
             await self._build(engines, "nccl" if direct else "gloo")
         except AnyAgentError as error:
@@ -114,7 +114,8 @@ class GroupTransport:
         body |= {"shapes": [list(t.shape) for t in tensors], "weight_version": name}
         posts = [engine.post("/update_weights_from_distributed", body) for engine in engines]
         try:
-            await _all_or_none(*posts, _translate_errors(self._broadcast(group, tensors), "send"))
+            broadcast = asyncio.to_thread(group.broadcast, tensors)
+            await _all_or_none(*posts, _translate_errors(broadcast, "send"))
         except BaseException as error:
             # This ends the broadcast, which would wait for an engine that has refused.
             self.drop()
@@ -123,9 +124,6 @@ class GroupTransport:
             raise
         if group.backend == "nccl":
             self._nccl = True
-
-    async def _broadcast(self, group: WeightGroup, tensors: list[Tensor]) -> None:
-        await asyncio.to_thread(group.broadcast, tensors)
 
     def drop(self) -> None:
         group, self._group = self._group, None
@@ -159,10 +157,6 @@ def address_towards(urls: Sequence[str]) -> str:
         if not ipaddress.ip_address(mine.partition("%")[0]).is_loopback:
             found = mine
     return found
-
-
-def _all_cuda(engines: Sequence[EngineClient]) -> bool:
-    return all(engine.info.cuda for engine in engines)
 
 
 async def _leave(engine: EngineClient) -> None:

@@ -12,7 +12,7 @@ from any_agent.config import Config
 from any_agent.rollout import WorkflowExecutor
 from any_agent.workflow import RolloutWorkflow, context
 from tests.support.trainer.loop import Lab
-from trainer.dataset_batches import DatasetBatches
+from trainer.batch_source import DatasetBatches
 
 
 class Alternating(RolloutWorkflow):

@@ -7,7 +7,7 @@ import pytest
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher.gpu_assignment import SHARED_GPUS
-from trainer.sync.select import way_of
+from trainer.sync import way_of
 
 HERE = ("http://127.0.0.1:1", "http://127.0.0.1:2")
 ELSEWHERE = ("http://127.0.0.1:1", "http://10.0.0.2:1")
