@@ -23,7 +23,6 @@ from any_agent.protocol.rl import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, write_atomic
-from any_agent.workflow import ProxyWorkflow
 from trainer.batch import (
     Group,
     TrainingBatch,
@@ -87,7 +86,6 @@ class TrainingLoop:
                 epoch=self._epoch,
                 retry_for=TIMEOUT,
             ),
-            lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             consumed=self._consumed,

@@ -61,11 +61,6 @@ class DatasetCursor:
         """Number of consumed passes, up to the first item that is not consumed."""
         return self._low / self.length
 
-    @property
-    def done(self) -> bool:
-        """True if every position of every pass is consumed."""
-        return self.end is not None and self._low >= self.end
-
     def index(self, position: int) -> int:
         """Return the item at a position, 0 to ``length`` - 1."""
         epoch, place = divmod(position, self.length)

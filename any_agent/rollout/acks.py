@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -42,8 +41,9 @@ class AckSender:
         self._ranks = ranks
         self._owner = owner
         self._settled = settled
-        self._pending: list[deque[_PendingAck]] = [deque() for _ in range(len(ranks))]
-        self._wakeups = [asyncio.Event() for _ in range(len(ranks))]
+        self._queues: list[asyncio.Queue[_PendingAck]] = [asyncio.Queue() for _ in ranks.clients]
+        self._last: dict[int, asyncio.Future[None]] = {}
+        """Each rank's newest acknowledgement."""
 
     async def send(
         self,
@@ -64,14 +64,14 @@ class AckSender:
             refused = [r for r in rejected if home(r.session_id) == rank]
             if mine or refused:
                 ack = _PendingAck(mine, refused, step, asyncio.get_running_loop().create_future())
-                self._pending[rank].append(ack)
-                self._wakeups[rank].set()
+                self._queues[rank].put_nowait(ack)
+                self._last[rank] = ack.done
                 sent.append(ack.done)
         await self._wait(sent, patience)
 
     async def flush(self, *, patience: float) -> None:
         """Wait in the same way for all acknowledgements that were sent before."""
-        await self._wait([pending[-1].done for pending in self._pending if pending], patience)
+        await self._wait(list(self._last.values()), patience)
 
     async def _wait(self, sent: list[asyncio.Future[None]], patience: float) -> None:
         late = (await asyncio.wait(sent, timeout=patience))[1] if sent else ()
@@ -85,16 +85,11 @@ class AckSender:
 
     async def run(self, rank: int) -> None:
         """Send one rank's acknowledgements in order, until cancelled."""
-        pending = self._pending[rank]
         while True:
-            self._wakeups[rank].clear()
-            while pending:
-                ack = pending[0]
-                await self._send(self._ranks.clients[rank], ack)
-                pending.popleft()
-                self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
-                ack.done.set_result(None)
-            await self._wakeups[rank].wait()
+            ack = await self._queues[rank].get()
+            await self._send(self._ranks.clients[rank], ack)
+            self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
+            ack.done.set_result(None)
 
     async def _send(self, client: RLClient, ack: _PendingAck) -> None:
         trained, rejected = ack.trained, ack.rejected

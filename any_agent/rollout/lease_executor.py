@@ -19,12 +19,13 @@ from any_agent.rollout.rank_clients import RankClients
 from any_agent.rollout.result_queue import ResultQueue
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
-from any_agent.workflow import Episode, RolloutWorkflow, trajectories_of
+from any_agent.workflow import Episode
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _POLLS_PER_RANK = 2
+_POLL_LENGTH = 30.0  # seconds of one long poll
 _ACK_TIMEOUT = 5.0
 """Seconds that a step waits for a rank's reply to an acknowledgement, which is repeated later."""
 _MAX_FAILED_POLLS = 5  # the number of internal errors in a row with which a rank may reply to polls
@@ -43,7 +44,7 @@ class Consumed(NamedTuple):
 
 
 class LeaseExecutor:
-    """Runs a workflow per rank on the event loop of its own thread; call it from another thread.
+    """Polls each rank on the event loop of its own thread; call it from another thread.
 
     It renews its leases from ``start`` on, and admits sessions and receives episodes from
     ``begin`` on. ``reject`` returns the reason not to train on an episode, or None: such episodes
@@ -54,7 +55,6 @@ class LeaseExecutor:
     def __init__(
         self,
         make_ranks: Callable[[], RankClients],
-        make_workflow: Callable[[RLClient, str], RolloutWorkflow],
         config: RolloutConfig,
         *,
         owner: str,
@@ -62,7 +62,6 @@ class LeaseExecutor:
         reject: Callable[[Episode], str | None] = lambda _: None,
     ) -> None:
         self._make_ranks = make_ranks
-        self._make_workflow = make_workflow
         self._config = config
         self._owner = owner
         self._consumed = consumed if consumed is not None else {}
@@ -189,9 +188,8 @@ class LeaseExecutor:
         self._keeper.open = True
         self._keeper.changed.set()
         for client in self._ranks.clients:
-            workflow = self._make_workflow(client, self._owner)
             for _ in range(_POLLS_PER_RANK):
-                self._start_task(self._poll(workflow))
+                self._start_task(self._poll(client))
 
     def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(coroutine)
@@ -211,12 +209,12 @@ class LeaseExecutor:
             error = asyncio.CancelledError() if task.cancelled() else task.exception()
             self._queue.fail(error or RuntimeError("a task of the executor ended"))
 
-    async def _poll(self, workflow: RolloutWorkflow) -> None:
+    async def _poll(self, client: RLClient) -> None:
         failed = 0
         while True:
             try:
-                result = await workflow.arun_episode(None, None)  # type: ignore[arg-type]
-                episode = trajectories_of(result)
+                packed = await client.lease(owner=self._owner, wait=_POLL_LENGTH)
+                episode = unpack_trajectories(packed) if packed is not None else []
             except AnyAgentError as error:
                 # An internal error may concern one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1

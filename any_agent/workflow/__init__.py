@@ -19,4 +19,3 @@ from any_agent.workflow.tensors import kind_of as kind_of
 from any_agent.workflow.tensors import padded as padded
 from any_agent.workflow.tensors import rows_of as rows_of
 from any_agent.workflow.tensors import tensors_of as tensors_of
-from any_agent.workflow.tensors import trajectories_of as trajectories_of

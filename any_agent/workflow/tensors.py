@@ -54,15 +54,6 @@ def kind_of(result: Any) -> Kind:
     )
 
 
-def trajectories_of(result: EpisodeResult | None) -> list[Trajectory]:
-    """Return a result that is a list of sessions, [] for None; else raise InvalidTrajectory."""
-    if result is None:
-        return []
-    if isinstance(result, list):
-        return result
-    raise InvalidTrajectory(f"the episode must be a list of trajectories, not {shown(result)}")
-
-
 def tensors_of(result: EpisodeResult, *, discount: float = 1.0) -> TensorDict:
     """Return a result as one checked, padded batch of tensors; ``discount`` as in
     :func:`rows_of`."""

@@ -16,7 +16,6 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rollout import capacity_keeper as module
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
-from any_agent.workflow import ProxyWorkflow
 from tests.support.proxy import Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -44,7 +43,6 @@ async def proxies(
 async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[LeaseExecutor]:
     executor = LeaseExecutor(
         lambda: RankClients(trial_dir(config).registry, 2, retry_for=5),
-        lambda client, owner: ProxyWorkflow(client, owner=owner, poll=5),
         config.rollout,
         owner="trainer",
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterator
-from typing import Any
 
 import pytest
 
@@ -55,12 +54,12 @@ class Lab:
     def __init__(
         self,
         reject: Callable[[Episode], str | None] = lambda _: None,
-        workflow: Scripted | None = None,
+        script: Scripted | None = None,
     ) -> None:
-        self.service, self.workflow = Service(), workflow or Scripted()
+        self.service = Service(script)
+        self.script = self.service.script
         self.executor = LeaseExecutor(
             lambda: OneRank(self.service),  # type: ignore[arg-type,return-value]
-            lambda _, owner: self.workflow,
             CONFIG,
             owner="me",
             reject=reject,
@@ -78,21 +77,21 @@ def lab() -> Iterator[Lab]:
 
 
 def test_a_batch_is_the_oldest_episodes_with_enough_sessions(lab: Lab) -> None:
-    lab.workflow.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
+    lab.script.give(episode("a"), episode("b", 1), episode("c"), episode("d"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b", "c"]
     said = "2 of 4 sessions came; no agent has a session open, or waits for one"
     until(lambda: len(lab.executor._buffer) == 1 and lab.executor.capacity is not None)
     with pytest.raises(TimeoutError, match=said):
         lab.executor.prepare_batch(timeout=0.01)
-    lab.workflow.give(episode("e"))
+    lab.script.give(episode("e"))
     assert [e[0].group_id for e in lab.executor.prepare_batch(timeout=60)] == ["d", "e"]
 
 
 def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
     until(lambda: lab.service.limits[-1:] == [8])  # min(8, 2 * 4) on top of 0 admitted
     lab.service.state |= {"admitted": 6, "running": 4, "buffered": 2}
-    lab.workflow.give(episode("a"))
+    lab.script.give(episode("a"))
     until(lambda: lab.service.limits[-1] == 6 + min(8 - 4, 8 - 6))
     until(lambda: lab.service.held[-1] == ["a-0", "a-1"])
     lab.executor.ack(["a-0"], [Rejection(session_id="a-1", reason="stale")])
@@ -101,7 +100,7 @@ def test_the_limit_follows_the_formula_and_leases_are_held(lab: Lab) -> None:
 
 
 def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
-    lab.workflow.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
+    lab.script.give(episode("dull1"), None, episode("a"), episode("dull2"), episode("b"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b"]
     until(lambda: len(lab.service.acks) == 2)
@@ -114,13 +113,13 @@ def test_dull_episodes_are_rejected_at_once(lab: Lab) -> None:
 
 def test_a_service_that_is_away_for_a_moment(lab: Lab) -> None:
     lab.service.failures = {"capacity": [ServiceUnavailable("away")] * 2}
-    lab.workflow.give(EngineUnavailable("away"), episode("a"), episode("b"))
+    lab.script.give(EngineUnavailable("away"), episode("a"), episode("b"))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
 
 
 def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
     lab.service.failures = {"ack": [StoreUnavailable("full")] * 2}
-    lab.workflow.give(episode("dull"), episode("a"), episode("b"))
+    lab.script.give(episode("dull"), episode("a"), episode("b"))
     lab.executor.prepare_batch(timeout=60)
     until(lambda: lab.service.acks == [([], ["dull-0", "dull-1"])])
     lab.service.failures = {"ack": [StoreUnavailable("full")]}
@@ -129,7 +128,7 @@ def test_an_ack_is_repeated_while_the_store_is_away(lab: Lab) -> None:
 
 
 def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
-    lab.workflow.give(episode("a"), episode("b"))
+    lab.script.give(episode("a"), episode("b"))
     lab.executor.prepare_batch(timeout=60)
     lab.service.failures = {"ack": [Conflict("lease lost")]}
     lab.executor.ack(["a-0"], [])
@@ -138,7 +137,7 @@ def test_a_lost_lease_is_no_reason_to_stop(lab: Lab) -> None:
 
 def test_with_one_lease_lost_the_others_are_acknowledged(lab: Lab) -> None:
     """The service ends all or none, so they would be handed out, and trained on, again."""
-    lab.workflow.give(episode("a"), episode("b"))
+    lab.script.give(episode("a"), episode("b"))
     lab.executor.prepare_batch(timeout=60)
     lab.service.lost = {"a-1"}
     lab.executor.ack(["a-0", "a-1", "b-0"], [Rejection(session_id="b-1", reason="stale")])
@@ -156,7 +155,7 @@ def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> N
 
     lab = Lab(reject=judge)
     # More of them than there are polls.
-    lab.workflow.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
+    lab.script.give(*(episode(f"odd{k}") for k in range(10)), episode("a"), episode("b"))
     batch = lab.executor.prepare_batch(timeout=60)
     assert [e[0].group_id for e in batch] == ["a", "b"]
     until(lambda: len(lab.service.acks) == 10)
@@ -169,7 +168,7 @@ def test_an_episode_that_cannot_be_judged_is_left_out_and_the_polls_go_on() -> N
 
 def test_what_cannot_get_better_is_raised_to_the_trainer() -> None:
     lab = Lab()
-    lab.workflow.give(Unauthenticated("wrong key"))
+    lab.script.give(Unauthenticated("wrong key"))
     with pytest.raises(Unauthenticated):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
@@ -182,9 +181,9 @@ def test_an_internal_error_of_one_poll_ends_nothing(
     odd = from_response(500, b"odd", None)
     for name in ("a", "b"):
         # A good answer in between begins the count anew.
-        lab.workflow.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
+        lab.script.give(*[odd] * module._MAX_FAILED_POLLS, episode(name))
     assert len(lab.executor.prepare_batch(timeout=60)) == 2
-    lab.workflow.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
+    lab.script.give(*[odd] * (2 * module._MAX_FAILED_POLLS + 2))
     with pytest.raises(AnyAgentError, match="odd"):
         lab.executor.prepare_batch(timeout=60)
 
@@ -194,10 +193,10 @@ def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
     error: type[BaseException],
 ) -> None:
     class Failing(Scripted):
-        async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+        async def poll(self) -> bytes | None:
             raise error
 
-    lab = Lab(workflow=Failing())
+    lab = Lab(script=Failing())
     with pytest.raises(RuntimeError, match=error.__name__):
         lab.executor.prepare_batch(timeout=60)
     lab.executor.stop()
@@ -205,7 +204,7 @@ def test_a_poll_that_ended_is_not_taken_for_a_wait_that_ended(
 
 def test_stopping_ends_polls_at_once() -> None:
     lab = Lab()
-    assert lab.workflow.started.wait(60)
+    assert lab.script.started.wait(60)
     lab.executor.stop()
     assert not lab.executor._thread.started
 

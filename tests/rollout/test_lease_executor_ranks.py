@@ -9,7 +9,6 @@ from typing import Any
 
 import pytest
 
-from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.rl import Rejection
@@ -17,8 +16,8 @@ from any_agent.record import pack_trajectories
 from any_agent.rollout import Consumed, LeaseExecutor, RankClients
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
-from any_agent.workflow import Episode, RolloutWorkflow
-from tests.support.lease_executor import Scripted, Service, until
+from any_agent.workflow import Episode
+from tests.support.lease_executor import Service, until
 
 
 def sid(rank: int, number: int) -> str:
@@ -62,11 +61,9 @@ class Lab:
     def __init__(self, *, begin: bool = True, **settings: Any) -> None:
         self.consumed: dict[str, Consumed] = {}
         self.services = (Home(), Home())
-        self.workflows: dict[RLClient, Scripted] = {s: Scripted() for s in self.services}
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
         self.executor = LeaseExecutor(
             lambda: Fleet(*self.services),
-            self.workflow,
             RolloutConfig(**config),
             owner="me",
             consumed=self.consumed,
@@ -75,11 +72,8 @@ class Lab:
         if begin:
             self.executor.begin()
 
-    def workflow(self, client: RLClient, owner: str) -> RolloutWorkflow:
-        return self.workflows[client]
-
     def give(self, rank: int, *episodes: Episode) -> None:
-        self.workflows[self.services[rank]].give(*episodes)
+        self.services[rank].script.give(*episodes)
 
 
 @pytest.fixture
@@ -191,7 +185,7 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
     assert one.replayed[0][:2] == [sid(1, 0), sid(1, 1)]
     until(lambda: len(zero.held[-1]) == len(one.held[-1]) == 100)
     assert {*zero.limits, *one.limits} == {0}
-    assert not any(workflow.started.is_set() for workflow in lab.workflows.values())
+    assert not any(service.script.started.is_set() for service in lab.services)
     zero.lost = {ids[1]}
     with pytest.raises(Conflict, match="open"):
         lab.executor.replay(ids, timeout=60)
@@ -199,7 +193,7 @@ def test_before_it_begins_it_holds_and_replays_and_admits_nothing() -> None:
     until(lambda: zero.held[-1] == one.held[-1] == [])
     lab.executor.begin()
     until(lambda: zero.limits[-1] == one.limits[-1] == 4)
-    assert all(workflow.started.wait(60) for workflow in lab.workflows.values())
+    assert all(service.script.started.wait(60) for service in lab.services)
     lab.executor.stop()
 
 

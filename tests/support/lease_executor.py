@@ -1,4 +1,4 @@
-"""A scripted rank, a scripted workflow, and patience for what happens on another thread."""
+"""A scripted rank, its scripted polls, and patience for what happens on another thread."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from typing import Any
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict
 from any_agent.protocol.rl import Capacity, Rejection
-from any_agent.workflow import Episode, RolloutWorkflow
+from any_agent.record import pack_trajectories
+from any_agent.workflow import Episode
 
 
 class Service(RLClient):
     """Remembers what it was told; ``failures`` are raised by the next calls of a kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, script: Scripted | None = None) -> None:
+        self.script = script or Scripted()
         self.limits: list[int] = []
         self.held: list[list[str]] = []
         self.acks: list[tuple[list[str], list[str]]] = []
@@ -58,12 +60,16 @@ class Service(RLClient):
         self.steps.append(step)
         return len(trained) + len(rejected)
 
+    async def lease(self, *, owner: str, wait: float, max_groups: int = 1) -> bytes | None:
+        assert owner == "me"
+        return await self.script.poll()
+
     async def close(self) -> None:
         self.closed = True
 
 
-class Scripted(RolloutWorkflow):
-    """Episodes (or errors) from a queue that any thread may fill."""
+class Scripted:
+    """What polls get: episodes (or errors) from a queue that any thread may fill."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
@@ -76,13 +82,13 @@ class Scripted(RolloutWorkflow):
         for item in items:
             self.loop.call_soon_threadsafe(self._queue.put_nowait, item)
 
-    async def arun_episode(self, engine: Any, data: Any) -> Episode | None:
+    async def poll(self) -> bytes | None:
         self.loop = asyncio.get_running_loop()
         self.started.set()
         item = await self._queue.get()
         if isinstance(item, AnyAgentError):
             raise item
-        return item
+        return None if item is None else pack_trajectories(item)
 
 
 def until(condition: Callable[[], Any]) -> None:

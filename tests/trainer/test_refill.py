@@ -9,7 +9,6 @@ from pathlib import Path
 from any_agent.chat import load_chat_format
 from any_agent.client.rl_client import RLClient
 from any_agent.rollout import LeaseExecutor, RankClients
-from any_agent.workflow import ProxyWorkflow
 from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.batch import ZeroVarianceGroups
@@ -50,7 +49,6 @@ async def test_groups_without_variance_are_dropped_and_refilled(
     async with engine.serve() as url, running_proxy(config, chat, engine_url=url) as proxy:
         executor = LeaseExecutor(
             lambda: One(proxy.url),
-            lambda client, owner: ProxyWorkflow(client, owner=owner),
             config.rollout,
             owner="trainer",
             reject=ZeroVarianceGroups(config.train).reject_reason,
