@@ -103,6 +103,6 @@ def test_no_item_twice_and_none_missing_over_kills(
     rest = [position for position, _ in positions]
     assert sorted(trained + flying + rest) == list(range(length * epochs))
     positions.consumed(flying + rest)
-    assert positions.done and positions.state()["beyond"] == []
+    assert positions.epoch == epochs and positions.state()["beyond"] == []
     items = Counter(positions.index(p) for p in range(length * epochs))
     assert set(items.values()) == {epochs}
