@@ -88,31 +88,22 @@ class EngineOpenAI(AsyncOpenAI):
             session = _session
         super().__init__(**options)
         self._session = session
+        self.engine = session.engine
+        self.chat_format = session.chat
+        self.session_id = session.id
 
     def copy(self, **options: Any) -> Self:
         """Return a client of the same session with other options of the SDK."""
         _refuse_http(options)
         more = dict(options.pop("_extra_kwargs", None) or {})
         own = {
-            "engine": self._session.engine,
-            "tokenizer": self._session.chat,
+            "engine": self.engine,
+            "tokenizer": self.chat_format,
             "_session": self._session,
         }
         return super().copy(**options, _extra_kwargs=more | own)
 
     with_options = copy
-
-    @property
-    def engine(self) -> InferenceEngine:
-        return self._session.engine
-
-    @property
-    def chat_format(self) -> ChatFormat:
-        return self._session.chat
-
-    @property
-    def session_id(self) -> str:
-        return self._session.id
 
     @property
     def interactions(self) -> list[Interaction]:

@@ -42,15 +42,16 @@ class SessionBase:
     def __init__(self, service: ServiceAddress, started: SessionStarted) -> None:
         self._service = service
         self._started = started
-
-    @property
-    def session_id(self) -> str:
-        return self._started.session_id
-
-    @property
-    def api_key(self) -> str:
+        self.session_id = started.session_id
+        self.task_id = started.task_id
+        self.group_id = started.group_id
+        self.mode = started.mode
+        self.api_key = started.api_key
         """The session's own key, which an OpenAI client takes as its API key."""
-        return self._started.api_key
+        self.version = started.version
+        """The weight version that was served when the session was opened."""
+        self.expires_in = started.expires_in
+        """Seconds from its opening until it expires in any case."""
 
     @property
     def url(self) -> str:
@@ -60,34 +61,12 @@ class SessionBase:
     @property
     def base_url(self) -> str:
         """The service's URL with `/v1`, which OpenAI's clients take as their base URL."""
-        return f"{self._service.url}/v1"
+        return f"{self.url}/v1"
 
     @property
     def session_url(self) -> str:
         """A base URL for OpenAI's clients that names the session, so that any key will do."""
-        return f"{self._service.url}/{self.api_key}/v1"
-
-    @property
-    def version(self) -> int:
-        """The weight version that was served when the session was opened."""
-        return self._started.version
-
-    @property
-    def mode(self) -> Literal["train", "eval"]:
-        return self._started.mode
-
-    @property
-    def task_id(self) -> str | None:
-        return self._started.task_id
-
-    @property
-    def group_id(self) -> str | None:
-        return self._started.group_id
-
-    @property
-    def expires_in(self) -> float:
-        """Seconds from its opening until it expires in any case."""
-        return self._started.expires_in
+        return f"{self.url}/{self.api_key}/v1"
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self.session_id} at {self.url}>"

@@ -70,27 +70,23 @@ def stat_scope() -> str:
     return "eval-rollout" if get().is_eval else "rollout"
 
 
-@dataclass(slots=True)
-class _Clients:
-    aiohttp: aiohttp.ClientSession | None = None
-    httpx: SharedClient | None = None
-
-
-_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, _Clients] = WeakKeyDictionary()
+_sessions: WeakKeyDictionary[asyncio.AbstractEventLoop, aiohttp.ClientSession] = WeakKeyDictionary()
+_clients: WeakKeyDictionary[asyncio.AbstractEventLoop, SharedClient] = WeakKeyDictionary()
 
 
 async def get_aiohttp_session() -> aiohttp.ClientSession:
     """Return this event loop's session. Leave it open: it is closed with the executor."""
     import aiohttp
 
-    mine = _clients.setdefault(asyncio.get_running_loop(), _Clients())
-    if mine.aiohttp is None or mine.aiohttp.closed:
+    loop = asyncio.get_running_loop()
+    session = _sessions.get(loop)
+    if session is None or session.closed:
         # The executor limits the number of episodes; a limit here would only make them queue.
-        mine.aiohttp = aiohttp.ClientSession(
+        session = _sessions[loop] = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0),
             timeout=aiohttp.ClientTimeout(total=_TIMEOUT, sock_connect=_CONNECT_TIMEOUT),
         )
-    return mine.aiohttp
+    return session
 
 
 async def get_httpx_client() -> httpx.AsyncClient:
@@ -98,16 +94,18 @@ async def get_httpx_client() -> httpx.AsyncClient:
 
     Calls with a session's key wait a bounded time while the service is full or away.
     """
-    mine = _clients.setdefault(asyncio.get_running_loop(), _Clients())
-    if mine.httpx is None or mine.httpx.is_closed:
-        mine.httpx = retrying_client()
-    return mine.httpx
+    loop = asyncio.get_running_loop()
+    client = _clients.get(loop)
+    if client is None or client.is_closed:
+        client = _clients[loop] = retrying_client()
+    return client
 
 
 async def close_clients() -> None:
     """Close this event loop's clients; the next caller gets new ones."""
-    mine = _clients.pop(asyncio.get_running_loop(), None)
-    if mine is not None and mine.aiohttp is not None:
-        await mine.aiohttp.close()
-    if mine is not None and mine.httpx is not None:
-        await mine.httpx.end()
+    loop = asyncio.get_running_loop()
+    session, client = _sessions.pop(loop, None), _clients.pop(loop, None)
+    if session is not None:
+        await session.close()
+    if client is not None:
+        await client.end()

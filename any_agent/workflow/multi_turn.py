@@ -11,8 +11,8 @@ from any_agent.engine import RolloutEngine
 from any_agent.errors import ConfigError, ContextLengthExceeded
 from any_agent.types import GenerationHyperparameters, Message
 from any_agent.workflow import context as workflow_context
+from any_agent.workflow.rewarded import RewardedWorkflow, TokenRow
 from any_agent.workflow.tensors import concat_padded_tensors
-from any_agent.workflow.turn_sampler import RewardedWorkflow, TokenRow, field_of
 
 if TYPE_CHECKING:
     import torch
@@ -61,15 +61,15 @@ class MultiTurnWorkflow(RewardedWorkflow):
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return a batch of one row, [1, length], or of several where a turn branched."""
-        sampler, rid = self._sampler, uuid.uuid4().hex
-        messages: list[Message] = list(field_of(data, "messages", type(self).__name__))
-        temperature = sampler.gconfig.temperature
+        chat, rid = self._chat, uuid.uuid4().hex
+        messages: list[Message] = list(self._messages(data))
+        temperature = self._gconfig.temperature
         rows = [TokenRow(temperature)]
-        ids = sampler.chat.render(messages, None)
+        ids = chat.render(messages, None)
         turns, reward = 0, 0.0
         while True:
             try:
-                response = await sampler.sample(engine, ids, rid)
+                response = await self._sample(engine, ids, rid)
             except ContextLengthExceeded:
                 if not turns:
                     raise
@@ -80,10 +80,10 @@ class MultiTurnWorkflow(RewardedWorkflow):
             reward = await self._reward(response, data)
             if reward > 0 or turns == self.max_turns:
                 break
-            answer = sampler.chat.parse(
+            answer = chat.parse(
                 response.output_ids, prompt_ids=response.input_ids, tools=None
             ).to_message()
-            following = sampler.chat.bridge(
+            following = chat.bridge(
                 response.output_ids,
                 [self._feedback],
                 None,
@@ -97,7 +97,7 @@ class MultiTurnWorkflow(RewardedWorkflow):
             else:
                 self.branches += 1
                 rows.append(TokenRow(temperature))
-                ids = sampler.chat.render(messages, None)
+                ids = chat.render(messages, None)
         reward *= self.turn_discount ** (turns - 1)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward, num_turns=turns)
         return concat_padded_tensors([row.tensors(reward) for row in rows if row.ids])

@@ -10,7 +10,7 @@ from any_agent import stats_tracker
 from any_agent.engine import RolloutEngine
 from any_agent.types import GenerationHyperparameters
 from any_agent.workflow import context as workflow_context
-from any_agent.workflow.turn_sampler import RewardedWorkflow, TokenRow, field_of, function_of
+from any_agent.workflow.rewarded import RewardedWorkflow, TokenRow, function_of
 
 if TYPE_CHECKING:
     import torch
@@ -47,18 +47,17 @@ class RLVRWorkflow(RewardedWorkflow):
         self, engine: RolloutEngine, data: dict[str, Any]
     ) -> dict[str, torch.Tensor]:
         """Return a batch of one row, [1, length]."""
-        sampler = self._sampler
-        response = await sampler.sample(engine, self._input_ids(data), uuid.uuid4().hex)
+        response = await self._sample(engine, self._input_ids(data), uuid.uuid4().hex)
         reward = await self._reward(response, data)
         stats_tracker.get(workflow_context.stat_scope()).scalar(reward=reward)
-        row = TokenRow(sampler.gconfig.temperature)
+        row = TokenRow(self._gconfig.temperature)
         row.add(response)
         return row.tensors(reward)
 
     def _input_ids(self, data: dict[str, Any]) -> list[int]:
         extract = self._prompt_of
-        prompt = extract(data) if extract else field_of(data, "messages", type(self).__name__)
-        chat = self._sampler.chat
+        prompt = extract(data) if extract else self._messages(data)
+        chat = self._chat
         if self._ids_of:
             ids = self._ids_of(prompt, chat.tokenizer, self.enable_thinking)
             return [int(i) for i in ids]

@@ -1,9 +1,8 @@
-"""The common parts of the built-in workflows: sampling, rewarding, and the row of tokens."""
+"""`RewardedWorkflow`: the base of the built-in workflows, and the row of tokens they return."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
@@ -12,6 +11,7 @@ from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.engine import RolloutEngine
 from any_agent.errors import ConfigError, ContextLengthExceeded
 from any_agent.rewards.async_wrapper import AsyncRewardWrapper
+from any_agent.runtime.import_string import import_string
 from any_agent.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from any_agent.workflow import context as workflow_context
 from any_agent.workflow.base import RolloutWorkflow
@@ -20,36 +20,38 @@ if TYPE_CHECKING:
     import torch
 
 
-class TurnSampler:
-    """Samples answers to token ids with the parameters of a run or an evaluation.
+class RewardedWorkflow(RolloutWorkflow):
+    """A workflow that samples answers to token ids, and rewards them by a function of an answer
+    and its item.
 
     ``tokenizer`` is an argument of :func:`~any_agent.chat.chat_format_for`. Without ``gconfig``
-    the run's sampling parameters apply.
+    the sampling parameters of the run apply.
     """
 
     def __init__(
         self,
-        tokenizer: Any,
+        reward_fn: Callable[..., Any] | str,
         gconfig: GenerationHyperparameters | None,
-        *,
+        tokenizer: Any,
         enable_thinking: bool | None,
     ) -> None:
-        self.chat: ChatFormat = chat_format_for(tokenizer, enable_thinking=enable_thinking)
-        self._gconfig = gconfig
+        self.async_reward_fn = AsyncRewardWrapper(function_of(reward_fn, "reward_fn"))
+        self._chat: ChatFormat = chat_format_for(tokenizer, enable_thinking=enable_thinking)
+        self._given = gconfig
         self._lengths: WeakKeyDictionary[Any, int] = WeakKeyDictionary()
 
     @property
-    def gconfig(self) -> GenerationHyperparameters:
+    def _gconfig(self) -> GenerationHyperparameters:
         """The sampling parameters of this episode.
 
         Raises ConfigError for parameters whose samples cannot be trained on, except in an
         evaluation.
         """
         context = workflow_context.get()
-        gconfig = self._gconfig or context.sampling
+        gconfig = self._given or context.sampling
         if gconfig is None:
             raise ConfigError("outside of a run there are no sampling parameters: give gconfig")
-        stops = dict.fromkeys([*gconfig.stop_token_ids, *self.chat.stop_token_ids])
+        stops = dict.fromkeys([*gconfig.stop_token_ids, *self._chat.stop_token_ids])
         gconfig = gconfig.new(stop_token_ids=tuple(stops))
         if context.is_eval:
             if context.temperature is None:
@@ -62,12 +64,12 @@ class TurnSampler:
             )
         return gconfig
 
-    async def sample(self, engine: RolloutEngine, ids: list[int], rid: str) -> ModelResponse:
+    async def _sample(self, engine: RolloutEngine, ids: list[int], rid: str) -> ModelResponse:
         """Return the answer to a prompt, limited to the context's room.
 
         Raises ContextLengthExceeded without any room, and the errors of the engine's ``agenerate``.
         """
-        gconfig = self.gconfig
+        gconfig = self._gconfig
         length = await self._context_length(engine)
         if length is not None:
             room = length - len(ids)
@@ -88,33 +90,26 @@ class TurnSampler:
             self._lengths[engine] = int(await read())
         return self._lengths[engine]
 
-    def answer_text(self, response: ModelResponse) -> str:
-        """Return an answer's text without the token that ends it."""
-        ids = response.output_ids
-        ended = ids and ids[-1] in self.chat.stop_token_ids
-        return self.chat.decode(ids[:-1] if ended else ids)
-
-
-class RewardedWorkflow(RolloutWorkflow):
-    """A workflow that samples turns, and rewards them by a function of an answer and its item."""
-
-    def __init__(
-        self,
-        reward_fn: Callable[..., Any] | str,
-        gconfig: GenerationHyperparameters | None,
-        tokenizer: Any,
-        enable_thinking: bool | None,
-    ) -> None:
-        self.async_reward_fn = AsyncRewardWrapper(function_of(reward_fn, "reward_fn"))
-        self._sampler = TurnSampler(tokenizer, gconfig, enable_thinking=enable_thinking)
+    def _messages(self, data: dict[str, Any]) -> Any:
+        """Return an item's messages; ConfigError lists the item's fields."""
+        try:
+            return data["messages"]
+        except (KeyError, TypeError):
+            there = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
+            raise ConfigError(
+                f"{type(self).__name__} needs the field 'messages' of each item of the dataset; "
+                f"this one has {there}"
+            ) from None
 
     async def _reward(self, response: ModelResponse, data: dict[str, Any]) -> float:
-        sampler = self._sampler
+        chat, ids = self._chat, response.output_ids
+        ended = ids and ids[-1] in chat.stop_token_ids
         reward = await self.async_reward_fn(
-            sampler.chat.decode(response.input_ids),
-            sampler.answer_text(response),
+            chat.decode(response.input_ids),
+            # The answer's text is without the token that ends it.
+            chat.decode(ids[:-1] if ended else ids),
             response.input_ids,
-            response.output_ids,
+            ids,
             **{str(k): v for k, v in data.items() if k not in REWARD_ARGUMENTS},
         )
         try:
@@ -166,28 +161,10 @@ class TokenRow:
 
 def function_of(given: Callable[..., Any] | str, setting: str) -> Callable[..., Any]:
     """Return a function, or the function with a dotted name; ConfigError names the setting."""
-    if isinstance(given, str):
-        module, _, name = given.rpartition(".")
-        try:
-            given = getattr(import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
-            raise ConfigError(
-                f"{setting} is {given!r}, which cannot be imported: {error}; write module.function"
-            ) from error
-    if not callable(given):
+    found = import_string(given, setting) if isinstance(given, str) else given
+    if not callable(found):
         raise ConfigError(f"{setting} is {given!r}: give a function, or its dotted name")
-    return given
-
-
-def field_of(data: dict[str, Any], name: str, workflow: str) -> Any:
-    """Return a field of a dataset's item; ConfigError lists the item's fields."""
-    try:
-        return data[name]
-    except (KeyError, TypeError):
-        there = ", ".join(map(str, data)) if isinstance(data, dict) else type(data).__name__
-        raise ConfigError(
-            f"{workflow} needs the field {name!r} of each item of the dataset; this one has {there}"
-        ) from None
+    return found
 
 
 REWARD_ARGUMENTS = ("prompt", "completions", "prompt_ids", "completion_ids")
