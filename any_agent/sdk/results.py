@@ -15,16 +15,16 @@ import os
 import weakref
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Any, Literal, Self, TypeAlias
+from typing import Any, Literal, Self, TypeAlias, get_args
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.atomic_files import fsync
 from any_agent.sdk.run_plan import PlanHeader, RunId
 
 RunState: TypeAlias = Literal["finalized", "awaiting_reward", "evaluated", "failed"]
-_STATES = ("finalized", "awaiting_reward", "evaluated", "failed")
+_STATES = get_args(RunState)
 _WRITE_TIMEOUT = 10.0
 """Seconds; a file that is still being written to stays open until the process ends."""
 _OPENED, _VOID, _REGROUPED = "opened", "void", "regrouped"
@@ -184,24 +184,19 @@ class StartedRun:
     """The opened session; None if no session was opened, or if that is unknown."""
 
 
-@dataclass(slots=True)
-class LoggedRuns:
-    """The content of a file of results."""
-
-    results: dict[RunId, RunResult] = field(default_factory=dict)
-    started: dict[RunId, StartedRun] = field(default_factory=dict)
-    regrouped: dict[RunId, tuple[int, int]] = field(default_factory=dict)
-    """The generation and the size of the group of each run that is in a later group of its item."""
-
-
 class ResultsLog:
     """One run's file, locked by one runner at a time; without a path nothing is written, and
-    nothing can be resumed."""
+    nothing can be resumed. ``results``, ``started`` and ``groups`` are its content when it was
+    opened."""
 
     def __init__(self, path: Path | None) -> None:
         self.path = path
         self.header: PlanHeader | None = None
-        self.known = LoggedRuns()
+        self.results: dict[RunId, RunResult] = {}
+        self.started: dict[RunId, StartedRun] = {}
+        self.groups: dict[RunId, tuple[int, int]] = {}
+        """The generation and the size of the group of each run that is in a later group of its
+        item."""
         self._file: int | None = None
         self._pending: list[str] = []
         self._written: asyncio.Future[None] | None = None
@@ -256,15 +251,15 @@ class ResultsLog:
             self.header = PlanHeader(**line)
         elif _OPENED in line:
             run = RunId(*map(int, line[_OPENED]))
-            self.known.started[run] = StartedRun(line["attempt"], line["session_id"])
+            self.started[run] = StartedRun(line["attempt"], line["session_id"])
         elif _VOID in line:
-            self.known.started[RunId(*map(int, line[_VOID]))] = StartedRun(line["attempt"], None)
+            self.started[RunId(*map(int, line[_VOID]))] = StartedRun(line["attempt"], None)
         elif _REGROUPED in line:
             for run in (members := line[_REGROUPED]):
-                self.known.regrouped[RunId(*map(int, run))] = line["generation"], len(members)
+                self.groups[RunId(*map(int, run))] = line["generation"], len(members)
         else:
             result = RunResult.of(line)
-            self.known.results[result.place] = result
+            self.results[result.place] = result
 
     async def begin(self, header: PlanHeader) -> None:
         """Write the first line of a new file."""

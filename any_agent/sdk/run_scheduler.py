@@ -119,11 +119,8 @@ class RunScheduler:
             results_log=results_log,
             http=http,
         )
-        self.results = {
-            run: result
-            for run, result in results_log.known.results.items()
-            if run.epoch < plan.epochs
-        }
+        known = results_log.results.items()
+        self.results = {run: result for run, result in known if run.epoch < plan.epochs}
         self.stopped: RunFinished | None = None
         """The reason why no further run begins."""
         self._progress = RunProgress(len(plan))
@@ -133,7 +130,7 @@ class RunScheduler:
         self._requeued: deque[RunId] = deque()
         self._busy = 0
         self._changed = asyncio.Condition()
-        self._groups = dict(results_log.known.regrouped)
+        self._groups = dict(results_log.groups)
         self._left_out: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
         self._undecided: Counter[tuple[int, int]] = Counter()
         """Runs of an item that are neither done nor left out of their group."""
@@ -225,7 +222,7 @@ class RunScheduler:
 
     async def _result(self, run: RunId) -> RunResult:
         """Make attempts until one succeeds, or the last one has failed."""
-        started = self._log.known.started.pop(run, None)
+        started = self._log.started.pop(run, None)
         if started is not None:
             self._tried[run] = started.attempt + 1
             if started.session_id is not None:

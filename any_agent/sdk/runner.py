@@ -227,15 +227,15 @@ def _end_bar(show: Callable[[RunProgress], object]) -> None:
 def _difference(found: PlanHeader, wanted: PlanHeader) -> str:
     """Describe the first difference between two plans."""
     templates = {
-        "data": "another dataset",
-        "items": "{} items, not {}",
-        "group_size": "group_size {}, not {}",
-        "mode": "mode {}, not {}",
         "service": "sessions of {}, not of {}",
         "agent": "those of the agent {}, not of {}",
+        "mode": "mode {}, not {}",
+        "group_size": "group_size {}, not {}",
+        "items": "{} items, not {}",
+        "data": "another dataset",
     }
-    for name in ("service", "agent", "mode", "group_size", "items", "data"):
+    for name, template in templates.items():
         values = getattr(found, name), getattr(wanted, name)
         if values[0] != values[1]:
-            return templates[name].format(*values)
+            return template.format(*values)
     raise AssertionError("the same headers")

@@ -41,13 +41,13 @@ async def test_what_is_written_is_known_again(tmp_path: Path) -> None:
     await written(file)
     log = opened(file)
     assert log.header == HEADER
-    assert log.known.results == {RunId(0, 0, 1): DONE}
-    assert log.known.started == {
+    assert log.results == {RunId(0, 0, 1): DONE}
+    assert log.started == {
         RunId(0, 0, 0): StartedRun(0, "s-1"),
         RunId(0, 0, 1): StartedRun(2, "s-2"),
         RunId(0, 1, 0): StartedRun(1, None),
     }
-    assert log.known.regrouped == {RunId(0, 1, 0): (1, 2), RunId(0, 1, 1): (1, 2)}
+    assert log.groups == {RunId(0, 1, 0): (1, 2), RunId(0, 1, 1): (1, 2)}
     await log.close()
 
 
@@ -60,7 +60,7 @@ async def test_a_line_that_was_being_written_says_nothing(tmp_path: Path) -> Non
     for end in (last + 1, len(content) - 1):
         file.write_bytes(content[:end])
         log = opened(file)
-        assert not log.known.results
+        assert not log.results
         await log.ended(DONE)
         await log.close()
         assert file.read_bytes() == content
@@ -110,7 +110,7 @@ async def test_half_a_character(tmp_path: Path) -> None:
         await log.ended(replace(DONE, item=1, state="failed", error="no file \udcff"))
     await log.close()
     log = opened(file)
-    assert log.known.results[RunId(0, 1, 1)].error == "no file ?"
+    assert log.results[RunId(0, 1, 1)].error == "no file ?"
     await log.close()
 
 

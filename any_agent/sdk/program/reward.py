@@ -22,6 +22,7 @@ Reward: TypeAlias = float | dict[str, float]
 _TAIL_BYTES = 65_536
 """Bytes at the end of a file in which its last line, a reward or an error message, is sought."""
 _MAX_QUOTED = 120
+_GRADER = (sys.executable, "-m", "any_agent.rewards.grader")
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,6 +51,56 @@ class RewardSource:
         """Return the file for a run's reward; None if none is named."""
         return Path(self.file.replace("{run}", str(index))) if self.file is not None else None
 
+    async def check(self, folder: Path) -> None:
+        """Raise ConfigError for a missing grader, before anything was started."""
+        if self.grader is None:
+            return
+        if "." not in self.grader:
+            raise ConfigError(f"--grader {self.grader}: write it as module.function")
+        stem = folder / "grader-check"
+        mark = f"ANY_AGENT_GRADER={stem}"
+        program = self._program([*_GRADER, "--check", self.grader], stem, mark, {})
+        try:
+            ended = await run_program(program, limit=self.limit)
+        except AgentFailed as error:
+            raise ConfigError(f"--grader {self.grader}: {error.message}") from None
+        if not ended.success:
+            why = last_line(program.stderr) or str(ended)
+            raise ConfigError(f"--grader {self.grader} cannot be used: {why}")
+
+    async def reward(
+        self, rewarded: Program, variables: Mapping[str, str], content: SessionContent | None
+    ) -> Reward:
+        """Return the reward of the command or the grader for a program that has ended.
+
+        ``variables`` are added to its environment; ``content`` is the session's, for a grader.
+        """
+        stem = rewarded.stdout.with_suffix(".reward")
+        if self.command is not None:
+            argv, stdin = ["/bin/sh", "-c", self.command], rewarded.stdout
+        else:
+            assert self.grader is not None and content is not None
+            argv, stdin = [*_GRADER, self.grader], beside(stem, "json")
+            stdin.write_text(json.dumps(content.graded()), encoding="utf-8")
+        program = self._program(argv, stem, rewarded.mark, variables, stdin)
+        ended = await run_program(program, limit=self.limit)
+        if not ended.success:
+            why = last_line(program.stderr)
+            raise _failed(f"{self} {ended}{f': {why}' if why else ''}")
+        return reward_in(program.stdout, str(self))
+
+    def _program(
+        self,
+        argv: list[str],
+        stem: Path,
+        mark: str,
+        variables: Mapping[str, str],
+        stdin: Path = Path(os.devnull),
+    ) -> Program:
+        name, _, value = mark.partition("=")
+        env = {**(self.env if self.env is not None else os.environ), **variables, name: value}
+        return Program(argv, env, mark, beside(stem, "out"), beside(stem, "err"), stdin)
+
 
 class RewardFile:
     """A file that a run may write its reward into; its earlier content does not count."""
@@ -73,50 +124,9 @@ class RewardFile:
         return (found.st_ino, found.st_size, found.st_mtime_ns)
 
 
-@dataclass(frozen=True, slots=True)
-class ProgramReward:
-    """A successful run that is to be rewarded; its output files' names begin with ``stem``."""
-
-    mark: str
-    variables: Mapping[str, str]
-    stem: Path
-    stdout: Path
-    content: SessionContent | None = None
-    """The session's content, for a grader."""
-
-
-async def check_source(source: RewardSource, folder: Path) -> None:
-    """Raise ConfigError for a missing grader, before anything was started."""
-    if source.grader is None:
-        return
-    if "." not in source.grader:
-        raise ConfigError(f"--grader {source.grader}: write it as module.function")
-    program = _grader(source, folder / "grader-check", "--check", source.grader)
-    try:
-        ended = await run_program(program, limit=source.limit)
-    except AgentFailed as error:
-        raise ConfigError(f"--grader {source.grader}: {error.message}") from None
-    if not ended.success:
-        why = last_line(program.stderr) or str(ended)
-        raise ConfigError(f"--grader {source.grader} cannot be used: {why}")
-
-
-async def reward_from(source: RewardSource, run: ProgramReward) -> Reward:
-    """Return the reward of the command or the grader."""
-    stem = run.stem.with_name(f"{run.stem.name}.reward")
-    if source.command is not None:
-        argv = ["/bin/sh", "-c", source.command]
-        program = _program(source, argv, stem, run.stdout, run.mark, run.variables)
-    else:
-        assert source.grader is not None and run.content is not None
-        given = stem.with_name(f"{stem.name}.json")
-        given.write_text(json.dumps(run.content.graded()), encoding="utf-8")
-        program = _grader(source, stem, source.grader, stdin=given, run=run)
-    ended = await run_program(program, limit=source.limit)
-    if not ended.success:
-        why = last_line(program.stderr)
-        raise _failed(f"{source} {ended}{f': {why}' if why else ''}")
-    return reward_in(program.stdout, str(source))
+def beside(stem: Path, ending: str) -> Path:
+    """Return a path with this ending appended, as a session's id may have dots itself."""
+    return stem.with_name(f"{stem.name}.{ending}")
 
 
 def reward_in(path: Path, what: str) -> Reward:
@@ -155,32 +165,6 @@ def reward_of(text: str) -> Reward:
         except (ValueError, RecursionError):
             raise ValueError("that is no number") from None
     return as_reward(value)
-
-
-def _grader(
-    source: RewardSource,
-    stem: Path,
-    *arguments: str,
-    stdin: Path = Path(os.devnull),
-    run: ProgramReward | None = None,
-) -> Program:
-    argv = [sys.executable, "-m", "any_agent.rewards.grader", *arguments]
-    mark, variables = (run.mark, run.variables) if run else (f"ANY_AGENT_GRADER={stem}", {})
-    return _program(source, argv, stem, stdin, mark, variables)
-
-
-def _program(
-    source: RewardSource,
-    argv: list[str],
-    stem: Path,
-    stdin: Path,
-    mark: str,
-    variables: Mapping[str, str],
-) -> Program:
-    name, _, value = mark.partition("=")
-    env = {**(source.env if source.env is not None else os.environ), **variables, name: value}
-    out, err = (stem.with_name(f"{stem.name}.{end}") for end in ("out", "err"))
-    return Program(argv, env, mark, out, err, stdin)
 
 
 def _failed(message: str) -> AgentFailed:

@@ -7,7 +7,7 @@ import os
 import shutil
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -32,15 +32,7 @@ from any_agent.sdk.attempts import Attempt, AttemptRunner
 from any_agent.sdk.find_service import ServiceAddress, shared_client
 from any_agent.sdk.open_session import AgentSession, find_run
 from any_agent.sdk.program.process import OutputEcho, Program, ProgramExit, run_program
-from any_agent.sdk.program.reward import (
-    ProgramReward,
-    Reward,
-    RewardFile,
-    RewardSource,
-    check_source,
-    last_line,
-    reward_from,
-)
+from any_agent.sdk.program.reward import Reward, RewardFile, RewardSource, beside, last_line
 from any_agent.sdk.run_plan import RunId
 from any_agent.sdk.session import AsyncSession
 
@@ -137,7 +129,7 @@ class ProgramGroup:
         except InvalidRequest as error:
             raise ConfigError(f"--{error.message}".replace("--task_id", "--task", 1)) from None
         _require_program(self.options.command[0], self.options.environ)
-        await check_source(self.options.source, self.options.folder)
+        await self.options.source.check(self.options.folder)
         try:
             await self._check_service()
         except UNUSABLE as error:
@@ -248,8 +240,7 @@ class ProgramAgent:
             run.calls = (await session.info()).interactions
             if not run.calls:
                 raise AgentFailed(_NO_CALL, code="no_model_call")
-            ended = ProgramReward(mark, variables, stem, program.stdout)
-            reward = await self._reward(session, ended, file)
+            reward = await self._reward(session, program, variables, file)
         else:
             run.error = _describe_exit(end, program).replace(session.api_key, "(its key)")
             if options.failure_reward is None:
@@ -259,13 +250,16 @@ class ProgramAgent:
         run.state, run.reward, run.calls = "finalized", info.final_reward, info.interactions
 
     async def _reward(
-        self, session: AsyncSession, ended: ProgramReward, file: RewardFile
+        self,
+        session: AsyncSession,
+        program: Program,
+        variables: Mapping[str, str],
+        file: RewardFile,
     ) -> Reward | None:
         source = self._options.source
-        if source.grader is not None:
-            ended = replace(ended, content=await self._content(session))
+        content = await self._content(session) if source.grader is not None else None
         if source.command is not None or source.grader is not None:
-            return await reward_from(source, ended)
+            return await source.reward(program, variables, content)
         reward = file.read()
         if reward is None and source.file is not None:
             raise AgentFailed(f"did not write the reward file {file.path}", code="no_reward")
@@ -280,11 +274,6 @@ def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the environment of programs and reward commands: without any-agent's settings, and so
     without an operator's or tenant's key."""
     return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
-
-
-def beside(stem: Path, ending: str) -> Path:
-    """Return a path with this ending appended, as a session's id may have dots itself."""
-    return stem.with_name(f"{stem.name}.{ending}")
 
 
 async def _finalize(session: AsyncSession, reward: Reward | None) -> SessionInfo:

@@ -10,15 +10,8 @@ import pytest
 
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import InteractionContent, SessionContent
-from any_agent.sdk.program.reward import (
-    ProgramReward,
-    RewardFile,
-    RewardSource,
-    check_source,
-    last_line,
-    reward_from,
-    reward_in,
-)
+from any_agent.sdk.program.process import Program
+from any_agent.sdk.program.reward import Reward, RewardFile, RewardSource, last_line, reward_in
 
 SAID = SessionContent(
     session_id="s-0-1",
@@ -37,11 +30,11 @@ SAID = SessionContent(
 )
 
 
-def graded(folder: Path, printed: str = "") -> ProgramReward:
+async def reward_from(source: RewardSource, folder: Path, printed: str = "") -> Reward:
     out = folder / "s-0-1.out"
     out.write_text(printed)
-    variables = {"ANY_AGENT_RUN_INDEX": "3"}
-    return ProgramReward(f"ANY_AGENT_SESSION_ID={folder}", variables, folder / "s-0-1", out, SAID)
+    program = Program([], {}, f"ANY_AGENT_SESSION_ID={folder}", out, folder / "s-0-1.err")
+    return await source.reward(program, {"ANY_AGENT_RUN_INDEX": "3"}, SAID)
 
 
 @pytest.mark.parametrize(
@@ -107,9 +100,9 @@ def test_a_file_that_was_there_before_is_no_reward(tmp_path: Path) -> None:
 
 async def test_a_command_reads_what_was_printed(tmp_path: Path) -> None:
     source = RewardSource(command='wc -l; echo "$ANY_AGENT_RUN_INDEX$MINE"', env={"MINE": "9"})
-    assert await reward_from(source, graded(tmp_path, "one\ntwo\n")) == 39.0
+    assert await reward_from(source, tmp_path, "one\ntwo\n") == 39.0
     source = RewardSource(command="echo said; grep -c two")
-    assert await reward_from(source, graded(tmp_path, "one\ntwo\n")) == 1.0
+    assert await reward_from(source, tmp_path, "one\ntwo\n") == 1.0
 
 
 @pytest.mark.parametrize(
@@ -125,7 +118,7 @@ async def test_a_command_reads_what_was_printed(tmp_path: Path) -> None:
 async def test_a_command_that_gives_none(tmp_path: Path, command: str, said: str) -> None:
     source = RewardSource(command=command, limit=0.5 if "sleep" in command else 60)
     with pytest.raises(AgentFailed) as refused:
-        await reward_from(source, graded(tmp_path))
+        await reward_from(source, tmp_path)
     assert said in refused.value.message
 
 
@@ -168,8 +161,8 @@ async def test_a_grader_is_given_what_was_said(
     tmp_path: Path, grader_env: dict[str, str], name: str, reward: object
 ) -> None:
     source = RewardSource(grader=f"my_graders.{name}", env=grader_env)
-    await check_source(source, tmp_path)
-    assert await reward_from(source, graded(tmp_path)) == reward
+    await source.check(tmp_path)
+    assert await reward_from(source, tmp_path) == reward
 
 
 @pytest.mark.parametrize(
@@ -186,7 +179,7 @@ async def test_a_grader_that_gives_none(
     limit = 3 if name == "hangs" else 60
     source = RewardSource(grader=f"my_graders.{name}", env=grader_env, limit=limit)
     with pytest.raises(AgentFailed) as refused:
-        await reward_from(source, graded(tmp_path))
+        await reward_from(source, tmp_path)
     assert said in refused.value.message
 
 
@@ -203,5 +196,5 @@ async def test_a_grader_that_is_not_there(
     tmp_path: Path, grader_env: dict[str, str], name: str, said: str
 ) -> None:
     with pytest.raises(ConfigError) as refused:
-        await check_source(RewardSource(grader=name, env=grader_env), tmp_path)
+        await RewardSource(grader=name, env=grader_env).check(tmp_path)
     assert said in refused.value.message

@@ -14,9 +14,9 @@ from typing import Any, TypeAlias
 import psutil
 import pytest
 
+from any_agent.cli.run import as_json, exit_code, table
 from any_agent.errors import ConfigError
 from any_agent.sdk.find_service import ServiceAddress
-from any_agent.sdk.program.report import as_json, exit_code, table
 from any_agent.sdk.program.reward import RewardSource
 from any_agent.sdk.program.run import ProgramGroup, ProgramRun, RunOptions
 from tests.support.proxy import until
