@@ -45,25 +45,18 @@ _NOTICE_INTERVAL = 60.0
 admits no more sessions than it wants."""
 
 
-class _WaitNotice:
-    """Logs why sessions wait, once a minute for all of them: the reason is the same for all."""
-
-    def __init__(self) -> None:
-        self._next = -math.inf
-
-    def log(self, waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
-        now = time.monotonic()
-        if waited >= _NOTICE_INTERVAL and now >= self._next:
-            self._next = now + _NOTICE_INTERVAL
-            log.warning(
-                "a session has waited %.0f s for a slot at %s: %s",
-                waited,
-                service.named,
-                error.message,
-            )
+_next_notice = -math.inf
 
 
-_notice = _WaitNotice()
+def _log_wait(waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
+    """Log why sessions wait, once a minute for all of them: the reason is the same for all."""
+    global _next_notice
+    now = time.monotonic()
+    if waited >= _NOTICE_INTERVAL and now >= _next_notice:
+        _next_notice = now + _NOTICE_INTERVAL
+        log.warning(
+            "a session has waited %.0f s for a slot at %s: %s", waited, service.named, error.message
+        )
 
 
 class AgentSession:
@@ -283,7 +276,7 @@ async def open_session(
             raise
 
     async def log_wait(error: TooManyRequests, waited: float) -> None:
-        _notice.log(waited, service, error)
+        _log_wait(waited, service, error)
 
     return await wait_for_slot(attempt, patience=wait, refused=log_wait)
 

@@ -128,8 +128,6 @@ class RunScheduler:
             self._count(result)
         self._next = iter(plan)
         self._requeued: deque[RunId] = deque()
-        self._busy = 0
-        self._changed = asyncio.Condition()
         self._groups = dict(results_log.groups)
         self._left_out: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
         self._undecided: Counter[tuple[int, int]] = Counter()
@@ -145,49 +143,33 @@ class RunScheduler:
         Raises AgentFailed by ``on_failure`` and ``max_failures``, and the service's errors that
         concern all runs.
         """
-        left = self._progress.total - self._progress.done
-        workers = [
-            asyncio.create_task(self._work()) for _ in range(min(self._settings.concurrency, left))
-        ]
+        limit = self._settings.concurrency
+        running: set[asyncio.Task[None]] = set()
+        ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
         self._show(self._progress)
-        if not workers:
-            return
         try:
-            # Not `gather`, which would cancel them a second time, while they abort their sessions.
-            ended, _ = await asyncio.wait(workers, return_when=asyncio.FIRST_EXCEPTION)
+            while True:
+                # A run that ends may have queued others again, whose group closed without them.
+                while len(running) < limit and (run := self._next_run()) is not None:
+                    task = asyncio.create_task(self._make_run(run))
+                    task.add_done_callback(ended.put_nowait)
+                    running.add(task)
+                if not running:
+                    return
+                task = await ended.get()
+                running.discard(task)
+                task.result()
         finally:
-            for worker in workers:
-                worker.cancel()
-            await asyncio.wait(workers, timeout=_STOP_TIMEOUT)
-        for worker in ended:
-            worker.result()
+            for task in running:
+                task.cancel()
+            if running:
+                await asyncio.wait(running, timeout=_STOP_TIMEOUT)
 
-    async def _work(self) -> None:
-        while (run := await self._next_run()) is not None:
-            self._progress.running += 1
-            try:
-                await self._make_run(run)
-            finally:
-                self._progress.running -= 1
-                self._busy -= 1
-                if not self._busy or self._requeued:
-                    async with self._changed:
-                        self._changed.notify_all()
-
-    async def _next_run(self) -> RunId | None:
-        """Wait for the next run; None when there will be none any more."""
-        while self.stopped is None:
-            run = self._requeued.popleft() if self._requeued else self._next_planned()
-            if run is not None:
-                self._busy += 1
-                return run
-            if not self._busy:
-                return None
-            # Busy runs may be left out of their group, and queued again.
-            async with self._changed:
-                if self._busy and not self._requeued:
-                    await self._changed.wait()
-        return None
+    def _next_run(self) -> RunId | None:
+        """Return the next run; None if none can begin now."""
+        if self.stopped is not None:
+            return None
+        return self._requeued.popleft() if self._requeued else self._next_planned()
 
     def _next_planned(self) -> RunId | None:
         for run in self._next:
@@ -205,20 +187,22 @@ class RunScheduler:
         return self._plan.header.group_size
 
     async def _make_run(self, run: RunId) -> None:
+        self._progress.running += 1
         try:
             result = await self._result(run)
         except RunFinished as error:
             if self.stopped is None:
                 log.info("no further run begins: %s", error.message)
             self.stopped = error
-            return
         except Conflict as error:
             if error.code != "group_closed":
                 raise
             await self._leave_out(run, error.message)
-            return
-        await self._record(result)
-        await self._decide(run)
+        else:
+            await self._record(result)
+            await self._decide(run)
+        finally:
+            self._progress.running -= 1
 
     async def _result(self, run: RunId) -> RunResult:
         """Make attempts until one succeeds, or the last one has failed."""

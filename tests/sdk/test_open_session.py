@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from typing import Any, cast
 
 import pytest
@@ -37,7 +38,7 @@ class Full:
 def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     full = Full()
     monkeypatch.setattr(opening, "time", full)
-    monkeypatch.setattr(opening, "_notice", opening._WaitNotice())
+    monkeypatch.setattr(opening, "_next_notice", -math.inf)
     monkeypatch.setattr(backoff, "time", full)
     monkeypatch.setattr(backoff, "jittered", lambda *_: 0.0)
     return full
