@@ -121,63 +121,47 @@ def _checked(
 
 def _check_values(arrays: Arrays) -> None:
     ids, attention = arrays["input_ids"], arrays["attention_mask"]
-    if (bad := attention[:, 1:] & ~attention[:, :-1]).any():
-        place = _where(np.pad(bad, ((0, 0), (1, 0))))
-        raise wrong("attention_mask", f"has a gap or padding on the left{place}")
+    gap = np.pad(attention[:, 1:] & ~attention[:, :-1], ((0, 0), (1, 0)))
+    _refuse("attention_mask", attention, gap, "has a gap or padding on the left{where}")
     if not attention[:, 0].all():
         raise wrong("attention_mask", "has a row without any token")
-    if (bad := (ids < 0) & attention).any():
-        raise wrong("input_ids", f"has the negative token id {_first(ids, bad)}")
-    loss = arrays.get("loss_mask")
-    if loss is not None:
-        _check_loss(loss, attention)
+    _refuse("input_ids", ids, (ids < 0) & attention, "has the negative token id {first}")
+    trained = np.zeros_like(attention)
+    if (loss := arrays.get("loss_mask")) is not None:
         trained = loss == 1
-    else:
-        trained = np.zeros_like(attention)
-    logprobs = arrays.get("logprobs")
-    if logprobs is not None:
-        if (bad := ~np.isfinite(logprobs) & attention).any():
-            raise wrong("logprobs", f"has {_first(logprobs, bad)}: they must be finite")
-        if (bad := (logprobs > 1e-4) & attention).any():
-            raise wrong(
-                "logprobs", f"has {_first(logprobs, bad)}: a log-probability is never above 0"
-            )
-    versions = arrays.get("versions")
-    if versions is not None and (bad := (versions < 0) & trained).any():
-        raise wrong(
+        _refuse("loss_mask", loss, (loss != 0) & ~trained, "has {first}: it must be 0 or 1")
+        if trained[:, 0].any():
+            raise wrong("loss_mask", "is 1 on a row's first token, which nothing predicts")
+        _refuse("loss_mask", loss, trained & ~attention, "is 1 on padding{where}")
+    if (logprobs := arrays.get("logprobs")) is not None:
+        odd, above = ~np.isfinite(logprobs) & attention, (logprobs > 1e-4) & attention
+        _refuse("logprobs", logprobs, odd, "has {first}: they must be finite")
+        _refuse("logprobs", logprobs, above, "has {first}: a log-probability is never above 0")
+    if (versions := arrays.get("versions")) is not None:
+        _refuse(
             "versions",
-            f"has {_first(versions, bad)} where loss_mask is 1: take the output's versions from "
-            "the response (output_versions)",
+            versions,
+            (versions < 0) & trained,
+            "has {first} where loss_mask is 1: take the output's versions from the response "
+            "(output_versions)",
         )
-    _check_rows(arrays)
-
-
-def _check_loss(loss: npt.NDArray[Any], attention: npt.NDArray[Any]) -> None:
-    if (bad := (loss != 0) & (loss != 1)).any():
-        raise wrong("loss_mask", f"has {_first(loss, bad)}: it must be 0 or 1")
-    if (loss[:, 0] == 1).any():
-        raise wrong("loss_mask", "is 1 on a row's first token, which nothing predicts")
-    if (bad := (loss == 1) & ~attention).any():
-        raise wrong("loss_mask", f"is 1 on padding{_where(bad)}")
-
-
-def _check_rows(arrays: Arrays) -> None:
-    rewards = arrays.get("rewards")
-    if rewards is not None and (bad := ~(np.abs(rewards) <= MAX_REWARD)).any():
-        raise wrong(
-            "rewards",
-            f"has {_first(rewards, bad)}: they must be numbers between -{MAX_REWARD:g} and "
-            f"{MAX_REWARD:g}",
-        )
-    temperatures = arrays.get("temperatures")
-    if (
-        temperatures is not None
-        and (bad := ~((temperatures > 0) & np.isfinite(temperatures))).any()
-    ):
-        raise wrong(
+    if (rewards := arrays.get("rewards")) is not None:
+        limits = f"they must be numbers between -{MAX_REWARD:g} and {MAX_REWARD:g}"
+        _refuse("rewards", rewards, ~(np.abs(rewards) <= MAX_REWARD), f"has {{first}}: {limits}")
+    if (given := arrays.get("temperatures")) is not None:
+        _refuse(
             "temperatures",
-            f"has {_first(temperatures, bad)}: training needs a sampling temperature above 0",
+            given,
+            ~((given > 0) & np.isfinite(given)),
+            "has {first}: training needs a sampling temperature above 0",
         )
+
+
+def _refuse(name: str, values: npt.NDArray[Any], bad: npt.NDArray[np.bool_], text: str) -> None:
+    """Raise InvalidTrajectory if an entry is bad; the text may have the first one, and its
+    place."""
+    if bad.any():
+        raise wrong(name, text.format(first=_first(values, bad), where=_where(bad)))
 
 
 def _first(values: npt.NDArray[Any], bad: npt.NDArray[np.bool_]) -> str:
