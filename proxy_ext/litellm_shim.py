@@ -114,6 +114,8 @@ class LiteLLMDeployment:
     params: dict[str, Any] = field(repr=False)
     price: str | None
     """The name under which LiteLLM knows the price; None if it does not."""
+    weight: float
+    """Its share of the calls, among the places of its model."""
     keeps_responses: bool
     """True for a provider of the Responses API, which knows `previous_response_id`."""
     redact: Redactor = field(repr=False)
@@ -236,17 +238,16 @@ class LiteLLMDeployment:
 
 
 class LiteLLMProvider:
-    """The deployments of a model list by their model's name, each with its weight."""
+    """The deployments of a model list, by their model's name."""
 
     def __init__(self, model_list: Iterable[Mapping[str, Any]], secret: Iterable[str]) -> None:
         """Raise ConfigError for an entry that LiteLLM cannot use."""
         _set_up()
         redact = Redactor(secret)
-        self.deployments: dict[str, list[tuple[float, LiteLLMDeployment]]] = {}
+        self.deployments: dict[str, list[LiteLLMDeployment]] = {}
         for number, entry in enumerate(model_list):
             deployment = _deployment(entry, number, redact)
-            weight = float(entry["litellm_params"].get("weight") or 1.0)
-            self.deployments.setdefault(deployment.name, []).append((weight, deployment))
+            self.deployments.setdefault(deployment.name, []).append(deployment)
 
     async def close(self) -> None:
         """Close the connections to providers."""
@@ -325,7 +326,7 @@ def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> Lite
     from litellm.utils import ProviderConfigManager
 
     name, params = entry["model_name"], dict(entry["litellm_params"])
-    params.pop("weight", None)
+    weight = float(params.pop("weight", None) or 1.0)
     if (params.get("api_base") or params.get("base_url")) and not params.get("api_key"):
         # Otherwise LiteLLM would take another provider's key from the environment.
         params["api_key"] = "none"
@@ -347,6 +348,7 @@ def _deployment(entry: Mapping[str, Any], number: int, redact: Redactor) -> Lite
         provider=provider,
         params=params,
         price=_price(entry, number, model, provider),
+        weight=weight,
         keeps_responses=responses is not None,
         redact=redact,
     )

@@ -229,14 +229,9 @@ class Call:
         if len(prepared.choices) == 1:
             await self._sample(prepared, 0)
         else:
-            count = len(prepared.choices)
-            samples = [self._sample(prepared, k) for k in range(count)]
-            self._tasks = tuple(map(asyncio.create_task, samples))
-            try:
-                await asyncio.wait(self._tasks)
-            finally:
-                for task in self._tasks:
-                    task.cancel()
+            async with asyncio.TaskGroup() as group:
+                samples = (self._sample(prepared, k) for k in range(len(prepared.choices)))
+                self._tasks = tuple(map(group.create_task, samples))
         if self._failure is None and len(self._answers) == self.head.choices:
             timer.completed()
 

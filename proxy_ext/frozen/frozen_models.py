@@ -54,7 +54,7 @@ def require_prices(config: FrozenConfig, provider: LiteLLMProvider) -> None:
     unpriced = ", ".join(
         name
         for name, places in provider.deployments.items()
-        if not all(deployment.priced for _, deployment in places)
+        if not all(deployment.priced for deployment in places)
     )
     if not unpriced:
         return
@@ -170,13 +170,12 @@ class FrozenModels:
 
     def _choose(self, name: str, session: RecordedSession | None) -> LiteLLMDeployment:
         """Choose one of a model's places by weight; a session stays at its own."""
-        weighted = self._models[name]
-        if len(weighted) == 1:
-            return weighted[0][1]
+        places = self._models[name]
+        if len(places) == 1:
+            return places[0]
         key = f"{name} {session.id}" if session is not None else str(time.monotonic_ns())
         seed = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "big")
-        weights, places = [w for w, _ in weighted], [place for _, place in weighted]
-        return random.Random(seed).choices(places, weights)[0]
+        return random.Random(seed).choices(places, [place.weight for place in places])[0]
 
     async def _continue_response(
         self,

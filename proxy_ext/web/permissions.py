@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fastapi.routing import iter_route_contexts
+from starlette.routing import compile_path
 
 from any_agent.auth.access import METRICS_SCOPES, Scope
 from any_agent.completions.apis import all_apis
@@ -106,7 +107,7 @@ for _route, (_scopes, _note) in _TABLE.items():
     _method, _, _path = _route.partition(" ")
     RULES[_method, _path] = RouteRule(_scopes, audited=_note == _AUDITED)
 _FIXED |= {path for _, path in RULES if "{" not in path}
-_OPEN = {tuple(path.split("/")): path for _, path in RULES if "{" in path}
+_OPEN = {path: compile_path(path)[0] for _, path in RULES if "{" in path}
 
 LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
 """The routes that LiteLLM's own app answers, to every caller. Its debug, settings, key and UI
@@ -117,14 +118,7 @@ def template_of(path: str) -> str | None:
     """Return the template of a request's path, or None where there is no route."""
     if path in _FIXED:
         return path
-    parts = path.split("/")
-    for template, text in _OPEN.items():
-        if len(parts) == len(template) and all(
-            given and (wanted == given or wanted.startswith("{"))
-            for wanted, given in zip(template[1:], parts[1:], strict=True)
-        ):
-            return text
-    return None
+    return next((template for template, form in _OPEN.items() if form.fullmatch(path)), None)
 
 
 def check_routes(routes: Iterable[Any]) -> None:

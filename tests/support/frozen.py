@@ -137,6 +137,7 @@ class Scripted:
 
     keeps_responses = False
     priced = True
+    weight = 1.0
 
     def __init__(self) -> None:
         self.asked: list[Mapping[str, Any]] = []
@@ -174,7 +175,7 @@ class ScriptedProvider:
 
     def __init__(self) -> None:
         self.judge = Scripted()
-        self.deployments = {"judge": [(1.0, self.judge)]}
+        self.deployments = {"judge": [self.judge]}
         self.closed = False
 
     async def close(self) -> None:

@@ -422,7 +422,7 @@ async def test_nothing_is_fetched(
         made = provider_of(tmp_path, lines)
         assert made is not None
         monkeypatch.setattr(socket, "getaddrinfo", spy)
-        deployments = {name: places[0][1] for name, places in made.deployments.items()}
+        deployments = {name: places[0] for name, places in made.deployments.items()}
         for deployment in deployments.values():
             assert deployment.count("one two three") >= 3
         pictures = ["http://images.example/a", "https://images.example/a", "gs://bucket/object"]
