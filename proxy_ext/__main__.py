@@ -17,9 +17,10 @@ from any_agent.config import Config, load_resolved
 from any_agent.config.model_list import resolved
 from any_agent.engine import HALF_LOADED, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
-from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StartupError
+from any_agent.errors import EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 from any_agent.runtime.private_address import require_private_url
@@ -45,19 +46,19 @@ def main() -> int:
     parser.add_argument("--model-path", help="folder of the tokenizer, if not the configured model")
     parser.add_argument("--training", action="store_true", help="a trainer will lease sessions")
     args = parser.parse_args()
-    try:
-        config = load_resolved(args.config)
-        part = rank_name(args.rank)
-        set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
-        for host in (args.host, config.server.host):
-            require_key(config, host)
-        # Missing settings and a port in use are reported before anything slow.
-        resolved(config.frozen.model_list, os.environ)
-        listener = reserve(args.host, args.port)
-        return _serve(config, args, listener)
-    except AnyAgentError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return guarded(lambda: _start(args))
+
+
+def _start(args: argparse.Namespace) -> int:
+    config = load_resolved(args.config)
+    part = rank_name(args.rank)
+    set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
+    for host in (args.host, config.server.host):
+        require_key(config, host)
+    # Missing settings and a port in use are reported before anything slow.
+    resolved(config.frozen.model_list, os.environ)
+    listener = reserve(args.host, args.port)
+    return _serve(config, args, listener)
 
 
 async def _check_engine(kind: str, url: str, wait: float, shape: ModelFingerprint) -> None:

@@ -9,8 +9,8 @@ import socket
 import sys
 
 from any_agent.auth.access import require_key
-from any_agent.config import Config, load_resolved
-from any_agent.errors import AnyAgentError, ConfigError
+from any_agent.config import load_resolved
+from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
@@ -27,20 +27,23 @@ def main() -> int:
     )
     parser.add_argument("--public-url", help="URL that agents call; default: http://host:port")
     args = parser.parse_args()
-    try:
-        config = load_resolved(args.config)
-        set_up_logging(config.log_level, config.log_format, part="router", secrets=config.secrets())
-        for host in (args.host, config.server.host):
-            require_key(config, host)
-        inherited = args.listener
-        listener = (
-            reserve(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
-        )
-        _allow_many_connections()
-        _run(config, listener, args.public_url)
-    except AnyAgentError as error:
-        print(f"error: {error.message}", file=sys.stderr)
-        return 2 if isinstance(error, ConfigError) else 1
+    return guarded(lambda: _serve(args))
+
+
+def _serve(args: argparse.Namespace) -> int:
+    config = load_resolved(args.config)
+    set_up_logging(config.log_level, config.log_format, part="router", secrets=config.secrets())
+    for host in (args.host, config.server.host):
+        require_key(config, host)
+    inherited = args.listener
+    listener = (
+        reserve(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
+    )
+    _allow_many_connections()
+    from router.app import running_router, serve
+
+    url = args.public_url or url_of(*listener.getsockname()[:2])
+    serve(lambda: running_router(config, listener, url), config.server.drain_timeout)
     return 0
 
 
@@ -48,13 +51,6 @@ def _allow_many_connections() -> None:
     """Raise the limit of open files, often 1024: each call under way needs two connections."""
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-
-
-def _run(config: Config, listener: socket.socket, public_url: str | None) -> None:
-    from router.app import running_router, serve
-
-    url = public_url or url_of(*listener.getsockname()[:2])
-    serve(lambda: running_router(config, listener, url), config.server.drain_timeout)
 
 
 if __name__ == "__main__":

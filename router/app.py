@@ -122,7 +122,12 @@ class Router:
         self.stats.running += 1
         status = CLIENT_LEFT
         try:
-            response = await self._answer(request)
+            try:
+                response = await self._handle(request)
+            except AnyAgentError as error:
+                if isinstance(error, ReplyLost):
+                    error.repeatable = is_idempotent(request)
+                response = await self.replies.error(request, error)
             status = response.status
             return response
         except ConnectionError:
@@ -134,14 +139,6 @@ class Router:
             self.stats.end(request, status)
             if self.draining and not self.stats.running:
                 self._none_running.set()
-
-    async def _answer(self, request: web.BaseRequest) -> web.StreamResponse:
-        try:
-            return await self._handle(request)
-        except AnyAgentError as error:
-            if isinstance(error, ReplyLost):
-                error.repeatable = is_idempotent(request)
-            return await self.replies.error(request, error)
 
     async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
         if self.stats.running > MAX_REQUESTS:

@@ -246,16 +246,12 @@ class ArealRoutes:
         """
         resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.searches)
         answer = await self._ask_for_grant(request, content, order)
-        if resting and before == (self._granted, self._grants.searches):
-            return answer
         for _ in range(_MAX_TRIES):
-            if answer is not None:
+            if answer or (resting and before == (self._granted, self._grants.searches)):
                 return answer
             async with self._grants.at_rest:
-                granted = self._granted
+                resting, before = True, (self._granted, self._grants.searches)
                 answer = await self._ask_for_grant(request, content, order)
-                if answer is None and self._granted == granted:
-                    return None
         raise _too_many_grants()
 
     async def _ask_for_grant(

@@ -211,9 +211,6 @@ def clock(seconds: float) -> str:
 
 def _progress(state: DemoState, room: int) -> RenderableType:
     text = f"{state.step}/{state.steps}"
-    line = Table.grid(padding=(0, 1))
-    line.add_column(no_wrap=True)
-    line.add_column()
     bar = ProgressBar(
         total=state.steps,
         completed=state.step,
@@ -221,6 +218,7 @@ def _progress(state: DemoState, room: int) -> RenderableType:
         complete_style="green",
         finished_style="green",
     )
+    line = Table.grid(padding=(0, 1))
     line.add_row(text, bar)
     return line
 
@@ -234,12 +232,10 @@ def _reward(state: DemoState, room: int) -> Text:
 
 def _version(state: DemoState) -> Text:
     last = state.history[-1] if state.history else None
-    return Text.assemble(
-        str(last["version"] if last else 0),
-        ("   staleness ", "dim"),
-        f"{last['staleness_mean']:.2f}" if last else "-",
-        ("   tokens/s ", "dim"),
-        f"{state.tokens_per_second:.0f}",
+    version, staleness = (last["version"], f"{last['staleness_mean']:.2f}") if last else (0, "-")
+    return Text.from_markup(
+        f"{version}   [dim]staleness[/] {staleness}   "
+        f"[dim]tokens/s[/] {state.tokens_per_second:.0f}"
     )
 
 

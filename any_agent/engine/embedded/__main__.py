@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 
+from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
 
 log = logging.getLogger(__name__)
@@ -79,15 +80,14 @@ def main() -> int:
     set_up_logging(args.log_level, args.log_format, part=args.log_part)
     # The event loop and the generation loop share the interpreter: a step may take less than 5 ms.
     sys.setswitchinterval(0.0002)
-    from any_agent.errors import ConfigError, StartupError
+    return guarded(lambda: _run(args))
+
+
+def _run(args: argparse.Namespace) -> int:
     from any_agent.runtime.private_address import require_private_host
 
-    try:
-        require_private_host(args.host)
-        asyncio.run(_serve(args))
-    except (ConfigError, StartupError) as exc:
-        print(f"error: {exc.message}", file=sys.stderr)
-        return exc.exit_code
+    require_private_host(args.host)
+    asyncio.run(_serve(args))
     return 0
 
 
