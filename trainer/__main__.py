@@ -12,7 +12,7 @@ from any_agent.auth.access import signer_of
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.logs import set_up_logging
-from any_agent.runtime.parent_death import die_with_parent
+from any_agent.runtime.signals import die_with_parent
 
 if TYPE_CHECKING:
     from trainer.command_channel import Leader

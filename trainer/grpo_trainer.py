@@ -16,7 +16,7 @@ from any_agent.auth.access import run_dir_of, signer_of
 from any_agent.config import Config, import_plugins
 from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
-from any_agent.launcher.reachability import listening
+from any_agent.launcher.node import listening
 from any_agent.launcher.trial import require_same_trial
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.command_line import one_line_errors

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
-from any_agent.launcher.gpu_assignment import SHARED_GPUS
+from any_agent.launcher.engines import SHARED_GPUS
 from any_agent.launcher.shutdown import Terminated
 from any_agent.launcher.training_progress import TrainingProgress
 

@@ -66,8 +66,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     SIGTERM lets running requests and the step finish and exits with code 0; Ctrl-C, or a second
     SIGTERM, ends the service at once.
     """
-    from any_agent.launcher import Node, NodeOptions
-    from any_agent.launcher.reachability import listening
+    from any_agent.launcher.node import Node, NodeOptions, listening
     from any_agent.launcher.shutdown import terminate
     from any_agent.launcher.trial import resolve_config
     from any_agent.runtime.logs import set_up_logging

@@ -92,8 +92,11 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
         )
     if not (isinstance(config_cls, type) and issubclass(config_cls, Config)):
         raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
-    arguments, overrides = _parser().parse_known_args(_without_script(argv))
+    # Callers may pass all of sys.argv, with the script's own name.
+    argv = argv[1:] if argv and argv[0].endswith(".py") else argv
+    arguments, overrides = _parser().parse_known_args(argv)
     config = load_config(arguments.config, overrides, kind=config_cls)
+    assert isinstance(config, config_cls)
     if not {"", os.getcwd()}.intersection(sys.path):
         sys.path.append(os.getcwd())
     one_line_errors(debug=config.log_level == "debug")
@@ -109,8 +112,3 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
     return parser
-
-
-def _without_script(argv: Sequence[str]) -> list[str]:
-    """Drop the script's own name, for callers that pass all of ``sys.argv``."""
-    return list(argv[1:] if argv and argv[0].endswith(".py") else argv)

@@ -14,8 +14,7 @@ from any_agent.doctor.reference_template import (
     without_thinking,
 )
 from any_agent.doctor.scripted_conversation import ScriptedConversation
-from any_agent.doctor.verdict import Check, Verdict
-from any_agent.errors import AnyAgentError
+from any_agent.doctor.verdict import Check, Declined, Failed, Verdict
 from any_agent.types import Continuation, Message, Tool
 
 LAW = Check(
@@ -51,20 +50,13 @@ _CASES = (
 
 async def continuation(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterator[Verdict]:
     """Check each kind of answer: its continuation is exact, or declined with the reason."""
-    do = template.advice(LAW.do)
     for case in _CASES:
-        if case.tools and not template.takes_tools:
-            yield LAW.declined(case.name, NO_TOOLS)
-            continue
-        try:
-            yield await _continue(case, chat, template, do)
-        except TemplateRefused as error:
-            yield LAW.unchecked(case.name, str(error))
-        except AnyAgentError as error:
-            yield LAW.failed(case.name, error.message, do)
+        yield await LAW.judge(case.name, _continue(case, chat, template), template.advice(LAW.do))
 
 
-async def _continue(case: _Case, chat: ChatFormat, template: ReferenceTemplate, do: str) -> Verdict:
+async def _continue(case: _Case, chat: ChatFormat, template: ReferenceTemplate) -> str:
+    if case.tools and not template.takes_tools:
+        raise Declined(NO_TOOLS)
     first = [probes.SYSTEM, probes.USER]
     try:
         template.text(first, case.tools)
@@ -80,11 +72,11 @@ async def _continue(case: _Case, chat: ChatFormat, template: ReferenceTemplate, 
     two, _ = await script.call([*first, answer, *case.new], turn.output_ids)
     child = two.interaction
     if child.continuation is not Continuation.EXACT:
-        return LAW.declined(case.name, f"rendered anew: {child.branch_reason}")
+        raise Declined(f"rendered anew: {child.branch_reason}")
     before = [*script.tree.prompt_ids(one.interaction.id).tolist(), *output]
     ids = script.tree.prompt_ids(child.id).tolist()
     if ids[: len(before)] != before:
-        return LAW.failed(case.name, "the next prompt does not begin with the sampled ids", do)
+        raise Failed("the next prompt does not begin with the sampled ids")
     # The template must write the same text after the sampled ids.
     suffix = ids[len(before) :]
     text = chat.decode(output)
@@ -96,11 +88,12 @@ async def _continue(case: _Case, chat: ChatFormat, template: ReferenceTemplate, 
         added = chat.decode(suffix[1:])
     if not whole.endswith(added):
         theirs = whole[-len(added) :]
-        seen = f"the renderer continues with {added[:60]!r}, the template with {theirs[:60]!r}"
-        return LAW.failed(case.name, seen, do)
+        raise Failed(
+            f"the renderer continues with {added[:60]!r}, the template with {theirs[:60]!r}"
+        )
     seen = f"exact: the sampled ids, then {len(suffix)} new ones as the template's"
     head = whole[: len(whole) - len(added)]
     if not case.cut and not head.endswith(text):
         kept = head.endswith(without_thinking(text))
         seen += "; reasoning is kept" if kept else "; the template would rewrite the answer"
-    return LAW.passed(case.name, seen)
+    return seen

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -45,14 +44,14 @@ async def logprobs(
         yield LAW.unchecked("forward pass", "the engine does not report its version")
         return
     found = find_weights(model_path, run, version, info.get("model_path"))
-    if found.folder is None:
-        yield LAW.unchecked("forward pass", found.why)
+    if isinstance(found, str):
+        yield LAW.unchecked("forward pass", found)
         return
     try:
-        forward = await asyncio.to_thread(Forward, found.folder)
+        forward = await asyncio.to_thread(Forward, found)
     except Exception as error:
-        log.debug("cannot load %s", found.folder, exc_info=True)
-        seen = f"the weights in {found.folder} cannot be loaded: {type(error).__name__}"
+        log.debug("cannot load %s", found, exc_info=True)
+        seen = f"the weights in {found} cannot be loaded: {type(error).__name__}"
         yield LAW.unchecked("forward pass", seen)
         return
     long = (prompt * (_LONG // len(prompt) + 1))[:_LONG]
@@ -124,39 +123,30 @@ async def _between_temperatures(engine: EngineProbe, prompt: list[int]) -> Verdi
     return LAW.failed(case, seen, UNSCALED)
 
 
-@dataclass(frozen=True, slots=True)
-class WeightsLocation:
-    """The folder of a version's weights, or the reason why there is none."""
+def find_weights(path: str, run: RunDir | None, version: int, engine_path: object) -> Path | str:
+    """Return the folder of a version's weights, or the reason why there is none.
 
-    folder: Path | None
-    why: str = ""
-
-
-def find_weights(
-    path: str, run: RunDir | None, version: int, engine_path: object
-) -> WeightsLocation:
-    """Find the run's published weights, else the model's own (version 0), else the engine's."""
+    It is the run's published one, else the model's own (version 0), else the engine's.
+    """
     published = weights_folder(run.weights, version) if run is not None else None
     if published is not None and published.is_dir():
         return _usable(published)
     if version == 0 and path:
         if not Path(path).is_dir():
-            return WeightsLocation(None, f"no weights: {path} is a name on the hub, give a folder")
+            return f"no weights: {path} is a name on the hub, give a folder"
         return _usable(Path(path))
     if isinstance(engine_path, str) and Path(engine_path).is_dir():
         return _usable(Path(engine_path))
-    return WeightsLocation(None, f"no weights: version {version} is not on this machine")
+    return f"no weights: version {version} is not on this machine"
 
 
-def _usable(folder: Path) -> WeightsLocation:
+def _usable(folder: Path) -> Path | str:
     sizes = [path.stat().st_size for path in folder.glob("*.safetensors")]
     if not sizes:
-        return WeightsLocation(None, f"no weights: {folder} holds no safetensors")
+        return f"no weights: {folder} holds no safetensors"
     if sum(sizes) > _MAX_BYTES:
-        return WeightsLocation(
-            None, f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}"
-        )
-    return WeightsLocation(folder)
+        return f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}"
+    return folder
 
 
 class Forward:

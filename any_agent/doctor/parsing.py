@@ -8,15 +8,9 @@ from typing import Any
 
 from any_agent.chat import ChatFormat
 from any_agent.chat import format_probes as probes
-from any_agent.doctor.reference_template import (
-    NO_TOOLS,
-    ReferenceTemplate,
-    TemplateRefused,
-    TemplateTurn,
-)
+from any_agent.doctor.reference_template import NO_TOOLS, ReferenceTemplate, TemplateTurn
 from any_agent.doctor.scripted_conversation import ScriptedConversation, merged
-from any_agent.doctor.verdict import Check, Verdict
-from any_agent.errors import AnyAgentError
+from any_agent.doctor.verdict import Check, Declined, Failed, Unchecked, Verdict
 from any_agent.types import Message
 
 LAW = Check(
@@ -39,59 +33,52 @@ async def parsing(chat: ChatFormat, template: ReferenceTemplate) -> AsyncIterato
     """Check each kind of answer, and answers whose end is missing."""
     for cases, cut in ((_CASES, False), (_CUTS, True)):
         for name, answer in cases:
-            yield await _check(name, answer, chat, template, cut=cut)
+            yield await LAW.judge(name, _check(answer, chat, template, cut=cut))
 
 
 async def _check(
-    name: str, answer: Message, chat: ChatFormat, template: ReferenceTemplate, *, cut: bool
-) -> Verdict:
+    answer: Message, chat: ChatFormat, template: ReferenceTemplate, *, cut: bool
+) -> str:
     tools = probes.TOOLS if answer.get("tool_calls") else None
     if tools and not template.takes_tools:
-        return LAW.declined(name, NO_TOOLS)
+        raise Declined(NO_TOOLS)
     then = probes.result(1, "3") if tools else probes.NEXT
-    try:
-        turn = template.turn([probes.USER], tools, answer, then)
-        calls = answer.get("tool_calls", [])
-        if turn.output.count("add") < len(calls):
-            few = "no calls" if "add" not in turn.output else "one call at a time"
-            raise TemplateRefused(f"the template writes {few}")
-        for field in ("reasoning_content", "content"):
-            if answer.get(field, "") not in turn.output:
-                raise TemplateRefused(f"the template leaves {field} out of such an answer")
-        return await (_check_cut if cut else _check_whole)(name, turn, chat)
-    except TemplateRefused as error:
-        return LAW.unchecked(name, str(error))
-    except AnyAgentError as error:
-        return LAW.failed(name, error.message)
+    turn = template.turn([probes.USER], tools, answer, then)
+    if turn.output.count("add") < len(answer.get("tool_calls", [])):
+        few = "no calls" if "add" not in turn.output else "one call at a time"
+        raise Unchecked(f"the template writes {few}")
+    for field in ("reasoning_content", "content"):
+        if answer.get(field, "") not in turn.output:
+            raise Unchecked(f"the template leaves {field} out of such an answer")
+    return await (_check_cut if cut else _check_whole)(turn, chat)
 
 
-async def _check_whole(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
+async def _check_whole(turn: TemplateTurn, chat: ChatFormat) -> str:
     message = await _parse(turn, turn.output_ids, chat)
     if isinstance(message, str):
-        return LAW.failed(name, message)
+        raise Failed(message)
     plain, answer = _plain(message), _plain(turn.answer)
     if plain == answer:
-        return LAW.passed(name, "read back as it was written, whole and streamed")
+        return "read back as it was written, whole and streamed"
     if turn.tools and not message.get("tool_calls") and "add" in str(message["content"]):
-        return LAW.declined(name, "how this template writes calls is not known: they stay text")
+        raise Declined("how this template writes calls is not known: they stay text")
     if plain["calls"] == answer["calls"] and plain["reasoning"] == answer["content"] != "":
-        return LAW.declined(name, "the template writes text beside a call as reasoning")
-    return LAW.failed(name, f"{turn.output[:60]!r} is read as {json.dumps(plain)[:120]}")
+        raise Declined("the template writes text beside a call as reasoning")
+    raise Failed(f"{turn.output[:60]!r} is read as {json.dumps(plain)[:120]}")
 
 
-async def _check_cut(name: str, turn: TemplateTurn, chat: ChatFormat) -> Verdict:
+async def _check_cut(turn: TemplateTurn, chat: ChatFormat) -> str:
     """Check that nothing is lost and nothing is made up, wherever the tokens run out."""
     ids = turn.output_ids
     lengths = range(1, len(ids), max(1, len(ids) // 12))
     for length in lengths:
         message = await _parse(turn, ids[:length], chat)
         if isinstance(message, str):
-            return LAW.failed(name, f"cut after {length} tokens, {message}")
+            raise Failed(f"cut after {length} tokens, {message}")
         for call in message.get("tool_calls") or []:
-            if call["function"]["name"] != "add":
-                seen = f"cut after {length} tokens, a call of {call['function']['name']!r} is read"
-                return LAW.failed(name, seen)
-    return LAW.passed(name, f"read at {len(lengths)} cuts")
+            if (name := call["function"]["name"]) != "add":
+                raise Failed(f"cut after {length} tokens, a call of {name!r} is read")
+    return f"read at {len(lengths)} cuts"
 
 
 async def _parse(turn: TemplateTurn, ids: list[int], chat: ChatFormat) -> Message | str:

@@ -10,6 +10,7 @@ from typing import Any
 from any_agent.chat import ChatFormat
 from any_agent.chat.bridge import TemplateRenderer
 from any_agent.chat.tool_visibility import tool_visibility
+from any_agent.doctor.verdict import Unchecked
 from any_agent.types import Message, Tool
 
 NO_TOOLS = "the template shows no tools: a call with tools gets 400 unsupported_parameter"
@@ -22,7 +23,7 @@ _THINKING = re.compile(
 )
 
 
-class TemplateRefused(Exception):
+class TemplateRefused(Unchecked):
     """The template does not accept the conversation."""
 
 

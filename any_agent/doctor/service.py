@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from typing import Any
 
@@ -12,7 +12,7 @@ import httpx
 
 from any_agent.chat import format_probes as probes
 from any_agent.client.rl_client import RLClient
-from any_agent.doctor.verdict import Check, Verdict
+from any_agent.doctor.verdict import Check, Declined, Failed, Unchecked, Verdict
 from any_agent.errors import AnyAgentError, from_response
 from any_agent.protocol.rl import RunInfo, SessionStarted
 
@@ -59,26 +59,8 @@ async def _session(client: RLClient) -> AsyncIterator[SessionStarted]:
             await client.abort(started, "checked by any-agent doctor")
 
 
-class _CheckEnded(Exception):
-    """A check ended with a verdict of the law, made by ``verdict(case, seen)``."""
-
-    verdict: Callable[[str, str], Verdict] = LAW.failed
-
-
-class _Broken(_CheckEnded):
-    """A reply that breaks the contract."""
-
-
-class _Declined(_CheckEnded):
-    verdict = LAW.declined
-
-
-class _Unchecked(_CheckEnded):
-    verdict = LAW.unchecked
-
-
 class _ServiceConversation:
-    """Calls of one session; each check returns the observation, or raises :class:`_CheckEnded`."""
+    """Calls of one session; each check returns the observation, or raises CheckEnded."""
 
     def __init__(self, client: RLClient, session: SessionStarted) -> None:
         self._client = client
@@ -120,7 +102,7 @@ class _ServiceConversation:
         body = await self._answer(request, may_refuse="tools")
         calls = body["choices"][0]["message"].get("tool_calls") or []
         if not all(isinstance(call["function"]["arguments"], str) for call in calls):
-            raise _Broken("a call's arguments are not text")
+            raise Failed("a call's arguments are not text")
         return f"accepted; the answer has {len(calls)} calls"
 
     async def _post(self, body: dict[str, Any]) -> httpx.Response:
@@ -128,42 +110,42 @@ class _ServiceConversation:
         try:
             return await self._http.post(f"{self._base}/chat/completions", json=body)
         except httpx.HTTPError as error:
-            raise _Broken(f"no answer within {_TIMEOUT:g} s ({type(error).__name__})") from error
+            raise Failed(f"no answer within {_TIMEOUT:g} s ({type(error).__name__})") from error
 
     async def _answer(self, body: dict[str, Any], *, may_refuse: str = "") -> dict[str, Any]:
         """Return the answer to a call; the engine may decline the parameter ``may_refuse``."""
         response = await self._post(body)
         if may_refuse and _code_of(response) == "unsupported_parameter":
-            raise _Declined(_error_of(response))
+            raise Declined(_error_of(response))
         if response.status_code != 200:
-            raise _Broken(_error_of(response))
+            raise Failed(_error_of(response))
         self._answered += 1
         answer: dict[str, Any] = response.json()
         self._require_headers(response.headers, answer["id"])
         usage, choice = answer["usage"], answer["choices"][0]
         _require_usage(usage)
         if choice["finish_reason"] not in _REASONS:
-            raise _Broken(f"the finish reason is {choice['finish_reason']!r}")
+            raise Failed(f"the finish reason is {choice['finish_reason']!r}")
         return answer
 
     async def _streamed(self) -> str:
         options = {"stream": True, "stream_options": {"include_usage": True}}
         response = await self._post({"messages": [probes.USER], "logprobs": True, **options})
         if response.status_code != 200:
-            raise _Broken(_error_of(response))
+            raise Failed(_error_of(response))
         self._answered += 1
         lines = [line for line in response.text.split("\n\n") if line]
         if lines[-1:] != ["data: [DONE]"]:
-            raise _Broken("the stream ends without [DONE]")
+            raise Failed("the stream ends without [DONE]")
         events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]
         self._require_headers(response.headers, events[0]["id"])
         choices = [choice for event in events for choice in event["choices"]]
         reasons = [c["finish_reason"] for c in choices if c["finish_reason"] is not None]
         if len(reasons) != 1 or reasons[0] not in _REASONS:
-            raise _Broken(f"the stream's finish reasons are {reasons}")
+            raise Failed(f"the stream's finish reasons are {reasons}")
         usage = events[-1].get("usage")
         if not usage:
-            raise _Broken("the requested usage is not in the last event")
+            raise Failed("the requested usage is not in the last event")
         _require_usage(usage)
         entries = [t for c in choices if c["logprobs"] for t in c["logprobs"]["content"]]
         _require_logprobs(entries, usage["completion_tokens"])
@@ -175,7 +157,7 @@ class _ServiceConversation:
         before = self._first["usage"]["total_tokens"]
         prompt = two["usage"]["prompt_tokens"]
         if prompt <= before:
-            raise _Declined(
+            raise Declined(
                 f"the next prompt has {prompt} tokens, fewer than the {before} before: rendered "
                 "anew (model.thinking_retention?)"
             )
@@ -187,13 +169,13 @@ class _ServiceConversation:
         inner = text[len(text) // 3 :]
         stop = next((c for c in inner if c.isalnum() and text.index(c) >= len(text) // 3), None)
         if stop is None:
-            raise _Unchecked("the answer has no letter or digit that could end it")
+            raise Unchecked("the answer has no letter or digit that could end it")
         choice = (await self._answer({**greedy, "stop": [stop]}))["choices"][0]
         again = choice["message"]["content"] or ""
         if stop in again:
-            raise _Broken(f"{stop!r} must end the answer, but it is part of it: {again!r}")
+            raise Failed(f"{stop!r} must end the answer, but it is part of it: {again!r}")
         if choice["finish_reason"] != "stop":
-            raise _Unchecked(f"{stop!r} was not sampled a second time")
+            raise Unchecked(f"{stop!r} was not sampled a second time")
         return f"ended before {stop!r}"
 
     async def _refusals(self) -> str:
@@ -213,7 +195,7 @@ class _ServiceConversation:
             found = _code_of(response)
             if response.status_code != 400 or (code is not None and found != code):
                 what = code or "an empty list of messages, or an image,"
-                raise _Broken(f"{what} is answered with {response.status_code} ({found})")
+                raise Failed(f"{what} is answered with {response.status_code} ({found})")
         return f"{len(cases)} bad requests get 400 with the reason"
 
     async def _context(self) -> int | None:
@@ -226,9 +208,9 @@ class _ServiceConversation:
     async def _record(self) -> str:
         info = await self._client.session_details(self._session.session_id)
         if (info.mode, info.state) != ("eval", "open"):
-            raise _Broken(f"the session is {info.state}, of mode {info.mode}")
+            raise Failed(f"the session is {info.state}, of mode {info.mode}")
         if info.interactions != self._answered:
-            raise _Broken(
+            raise Failed(
                 f"{self._answered} calls were answered, and {info.interactions} are recorded"
             )
         return f"{info.interactions} calls, versions {info.first_version} to {info.last_version}"
@@ -236,10 +218,10 @@ class _ServiceConversation:
     async def _end(self) -> str:
         ended = await self._client.abort(self._session, "checked by any-agent doctor")
         if ended.state != "aborted":
-            raise _Broken(f"the session was aborted, and is {ended.state}")
+            raise Failed(f"the session was aborted, and is {ended.state}")
         response = await self._post({"messages": [probes.USER]})
         if response.status_code != 410:
-            raise _Broken(f"a call after the end gets {response.status_code}, not 410")
+            raise Failed(f"a call after the end gets {response.status_code}, not 410")
         return "aborted; a late call gets 410"
 
     def _require_headers(self, headers: httpx.Headers, id: str) -> None:
@@ -249,19 +231,15 @@ class _ServiceConversation:
         }
         for name, value in wanted.items():
             if headers.get(name) != value:
-                raise _Broken(f"the header {name} is {headers.get(name)!r}, not {value!r}")
+                raise Failed(f"the header {name} is {headers.get(name)!r}, not {value!r}")
         version = headers.get("x-any-agent-version", "")
         if not version.isdecimal():
-            raise _Broken(f"the header x-any-agent-version is {version!r}")
+            raise Failed(f"the header x-any-agent-version is {version!r}")
 
 
 async def _verdict(case: str, check: Any) -> Verdict:
     try:
-        return LAW.passed(case, await check())
-    except _CheckEnded as error:
-        return error.verdict(case, str(error))
-    except AnyAgentError as error:
-        return LAW.failed(case, error.message)
+        return await LAW.judge(case, check())
     except (LookupError, TypeError, ValueError, AttributeError) as error:
         return LAW.failed(case, f"the answer has another form ({error!r})")
 
@@ -271,14 +249,14 @@ def _require_usage(usage: dict[str, Any]) -> None:
         usage[name] for name in ("prompt_tokens", "completion_tokens", "total_tokens")
     )
     if prompt < 1 or output < 0 or prompt + output != total:
-        raise _Broken(f"the usage {prompt} + {output} = {total} is inconsistent")
+        raise Failed(f"the usage {prompt} + {output} = {total} is inconsistent")
 
 
 def _require_logprobs(entries: list[dict[str, Any]], tokens: int) -> None:
     if len(entries) != tokens:
-        raise _Broken(f"{len(entries)} log-probabilities for {tokens} tokens")
+        raise Failed(f"{len(entries)} log-probabilities for {tokens} tokens")
     if not all(-math.inf < each["logprob"] <= 1e-3 for each in entries):
-        raise _Broken("a log-probability is above 0, or not finite")
+        raise Failed("a log-probability is above 0, or not finite")
 
 
 def _error_of(response: httpx.Response) -> str:

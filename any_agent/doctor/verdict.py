@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import AsyncIterator, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -37,6 +37,24 @@ class Verdict:
         return self.outcome is CheckOutcome.FAILED
 
 
+class CheckEnded(Exception):
+    """The check of a case did not pass; the text is the observation, or the reason."""
+
+    outcome: CheckOutcome
+
+
+class Failed(CheckEnded):
+    outcome = CheckOutcome.FAILED
+
+
+class Declined(CheckEnded):
+    outcome = CheckOutcome.DECLINED
+
+
+class Unchecked(CheckEnded):
+    outcome = CheckOutcome.UNCHECKED
+
+
 @dataclass(frozen=True, slots=True)
 class Check:
     """A law; it makes the verdicts on its cases."""
@@ -56,6 +74,20 @@ class Check:
 
     def unchecked(self, case: str, why: str) -> Verdict:
         return Verdict(self.name, case, CheckOutcome.UNCHECKED, why)
+
+    async def judge(self, case: str, check: Awaitable[str], do: str | None = None) -> Verdict:
+        """Return the verdict on a case, of which ``check`` returns the observation.
+
+        It may raise CheckEnded; an error of ours is a failure.
+        """
+        try:
+            return self.passed(case, await check)
+        except CheckEnded as ended:
+            if isinstance(ended, Failed):
+                return self.failed(case, str(ended), do)
+            return Verdict(self.name, case, ended.outcome, str(ended))
+        except AnyAgentError as error:
+            return self.failed(case, error.message, do)
 
     async def collect(self, verdicts: AsyncIterator[Verdict]) -> list[Verdict]:
         """Collect the verdicts of a law; an engine's error is one more failure."""

@@ -68,15 +68,14 @@ async def _verify(config: Config, url: str, loaded: dict[Path, Forward]) -> Verd
         if version is None:
             return LAW.failed(CASE, "the engine does not report its version", OTHER_WEIGHTS)
         found = find_weights(config.model.path, run_dir_of(config), version, None)
-        if found.folder is None:
-            return LAW.unchecked(CASE, found.why)
-        if found.folder not in loaded:
+        if isinstance(found, str):
+            return LAW.unchecked(CASE, found)
+        if found not in loaded:
             try:
-                loaded[found.folder] = await asyncio.to_thread(Forward, found.folder)
+                loaded[found] = await asyncio.to_thread(Forward, found)
             except Exception as error:
-                seen = f"{found.folder} cannot be loaded: {type(error).__name__}"
-                return LAW.unchecked(CASE, seen)
-        return await against_forward_pass(engine, loaded[found.folder], CASE, PROMPT)
+                return LAW.unchecked(CASE, f"{found} cannot be loaded: {type(error).__name__}")
+        return await against_forward_pass(engine, loaded[found], CASE, PROMPT)
 
 
 if __name__ == "__main__":

@@ -8,7 +8,7 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import KW_ONLY, dataclass
 from typing import Literal
 
 from any_agent.errors import ConfigError, StartupError
@@ -23,31 +23,24 @@ _ENDED_FROM_OUTSIDE = (0, -signal.SIGKILL, -signal.SIGTERM, -signal.SIGINT, -sig
 failure of the part itself. Proxies and routers that are stopped end with code 0."""
 _START_ERRORS = (OSError, subprocess.SubprocessError)
 
-
-@dataclass(frozen=True, slots=True)
-class RestartPolicy:
-    """Limits of a part's restarts, and the delay before each restart."""
-
-    max_restarts: int = 5
-    """Deaths within ``window`` seconds, and consecutive lives that failed without any result."""
-    window: float = 60.0
-    max_failures: int = 20
-    """Failures of the part itself within ``long_window`` seconds, which end a part that dies
-    slowly."""
-    max_deaths: int = 40
-    """Deaths of every kind within ``long_window`` seconds, and consecutive lives without progress,
-    which end a trainer that the system kills for its memory at every step."""
-    long_window: float = 600.0
-    first_delay: float = 0.2
-    """Seconds before the first restart; the delay doubles with each recent death."""
-    max_delay: float = 5.0
+_MAX_RESTARTS = 5
+"""Deaths within ``_WINDOW`` seconds, and consecutive lives that failed without any result."""
+_WINDOW = 60.0
+_MAX_FAILURES = 20
+"""Failures of the part itself within ``_LONG_WINDOW`` seconds; they end a part that dies slowly."""
+_MAX_DEATHS = 40
+"""Deaths of every kind within ``_LONG_WINDOW`` seconds, and consecutive lives without progress,
+which end a trainer that the system kills for its memory at every step."""
+_LONG_WINDOW = 600.0
+_FIRST_DELAY = 0.2
+"""Seconds before the first restart; the delay doubles with each recent death."""
+_MAX_DELAY = 5.0
 
 
 class RestartHistory:
-    """The recent deaths of one part, judged by a policy."""
+    """The recent deaths of one part, judged by the limits above."""
 
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
+    def __init__(self) -> None:
         self._deaths: list[tuple[float, bool]] = []
         """Times of death within the long window; True for a failure of the part itself."""
         self._useless_lives = 0
@@ -64,69 +57,58 @@ class RestartHistory:
 
     def record_death(self, now: float, *, failed: bool) -> int | None:
         """Record a death; return the number of deaths if there were too many."""
-        policy = self._policy
-        recent = [death for death in self._deaths if now - death[0] < policy.long_window]
+        recent = [death for death in self._deaths if now - death[0] < _LONG_WINDOW]
         self._deaths = [*recent, (now, failed)]
         limits = (
-            (self._recent_deaths(now), policy.max_restarts),
-            (sum(own for _, own in self._deaths), policy.max_failures),
-            (max(len(self._deaths), self._stuck_lives), policy.max_deaths),
+            (self._recent_deaths(now), _MAX_RESTARTS),
+            (sum(own for _, own in self._deaths), _MAX_FAILURES),
+            (max(len(self._deaths), self._stuck_lives), _MAX_DEATHS),
         )
         return next((count for count, limit in limits if count > limit), None)
 
     def delay(self, now: float) -> float:
         """Return the seconds to wait before the next start."""
         growth = 2.0 ** (self._recent_deaths(now) - 1)
-        return min(self._policy.max_delay, self._policy.first_delay * growth)
+        return min(_MAX_DELAY, _FIRST_DELAY * growth)
 
     def _recent_deaths(self, now: float) -> int:
-        deaths = sum(now - at < self._policy.window for at, _ in self._deaths)
+        deaths = sum(now - at < _WINDOW for at, _ in self._deaths)
         return max(deaths, self._useless_lives)
 
 
+@dataclass(eq=False)
 class Component:
-    """Keeps one process running. :meth:`check`, called several times a second, never waits.
+    """Keeps one process running. :meth:`check`, called several times a second, never waits."""
 
-    ``make`` creates the process of each start, with the arguments of that moment. ``ready`` is
-    called in a thread until it returns true. ``progress`` returns a value that changes while the
-    process works. With ``finishes``, exit code 0 is the part's end, not a failure. ``where`` is
-    printed when the part is first ready. ``kind``, by default the name up to its hyphen, decides
-    when the part is stopped, for which it has ``grace`` more seconds.
-    """
+    name: str
+    make: Callable[[], SupervisedProcess]
+    """Creates the process of each start, with the arguments of that moment."""
+    _: KW_ONLY
+    say: Callable[[str], None]
+    ready: Callable[[SupervisedProcess], bool]
+    """Called in a thread until it returns true."""
+    progress: Callable[[], object] = lambda: None
+    """Returns a value that changes while the process works."""
+    finishes: bool = False
+    """Exit code 0 is the part's end, not a failure."""
+    where: str = ""
+    """Printed when the part is first ready."""
+    kind: str = ""
+    """Decides when the part is stopped; by default the name up to its hyphen."""
+    grace: float = 0.0
+    """More seconds for its stop."""
+    timeout: float = 300.0
+    """Seconds until a process that was started must be ready."""
+    clock: Callable[[], float] = time.monotonic
 
-    def __init__(
-        self,
-        name: str,
-        make: Callable[[], SupervisedProcess],
-        *,
-        say: Callable[[str], None],
-        ready: Callable[[SupervisedProcess], bool],
-        progress: Callable[[], object] = lambda: None,
-        finishes: bool = False,
-        where: str = "",
-        kind: str | None = None,
-        grace: float = 0.0,
-        timeout: float = 300.0,
-        restart_policy: RestartPolicy | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self.name = name
-        self.label = name.replace("-", " ")
-        self.kind = kind or name.partition("-")[0]
-        self.grace = grace
+    def __post_init__(self) -> None:
+        self.label = self.name.replace("-", " ")
+        self.kind = self.kind or self.name.partition("-")[0]
         self.state: State = "starting"
         self.restarts = 0
         self.finished = False
         """True if the process ended by itself with success."""
-        self._make = make
-        self._say = say
-        self._ready = ready
-        self._progress = progress
-        self._finishes = finishes
-        self._where = where
-        self._timeout = timeout
-        self._clock = clock
-        self._history = RestartHistory(restart_policy or RestartPolicy())
+        self._history = RestartHistory()
         self._process: SupervisedProcess | None = None
         self._probe: _ReadinessProbe | None = None
         self._killed = False
@@ -158,7 +140,7 @@ class Component:
         if self.state == "ended" or self._process is None:
             return
         if self._restart_at is not None:
-            if self._clock() >= self._restart_at:
+            if self.clock() >= self._restart_at:
                 self._restart()
             return
         code = self._process.poll()
@@ -169,15 +151,15 @@ class Component:
                 self._probe = None
                 again = self.state == "restarting"
                 self.state = "ready"
-                self._say(f"{self.label:<9} ready{' again' if again else self._where}")
-            elif self._clock() >= self._ready_deadline:
+                self.say(f"{self.label:<9} ready{' again' if again else self.where}")
+            elif self.clock() >= self._ready_deadline:
                 raise StartupError(
-                    f"{self.label} was not ready after {self._timeout:g} s:\n{self._log()}"
+                    f"{self.label} was not ready after {self.timeout:g} s:\n{self._log()}"
                 )
 
     def kill(self, why: str) -> None:
         """Kill a process that hangs, which counts as a failure; `check` starts the next one."""
-        self._say(f"{self.label:<9} {why}; killing it")
+        self.say(f"{self.label:<9} {why}; killing it")
         self._killed = True
         if self._process is not None:
             self._process.kill()
@@ -214,13 +196,13 @@ class Component:
         return self._process
 
     def _launch(self) -> None:
-        process = self._make()
+        process = self.make()
         process.start()
         self._process = process
         self._killed = False
-        self._ready_deadline = self._clock() + self._timeout
-        self._first_progress = self._progress()
-        self._probe = _ReadinessProbe(self._ready, process)
+        self._ready_deadline = self.clock() + self.timeout
+        self._first_progress = self.progress()
+        self._probe = _ReadinessProbe(self.ready, process)
 
     def _restart(self) -> None:
         self._restart_at = None
@@ -234,12 +216,12 @@ class Component:
     def _handle_end(self, code: int) -> None:
         failed = self._killed or code not in _ENDED_FROM_OUTSIDE
         # A part may need a while to fail. A killed part is not to blame for a lack of progress.
-        stuck = self._first_progress is not None and self._first_progress == self._progress()
+        stuck = self._first_progress is not None and self._first_progress == self.progress()
         useless = self._probe is not None or (failed and stuck)
         self._history.end_life(useless=useless, stuck=stuck)
         self._end_probe()
         how = describe_exit(code)
-        if code == 0 and self._finishes:
+        if code == 0 and self.finishes:
             self.state, self.finished = "ended", True
             return
         if code == ConfigError.exit_code:
@@ -252,10 +234,10 @@ class Component:
 
     def _schedule_restart(self, how: str, hint: str = "", *, failed: bool = True) -> None:
         """Start the process again after a delay; StartupError when it ended too often."""
-        now = self._clock()
+        now = self.clock()
         if (count := self._history.record_death(now, failed=failed)) is not None:
             raise StartupError(f"{self.label} ended {count} times ({how} at last):\n{self._log()}")
-        self._say(f"{self.label:<9} {how}; starting it again{hint}")
+        self.say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"
         self.restarts += 1
         self._restart_at = now + self._history.delay(now)

@@ -31,32 +31,31 @@ from any_agent.errors import StartupError
 from any_agent.launcher import journal_storage
 from any_agent.launcher.component import Component
 from any_agent.launcher.engines import (
+    SHARED_GPUS,
+    GpuAssignment,
+    assign_gpus,
     engine_command,
     engine_ready,
+    require_devices,
     require_engines,
     require_weights,
     start_timeout,
     visible_gpus,
 )
-from any_agent.launcher.gpu_assignment import (
-    SHARED_GPUS,
-    GpuAssignment,
-    assign_gpus,
-    require_devices,
-)
 from any_agent.launcher.node_role import WHOLE, NodeRole, trainer_arguments
-from any_agent.launcher.process import Command, SupervisedProcess
-from any_agent.launcher.reachability import answers, from_here, reachable
+from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.training_progress import TrainingProgress
 from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, trial_dir
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.atomic_files import write_atomic
-from any_agent.runtime.ports import accept_on, port_of, reserve, url_of
+from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
 _BACKLOG = 2048  # connections that may wait for a router that restarts
+LISTENING = "any-agent server listening at "
+"""The text before the URL in the line of :func:`listening`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -403,6 +402,11 @@ class Node:
                 f"run       train.steps={self.config.train.steps} are done, so train sessions are "
                 f"refused: raise train.steps, or choose another trial; checkpoint {saved.path}"
             )
+
+
+def listening(url: str) -> str:
+    """Return the line that names the URL at which agents find a service."""
+    return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] INFO: {LISTENING}{url}"
 
 
 def _as_yaml(config: Config) -> str:

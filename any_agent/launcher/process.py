@@ -1,19 +1,22 @@
-"""One child process in its own process group, with a log file and a guaranteed end."""
+"""A child process in its own group, with a log file and a guaranteed end; the check of its URL."""
 
 from __future__ import annotations
 
 import contextlib
+import http.client
 import os
 import signal
 import subprocess
 import sys
 import time
+import urllib.error
+import urllib.request
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
-from any_agent.runtime.parent_death import die_with_parent
+from any_agent.runtime.signals import die_with_parent
 
 _PYTHON_VARIABLES = (
     *("PYTHONPATH", "PYTHONHOME", "PYTHONSTARTUP", "VIRTUAL_ENV", "__PYVENV_LAUNCHER__"),
@@ -170,3 +173,16 @@ class SupervisedProcess:
                 os.kill(self.pid, number)
             else:
                 os.killpg(self.pid, number)
+
+
+_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+"""Opens URLs without an `http_proxy` of the environment: the parts are on this machine."""
+
+
+def answers(url: str, *, within: float = 2.0) -> bool:
+    """Return whether a GET is answered with 200 within so many seconds."""
+    try:
+        with _DIRECT.open(url, timeout=within) as response:
+            return int(response.status) == 200
+    except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
+        return False

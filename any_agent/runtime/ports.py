@@ -1,4 +1,4 @@
-"""TCP ports and their URLs."""
+"""TCP ports, the names of hosts, and URLs."""
 
 from __future__ import annotations
 
@@ -52,3 +52,13 @@ def port_of(bound: socket.socket) -> int:
 
 def url_of(host: str, port: int) -> str:
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def reachable(host: str) -> str:
+    """Return the name by which other machines reach ``host``, which may mean all addresses."""
+    return socket.gethostname() if host in ("0.0.0.0", "::") else host
+
+
+def from_here(host: str) -> str:
+    """Return the name by which this machine itself reaches ``host``."""
+    return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)

@@ -1,8 +1,10 @@
-"""Signals: run until one arrives, with time to clean up, and handle them inside a block."""
+"""Signals: run until one arrives, handle them inside a block, end a child with its parent."""
 
 from __future__ import annotations
 
 import asyncio
+import ctypes
+import os
 import signal
 import threading
 from collections.abc import Callable, Coroutine, Iterator
@@ -71,3 +73,23 @@ def exit_by_signal(number: int, frame: FrameType | None = None) -> NoReturn:
 def interrupt(number: int, frame: FrameType | None = None) -> NoReturn:
     """Raise KeyboardInterrupt, as Ctrl-C does."""
     raise KeyboardInterrupt
+
+
+_PR_SET_PDEATHSIG = 1
+# Looked up at import: after a fork, a lock of the library loader that another thread holds is never
+# released.
+_prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def die_with_parent(parent: int, number: int) -> None:
+    """Ask for this signal when ``parent`` dies; call it in the child, before its program starts.
+
+    Only Linux offers this; elsewhere the child must be ended with its parent by hand.
+    """
+    # A shell starts background jobs with SIGINT ignored, which would be inherited.
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    if _prctl is not None:
+        _prctl(_PR_SET_PDEATHSIG, number)
+    if os.getppid() != parent:
+        # The parent died before the line above: the signal will not come any more.
+        os._exit(1)

@@ -15,7 +15,7 @@ import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from any_agent.runtime.parent_death import die_with_parent
+from any_agent.runtime.signals import die_with_parent
 
 _MAX_TRACE = 8000  # characters of a traceback that are kept, counted from its end
 

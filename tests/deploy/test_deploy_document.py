@@ -11,7 +11,7 @@ import yaml
 
 from any_agent.cli.main import _parser
 from any_agent.config import Config, load_config
-from any_agent.launcher.gpu_assignment import assign_gpus
+from any_agent.launcher.engines import assign_gpus
 from any_agent.launcher.slurm.plan import plan
 from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu

@@ -9,7 +9,6 @@ import pytest
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher import Node, NodeOptions, engines
-from any_agent.launcher import gpu_assignment as devices
 
 
 @pytest.fixture(autouse=True)
@@ -23,51 +22,51 @@ def settings(*overrides: str) -> Config:
 
 
 def without_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "sees_gpu", lambda: False)
+    monkeypatch.setattr(engines, "sees_gpu", lambda: False)
 
 
 @pytest.mark.parametrize("name", ["train.device", "engine.device"])
 def test_without_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     without_gpu(monkeypatch)
     with pytest.raises(ConfigError, match=f"{name}=cuda, but there is no GPU on this machine"):
-        devices.require_devices(settings(f"{name}=cuda"), trains=True)
-    devices.require_devices(settings(f"{name}=auto"), trains=True)
-    devices.require_devices(settings(f"{name}=cpu"), trains=True)
+        engines.require_devices(settings(f"{name}=cuda"), trains=True)
+    engines.require_devices(settings(f"{name}=auto"), trains=True)
+    engines.require_devices(settings(f"{name}=cpu"), trains=True)
 
 
 def test_what_is_not_started_here_needs_none(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
-    devices.require_devices(settings("train.device=cuda"), trains=False)
+    engines.require_devices(settings("train.device=cuda"), trains=False)
     elsewhere = settings("engine.device=cuda", "engine.urls=[http://10.0.0.1:3, http://10.0.0.2:3]")
-    devices.require_devices(elsewhere, trains=True)
+    engines.require_devices(elsewhere, trains=True)
     one = ("engine.urls=[http://10.0.0.1:3]", "server.ranks=1")
     plugins = settings("engine.kind=complete", *one)
-    devices.require_devices(plugins, trains=True)
+    engines.require_devices(plugins, trains=True)
 
 
 def test_with_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "sees_gpu", lambda: True)
-    devices.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
+    monkeypatch.setattr(engines, "sees_gpu", lambda: True)
+    engines.require_devices(settings("train.device=cuda", "engine.device=cuda"), trains=True)
 
 
 def test_where_it_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert not devices.sees_gpu(tmp_path)
+    assert not engines.sees_gpu(tmp_path)
     (tmp_path / "nvidiactl").touch()
-    assert devices.sees_gpu(tmp_path)
+    assert engines.sees_gpu(tmp_path)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
-    assert devices.sees_gpu(tmp_path)
+    assert engines.sees_gpu(tmp_path)
     for hidden in ("", "-1"):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", hidden)
-        assert not devices.sees_gpu(tmp_path)
+        assert not engines.sees_gpu(tmp_path)
         with pytest.raises(ConfigError, match=r"CUDA_VISIBLE_DEVICES="):
-            devices.require_devices(settings("train.device=cuda"), trains=True)
+            engines.require_devices(settings("train.device=cuda"), trains=True)
 
 
 def test_elsewhere_than_on_linux_torch_is_to_judge(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("sys.platform", "darwin")
-    assert devices.sees_gpu(tmp_path)
+    assert engines.sees_gpu(tmp_path)
 
 
 def test_a_service_tells_it_before_anything_is_started(
@@ -89,32 +88,32 @@ SGLANG = ("engine.kind=sglang", "engine.device=cuda")
 
 def test_each_engine_has_gpus_of_its_own_and_the_trainer_the_first_ones() -> None:
     two = settings(*SGLANG, "engine.gpus=2")
-    dealt = devices.assign_gpus(two, NAMES, engines=2, trains=True)
+    dealt = engines.assign_gpus(two, NAMES, engines=2, trains=True)
     assert dealt.engines == (("1", "2"), ("3", "4"))
     assert dealt.trainer == ("0",)
     assert dealt.sharing == "none"
-    assert devices.assign_gpus(two, NAMES, engines=2, trains=False).trainer is None
+    assert engines.assign_gpus(two, NAMES, engines=2, trains=False).trainer is None
 
 
 def test_where_none_is_left_the_trainer_shares_the_engines() -> None:
-    dealt = devices.assign_gpus(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
+    dealt = engines.assign_gpus(settings(*SGLANG), NAMES[:2], engines=2, trains=True)
     assert dealt.engines == (("0",), ("1",))
     assert dealt.sharing == "some"
-    alone = devices.assign_gpus(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
+    alone = engines.assign_gpus(settings(*SGLANG), NAMES[:1], engines=1, trains=True)
     assert (alone.trainer, alone.sharing) == (None, "all")
     # A script trains in the process that starts them, and takes the first.
     assert (
-        devices.assign_gpus(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
+        engines.assign_gpus(settings(*SGLANG), NAMES[:3], engines=2, trains=False).sharing == "none"
     )
 
 
 def test_too_few_are_told_by_name() -> None:
     with pytest.raises(ConfigError, match=r"engine\.gpus=2 need 6 GPUs, and there are 5"):
-        devices.assign_gpus(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
+        engines.assign_gpus(settings(*SGLANG, "engine.gpus=2"), NAMES, engines=3, trains=True)
 
 
 def test_our_own_engines_share_what_there_is() -> None:
-    dealt = devices.assign_gpus(settings(), NAMES[:2], engines=3, trains=True)
+    dealt = engines.assign_gpus(settings(), NAMES[:2], engines=3, trains=True)
     assert dealt.engines == (("0",), ("1",), ("0",))
     assert dealt.sharing == "some"
 
@@ -123,9 +122,9 @@ def test_our_own_engines_share_what_there_is() -> None:
     "given", ["engine.device=cpu", "engine.urls=http://10.0.0.1:3,http://10.0.0.2:3"]
 )
 def test_engines_that_need_none_leave_them_to_the_trainer(given: str) -> None:
-    dealt = devices.assign_gpus(settings(given), NAMES, engines=1, trains=True)
-    assert dealt == devices.GpuAssignment((None,), None)
-    assert devices.assign_gpus(settings(), (), engines=1, trains=True) == dealt
+    dealt = engines.assign_gpus(settings(given), NAMES, engines=1, trains=True)
+    assert dealt == engines.GpuAssignment((None,), None)
+    assert engines.assign_gpus(settings(), (), engines=1, trains=True) == dealt
 
 
 def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -141,4 +140,4 @@ def test_which_are_visible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
 def test_several_for_an_engine_need_one(monkeypatch: pytest.MonkeyPatch) -> None:
     without_gpu(monkeypatch)
     with pytest.raises(ConfigError, match=r"engine\.gpus=2, but there is no GPU"):
-        devices.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)
+        engines.require_devices(settings("engine.kind=sglang", "engine.gpus=2"), trains=False)

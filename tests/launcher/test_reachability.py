@@ -9,7 +9,8 @@ from contextlib import contextmanager
 
 import pytest
 
-from any_agent.launcher.reachability import answers, from_here, reachable
+from any_agent.launcher.process import answers
+from any_agent.runtime.ports import from_here, reachable
 
 
 @pytest.mark.parametrize(

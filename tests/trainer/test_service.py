@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher.gpu_assignment import SHARED_GPUS
+from any_agent.launcher.engines import SHARED_GPUS
 from any_agent.launcher.shutdown import Terminated
 from trainer import service as module
 from trainer.service import LocalService

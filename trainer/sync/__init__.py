@@ -13,7 +13,7 @@ from urllib.parse import urlsplit
 
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError
-from any_agent.launcher.gpu_assignment import SHARED_GPUS
+from any_agent.launcher.engines import SHARED_GPUS
 from trainer.sync.base import EngineCall, NewWeights, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync

@@ -21,7 +21,7 @@ from any_agent.config import Config, load_config
 from any_agent.config.foreign_settings import SCHEDULER
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.local import SERVICE_SCRIPT, find_script, is_service
-from any_agent.launcher.reachability import LISTENING
+from any_agent.launcher.node import LISTENING
 from any_agent.launcher.slurm.head_node import run_job
 from any_agent.launcher.slurm.job import (
     SlurmJob,

@@ -11,10 +11,9 @@ from types import FrameType
 
 from any_agent.config import LOOPBACK, Config, ServerConfig
 from any_agent.errors import ConfigError
-from any_agent.launcher.node import Node, NodeOptions
+from any_agent.launcher.node import Node, NodeOptions, listening
 from any_agent.launcher.node_role import LOCAL, NodeRole
 from any_agent.launcher.process import Command
-from any_agent.launcher.reachability import listening
 from any_agent.launcher.shutdown import Terminated, terminate
 from any_agent.launcher.slurm.job import (
     SlurmJob,

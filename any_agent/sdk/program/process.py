@@ -19,7 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.errors import AgentFailed
-from any_agent.runtime.parent_death import die_with_parent
+from any_agent.runtime.signals import die_with_parent
 
 _POLL_INTERVAL = 0.05
 _TERM_TIMEOUT = 3.0  # seconds from SIGTERM to SIGKILL

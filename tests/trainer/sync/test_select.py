@@ -6,7 +6,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher.gpu_assignment import SHARED_GPUS
+from any_agent.launcher.engines import SHARED_GPUS
 from trainer.sync import way_of
 
 HERE = ("http://127.0.0.1:1", "http://127.0.0.1:2")
