@@ -19,8 +19,8 @@ import time
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import dataclass, field
 from typing import Any
+from weakref import WeakValueDictionary
 
 import orjson
 from pydantic import BaseModel
@@ -128,21 +128,14 @@ class Receipt:
         return Response(self._body or _json(answer), media_type=_JSON)
 
 
-@dataclass(slots=True, eq=False)
-class _KeyLock:
-    """Lets equal requests run one at a time."""
-
-    lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    users: int = 0
-
-
 class IdempotencyStore:
     """The stored answers of one rank. Session keys are not stored in them, but derived again."""
 
     def __init__(self, journal: Journal, signer: KeySigner) -> None:
         self.journal = journal
         self._signer = signer
-        self._turns: dict[tuple[str, str], _KeyLock] = {}
+        self._turns: WeakValueDictionary[tuple[str, str], asyncio.Lock] = WeakValueDictionary()
+        """A lock by scope and key, while requests use it: equal ones run one at a time."""
         self._waiting = 0
         self._swept = time.monotonic()
         self.replayed = 0
@@ -185,22 +178,16 @@ class IdempotencyStore:
 
     @asynccontextmanager
     async def _turn(self, scope: str, key: str) -> AsyncIterator[None]:
-        turn = self._turns.setdefault((scope, key), _KeyLock())
-        turn.users += 1
+        turn = self._turns.setdefault((scope, key), asyncio.Lock())
+        await self._wait_for(turn)
         try:
-            await self._wait_for(turn)
-            try:
-                yield
-            finally:
-                turn.lock.release()
+            yield
         finally:
-            turn.users -= 1
-            if not turn.users:
-                del self._turns[scope, key]
+            turn.release()
 
-    async def _wait_for(self, turn: _KeyLock) -> None:
-        if not turn.lock.locked():
-            await turn.lock.acquire()
+    async def _wait_for(self, turn: asyncio.Lock) -> None:
+        if not turn.locked():
+            await turn.acquire()
             return
         busy = ServiceUnavailable(
             "an equal request with this Idempotency-Key is under way; send it again for the answer",
@@ -212,7 +199,7 @@ class IdempotencyStore:
         self._waiting += 1
         try:
             async with asyncio.timeout(_MAX_WAIT):
-                await turn.lock.acquire()
+                await turn.acquire()
         except TimeoutError:
             raise busy from None
         finally:

@@ -279,13 +279,13 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "late_rewards",
         "Sessions that awaited their reward until its deadline, by outcome: rewarded (it had "
         "come), rejected, zero, graded or grader_failed (rejected, too).",
-        lambda s: _by_one(s.late.outcomes, get_args(LateOutcome)),
+        lambda s: _by_one(s.expiry.outcomes, get_args(LateOutcome)),
         "outcome",
     ),
     _gauge(
         "sessions_grading",
         "Sessions that are being graded or wait for it.",
-        lambda s: s.late.grading,
+        lambda s: s.expiry.grading,
     ),
     _gauge("weight_version", "The weight version that the rank serves.", lambda s: s.run.version),
     _counter(

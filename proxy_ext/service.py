@@ -35,7 +35,7 @@ from proxy_ext.leases import Fence, LeaseManager, drop_leftovers
 from proxy_ext.litellm_shim import LiteLLMProvider
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.grading import grader_of
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
@@ -106,10 +106,9 @@ class RankService:
             needed=run.may_want,
             unarchive=self.archive.remove,
         )
-        self.late = LateRewardWaiter(
+        self.expiry = SessionExpirer(
             sessions, self.endings, config.sessions, grader_of(config.sessions)
         )
-        self.expiry = SessionExpirer(sessions, self.endings, self.late)
         self.quotas = _quotas(config, access, sessions)
         self.opening = SessionOpener(
             sessions,
@@ -152,7 +151,7 @@ class RankService:
         self.run.close()
         await self.calls.close()
         await self.frozen.close()
-        await self.late.close()
+        await self.expiry.close()
         with suppress(StoreUnavailable):
             await self.sessions.deliveries.flush()
 

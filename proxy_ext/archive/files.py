@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import fsync, write_atomic
 
 FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)-[0-9a-f]+\.jsonl\.gz")
@@ -31,7 +31,7 @@ _HEAD = re.compile(rb'\{"number":(\d+),"session":\{"id": "([^"\\]*)"')
 _MEMBER = b"\x1f\x8b\x08"
 _GZIP = 31  # zlib's number for gzip's framing, with its checksum
 _CHUNK = 65_536
-_PARTIAL = ".partial-"
+_PARTIAL = ".partial-"  # prefix of unfinished files, also of those of `write_atomic`
 
 Report = Callable[[str], None]
 """A callback that gets a description of damage."""
@@ -137,17 +137,10 @@ def remove_from(file: ArchiveFile, session_id: str, report: Report) -> int:
         kept.append(data[start:end])
     if not found:
         return 0
-    if not others:
-        file.path.unlink()
+    if others:
+        write_atomic(file.path, b"".join(kept))
     else:
-        temporary = file.path.with_name(f"{_PARTIAL}{file.path.name}")
-        try:
-            temporary.write_bytes(b"".join(kept))
-            fsync(temporary)
-            temporary.replace(file.path)
-        finally:
-            temporary.unlink(missing_ok=True)
-    fsync(file.path.parent)
+        remove_file(file.path)
     return len(data) - (sum(map(len, kept)) if others else 0)
 
 

@@ -222,7 +222,7 @@ class SessionEnder:
         await self._sessions.load(session)
         if not final:
             return session.row, []
-        statements, value = await self._rewards.final_statements(session, final, by=by)
+        statements, value = await self._rewards.combine(session, None, final, by=by)
         return replace(session.row, final_reward=value), statements
 
     async def _close(

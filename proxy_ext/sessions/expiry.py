@@ -51,14 +51,26 @@ def _retried_later(sessions: SessionStore, session: RecordedSession) -> Iterator
 
 
 class SessionExpirer:
-    """Ends sessions that were open, or awaited their reward, for too long."""
+    """Ends sessions that were open, or awaited their reward, for too long.
+
+    `sessions.late_reward` decides on sessions whose awaited reward did not come. The reason of each
+    of them, or the author of its reward, shows what happened.
+    """
 
     def __init__(
-        self, sessions: SessionStore, endings: SessionEnder, late: LateRewardWaiter
+        self,
+        sessions: SessionStore,
+        endings: SessionEnder,
+        config: SessionConfig,
+        grader: Grader | None,
     ) -> None:
         self._sessions = sessions
         self._endings = endings
-        self._late = late
+        self._policy = config.late_reward
+        self._grader = grader
+        self._grading: dict[str, asyncio.Task[None]] = {}
+        self.outcomes: Counter[str] = Counter()
+        """Number of sessions by their outcome at the deadline of their reward."""
         self.implicit_ended = 0
         """Number of implicit sessions that ended because they were idle or reached their ttl."""
 
@@ -105,10 +117,18 @@ class SessionExpirer:
         await self._check_awaiting(session, time.monotonic() + _GRADED_AT_ONCE)
 
     async def _check_awaiting(self, session: RecordedSession, now: float) -> None:
+        """End a session at the deadline of its reward; SessionClosed if it has ended otherwise."""
         if session.reward_due > now:
             self._sessions.watch(session)
+            return
+        await self._sessions.load(session)
+        graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
+        if graded and not is_rewarded(session):
+            self._start_grading(session)
+        elif self._policy == "zero":
+            await self._settle(session, "zero", final={None: 0.0}, by="sessions.late_reward=zero")
         else:
-            await self._late.end(session)
+            await self._settle(session, "rejected", reason=NO_REWARD)
 
     async def close_groups(self) -> None:
         """Close the groups whose time is over, and reject the sessions of those that are too small.
@@ -153,43 +173,10 @@ class SessionExpirer:
             *(group.id, size, group.size, group.min_size, TOO_SMALL),
         )
 
-
-class LateRewardWaiter:
-    """Ends sessions whose awaited reward did not come, as `sessions.late_reward` says.
-
-    The reason of each session, or the author of its reward, shows what happened.
-    """
-
-    def __init__(
-        self,
-        sessions: SessionStore,
-        endings: SessionEnder,
-        config: SessionConfig,
-        grader: Grader | None,
-    ) -> None:
-        self._sessions = sessions
-        self._endings = endings
-        self._policy = config.late_reward
-        self._grader = grader
-        self._grading: dict[str, asyncio.Task[None]] = {}
-        self.outcomes: Counter[str] = Counter()
-        """Number of sessions by their outcome at the deadline."""
-
     @property
     def grading(self) -> int:
         """Number of sessions that are being graded or wait for it."""
         return len(self._grading)
-
-    async def end(self, session: RecordedSession) -> None:
-        """End a session at its deadline; SessionClosed if it has ended otherwise."""
-        await self._sessions.load(session)
-        graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
-        if graded and not is_rewarded(session):
-            self._start_grading(session)
-        elif self._policy == "zero":
-            await self._end(session, "zero", final={None: 0.0}, by="sessions.late_reward=zero")
-        else:
-            await self._end(session, "rejected", reason=NO_REWARD)
 
     def _start_grading(self, session: RecordedSession) -> None:
         if session.id not in self._grading:
@@ -213,13 +200,13 @@ class LateRewardWaiter:
                 async with self._grader.free:
                     await self._sessions.load(session)
                     final = await self._grader.grade(graded_session(session))
-                await self._end(session, "graded", final=final, by=f"grader {self._grader.name}")
+                await self._settle(session, "graded", final=final, by=f"grader {self._grader.name}")
             except (GraderFailed, Unprocessable) as error:
                 # Unprocessable: also for names that have no weight.
                 log.warning("session %s could not be graded: %s", session.id, error)
-                await self._end(session, "grader_failed", reason=f"grader failed: {error}")
+                await self._settle(session, "grader_failed", reason=f"grader failed: {error}")
 
-    async def _end(self, session: RecordedSession, outcome: LateOutcome, **ending: Any) -> None:
+    async def _settle(self, session: RecordedSession, outcome: LateOutcome, **ending: Any) -> None:
         """End the session; a reward that came in the meantime takes precedence."""
         if await self._endings.at_deadline(session, **ending):
             outcome = "rewarded"

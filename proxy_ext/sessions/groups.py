@@ -23,6 +23,7 @@ _TENANT_END = "/"
 _GENERATION = "~"
 """Separates a task's name from its generation. Names that clients give contain neither."""
 _UNDECIDED = {SessionState.OPEN, SessionState.AWAITING_REWARD}
+_WAITING = {SessionState.FINALIZED, SessionState.LEASED}
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +125,7 @@ class Group:
     @property
     def done(self) -> bool:
         """True once no member can be leased any more."""
-        return self.complete and not self._waiting
+        return self.complete and not self._states & _WAITING
 
     def update(self, row: SessionRow) -> None:
         """Update a member's state from its journal row."""
@@ -137,12 +138,6 @@ class Group:
         # single sessions, also of groups that are still open.
         if row.owner not in (None, EXPORT_OWNER):
             self.handed_out = True
-
-    @property
-    def _waiting(self) -> int:
-        """Number of members that are to be trained on, leased ones included."""
-        states = list(self.members.values())
-        return states.count(SessionState.FINALIZED) + states.count(SessionState.LEASED)
 
     @property
     def _states(self) -> set[SessionState]:
@@ -185,13 +180,11 @@ class GroupBook:
 
     def unfilled(self, tenant: str | None) -> int:
         """Return the number of a tenant's groups that reserve slots for missing members."""
-        mine = (group for group in self._by_id.values() if group.tenant == tenant)
-        return sum(group.started and group.room > 0 for group in mine)
+        return sum(group.tenant == tenant for group in self._unfilled())
 
     def first_unfilled(self, limit: int) -> list[Unfilled]:
         """Return all tenants' unfilled groups that close first."""
         now = time.monotonic()
-        begun = [group for group in self._by_id.values() if group.started and group.room > 0]
         return [
             Unfilled(
                 group_id=group.id,
@@ -199,8 +192,11 @@ class GroupBook:
                 members=len(group.members),
                 closes_in=max(0.0, group.deadline - now),
             )
-            for group in heapq.nsmallest(limit, begun, key=lambda group: group.deadline)
+            for group in heapq.nsmallest(limit, self._unfilled(), key=lambda group: group.deadline)
         ]
+
+    def _unfilled(self) -> list[Group]:
+        return [group for group in self._by_id.values() if group.started and group.room > 0]
 
     def is_full(self, key: GroupKey) -> bool:
         """Return whether the next member of this key starts a new group."""

@@ -51,25 +51,28 @@ class SessionCounts:
         self.created = Counter()
         for (mode, _), number in stored.items():
             self.created[mode] += number
-        rows = list(live)
-        self._undecided = Counter(row.tenant for row in rows if row.state in _UNDECIDED)
-        self._granted = Counter(row.state for row in rows if row.owner == GRANT_OWNER)
+        self._undecided, self._granted = Counter(), Counter()
+        for row in live:
+            self._count_live(row, 1)
 
     def add(self, row: SessionRow) -> None:
         """Count a new session."""
         self.created[str(row.mode)] += 1
-        self.now[str(row.mode), row.state] += 1
-        self._undecided[row.tenant] += row.state in _UNDECIDED
-        self._granted[row.state] += row.owner == GRANT_OWNER
+        self._count(row, 1)
 
     def move(self, before: SessionRow, after: SessionRow) -> None:
-        self.now[str(before.mode), before.state] -= 1
-        self.now[str(after.mode), after.state] += 1
-        self._granted[before.state] -= before.owner == GRANT_OWNER
-        self._granted[after.state] += after.owner == GRANT_OWNER
-        self._undecided[after.tenant] += (after.state in _UNDECIDED) - (before.state in _UNDECIDED)
+        self._count(before, -1)
+        self._count(after, 1)
         if not self._undecided[after.tenant]:
             del self._undecided[after.tenant]
+
+    def _count(self, row: SessionRow, change: int) -> None:
+        self.now[str(row.mode), row.state] += change
+        self._count_live(row, change)
+
+    def _count_live(self, row: SessionRow, change: int) -> None:
+        self._undecided[row.tenant] += change * (row.state in _UNDECIDED)
+        self._granted[row.state] += change * (row.owner == GRANT_OWNER)
 
 
 _MAX_STALE = 1024  # outdated heap entries beyond the number of ids

@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
@@ -72,8 +72,7 @@ class RewardBook:
             target(session.row, Event.REWARD)
             await self._sessions.load(session)
             interaction = _rewarded_interaction(session, wanted)
-            before = interaction.reward
-            statements, own = await self._combine(session, interaction.id, before, parts, by)
+            statements, own = await self.combine(session, interaction, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
             await self._write(session, session.row, statements, answer, keep)
             interaction.reward = own
@@ -85,18 +84,11 @@ class RewardBook:
         """Set or revise the final reward; errors as in :meth:`set_reward`."""
         async with session.lock:
             target(session.row, Event.REWARD)
-            statements, final = await self.final_statements(session, parts, by=by)
+            statements, final = await self.combine(session, None, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
             row = replace(session.row, final_reward=final)
             await self._write(session, row, statements, answer, keep)
             return answer
-
-    async def final_statements(
-        self, session: RecordedSession, parts: Parts, *, by: str
-    ) -> tuple[list[SetReward], float]:
-        """Return the statements that write the final reward, and its sum; call under the
-        session's lock. Errors as in :meth:`set_reward`."""
-        return await self._combine(session, None, session.row.final_reward, parts, by)
 
     async def matches_final(self, session: RecordedSession, parts: Parts) -> bool:
         """Return whether the final reward has these parts; call under the session's lock."""
@@ -120,12 +112,7 @@ class RewardBook:
             info = session.info()
             rewards = await self._sessions.journal.rewards(session.id, last=_MAX_SHOWN)
             _, given = await self._sessions.journal.reward_parts(session.id, None)
-        shown = [
-            RewardEntry(
-                interaction_id=r.interaction_id, name=r.name, value=r.value, by=r.by, at=r.at
-            )
-            for r in rewards
-        ]
+        shown = [RewardEntry(**asdict(reward)) for reward in rewards]
         return SessionDetails(**info.model_dump(), reward_history=shown, rewards_given=given)
 
     async def _write(
@@ -145,16 +132,16 @@ class RewardBook:
         session.touch()
         self.count_given(statements)
 
-    async def _combine(
-        self,
-        session: RecordedSession,
-        interaction_id: str | None,
-        before: float | None,
-        parts: Parts,
-        by: str,
+    async def combine(
+        self, session: RecordedSession, interaction: Interaction | None, parts: Parts, *, by: str
     ) -> tuple[list[SetReward], float]:
-        """Return the statements that add these parts to the present ones, and the new sum."""
+        """Return the statements that add parts to a reward (None: the final one), and the new sum.
+
+        Call under the session's lock. Errors as in :meth:`set_reward`.
+        """
         self._require_known(parts)
+        interaction_id = interaction.id if interaction is not None else None
+        before = interaction.reward if interaction is not None else session.row.final_reward
         known: dict[str | None, float] = {}
         if before is not None:
             known, given = await self._sessions.journal.reward_parts(session.id, interaction_id)

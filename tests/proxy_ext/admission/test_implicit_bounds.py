@@ -165,7 +165,7 @@ async def test_a_reward_that_its_tenant_gives_counts(start: Start) -> None:
     assert response.status_code == 200, response.text
     ended = await idle(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 9)
-    assert proxy.service.late.outcomes == {"rewarded": 1}
+    assert proxy.service.expiry.outcomes == {"rewarded": 1}
 
 
 async def test_it_goes_on_after_a_restart(start: Start) -> None:

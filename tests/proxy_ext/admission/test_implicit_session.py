@@ -140,7 +140,7 @@ async def test_at_its_ttl_it_goes_to_the_grader(proxy: Proxy) -> None:
     proxy.service.sessions.watch(session(proxy, id))
     ended = await over(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 2)
-    assert proxy.service.late.outcomes == {"graded": 1}
+    assert proxy.service.expiry.outcomes == {"graded": 1}
 
 
 async def test_at_its_ttl_without_an_answer_it_expires(

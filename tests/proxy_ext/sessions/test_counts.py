@@ -28,7 +28,7 @@ from proxy_ext.journal import PutSession, SetState, SQLiteJournal, Statement
 from proxy_ext.leases import Fence, LeaseManager
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
@@ -74,8 +74,7 @@ class Rank:
             needed=lambda row: False,
             unarchive=self.archive.remove,
         )
-        late = LateRewardWaiter(self.sessions, self.endings, settings, None)
-        self.expiry = SessionExpirer(self.sessions, self.endings, late)
+        self.expiry = SessionExpirer(self.sessions, self.endings, settings, None)
         self.leases = LeaseManager(self.sessions, Fence(self.journal), ttl=60)
         self.opening = SessionOpener(
             self.sessions,

@@ -35,7 +35,7 @@ from proxy_ext.run_state import RunState
 from proxy_ext.sessions import expiry, groups, session_store
 from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.endings import SessionEnder
-from proxy_ext.sessions.expiry import LateRewardWaiter, SessionExpirer
+from proxy_ext.sessions.expiry import SessionExpirer
 from proxy_ext.sessions.groups import Group
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
@@ -104,8 +104,7 @@ class Rank:
         self.endings = SessionEnder(
             sessions, rewards, config, needed=lambda _: False, unarchive=_nothing_archived
         )
-        late = LateRewardWaiter(sessions, self.endings, config, None)
-        self.expiry = SessionExpirer(sessions, self.endings, late)
+        self.expiry = SessionExpirer(sessions, self.endings, config, None)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
         quotas = TenantQuotas(
             lambda _: QuotaLimits(open_sessions=20),

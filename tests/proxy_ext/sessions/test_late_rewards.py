@@ -106,7 +106,7 @@ async def test_none_in_time_is_rejected(proxy: Proxy) -> None:
     now = await ended(proxy, session)
     assert (now["state"], now["reason"]) == ("rejected", "no reward came by its deadline")
     assert now["rewarded"] is False and now["ended_at"] is not None
-    assert proxy.service.late.outcomes == {"rejected": 1}
+    assert proxy.service.expiry.outcomes == {"rejected": 1}
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
     refusal(response, 410, "session_closed", "no reward came by its deadline")
 
@@ -116,7 +116,7 @@ async def test_at_the_deadline_what_came_counts(proxy: Proxy) -> None:
     await proxy.post("/rl/v1/set_reward", {"reward": 1}, session["api_key"])
     now = await ended(proxy, session)
     assert (now["state"], now["reason"], now["rewarded"]) == ("finalized", None, True)
-    assert proxy.service.late.outcomes == {"rewarded": 1}
+    assert proxy.service.expiry.outcomes == {"rewarded": 1}
     assert len(await proxy.lease()) == 1
 
 
@@ -211,7 +211,7 @@ async def test_a_grader_is_asked(start: Start) -> None:
     assert (now["state"], now["final_reward"]) == ("finalized", 1.5)
     (entry,) = now["reward_history"]
     assert entry["by"] == f"grader {GRADERS}.by_length"
-    assert proxy.service.late.outcomes == {"graded": 1}
+    assert proxy.service.expiry.outcomes == {"graded": 1}
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 1.5
 
@@ -253,7 +253,7 @@ async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     now = await ended(proxy, sessions["fine"])
     assert (now["state"], now["final_reward"]) == ("finalized", 1)
     assert [t.session_id for t in await proxy.lease(wait=1)] == [sessions["fine"]["session_id"]]
-    assert proxy.service.late.outcomes == {"grader_failed": len(cases), "graded": 1}
+    assert proxy.service.expiry.outcomes == {"grader_failed": len(cases), "graded": 1}
     hung = int(pid.read_text())
     await until(lambda: not Path(f"/proc/{hung}").exists(), "the one that hung is killed")
 
@@ -275,13 +275,13 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
         return pid.exists() and bool(pid.read_text())
 
     await until(graded, "it is being graded")
-    assert proxy.service.late.grading == 1
+    assert proxy.service.expiry.grading == 1
     response = await proxy.post("/rl/v1/finalize", {"final_reward": 7}, session["api_key"])
     assert response.json()["state"] == "finalized"
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 7
     # What is left of the grader ends with the service.
-    await proxy.service.late.close()
+    await proxy.service.expiry.close()
     await until(lambda: not Path(f"/proc/{pid.read_text()}").exists(), "the worker is gone")
 
 
@@ -336,7 +336,7 @@ async def test_nothing_is_read_for_a_grade_whose_turn_is_far_off(
 
     async def all_due() -> bool:
         await proxy.service.expiry.sweep()
-        return proxy.service.late.grading == 5 and pid.exists()
+        return proxy.service.expiry.grading == 5 and pid.exists()
 
     await until(all_due)
     assert len(read) == 2, "one for each worker"
