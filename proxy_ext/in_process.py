@@ -7,15 +7,15 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator, Mapping
-from contextlib import aclosing
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from typing import Any, TypeVar
 
-from any_agent.engine import Capabilities, RolloutEngine
+from any_agent.engine import RolloutEngine
+from any_agent.engine.base import CrossLoopEngine
 from any_agent.errors import Draining, ServiceUnavailable
 from any_agent.protocol.rl import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
-from any_agent.types import GenerationChunk, ModelRequest, ModelResponse, SessionState
+from any_agent.types import SessionState
 from proxy_ext.middleware import EntryMiddleware
 from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
@@ -36,7 +36,7 @@ class RankApp(EntryMiddleware):
         super().__init__(*parts, **settings)
         self.waiting: Counter[str] = Counter()
         """Number of groups that each workflow waits for, by its owner."""
-        self._engine = _AppEngine(self)
+        self._engine = CrossLoopEngine(self._run_engine, lambda: self.service.engine.version)
 
     def on_started(self, service: RankService) -> None:
         """Bind the app to its parts and to the running event loop."""
@@ -110,6 +110,9 @@ class RankApp(EntryMiddleware):
 
         await self.run(admitted)
 
+    async def _run_engine(self, work: Callable[[Any], Coroutine[Any, Any, T]]) -> T:
+        return await self.run(lambda service: work(service.engine))
+
     async def run(self, work: Callable[[RankService], Coroutine[Any, Any, T]]) -> T:
         """Run work on the app's event loop; it is cancelled with its caller."""
         service = self.service
@@ -117,49 +120,6 @@ class RankApp(EntryMiddleware):
             return await work(service)
         there = asyncio.run_coroutine_threadsafe(work(service), self._loop)
         return await asyncio.wrap_future(there)
-
-
-class _AppEngine:
-    """The engine of an app, for callers on any event loop."""
-
-    def __init__(self, app: RankApp) -> None:
-        self._app = app
-
-    @property
-    def version(self) -> int:
-        return self._app.service.engine.version
-
-    async def agenerate(self, request: ModelRequest) -> ModelResponse:
-        return await self._app.run(lambda service: service.engine.agenerate(request))
-
-    async def generate(
-        self, request: ModelRequest, *, stream: bool
-    ) -> AsyncGenerator[GenerationChunk]:
-        home = asyncio.get_running_loop()
-        news: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
-
-        async def pump(service: RankService) -> None:
-            async with aclosing(service.engine.generate(request, stream=stream)) as chunks:
-                async for chunk in chunks:
-                    home.call_soon_threadsafe(news.put_nowait, chunk)
-
-        work = asyncio.create_task(self._app.run(pump))
-        work.add_done_callback(lambda _: news.put_nowait(None))
-        try:
-            while (chunk := await news.get()) is not None:
-                yield chunk
-            await work
-        finally:
-            work.cancel()
-
-    async def capabilities(self) -> Capabilities:
-        return await self._app.run(lambda service: service.engine.capabilities())
-
-    async def pause(self) -> None:
-        await self._app.run(lambda service: service.engine.pause())
-
-    async def resume(self, version: int) -> None:
-        await self._app.run(lambda service: service.engine.resume(version))
 
 
 class SessionCache(Mapping[str, Mapping[str, CompletionWithTokenLogpReward]]):

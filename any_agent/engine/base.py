@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine
+from contextlib import aclosing
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
+
+T = TypeVar("T")
 
 HALF_LOADED = -1  # the version of weights that belong to no version; nothing is sampled with them
 
@@ -182,3 +186,53 @@ async def agenerate(engine: InferenceEngine, request: ModelRequest) -> ModelResp
                 request.tokenizer,
             )
     raise AssertionError("an engine's last chunk must have a stop reason")
+
+
+class RunOnLoop(Protocol):
+    """Runs work with an engine on the engine's own event loop; it is cancelled with its caller."""
+
+    def __call__(self, work: Callable[[Any], Coroutine[Any, Any, T]], /) -> Awaitable[T]: ...
+
+
+class CrossLoopEngine:
+    """An engine that runs on one event loop, for callers on any."""
+
+    def __init__(self, run: RunOnLoop, version: Callable[[], int]) -> None:
+        self._run = run
+        self._version = version
+
+    @property
+    def version(self) -> int:
+        return self._version()
+
+    async def agenerate(self, request: ModelRequest) -> ModelResponse:
+        return await self._run(lambda engine: engine.agenerate(request))
+
+    async def generate(
+        self, request: ModelRequest, *, stream: bool
+    ) -> AsyncGenerator[GenerationChunk]:
+        home = asyncio.get_running_loop()
+        news: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
+
+        async def pump(engine: InferenceEngine) -> None:
+            async with aclosing(engine.generate(request, stream=stream)) as chunks:
+                async for chunk in chunks:
+                    home.call_soon_threadsafe(news.put_nowait, chunk)
+
+        work = asyncio.ensure_future(self._run(pump))
+        work.add_done_callback(lambda _: news.put_nowait(None))
+        try:
+            while (chunk := await news.get()) is not None:
+                yield chunk
+            await work
+        finally:
+            work.cancel()
+
+    async def capabilities(self) -> Capabilities:
+        return await self._run(lambda engine: engine.capabilities())
+
+    async def pause(self) -> None:
+        await self._run(lambda engine: engine.pause())
+
+    async def resume(self, version: int) -> None:
+        await self._run(lambda engine: engine.resume(version))

@@ -15,7 +15,8 @@ from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 from any_agent.chat import ChatFormat
 from any_agent.config import Config, RolloutConfig
 from any_agent.config.script import sampling_of
-from any_agent.engine import Capabilities, EnginePool, InferenceEngine
+from any_agent.engine import EnginePool, InferenceEngine
+from any_agent.engine.base import CrossLoopEngine
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import ContextLengthExceeded, EngineUnavailable
 from any_agent.inference.engine_process import chosen, own_engine
@@ -24,7 +25,6 @@ from any_agent.inference.weights_source import WeightsSource, find_weights_sourc
 from any_agent.rollout import WorkflowExecutor
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
-    GenerationChunk,
     GenerationHyperparameters,
     Message,
     ModelRequest,
@@ -34,30 +34,15 @@ from any_agent.types import (
 from any_agent.workflow.dump import TrajectoryDump
 
 
-class CrossLoopEngine:
+class ScriptEngine(CrossLoopEngine):
     """A script's engine as an `any_agent.engine.InferenceEngine`, for callers on any event loop."""
 
     def __init__(self, engine: RemoteSGLangEngine) -> None:
+        super().__init__(engine.ask, lambda: engine.version)
         self._engine = engine
-
-    @property
-    def version(self) -> int:
-        return self._engine.version
-
-    def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
-        return self._engine.agenerate_stream(request)
-
-    async def capabilities(self) -> Capabilities:
-        return await self._engine.ask(lambda pool: pool.capabilities())
 
     async def context_length(self) -> int:
         return self._engine.context_length
-
-    async def pause(self) -> None:
-        await self._engine.ask(lambda pool: pool.pause())
-
-    async def resume(self, version: int) -> None:
-        await self._engine.ask(lambda pool: pool.resume(version))
 
 
 P = ParamSpec("P")
@@ -254,9 +239,9 @@ class RemoteSGLangEngine:
         return self._words.tokenizer
 
     @property
-    def inference_engine(self) -> CrossLoopEngine:
+    def inference_engine(self) -> ScriptEngine:
         """This engine for recording clients, such as `EngineOpenAI`, on any event loop."""
-        return CrossLoopEngine(self)
+        return ScriptEngine(self)
 
     # -- answers -------------------------------------------------------------------------------
 
@@ -293,19 +278,9 @@ class RemoteSGLangEngine:
         Closing the iterator ends the request. Arguments and errors are those of :meth:`agenerate`.
         """
         asked = asked_for(request, prompt, messages, input_ids, sampling)
-        home = asyncio.get_running_loop()
         reader = self._words.reader(asked.gconfig.stop)
-        news: asyncio.Queue[GenerationChunk | None] = asyncio.Queue()
-
-        async def pump(pool: EnginePool) -> None:
-            async with aclosing(pool.generate(asked, stream=True)) as chunks:
-                async for chunk in chunks:
-                    home.call_soon_threadsafe(news.put_nowait, chunk)
-
-        work = asyncio.create_task(self.ask(pump))
-        work.add_done_callback(lambda _: news.put_nowait(None))
-        try:
-            while (chunk := await news.get()) is not None:
+        async with aclosing(self.inference_engine.generate(asked, stream=True)) as chunks:
+            async for chunk in chunks:
                 text = reader(chunk)
                 yield TextChunk(
                     chunk.output_ids,
@@ -316,9 +291,6 @@ class RemoteSGLangEngine:
                     chunk.top_logprobs,
                     text,
                 )
-            await work
-        finally:
-            work.cancel()
 
     def generate(self, input_ids: Any, gconfig: GenerationHyperparameters) -> ModelResponse:
         """Return the completion of token ids; it blocks, for use without an event loop."""
