@@ -100,14 +100,13 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     from any_agent.doctor.startup_check import require_passing
     from proxy_ext.app import create_app
     from proxy_ext.server import DrainingServer, entry_of
-    from proxy_ext.service import RankService, load_chat
+    from proxy_ext.service import load_chat
     from proxy_ext.sessions.grading import check_grader
     from proxy_ext.web.protocol import BoundedProtocol
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
     asyncio.run(require_passing(chat, config, training=args.training))
-    opened: list[RankService] = []
     asyncio.run(check_grader(config.sessions))
     shape = shape_of(args.model_path or config.model.path)
     asyncio.run(_check_engine(config.engine.kind, args.engine_url, args.engine_wait, shape))
@@ -120,7 +119,6 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         training=args.training,
         public_url=args.public_url or url,
         engine_wait=args.engine_wait,
-        opened=opened.append,
     )
     boot_id = uuid.uuid4().hex
     server = DrainingServer(
@@ -137,8 +135,8 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
             backlog=2048,
         ),
         RunDir.of(config.root, config.user, config.experiment, config.trial).registry,
-        lambda: entry_of(opened[0], url=url, boot_id=boot_id),
-        lambda: opened[0].drain(),
+        lambda: entry_of(app.service, url=url, boot_id=boot_id),
+        lambda: app.service.drain(),
         drain_timeout=config.server.drain_timeout,
     )
     logging.getLogger("uvicorn.error").setLevel(logging.WARNING)

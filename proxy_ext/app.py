@@ -33,7 +33,7 @@ from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
-from proxy_ext.service import RankService, open_service
+from proxy_ext.service import open_service
 from proxy_ext.web import permissions as scopes
 from proxy_ext.web.exchange import error_response
 
@@ -71,16 +71,15 @@ def create_app(
     training: bool,
     engine_wait: float = 0.0,
     shape: ModelFingerprint | None = None,
-    opened: Callable[[RankService], None] = lambda _: None,
     load_litellm: Callable[[], ASGIApp] = litellm_shim.load_app,
     provider: litellm_shim.LiteLLMProvider | None = None,
     journal_url: str | None = None,
 ) -> RankApp:
     """Return the ASGI app of a rank.
 
-    ``opened`` gets the service when it is ready; ``shape`` is the fingerprint of the model that the
-    engine must have; ``journal_url`` replaces the run folder's journal. ``load_litellm`` and
-    ``provider`` are for tests. ConfigError for frozen models that cannot be used.
+    ``shape`` is the fingerprint of the model that the engine must have; ``journal_url`` replaces
+    the run folder's journal. ``load_litellm`` and ``provider`` are for tests. ConfigError for
+    frozen models that cannot be used.
     """
     litellm = LiteLLMApp(load_litellm)
     if provider is None:
@@ -108,7 +107,6 @@ def create_app(
             )
             app.state.service = service
             rank_app.on_started(service)
-            opened(service)
             # The libraries' 700,000 objects live as long as the process: a full collection over
             # them would stop every stream for a third of a second.
             gc.collect()

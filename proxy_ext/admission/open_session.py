@@ -20,8 +20,8 @@ from any_agent.errors import (
 from any_agent.keys import KeySigner, Lane
 from any_agent.protocol.rl import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
-from proxy_ext.journal import IMPLICITLY, PutSession, SessionRow
-from proxy_ext.journal.base import GRANT_OWNER, KeepAnswer, no_receipt
+from proxy_ext.journal import PutSession, SessionRow
+from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, no_receipt
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id

@@ -14,12 +14,12 @@ from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, StartupError, Unprocessable
-from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
+from any_agent.rundir.layout import JOURNAL_SUFFIX
 from any_agent.runtime.command_line import parse
 from proxy_ext.archive.records import read_record
 from proxy_ext.export.output import ExportOutput, output
 from proxy_ext.export.reader import SessionRecord, read_rank, rows
-from proxy_ext.journal import ExportFilter
+from proxy_ext.journal.reader import ExportFilter
 
 _READER_LEFT = 141  # exit code that a shell reports for a program that SIGPIPE ended
 _PROGRESS_INTERVAL = 5.0
@@ -31,9 +31,16 @@ class Exporter:
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         config = _config(arguments)
-        self._dir = _run_dir(config)
+        self._dir = run_dir_of(config)
+        saved = self._dir.path / "config.yaml"
+        last = load_config(saved, environ={}) if saved.is_file() else config
+        if self._dir.journals is None:
+            # The journals lie where the run's last start kept them.
+            self._dir = run_dir_of(config.model_copy(update={"server": last.server}))
         self._style: str | None = arguments.style
-        self._discount = _discount(self._dir, config, arguments)
+        self._discount = float(
+            last.train.discount if arguments.discount is None else arguments.discount
+        )
         self._wanted = ExportFilter(arguments.state or (), arguments.task, arguments.since)
         self._ranks = self._chosen_ranks(arguments.rank)
         self._progress_shown = time.monotonic()
@@ -126,27 +133,6 @@ def _config(arguments: argparse.Namespace) -> Config:
         if (value := getattr(arguments, name)) is not None
     ]
     return load_config(arguments.config, [*overrides, *arguments.overrides])
-
-
-def _run_dir(config: Config) -> RunDir:
-    """Return the run's folder; by default its journals lie where its last start kept them."""
-    run = run_dir_of(config)
-    saved = run.path / "config.yaml"
-    if run.journals is None and saved.is_file():
-        return run_dir_of(
-            config.model_copy(update={"server": load_config(saved, environ={}).server})
-        )
-    return run
-
-
-def _discount(run: RunDir, config: Config, arguments: argparse.Namespace) -> float:
-    """Return the discount of the arguments, else the one that the run was last trained with."""
-    if arguments.discount is not None:
-        return float(arguments.discount)
-    saved = run.path / "config.yaml"
-    if saved.is_file():
-        return load_config(saved, environ={}).train.discount
-    return config.train.discount
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ from any_agent.record import (
 from any_agent.record import to_json as row_to_json
 from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, Report, first_session, list_archives
 from proxy_ext.archive.records import ArchiveRecord, read_record, record_line
-from proxy_ext.journal import DamagedSession, ExportFilter, JournalReader
+from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
 
 
 class SessionRecord(NamedTuple):

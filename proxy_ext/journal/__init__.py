@@ -11,7 +11,6 @@ from urllib.parse import unquote, urlsplit
 
 from proxy_ext.journal.base import (
     EXPORT_OWNER,
-    IMPLICITLY,
     AnswerRow,
     ArchiveContent,
     DropAnswers,
@@ -38,22 +37,17 @@ from proxy_ext.journal.base import (
     open_journal,
     register_journal,
 )
-from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
 from proxy_ext.journal.sqlite import SQLiteJournal
 
 register_journal("sqlite", lambda url: SQLiteJournal(Path(unquote(urlsplit(url).path))))
 
 __all__ = [
     "EXPORT_OWNER",
-    "IMPLICITLY",
     "AnswerRow",
     "ArchiveContent",
-    "DamagedSession",
     "DropAnswers",
     "EraseContent",
-    "ExportFilter",
     "Journal",
-    "JournalReader",
     "JournalStats",
     "MarkDelivered",
     "NumberedRow",

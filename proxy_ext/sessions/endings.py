@@ -199,7 +199,7 @@ class SessionEnder:
                 if session.row.content == "archived":
                     # Before the write: after a kill in between a repetition finds no archive entry.
                     statements += await self._unarchive(row.id)
-                await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+                await self._sessions.write(session, row, *statements, *keep(answer))
                 session.tree = empty
             return answer
 
@@ -254,7 +254,7 @@ class SessionEnder:
         keep: KeepAnswer,
     ) -> SessionInfo:
         answer = session.info(row)
-        await self._sessions.write(session, row, *statements, answer=answer, keep=keep)
+        await self._sessions.write(session, row, *statements, *keep(answer))
         return answer
 
     @asynccontextmanager

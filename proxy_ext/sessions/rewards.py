@@ -19,7 +19,7 @@ from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, no_receipt
+from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, Statement, no_receipt
 from proxy_ext.sessions.delivery import last_received
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, set_state
@@ -74,7 +74,7 @@ class RewardBook:
             interaction = _rewarded_interaction(session, wanted)
             statements, own = await self.combine(session, interaction, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=interaction.id, reward=own)
-            await self._write(session, session.row, statements, answer, keep)
+            await self._write(session, session.row, statements, keep(answer))
             interaction.reward = own
             return answer
 
@@ -87,7 +87,7 @@ class RewardBook:
             statements, final = await self.combine(session, None, parts, by=by)
             answer = RewardSet(session_id=session.id, interaction_id=None, reward=final)
             row = replace(session.row, final_reward=final)
-            await self._write(session, row, statements, answer, keep)
+            await self._write(session, row, statements, keep(answer))
             return answer
 
     async def matches_final(self, session: RecordedSession, parts: Parts) -> bool:
@@ -119,18 +119,17 @@ class RewardBook:
         self,
         session: RecordedSession,
         row: SessionRow,
-        statements: list[SetReward],
-        answer: RewardSet,
-        keep: KeepAnswer,
+        rewards: list[SetReward],
+        kept: Iterable[Statement],
     ) -> None:
         """Write rewards; a finalized session loses the reason that it was given none."""
         also = []
         if row.state is SessionState.FINALIZED and row.reason is not None:
             row = replace(row, reason=None)
             also = [set_state(row)]
-        await self._sessions.write(session, row, *statements, *also, answer=answer, keep=keep)
+        await self._sessions.write(session, row, *rewards, *also, *kept)
         session.touch()
-        self.count_given(statements)
+        self.count_given(rewards)
 
     async def combine(
         self, session: RecordedSession, interaction: Interaction | None, parts: Parts, *, by: str

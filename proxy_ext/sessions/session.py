@@ -8,7 +8,7 @@ import math
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
@@ -27,6 +27,10 @@ LIVE_STATES = (
     SessionState.LEASED,
 )
 
+_PUBLIC_FIELDS = (
+    *("state", "reason", "task_id", "tenant", "content"),
+    *("final_reward", "step", "created_at", "ended_at"),
+)
 _OLD_KEY_SIZES = (16,)  # sizes, in bytes, of chain keys that earlier versions made
 
 
@@ -174,29 +178,25 @@ class RecordedSession:
         # Without its content nothing tells whether single interactions were rewarded.
         unrewarded = False if row.content == "stored" else None
         return SessionInfo(
-            session_id=row.id,
-            state=row.state,
-            reason=row.reason,
-            mode="train" if row.mode == "train" else "eval",
-            task_id=row.task_id,
-            group_id=public_id(row.group_id) if row.group_id else None,
-            tenant=row.tenant,
+            **public_fields(row),
             opened_by=row.opened_by,
-            content=row.content,
             interactions=len(tree),
             rewards=rewards,
-            final_reward=row.final_reward,
             rewarded=True if rewards or row.final_reward is not None else unrewarded,
             first_version=first,
             last_version=last,
             pinned_version=row.pinned_version,
-            step=row.step,
-            created_at=row.created_at,
-            ended_at=row.ended_at,
             expires_in=row.expires_at - until if taking_calls else None,
             idle_in=idle_in if taking_calls and math.isfinite(idle_in) else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
         )
+
+
+def public_fields(row: SessionRow) -> dict[str, Any]:
+    """Return the fields of a row that every description of a session has."""
+    same = {name: getattr(row, name) for name in _PUBLIC_FIELDS}
+    group_id = public_id(row.group_id) if row.group_id else None
+    return {"session_id": row.id, "mode": str(row.mode), "group_id": group_id, **same}
 
 
 def _versions(tree: InteractionTree) -> tuple[int | None, int | None]:

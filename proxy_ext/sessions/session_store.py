@@ -15,8 +15,6 @@ from contextlib import AsyncExitStack
 from dataclasses import replace
 from weakref import WeakValueDictionary
 
-from pydantic import BaseModel
-
 from any_agent.auth.access import RUN, Caller
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
@@ -31,7 +29,7 @@ from proxy_ext.journal import (
     SetState,
     Statement,
 )
-from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
+from proxy_ext.journal.base import NO_PLACE
 from proxy_ext.sessions.conversation_index import ConversationIndex
 from proxy_ext.sessions.delivery import (
     UNDELIVERED,
@@ -297,19 +295,13 @@ class SessionStore:
     # -- change --------------------------------------------------------------------------------
 
     async def write(
-        self,
-        session: RecordedSession,
-        row: SessionRow,
-        *statements: Statement,
-        answer: BaseModel | None = None,
-        keep: KeepAnswer = no_receipt,
+        self, session: RecordedSession, row: SessionRow, *statements: Statement
     ) -> None:
         """Commit a change of one session and its idempotent answer, then make ``row`` its row.
 
         The caller holds its lock, and has checked the change against the table of states.
         """
-        kept = keep(answer) if answer is not None else ()
-        await self.journal.commit(*statements, *kept)
+        await self.journal.commit(*statements)
         self._set_row(session, row)
         await self._update_indexes([session])
 

@@ -326,7 +326,7 @@ def already_finalized(row: SessionRow) -> Conflict:
 
 def refused_with(state: SessionState, event: Event) -> tuple[str, str]:
     """Return the code of a refusal's error, and what to do."""
-    return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _advice(event))
+    return _EXCEPTIONS.get((event, state)) or (EVENTS[event].code, _ADVICE.get(event, _NEW))
 
 
 def _describe(row: SessionRow) -> str:
@@ -390,7 +390,3 @@ _ADVICE = {
     Event.REJECT: "its lease ran out or was taken back",
     Event.REPLAY: "only what was finalized, and is still kept, can be trained on again",
 }
-
-
-def _advice(event: Event) -> str:
-    return _ADVICE.get(event, _NEW)

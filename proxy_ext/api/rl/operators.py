@@ -23,7 +23,8 @@ from any_agent.types import SessionState, Trajectory
 from proxy_ext.api.rl.strict_body import Anyone, StrictRoute, Who
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.base import EXPORT_OWNER, NumberedRow, SessionFilter
-from proxy_ext.sessions.groups import group_key, public_id
+from proxy_ext.sessions.groups import group_key
+from proxy_ext.sessions.session import public_fields
 from proxy_ext.web.exchange import JSONResponse
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
@@ -59,21 +60,10 @@ async def list_sessions(
 def _line(each: NumberedRow) -> SessionLine:
     row = each.row
     return SessionLine(
-        session_id=row.id,
+        **public_fields(row),
         number=each.number,
-        state=row.state,
-        mode="train" if row.mode == "train" else "eval",
-        task_id=row.task_id,
-        group_id=public_id(row.group_id) if row.group_id else None,
-        tenant=row.tenant,
         interactions=each.interactions,
         rewards_given=None if row.content == "archived" else each.rewards_given,
-        final_reward=row.final_reward,
-        reason=row.reason,
-        step=row.step,
-        content=row.content,
-        created_at=row.created_at,
-        ended_at=row.ended_at,
     )
 
 

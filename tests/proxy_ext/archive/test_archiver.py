@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from any_agent.errors import Conflict, StoreUnavailable
+from any_agent.runtime import atomic_files
 from any_agent.types import Interaction, SessionState
 from proxy_ext.archive import archiver as sweep
-from proxy_ext.archive import files
 from proxy_ext.archive.files import ArchiveWriter
 from proxy_ext.archive.records import read_record
 from proxy_ext.journal import ArchiveContent, EraseContent, sqlite
@@ -236,7 +236,7 @@ async def test_a_full_disk_keeps_nothing_of_a_deletion(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patched:
-        patched.setattr(files, "fsync", full)
+        patched.setattr(atomic_files, "fsync", full)
         with pytest.raises(OSError, match="No space"):
             await rank.archive.remove("a")
     assert rank.files == before

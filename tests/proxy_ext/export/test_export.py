@@ -22,8 +22,9 @@ from any_agent.types import SessionState
 from proxy_ext.archive.files import ArchiveFolder, ArchiveWriter, read_lines
 from proxy_ext.archive.records import read_record
 from proxy_ext.export import reader as reading
-from proxy_ext.journal import EraseContent, ExportFilter
+from proxy_ext.journal import EraseContent
 from proxy_ext.journal import reader as journal_reader
+from proxy_ext.journal.reader import ExportFilter
 from tests.support.archives import CALLS, Exported, Rank, archive_now
 from tests.support.proxy import HELLO
 from tests.support.proxy_fixtures import Start
