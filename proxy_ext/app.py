@@ -191,46 +191,34 @@ def _add_health_routes(router: APIRouter) -> None:
 
 
 def _add_error_handlers(app: FastAPI) -> None:
-    async def known(request: Request, error: Exception) -> Response:
-        assert isinstance(error, AnyAgentError)
-        return error_response(error, request.url.path)
+    async def answer(request: Request, error: Exception) -> Response:
+        return _answer_to(error, request.url.path)
 
-    async def invalid(request: Request, error: Exception) -> Response:
-        assert isinstance(error, RequestValidationError)
-        return error_response(_validation_error(error), request.url.path)
+    for kind in (AnyAgentError, ReplayedAnswer, RequestValidationError, HTTPException, Exception):
+        app.add_exception_handler(kind, answer)
 
-    async def http(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        path = request.url.path
-        if error.status_code == 404:
-            return error_response(NotFound(f"there is no route {path[:200]}"), path)
-        cause = error.__cause__
-        if isinstance(cause, AnyAgentError):
+
+def _answer_to(error: Exception, path: str) -> Response:
+    match error:
+        case ReplayedAnswer():
+            return error.response
+        case AnyAgentError():
+            known = error
+        case RequestValidationError():
+            known = _validation_error(error)
+        case HTTPException(status_code=404):
+            known = NotFound(f"there is no route {path[:200]}")
+        case HTTPException(__cause__=None):
+            response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
+            # For a wrong method: the allowed ones.
+            response.headers.update(error.headers or {})
+            return response
+        case HTTPException(__cause__=cause):
             # FastAPI wraps errors that occur while it reads a body.
-            return error_response(cause, path)
-        if cause is not None:
-            unreadable = InvalidRequest(
-                "the body is not valid JSON; send a JSON object", code="invalid_json"
-            )
-            return error_response(unreadable, path)
-        response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
-        # For a wrong method: the allowed ones.
-        response.headers.update(error.headers or {})
-        return response
-
-    async def replayed(_: Request, error: Exception) -> Response:
-        assert isinstance(error, ReplayedAnswer)
-        return error.response
-
-    async def unknown(request: Request, error: Exception) -> Response:
-        failed = AnyAgentError("the service failed; its log has the reason")
-        return error_response(failed, request.url.path)
-
-    app.add_exception_handler(AnyAgentError, known)
-    app.add_exception_handler(ReplayedAnswer, replayed)
-    app.add_exception_handler(RequestValidationError, invalid)
-    app.add_exception_handler(HTTPException, http)
-    app.add_exception_handler(Exception, unknown)
+            known = cause if isinstance(cause, AnyAgentError) else _invalid_json()
+        case _:
+            known = AnyAgentError("the service failed; its log has the reason")
+    return error_response(known, path)
 
 
 def _validation_error(error: RequestValidationError) -> InvalidRequest:
@@ -239,9 +227,13 @@ def _validation_error(error: RequestValidationError) -> InvalidRequest:
     where = ".".join(str(part) for part in first["loc"] if part not in ("body", "query"))[:200]
     message = str(first["msg"]).removeprefix("Value error, ")
     if first["type"] == "json_invalid":
-        return InvalidRequest("the body is not valid JSON; send a JSON object", code="invalid_json")
+        return _invalid_json()
     if first["type"] == "missing" and not where:
         return InvalidRequest("the body is missing: send a JSON object")
     if first["type"] == "extra_forbidden":
         return InvalidRequest(f"unknown field {where}; remove it", param=where)
     return InvalidRequest(f"{where}: {message}" if where else message, param=where or None)
+
+
+def _invalid_json() -> InvalidRequest:
+    return InvalidRequest("the body is not valid JSON; send a JSON object", code="invalid_json")

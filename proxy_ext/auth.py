@@ -11,7 +11,7 @@ from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
 from any_agent.keys import SESSION_KEY_PREFIX
 from proxy_ext.sessions.session import RecordedSession
-from proxy_ext.sessions.session_store import SessionStore
+from proxy_ext.sessions.session_store import SessionStore, no_session
 from proxy_ext.web.quotas import TenantQuotas
 
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
@@ -34,11 +34,6 @@ class Authenticator:
         self._quotas = quotas
         self.access = access
 
-    @property
-    def open_mode(self) -> bool:
-        """True while every caller counts as the operator."""
-        return self.access.open_mode
-
     def caller(self, request: Request) -> Caller:
         """Return the sender of a request; Unauthenticated for a key that is not valid here.
 
@@ -57,7 +52,7 @@ class Authenticator:
         # With a prefix any other bearer ("DUMMY") means nothing, unless it is a session's key.
         if prefix.startswith(SESSION_KEY_PREFIX):
             return self.access.caller(prefix)
-        if not self.open_mode:
+        if not self.access.open_mode:
             raise Unauthenticated(
                 "this service needs API keys: put the session's key in the path, not its id"
             )
@@ -162,11 +157,6 @@ class Authenticator:
         if session is None:
             raise Unauthenticated(_NOT_VALID)
         return session
-
-
-def no_session(id: str) -> NotFound:
-    """Return the error for a session that does not exist or that the caller must not see."""
-    return NotFound(f"there is no session {id[:80]!r}; check its id", code="session_not_found")
 
 
 def is_callers(session: RecordedSession, caller: Caller) -> bool:

@@ -204,7 +204,7 @@ class EntryMiddleware:
         length = values.get(b"content-length", b"0")
         if not length.isdigit() or int(length) > self._max_body_bytes:
             raise self._too_large()
-        if self._auth().open_mode:
+        if self._auth().access.open_mode:
             require_loopback_client(
                 hosts=_texts(headers, b"host"),
                 origins=_texts(headers, b"origin"),

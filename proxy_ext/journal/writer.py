@@ -17,6 +17,7 @@ import sqlite3
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeAlias
 
@@ -35,28 +36,20 @@ _WIPE_INTERVAL = 5.0  # seconds between tries to empty the log
 _MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full, whatever a write's error is
 
 
+@dataclass(slots=True, eq=False)
 class JournalJob:
     """A function for the thread, and the future of its result."""
 
-    __slots__ = ("future", "lazy", "loop", "run", "wipes", "writes")
-
-    def __init__(
-        self,
-        run: Callable[[sqlite3.Connection], Any],
-        *,
-        writes: bool,
-        wipes: bool = False,
-        lazy: bool = False,
-    ) -> None:
-        self.run = run
-        self.writes = writes
-        self.lazy = lazy
-        """A write that is reported before it is on the disk: it outlives the process, but a crash
-        of the machine only if another write followed."""
-        self.wipes = wipes
-        """A write whose removed content must be in no file when it is reported."""
-        self.loop = asyncio.get_running_loop()
-        self.future: asyncio.Future[Any] = self.loop.create_future()
+    run: Callable[[sqlite3.Connection], Any]
+    writes: bool
+    wipes: bool = False
+    """A write whose removed content must be in no file when it is reported."""
+    lazy: bool = False
+    """A write that is reported before it is on the disk: it outlives the process, but a crash of
+    the machine only if another write followed."""
+    future: asyncio.Future[Any] = field(
+        default_factory=lambda: asyncio.get_running_loop().create_future()
+    )
 
 
 _Outcome: TypeAlias = tuple[JournalJob, Any, Exception | None]
@@ -306,7 +299,7 @@ def _report(outcomes: list[_Outcome]) -> None:
     """Set the futures, all of a loop at once: each wake-up of a loop costs a system call."""
     by_loop: dict[asyncio.AbstractEventLoop, list[_Outcome]] = {}
     for outcome in outcomes:
-        by_loop.setdefault(outcome[0].loop, []).append(outcome)
+        by_loop.setdefault(outcome[0].future.get_loop(), []).append(outcome)
     for loop, reported in by_loop.items():
         try:
             loop.call_soon_threadsafe(_settle, reported)

@@ -22,14 +22,21 @@ _UNDECIDED = (SessionState.OPEN, SessionState.AWAITING_REWARD)
 
 
 class SessionCounts:
-    """Sessions created by mode, and sessions by mode and state."""
+    """Sessions by mode and state, ended ones included."""
 
     def __init__(self) -> None:
-        self.created: Counter[str] = Counter()
         self.now: Counter[tuple[str, SessionState]] = Counter()
         self._undecided: Counter[str | None] = Counter()
         self._granted: Counter[SessionState] = Counter()
         """Live sessions that were opened on grants, by state."""
+
+    @property
+    def created(self) -> Counter[str]:
+        """Number of sessions ever created, by mode: each of them is in one state now."""
+        created: Counter[str] = Counter()
+        for (mode, _), number in self.now.items():
+            created[mode] += number
+        return created
 
     def for_trainer(self, *states: SessionState) -> int:
         """Return how many live train sessions in these states a trainer has or may get."""
@@ -48,29 +55,22 @@ class SessionCounts:
     ) -> None:
         """Load the journal's counts, which include the ``live`` sessions."""
         self.now = Counter(stored)
-        self.created = Counter()
-        for (mode, _), number in stored.items():
-            self.created[mode] += number
         self._undecided, self._granted = Counter(), Counter()
         for row in live:
-            self._count_live(row, 1)
+            self._add_live(row, 1)
 
-    def add(self, row: SessionRow) -> None:
-        """Count a new session."""
-        self.created[str(row.mode)] += 1
-        self._count(row, 1)
+    def add(self, row: SessionRow, change: int = 1) -> None:
+        """Count a session in its state; with -1, no more."""
+        self.now[str(row.mode), row.state] += change
+        self._add_live(row, change)
 
     def move(self, before: SessionRow, after: SessionRow) -> None:
-        self._count(before, -1)
-        self._count(after, 1)
+        self.add(before, -1)
+        self.add(after)
         if not self._undecided[after.tenant]:
             del self._undecided[after.tenant]
 
-    def _count(self, row: SessionRow, change: int) -> None:
-        self.now[str(row.mode), row.state] += change
-        self._count_live(row, change)
-
-    def _count_live(self, row: SessionRow, change: int) -> None:
+    def _add_live(self, row: SessionRow, change: int) -> None:
         self._undecided[row.tenant] += change * (row.state in _UNDECIDED)
         self._granted[row.state] += change * (row.owner == GRANT_OWNER)
 

@@ -208,9 +208,7 @@ class SessionStore:
             return session
         row = await self.journal.session(session_id)
         if row is None:
-            raise NotFound(
-                f"there is no session {session_id[:80]!r}; check its id", code="session_not_found"
-            )
+            raise no_session(session_id)
         return self._stored(row)
 
     def _stored(self, row: SessionRow) -> RecordedSession:
@@ -382,6 +380,11 @@ class SessionStore:
     async def wake_pollers(self) -> None:
         async with self.ready:
             self.ready.notify_all()
+
+
+def no_session(id: str) -> NotFound:
+    """Return the error for a session that does not exist or that the caller must not see."""
+    return NotFound(f"there is no session {id[:80]!r}; check its id", code="session_not_found")
 
 
 def ended(row: SessionRow, state: SessionState, reason: str | None = None) -> SessionRow:
