@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from dataclasses import dataclass, field
 from typing import Any
 from weakref import WeakValueDictionary
 
@@ -82,6 +83,7 @@ def request_hash(request: Request, body: bytes) -> bytes:
     return digest.digest()
 
 
+@dataclass(slots=True, eq=False)
 class Receipt:
     """Lets a route answer a request once, whether it came with a key or not.
 
@@ -89,29 +91,23 @@ class Receipt:
     together with the change, and returns ``response(answer)``.
     """
 
-    def __init__(
-        self,
-        answers: IdempotencyStore,
-        scope: str = "",
-        key: str | None = None,
-        request: bytes = b"",
-    ) -> None:
-        self._answers = answers
-        self._scope = scope
-        self._key = key
-        self._request = request
-        self._body: bytes | None = None
+    answers: IdempotencyStore
+    scope: str = ""
+    key: str | None = None
+    hash: bytes = b""
+    """The hash of the request."""
+    _body: bytes | None = field(default=None, init=False)
 
     @property
     def keep(self) -> KeepAnswer:
         """The callback that stores an answer; `no_receipt` for a request without a key."""
-        return self._keep if self._key is not None else no_receipt
+        return self._keep if self.key is not None else no_receipt
 
     def _keep(self, answer: BaseModel) -> tuple[Statement, ...]:
-        assert self._key is not None
+        assert self.key is not None
         self._body = _json(answer)
-        body = self._answers.pack(answer)
-        return (PutAnswer(self._scope, self._key, self._request, 200, body, time.time()),)
+        body = self.answers.pack(answer)
+        return (PutAnswer(self.scope, self.key, self.hash, 200, body, time.time()),)
 
     async def store(self, answer: BaseModel) -> Response:
         """Store and return the answer of a route that writes nothing itself.
@@ -120,7 +116,7 @@ class Receipt:
         effects that may happen twice.
         """
         if statements := self.keep(answer):
-            await self._answers.journal.commit(*statements)
+            await self.answers.journal.commit(*statements)
         return self.response(answer)
 
     def response(self, answer: BaseModel) -> Response:

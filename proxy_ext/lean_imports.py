@@ -6,13 +6,15 @@ where it is installed; it uses all of renderers but the client, which imports op
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import ModuleType
 
-_QUIET = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
+from any_agent.runtime.environment import environment_with
+
+_QUIET = {"TRANSFORMERS_NO_ADVISORY_WARNINGS": "1"}
+"""Silences transformers' advice to install torch."""
 
 
 def import_lean() -> None:
@@ -22,7 +24,7 @@ def import_lean() -> None:
     afterwards; transformers itself does without torch for the life of this process.
     """
     if "transformers" not in sys.modules:
-        with _substitute("torch", None), _without_advice():
+        with _substitute("torch", None), environment_with(_QUIET):
             from transformers.utils import is_torch_available
 
             # transformers caches the answer.
@@ -44,17 +46,3 @@ def _substitute(name: str, module: ModuleType | None) -> Iterator[None]:
         yield
     finally:
         del sys.modules[name]
-
-
-@contextmanager
-def _without_advice() -> Iterator[None]:
-    """Silence transformers' advice to install torch."""
-    before = os.environ.get(_QUIET)
-    os.environ[_QUIET] = "1"
-    try:
-        yield
-    finally:
-        if before is None:
-            del os.environ[_QUIET]
-        else:
-            os.environ[_QUIET] = before

@@ -42,7 +42,6 @@ class ArchiveFile:
     """An archive file; its sessions' numbers lie between ``first`` and ``last``."""
 
     path: Path
-    rank: int
     first: int
     last: int
 
@@ -51,11 +50,8 @@ def list_archives(folder: Path, rank: int) -> list[ArchiveFile]:
     """Return a rank's files, ordered by their first number."""
     if not folder.is_dir():
         return []
-    found = []
-    for path in folder.iterdir():
-        match = _NAME.fullmatch(path.name)
-        if match and int(match[1]) == rank:
-            found.append(ArchiveFile(path, rank, int(match[2]), int(match[3])))
+    matches = ((path, _NAME.fullmatch(path.name)) for path in folder.iterdir())
+    found = [ArchiveFile(p, int(m[2]), int(m[3])) for p, m in matches if m and int(m[1]) == rank]
     return sorted(found, key=lambda file: (file.first, file.last))
 
 

@@ -142,7 +142,7 @@ class JournalWriter:
             try:
                 connection.execute("COMMIT")
             except sqlite3.Error as cause:
-                raise _UnsureCommit(cause) from cause
+                raise _UnsureCommit(str(cause)) from cause
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 if connection.in_transaction:
@@ -249,10 +249,6 @@ class _BadJob(Exception):
 class _UnsureCommit(Exception):
     """The failure of the commit itself: its writes may be on the disk."""
 
-    def __init__(self, cause: sqlite3.Error) -> None:
-        super().__init__(str(cause))
-        self.cause = cause
-
 
 _JOB_ERRORS = frozenset(
     {
@@ -274,9 +270,8 @@ def _fails_all_writes(cause: Exception) -> bool:
 
 def _code_of(cause: Exception) -> int | None:
     """Return SQLite's primary result code; None without one."""
-    if isinstance(cause, _UnsureCommit):
-        cause = cause.cause
-    extended: int | None = getattr(cause, "sqlite_errorcode", None)
+    origin = cause.__cause__ if isinstance(cause, _UnsureCommit) else cause
+    extended: int | None = getattr(origin, "sqlite_errorcode", None)
     return None if extended is None else extended & 0xFF
 
 
