@@ -94,16 +94,6 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
         raise ConfigError(f"{config_cls!r} must be GRPOConfig or a class derived from it")
     # Callers may pass all of sys.argv, with the script's own name.
     argv = argv[1:] if argv and argv[0].endswith(".py") else argv
-    arguments, overrides = _parser().parse_known_args(argv)
-    config = load_config(arguments.config, overrides, kind=config_cls)
-    assert isinstance(config, config_cls)
-    if not {"", os.getcwd()}.intersection(sys.path):
-        sys.path.append(os.getcwd())
-    one_line_errors(debug=config.log_level == "debug")
-    return config, arguments.config or ""
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         usage="%(prog)s [--config FILE] [key=value ...]",
         description="Any setting can be given as key=value, e.g. train.lr=1e-5 rollout.eta=1; "
@@ -111,4 +101,10 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
-    return parser
+    arguments, overrides = parser.parse_known_args(argv)
+    config = load_config(arguments.config, overrides, kind=config_cls)
+    assert isinstance(config, config_cls)
+    if not {"", os.getcwd()}.intersection(sys.path):
+        sys.path.append(os.getcwd())
+    one_line_errors(debug=config.log_level == "debug")
+    return config, arguments.config or ""

@@ -30,13 +30,13 @@ _NETWORK = re.compile(
     r"fuse\.(?!fuse-overlayfs|ext|ntfs|bindfs).*"
 )
 """Types of file systems in mountinfo that other machines share, or that forward to another one."""
-_MOUNTS = Path("/proc/self/mountinfo")
+_OCTAL = re.compile(r"\\([0-7]{3})")  # a character of a path in mountinfo, escaped
 
 
-def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
+def require_local(run: RunDir) -> None:
     """Raise ConfigError for journals on a network file system."""
     folder = run.journal(0).parent
-    kind = filesystem_of(folder, mounts)
+    kind = _filesystem_of(folder)
     if kind is not None and _NETWORK.fullmatch(kind):
         raise ConfigError(
             f"the journals would lie in {folder}, on a network file system ({kind}), where "
@@ -45,25 +45,21 @@ def require_local(run: RunDir, mounts: Path = _MOUNTS) -> None:
         )
 
 
-def filesystem_of(path: Path, mounts: Path = _MOUNTS) -> str | None:
+def _filesystem_of(path: Path) -> str | None:
     """Return the type of the file system that a path is on, or will be; None if unknown."""
     try:
-        lines = mounts.read_text(encoding="utf-8", errors="replace").splitlines()
+        text = Path("/proc/self/mountinfo").read_text(encoding="utf-8", errors="replace")
     except OSError:
         return None
     path, found, longest = path.resolve(), None, -1
-    for line in lines:
+    for line in text.splitlines():
         # https://man7.org/linux/man-pages/man5/proc_pid_mountinfo.5.html
         fields, _, rest = line.partition(" - ")
-        point = Path(_unescaped(fields.split()[4]))
+        point = Path(_OCTAL.sub(lambda match: chr(int(match[1], 8)), fields.split()[4]))
         # Later mounts cover earlier ones at the same point.
         if path.is_relative_to(point) and len(point.parts) >= longest:
             longest, found = len(point.parts), rest.split()[0]
     return found
-
-
-def _unescaped(text: str) -> str:
-    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)
 
 
 def fetch_journals(

@@ -5,8 +5,8 @@ from __future__ import annotations
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import AbstractContextManager
 from types import FrameType
 
 from any_agent.launcher.component import Component
@@ -64,7 +64,9 @@ def drain(
     Returns whether all requests ended by themselves: a router or a proxy that ends at its own time
     limit has cut some off.
     """
-    with _interrupt_event() as interrupted:
+    # A signal sets the event, instead of ending the launcher.
+    interrupted = threading.Event()
+    with handle_signals(lambda *_: interrupted.set(), *_ENDS):
         now = time.monotonic()
         router, trainer = _of_kind(parts, "router"), _of_kind(parts, "trainer")
         proxies = _of_kind(parts, "rank")
@@ -102,16 +104,6 @@ def _stop(parts: list[Component], grace: float) -> None:
         part.stop(grace=max(0.0, deadline + part.grace - time.monotonic()))
 
 
-@contextmanager
-def uninterrupted() -> Iterator[None]:
+def uninterrupted() -> AbstractContextManager[None]:
     """Ignore Ctrl-C and Slurm's signals inside the block, so that all children are ended."""
-    with handle_signals(signal.SIG_IGN, *_ENDS, signal.SIGUSR1, signal.SIGUSR2):
-        yield
-
-
-@contextmanager
-def _interrupt_event() -> Iterator[threading.Event]:
-    """Yield an event that a signal sets, instead of ending the launcher."""
-    event = threading.Event()
-    with handle_signals(lambda *_: event.set(), *_ENDS):
-        yield event
+    return handle_signals(signal.SIG_IGN, *_ENDS, signal.SIGUSR1, signal.SIGUSR2)

@@ -30,7 +30,7 @@ from any_agent.launcher.slurm.job import (
     run_slurm,
     slurm_process,
 )
-from any_agent.launcher.slurm.plan import plan
+from any_agent.launcher.slurm.plan import count_ranks, plan
 from any_agent.launcher.trial import check_model, newest_weights, resolve_config, trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
@@ -128,7 +128,7 @@ def _settings(args: argparse.Namespace, job: SlurmJob | None) -> Config:
         config = load_config(saved, overrides)
     cluster = config.cluster
     nodes = job.nodes if job else tuple(f"node {k}" for k in range(cluster.nodes))
-    ranks = plan(config, nodes, job.gpus if job else cluster.gpus_per_node).ranks
+    ranks = count_ranks(plan(config, nodes, job.gpus if job else cluster.gpus_per_node))
     return resolve_config(args.config, [*overrides, f"server.ranks={ranks}"])
 
 

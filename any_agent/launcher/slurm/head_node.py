@@ -23,7 +23,7 @@ from any_agent.launcher.slurm.job import (
     requeue,
     require_program,
 )
-from any_agent.launcher.slurm.plan import Role, plan
+from any_agent.launcher.slurm.plan import Role, count_ranks, plan
 from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import HEARTBEAT, read_entry
 
@@ -48,10 +48,10 @@ class HeadNode(Node):
     """
 
     def __init__(self, config: Config, job: SlurmJob, say: Callable[[str], None]) -> None:
-        nodes = plan(config, job.nodes, job.gpus)
-        own, *self._others = nodes.roles
+        roles = plan(config, job.nodes, job.gpus)
+        own, *self._others = roles
         address = node_address(own.node, config.cluster.network)
-        changes: dict[str, object] = {"ranks": nodes.ranks}
+        changes: dict[str, object] = {"ranks": count_ranks(roles)}
         if config.server.host in LOOPBACK:
             # No client outside of this node would reach it.
             changes["host"] = address

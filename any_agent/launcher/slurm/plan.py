@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from any_agent.config import Config
@@ -42,16 +42,11 @@ class Role:
         return "; ".join(parts)
 
 
-@dataclass(frozen=True, slots=True)
-class NodePlan:
-    """The roles of all nodes, and the numbers of ranks and training nodes."""
-
-    roles: tuple[Role, ...]
-    ranks: int
-    training_nodes: int
+def count_ranks(roles: Iterable[Role]) -> int:
+    return sum(len(role.ranks) for role in roles)
 
 
-def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
+def plan(config: Config, nodes: Sequence[str], gpus: int) -> list[Role]:
     """Assign roles to nodes with ``gpus`` GPUs each.
 
     Inference is on the first nodes, training on the last ones, the router on the very first; a
@@ -75,7 +70,7 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> NodePlan:
         ranks = tuple(range(index * each, (index + 1) * each)) if index < inference else ()
         trains = index - first if index >= first else None
         roles.append(Role(index, name, ranks, trains, training, first))
-    return NodePlan(tuple(roles), inference * each, training)
+    return roles
 
 
 def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) -> int:

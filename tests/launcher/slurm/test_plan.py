@@ -6,7 +6,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher.slurm.plan import plan
+from any_agent.launcher.slurm.plan import count_ranks, plan
 
 GPUS = ["engine.kind=sglang", "engine.device=cuda"]
 CPU = ["engine.device=cpu", "train.device=cpu"]
@@ -45,11 +45,13 @@ def test_roles(
     settings: list[str], nodes: int, gpus: int, roles: list[tuple[tuple[int, ...], int | None]]
 ) -> None:
     found = plan(configured(*settings), [f"n{k}" for k in range(nodes)], gpus)
-    assert [(role.ranks, role.training) for role in found.roles] == roles
-    assert [role.node for role in found.roles] == [f"n{k}" for k in range(nodes)]
-    assert [role.router for role in found.roles] == [True, *[False] * (nodes - 1)]
-    assert found.ranks == sum(len(ranks) for ranks, _ in roles)
-    assert found.training_nodes == sum(training is not None for _, training in roles)
+    assert [(role.ranks, role.training) for role in found] == roles
+    assert [role.node for role in found] == [f"n{k}" for k in range(nodes)]
+    assert [role.router for role in found] == [True, *[False] * (nodes - 1)]
+    assert count_ranks(found) == sum(len(ranks) for ranks, _ in roles)
+    training_nodes = sum(training is not None for _, training in roles)
+    assert {role.training_nodes for role in found} == {training_nodes}
+    assert {role.first_trainer for role in found} == {nodes - training_nodes}
 
 
 @pytest.mark.parametrize(
@@ -74,6 +76,6 @@ def test_numbers_that_do_not_fit(settings: list[str], nodes: int, gpus: int, sai
 
 
 def test_roles_in_words() -> None:
-    one, two = plan(configured("server.ranks=2", *CPU), ["a", "b"], 0).roles
+    one, two = plan(configured("server.ranks=2", *CPU), ["a", "b"], 0)
     assert str(one) == "engines and proxies of ranks 0, 1; the router"
     assert str(two) == "the trainer"
