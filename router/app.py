@@ -209,15 +209,12 @@ class Router:
 
     async def _healthz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer that the process lives, and with the ranks' states."""
-        ranks = {str(rank): self._state(rank) for rank in range(self.ranks.count)}
+        ranks: dict[str, dict[str, Any]] = {}
+        for rank in range(self.ranks.count):
+            ranks[str(rank)] = {"state": "ready" if self.ranks.url(rank) else "away"}
+            if entry := self.ranks.entry(rank):
+                ranks[str(rank)] |= {"version": entry.version, "load": entry.load.model_dump()}
         return await self.replies.json(request, {"status": "ok", "ranks": ranks})
-
-    def _state(self, rank: int) -> dict[str, Any]:
-        entry = self.ranks.entry(rank)
-        state = "ready" if self.ranks.url(rank) else "away"
-        if entry is None:
-            return {"state": state}
-        return {"state": state, "version": entry.version, "load": entry.load.model_dump()}
 
     async def _readyz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer with the ranks that can be reached and take writes; 503 without any."""

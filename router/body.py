@@ -60,7 +60,17 @@ class RequestBody:
     async def _parts(self, limit: int) -> AsyncIterator[bytes]:
         await self._continue()
         size = 0
-        while part := await self._part():
+        while True:
+            try:
+                async with asyncio.timeout(self._timeout):
+                    part = await self._content.readany()
+            except TimeoutError:
+                raise InvalidRequest(
+                    f"no part of the body arrived for {self._timeout:g} s; send it again",
+                    code="body_timeout",
+                ) from None
+            if not part:
+                return
             size += len(part)
             if size > limit:
                 raise self._too_large(limit)
@@ -76,19 +86,6 @@ class RequestBody:
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             # This counts as no part of the answer.
             request.writer.output_size = 0
-
-    async def _part(self) -> bytes:
-        content = self._content
-        if content.is_eof():
-            return content.read_nowait()
-        try:
-            async with asyncio.timeout(self._timeout):
-                return await content.readany()
-        except TimeoutError:
-            raise InvalidRequest(
-                f"no part of the body arrived for {self._timeout:g} s; send it again",
-                code="body_timeout",
-            ) from None
 
     def _too_large(self, limit: int) -> PayloadTooLarge:
         where = " (server.max_body_bytes)" if limit == self._limit else ""

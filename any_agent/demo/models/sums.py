@@ -92,12 +92,7 @@ def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
     save_tiny_model(path, seed, tokenizer=tokenizer, context=_CONTEXT)
     # Prompts with and without an empty block of thoughts before the answer.
     formats = [load_chat_format(str(path), enable_thinking=thinks) for thinks in (False, None)]
-    teach_sums(path, [Author(chat) for chat in formats], steps=steps, seed=seed)
-    return path
-
-
-def teach_sums(path: Path, authors: list[Author], *, steps: int = STEPS, seed: int = 0) -> None:
-    """Teach the model at ``path`` in place."""
+    authors = [Author(chat) for chat in formats]
     rng = Random(seed)
     kinds = tuple(zip((_plain, _with_tool, _thinking), _BATCH, strict=True))
 
@@ -115,6 +110,7 @@ def teach_sums(path: Path, authors: list[Author], *, steps: int = STEPS, seed: i
         return [row for rows, size in pools for row in rng.choices(rows, k=size)]
 
     teach(path, batch, steps=steps, seed=seed)
+    return path
 
 
 # -- conversations --------------------------------------------------------------------------------
