@@ -7,7 +7,6 @@ import logging
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from dataclasses import replace
 from functools import partial
 
 from any_agent.auth.access import Access, run_dir_of
@@ -40,7 +39,7 @@ from proxy_ext.sessions.grading import grader_of
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session_store import SessionStore
-from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
+from proxy_ext.web.quotas import TenantQuotas
 
 log = logging.getLogger(__name__)
 
@@ -237,14 +236,13 @@ async def open_service(
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
-    default = QuotaLimits.of(config.server)
-
-    def limits(tenant: str) -> QuotaLimits:
-        own = access.limits(tenant)
-        return replace(default, **own.model_dump(exclude_none=True)) if own else default
+    def limit(tenant: str, quota: str) -> float | None:
+        own: float | None = getattr(access.limits(tenant), quota, None)
+        default: float | None = getattr(config.server, f"tenant_{quota}")
+        return default if own is None else own
 
     ranks, open_sessions = config.server.ranks, sessions.counts.undecided_of
-    return TenantQuotas(limits, ranks=ranks, open_sessions=open_sessions)
+    return TenantQuotas(limit, ranks=ranks, open_sessions=open_sessions)
 
 
 async def _context_length(engine: RemoteEngine, wait: float) -> int:

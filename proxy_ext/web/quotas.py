@@ -15,9 +15,7 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass
 
-from any_agent.config import ServerConfig
 from any_agent.errors import TooManyRequests
 
 QUOTAS = ("open_sessions", "requests_per_second", "tokens_per_second")
@@ -25,24 +23,6 @@ _BURST_SECONDS = 5.0  # seconds of its rate that a tenant may use at once after 
 _MAX_RETRY_AFTER = 60.0  # seconds: SDKs ignore longer ones
 _SESSION_RETRY_AFTER = 5.0  # seconds until a session may have ended
 _MAX_BUCKETS = 4096
-
-
-@dataclass(frozen=True, slots=True)
-class QuotaLimits:
-    """The limits of one tenant over all ranks; None: unlimited."""
-
-    open_sessions: int | None = None
-    requests_per_second: float | None = None
-    tokens_per_second: float | None = None
-
-    @classmethod
-    def of(cls, server: ServerConfig) -> QuotaLimits:
-        """Return the limits of a tenant without limits of its own."""
-        return cls(
-            server.tenant_open_sessions,
-            server.tenant_requests_per_second,
-            server.tenant_tokens_per_second,
-        )
 
 
 class TokenBucket:
@@ -73,17 +53,20 @@ class TokenBucket:
 
 
 class TenantQuotas:
-    """The quotas of every tenant on one rank. ``limits`` returns a tenant's, over all ranks."""
+    """The quotas of every tenant on one rank.
+
+    ``limit`` returns a tenant's limit of a quota over all ranks; None: unlimited.
+    """
 
     def __init__(
         self,
-        limits: Callable[[str], QuotaLimits],
+        limit: Callable[[str, str], float | None],
         *,
         ranks: int,
         open_sessions: Callable[[str], int],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._limits = limits
+        self._limit = limit
         self._ranks = ranks
         self._open_sessions = open_sessions
         self._clock = clock
@@ -150,7 +133,7 @@ class TenantQuotas:
 
     def _share(self, quota: str, tenant: str) -> int | None:
         """Return this rank's share of a tenant's limit."""
-        limit: float | None = getattr(self._limits(tenant), quota)
+        limit = self._limit(tenant, quota)
         return None if limit is None else math.ceil(limit / self._ranks)
 
     def _bucket(self, quota: str, tenant: str | None) -> TokenBucket | None:

@@ -23,7 +23,7 @@ from collections.abc import (
     Sequence,
 )
 from typing import Annotated, Any
-from urllib.parse import parse_qsl, urlencode
+from urllib.parse import parse_qs, urlencode
 
 from fastapi import Depends, Header
 from fastapi.dependencies.models import Dependant
@@ -173,13 +173,9 @@ def _unknown(name: str, known: Collection[str]) -> InvalidRequest:
 
 def _by_name(query: str) -> dict[str, list[str]]:
     try:
-        pairs = parse_qsl(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
+        return parse_qs(query, keep_blank_values=True, max_num_fields=_MAX_FIELDS)
     except ValueError:
         raise InvalidRequest(f"the query has more than {_MAX_FIELDS} fields") from None
-    out: dict[str, list[str]] = {}
-    for name, text in pairs:
-        out.setdefault(name, []).append(text)
-    return out
 
 
 async def _value(name: str, texts: Sequence[str], kinds: set[str]) -> Any:
@@ -265,8 +261,9 @@ class _StrictRequest(Request):
 
     def remove_from_query(self, name: str, query: str) -> None:
         """Remove a field from the query of a route that does not have the field."""
-        rest = [each for each in parse_qsl(query, keep_blank_values=True) if each[0] != name]
-        self.scope["query_string"] = urlencode(rest).encode()
+        rest = _by_name(query)
+        del rest[name]
+        self.scope["query_string"] = urlencode(rest, doseq=True).encode()
 
 
 def _integer(digits: str) -> int:

@@ -33,7 +33,7 @@ from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
-from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
+from proxy_ext.web.quotas import TenantQuotas
 from tests.proxy_ext.archive.test_files import archives_of
 from tests.support.journal import make_interaction, make_row
 
@@ -82,7 +82,7 @@ class Rank:
             KeySigner(bytes(32)),
             settings,
             run=cast(RunState, SimpleNamespace(version=0, require_training=lambda: None)),
-            quotas=TenantQuotas(lambda _: QuotaLimits(), ranks=1, open_sessions=lambda _: 0),
+            quotas=TenantQuotas(lambda *_: None, ranks=1, open_sessions=lambda _: 0),
             largest_group=8,
             public_url="http://x",
         )

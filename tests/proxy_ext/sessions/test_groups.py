@@ -41,7 +41,7 @@ from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
-from proxy_ext.web.quotas import QuotaLimits, TenantQuotas
+from proxy_ext.web.quotas import TenantQuotas
 from tests.support.journal import make_interaction
 
 OWNER = "trainer"
@@ -107,7 +107,7 @@ class Rank:
         self.expiry = SessionExpirer(sessions, self.endings, config, None)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
         quotas = TenantQuotas(
-            lambda _: QuotaLimits(open_sessions=20),
+            lambda _, quota: 20 if quota == "open_sessions" else None,
             ranks=1,
             open_sessions=sessions.counts.undecided_of,
         )

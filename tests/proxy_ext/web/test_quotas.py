@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import pytest
 
+from any_agent.auth.key_store import TenantLimits
 from any_agent.errors import TooManyRequests
-from proxy_ext.web.quotas import QUOTAS, QuotaLimits, TenantQuotas
+from proxy_ext.web.quotas import QUOTAS, TenantQuotas
 
 
 class Lab:
     def __init__(self, *, ranks: int = 1, **limits: float) -> None:
         self.now = 1000.0
-        self.limits = {"alice": QuotaLimits(**limits)}  # type: ignore[arg-type]
+        self.limits = {"alice": TenantLimits(**limits)}  # type: ignore[arg-type]
         self.open = 0
         self.quotas = TenantQuotas(
-            lambda tenant: self.limits.get(tenant, QuotaLimits()),
+            lambda tenant, quota: getattr(self.limits.get(tenant), quota, None),
             ranks=ranks,
             open_sessions=lambda _: self.open,
             clock=lambda: self.now,
@@ -126,11 +127,11 @@ def test_nobody_else_is_held_up() -> None:
 def test_a_changed_limit_holds_at_once() -> None:
     lab = Lab(requests_per_second=1)
     assert lab.allowed() == 5
-    lab.limits["alice"] = QuotaLimits()
+    lab.limits["alice"] = TenantLimits()
     assert lab.allowed(100) == 100
-    lab.limits["alice"] = QuotaLimits(requests_per_second=2)
+    lab.limits["alice"] = TenantLimits(requests_per_second=2)
     assert lab.allowed() == 10
-    lab.limits["alice"] = QuotaLimits(requests_per_second=4)
+    lab.limits["alice"] = TenantLimits(requests_per_second=4)
     lab.now += 1
     assert lab.allowed() == 2, "the second before was at the old rate, and what was used stays used"
 
@@ -139,7 +140,7 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy_ext.web.quotas._MAX_BUCKETS", 8)
     now = 0.0
     quotas = TenantQuotas(
-        lambda _: QuotaLimits(requests_per_second=1),
+        lambda _, quota: 1 if quota == "requests_per_second" else None,
         ranks=1,
         open_sessions=lambda _: 0,
         clock=lambda: now,
