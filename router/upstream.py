@@ -93,10 +93,10 @@ class RankResponse:
 
     async def read(self) -> bytes:
         """Return the whole body; ReplyLost when it breaks off."""
-        parts = []
-        while part := await self.readany():
-            parts.append(part)
-        return parts[0] if len(parts) == 1 else b"".join(parts)
+        body = await self.content.read()
+        if self.error is not None:
+            raise self.error
+        return body
 
     async def collect(self, rank: int) -> UpstreamResponse:
         """Return the whole answer of this rank; ReplyLost when it breaks off."""
