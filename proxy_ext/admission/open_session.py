@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
+from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from any_agent.auth.access import Caller, Scope
@@ -25,7 +26,6 @@ from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, no_recei
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
-from proxy_ext.sessions.ids import TaskNumbers
 from proxy_ext.sessions.session import RecordedSession, clock_stamp
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.slots import GrantBook
@@ -51,7 +51,7 @@ class _OpenTarget:
     lane: Lane
     key: str
     tenant: str | None
-    numbers: TaskNumbers | None = None
+    ids: Generator[str] | None = None
     grant_only: bool = False
     implicit: bool = False
     """True if a model call opens the session."""
@@ -106,10 +106,10 @@ class SessionOpener:
         """
         try:
             self._require_room(body, caller, on_grant=numbered is not None)
-            numbers = await self._sessions.areal_ids.numbers_of(numbered.task) if numbered else None
+            ids = await self._sessions.areal_ids.ids_of(numbered.task) if numbered else None
             target = replace(await self._resolve_key(body.api_key, caller), implicit=implicit)
             if numbered is not None:
-                target = replace(target, numbers=numbers, grant_only=numbered.grant_only)
+                target = replace(target, ids=ids, grant_only=numbered.grant_only)
             self._quotas.begin_open(target.tenant)
             self._opening.add(target.lane.id)
             try:
@@ -144,7 +144,7 @@ class SessionOpener:
         pinned = self._pinned(body)
         group: Group | None = None
         granted: GrantBook | None = None
-        if target.numbers is not None and mode is SessionMode.TRAIN:
+        if target.ids is not None and mode is SessionMode.TRAIN:
             grants = self._sessions.grants_of(target.caller)
             granted = grants if grants.spend() else None
         if mode is SessionMode.TRAIN and granted is None:
@@ -208,11 +208,10 @@ class SessionOpener:
         return RecordedSession(row, self._sessions.idle_timeout(row))
 
     def _new_id(self, target: _OpenTarget, group: Group | None) -> str:
-        if target.numbers is not None:
-            return target.numbers.new()
-        return (
-            self._sessions.groups.new_member(group) if group else self._sessions.ids.new_session()
-        )
+        if target.ids is not None:
+            return next(target.ids)
+        groups, ids = self._sessions.groups, self._sessions.ids
+        return groups.new_member(group) if group else ids.new_session()
 
     def _pinned(self, body: StartSession) -> int | None:
         """Return the weight version that all tokens must have; VersionGone for another one."""

@@ -8,9 +8,10 @@ batches by these ids.
 
 from __future__ import annotations
 
+import itertools
 import secrets
 from collections import OrderedDict
-from collections.abc import Container
+from collections.abc import Container, Generator
 from hashlib import sha256
 from weakref import WeakValueDictionary
 
@@ -94,43 +95,31 @@ class SessionIds:
 _MAX_CACHED = 4096  # tasks whose next number is in memory; others' is read from the journal
 
 
-class TaskNumbers:
-    """Numbers the sessions of one task. An open keeps it until the new id is in the journal."""
-
-    def __init__(self, prefix: str, first: int) -> None:
-        self._prefix = prefix
-        self._next = first
-
-    def new(self) -> str:
-        name = f"{self._prefix}{self._next}"
-        self._next += 1
-        return name
-
-
 class ArealIds:
     """Ids `<task>-<rank>-<n>` of sessions opened under the names of the AReaL documents.
 
-    The numbers of each task continue after those that the journal has.
+    The numbers of each task continue after those that the journal has. An open keeps its task's
+    iterator until the new id is in the journal.
     """
 
     def __init__(self, journal: Journal, rank: int) -> None:
         self._journal = journal
         self._rank = rank
-        self._recent: OrderedDict[str, TaskNumbers] = OrderedDict()
-        self._used: WeakValueDictionary[str, TaskNumbers] = WeakValueDictionary()
-        """All counters in use, those that are no longer recent included."""
+        self._recent: OrderedDict[str, Generator[str]] = OrderedDict()
+        self._used: WeakValueDictionary[str, Generator[str]] = WeakValueDictionary()
+        """All iterators in use, those that are no longer recent included."""
 
-    async def numbers_of(self, task: str) -> TaskNumbers:
-        """Return the counter of a task."""
-        numbers = self._used.get(task)
-        if numbers is None:
+    async def ids_of(self, task: str) -> Generator[str]:
+        """Return the iterator over a task's next ids."""
+        ids = self._used.get(task)
+        if ids is None:
             prefix = f"{task}-{self._rank}-"
             last = await self._journal.last_number(prefix)
-            numbers = TaskNumbers(prefix, 0 if last is None else last + 1)
+            first = 0 if last is None else last + 1
             # Another open of this task may have read the journal meanwhile.
-            numbers = self._used.setdefault(task, numbers)
-        self._recent[task] = numbers
+            ids = self._used.setdefault(task, (f"{prefix}{n}" for n in itertools.count(first)))
+        self._recent[task] = ids
         self._recent.move_to_end(task)
         if len(self._recent) > _MAX_CACHED:
             self._recent.popitem(last=False)
-        return numbers
+        return ids
