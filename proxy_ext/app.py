@@ -6,7 +6,6 @@ import gc
 import logging
 from collections.abc import AsyncIterator, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
-from functools import cache
 from typing import Literal
 
 from fastapi import APIRouter, FastAPI
@@ -27,7 +26,7 @@ from proxy_ext import litellm_shim
 from proxy_ext.api import model_routes, responses, rl
 from proxy_ext.api.model_routes import ModelRoutes
 from proxy_ext.api.openapi.build import describe
-from proxy_ext.api.rl.strict_body import service_of
+from proxy_ext.api.rl.strict_body import Anyone
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
@@ -59,6 +58,48 @@ class Health(BaseModel):
 class Readiness(BaseModel):
     status: Literal["ready"] = "ready"
     version: int
+
+
+# FastAPI takes a quarter of a second to read the routes' signatures, so all apps of a process share
+# them; each route finds its service in the request.
+_routes = APIRouter()
+for _prefix in ("/v1", ""):
+    for _part in (model_routes, responses):
+        _routes.include_router(_part.router, prefix=_prefix, include_in_schema=bool(_prefix))
+_routes.include_router(rl.router)
+
+
+@_routes.get("/healthz")
+async def healthz(service: Anyone) -> Health:
+    """The process lives; the answer shows its load."""
+    live = list(service.sessions.live.values())
+    opened = [session for session in live if session.state is SessionState.OPEN]
+    return Health(
+        rank=service.rank,
+        open=len(opened),
+        open_train=sum(session.mode is SessionMode.TRAIN for session in opened),
+        buffered=len(live) - len(opened),
+        calls=len(service.calls),
+    )
+
+
+@_routes.get("/readyz")
+async def readyz(service: Anyone) -> Readiness:
+    """The engine answers too, and the store takes writes; 503 otherwise."""
+    if service.journal.stats.full:
+        raise ServiceUnavailable(
+            "the journal's disk is full: calls get 507 until there is space; free some",
+            code="store_full",
+            retry_after=10,
+        )
+    await service.engine.info()
+    return Readiness(version=service.run.version)
+
+
+@_routes.get("/metrics", response_class=Response)
+async def show_metrics(service: Anyone) -> Response:
+    """The rank's metrics, for Prometheus."""
+    return Response(exposition(service).render(), media_type=CONTENT_TYPE)
 
 
 def create_app(
@@ -122,7 +163,7 @@ def create_app(
         lifespan=lifespan,
         docs_url=None,
         redoc_url=None,
-        routes=list(_routes().routes),
+        routes=list(_routes.routes),
     )
     ours = ModelRoutes(app)
     _add_error_handlers(app)
@@ -137,57 +178,6 @@ def create_app(
         body_timeout=config.server.client_timeout,
     )
     return rank_app
-
-
-@cache
-def _routes() -> APIRouter:
-    """Return all of our routes.
-
-    FastAPI takes a quarter of a second to read their signatures, so the apps of a process share
-    them; each route finds its service in the request.
-    """
-    router = APIRouter()
-    for prefix in ("/v1", ""):
-        for part in (model_routes, responses):
-            router.include_router(part.router, prefix=prefix, include_in_schema=bool(prefix))
-    router.include_router(rl.router)
-    _add_health_routes(router)
-    return router
-
-
-def _add_health_routes(router: APIRouter) -> None:
-    @router.get("/healthz")
-    async def healthz(request: Request) -> Health:
-        """The process lives; the answer shows its load."""
-        service = service_of(request)
-        live = list(service.sessions.live.values())
-        opened = [session for session in live if session.state is SessionState.OPEN]
-        return Health(
-            rank=service.rank,
-            open=len(opened),
-            open_train=sum(session.mode is SessionMode.TRAIN for session in opened),
-            buffered=len(live) - len(opened),
-            calls=len(service.calls),
-        )
-
-    @router.get("/readyz")
-    async def readyz(request: Request) -> Readiness:
-        """The engine answers too, and the store takes writes; 503 otherwise."""
-        service = service_of(request)
-        if service.journal.stats.full:
-            raise ServiceUnavailable(
-                "the journal's disk is full: calls get 507 until there is space; free some",
-                code="store_full",
-                retry_after=10,
-            )
-        await service.engine.info()
-        return Readiness(version=service.run.version)
-
-    @router.get("/metrics", response_class=Response)
-    async def show_metrics(request: Request) -> Response:
-        """The rank's metrics, for Prometheus."""
-        shown = exposition(service_of(request))
-        return Response(shown.render(), media_type=CONTENT_TYPE)
 
 
 def _add_error_handlers(app: FastAPI) -> None:
