@@ -141,14 +141,23 @@ async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
     }
     _check(ListSessions, filters)
     away: set[str] = set()
-    table = _Table(arguments.json)
+    rows: list[tuple[str, ...]] = []
+    widths: list[int] = []
     left = arguments.limit or float("inf")
     async for line in client.sessions(missing=away.add, **filters):
-        table.add(line)
+        if arguments.json:
+            print(line.model_dump_json())
+        else:
+            rows.append(_row(line))
+        if len(rows) >= 100:
+            rows, widths = [], _print_rows(rows, widths)
         left -= 1
         if left <= 0:
             break
-    table.end()
+    if rows:
+        _print_rows(rows, widths)
+    elif not arguments.json and not widths:
+        print("no sessions", file=sys.stderr)
     if away:
         print(
             f"warning: rank {', '.join(sorted(away))} did not answer, its sessions are missing",
@@ -230,36 +239,18 @@ async def _each(ids: list[str], act: Callable[[str], Awaitable[None]]) -> int:
     return code
 
 
-class _Table:
-    """Prints sessions as they arrive, in columns that fit the first 100."""
+def _print_rows(rows: list[tuple[str, ...]], widths: list[int]) -> list[int]:
+    """Print rows in columns of at least these widths, the first ones below a heading.
 
-    def __init__(self, as_json: bool) -> None:
-        self._as_json = as_json
-        self._rows: list[tuple[str, ...]] = []
-        self._widths: list[int] = []
-
-    def add(self, line: SessionLine) -> None:
-        if self._as_json:
-            print(line.model_dump_json())
-            return
-        self._rows.append(_row(line))
-        if len(self._rows) >= 100:
-            self._print()
-
-    def end(self) -> None:
-        if self._rows:
-            self._print()
-        elif not self._as_json and not self._widths:
-            print("no sessions", file=sys.stderr)
-
-    def _print(self) -> None:
-        if not self._widths:
-            self._rows.insert(0, _COLUMNS)
-        widths = [max(map(len, column)) for column in zip(*self._rows, strict=True)]
-        self._widths = list(map(max, widths, self._widths or widths))
-        for row in self._rows:
-            print("  ".join(map(str.ljust, row, self._widths)).rstrip())
-        self._rows = []
+    Returns the columns' widths.
+    """
+    if not widths:
+        rows = [_COLUMNS, *rows]
+    own = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    widths = list(map(max, own, widths or own))
+    for row in rows:
+        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    return widths
 
 
 def _row(line: SessionLine) -> tuple[str, ...]:

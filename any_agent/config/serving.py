@@ -252,16 +252,12 @@ class EngineConfig(Section):
     """Seconds without a byte from the engine after which a call fails."""
 
     @model_validator(mode="after")
-    def _startable(self) -> Self:
+    def _fits_kind(self) -> Self:
         if self.kind not in ("embedded", "sglang") and not self.urls:
             raise ValueError(
                 f"engine.kind={self.kind}: the service starts only embedded or sglang engines; for "
                 "another kind set engine.urls"
             )
-        return self
-
-    @model_validator(mode="after")
-    def _for_sglang_alone(self) -> Self:
         if self.kind != "sglang":
             set_here = [n for n in ("python", "arguments", "gpus") if n in self.model_fields_set]
             chosen = [n for n in set_here if getattr(self, n) != type(self).model_fields[n].default]

@@ -127,8 +127,11 @@ def _store(run: RunDir, rank: int, home: str) -> None:
     backup = local.with_name(f".partial-{local.name}")
     _remove(backup)
     try:
-        copy_journal(local, backup)
+        with closing(sqlite3.connect(local)) as old, closing(sqlite3.connect(backup)) as new:
+            old.backup(new)
         _copy_durably(backup, _copy(run, rank))
+    except sqlite3.Error as error:
+        raise OSError(f"the journal {local} cannot be copied: {error}") from error
     finally:
         _remove(backup)
     write_json(_note(run, rank), {"home": home, "kept": True})
@@ -153,7 +156,7 @@ def _copy_durably(source: Path, target: Path) -> None:
 
 
 def _remove(journal: Path) -> None:
-    for path in journal_files(journal):
+    for path in _journal_files(journal):
         path.unlink(missing_ok=True)
 
 
@@ -161,21 +164,12 @@ def _set_aside(journal: Path) -> Path:
     """Rename a journal to an unused name, and return that."""
     names = (journal.with_name(f"{journal.name}.earlier-{k}") for k in itertools.count(1))
     aside = next(path for path in names if not path.exists())
-    for old, new in zip(journal_files(journal), journal_files(aside), strict=True):
+    for old, new in zip(_journal_files(journal), _journal_files(aside), strict=True):
         if old.exists():
             old.rename(new)
     return aside
 
 
-def journal_files(journal: Path) -> list[Path]:
+def _journal_files(journal: Path) -> list[Path]:
     """Return the files of a journal, its log first: SQLite ignores a log without its file."""
     return [Path(f"{journal}{end}") for end in ("-wal", "-shm", "")]
-
-
-def copy_journal(source: Path, target: Path) -> None:
-    """Copy a journal, its log included, to a new file on a local disk; OSError if it fails."""
-    try:
-        with closing(sqlite3.connect(source)) as old, closing(sqlite3.connect(target)) as new:
-            old.backup(new)
-    except sqlite3.Error as error:
-        raise OSError(f"the journal {source} cannot be copied: {error}") from error

@@ -21,37 +21,33 @@ class _Heartbeat:
     """Seconds since the entry changed."""
 
 
+@dataclass(eq=False)
 class RegistryMonitor:
     """Kills a ready part that no longer writes its registry entry; engines write none.
 
     It also prints a line when the disk of a rank's journal is full, and when it has space again.
     """
 
-    def __init__(
-        self,
-        registry: Path,
-        parts: Mapping[str, Component],
-        say: Callable[[str], None],
-        *,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._folder = registry
-        self._registry = Registry(registry)
-        self._parts = parts
-        self._say = say
-        self._clock = clock
-        self._polled_at = clock()
+    folder: Path
+    """The run's registry."""
+    parts: Mapping[str, Component]
+    say: Callable[[str], None]
+    clock: Callable[[], float] = time.monotonic
+
+    def __post_init__(self) -> None:
+        self._registry = Registry(self.folder)
+        self._polled_at = self.clock()
         self._heartbeats: dict[str, _Heartbeat] = {}
         self._full: set[str] = set()
 
     def poll(self) -> None:
         """Check every entry, at most once per heartbeat; call it several times a second."""
-        now = self._clock()
+        now = self.clock()
         passed = now - self._polled_at
         if passed < HEARTBEAT:
             return
         self._polled_at = now
-        for part in self._parts.values():
+        for part in self.parts.values():
             # During a longer pause of this process the others may have been suspended, too.
             self._measure_silence(part, min(passed, 2 * HEARTBEAT))
         # If all parts are silent, the disk accepts no writes, or does not show them.
@@ -59,11 +55,11 @@ class RegistryMonitor:
             silent = [n for n, b in self._heartbeats.items() if b.silence >= SILENCE_TIMEOUT]
             for name in silent:
                 del self._heartbeats[name]
-                self._parts[name].kill(f"has sent no heartbeat for {SILENCE_TIMEOUT:g} s")
+                self.parts[name].kill(f"has sent no heartbeat for {SILENCE_TIMEOUT:g} s")
         self._check_disks()
 
     def _measure_silence(self, part: Component, passed: float) -> None:
-        stamp = read_stamp(self._folder, part.name) if part.state == "ready" else None
+        stamp = read_stamp(self.folder, part.name) if part.state == "ready" else None
         if stamp is None:
             self._heartbeats.pop(part.name, None)
             return
@@ -79,7 +75,7 @@ class RegistryMonitor:
             label = f"{entry.name.replace('-', ' '):<9}"
             if entry.store_full and entry.name not in self._full:
                 self._full.add(entry.name)
-                self._say(f"{label} its disk is full: calls get 507 until there is space")
+                self.say(f"{label} its disk is full: calls get 507 until there is space")
             elif not entry.store_full and entry.name in self._full:
                 self._full.remove(entry.name)
-                self._say(f"{label} its disk has space again")
+                self.say(f"{label} its disk has space again")

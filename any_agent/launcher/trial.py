@@ -39,31 +39,31 @@ class SavedWeights(TrialWeights):
     step: int
 
 
+@dataclass(frozen=True, slots=True)
 class ServedModel:
     """The weights that the engines of a run serve: ``fixed``, else the newest."""
 
-    def __init__(self, config: Config, fixed: TrialWeights | None) -> None:
-        self._config = config
-        self._fixed = fixed
+    config: Config
+    fixed: TrialWeights | None
 
     def require(self, *, trains: bool) -> None:
         """Raise ConfigError if there is nothing to serve, or to begin training with."""
         saved = latest_weights if trains else newest_weights
-        if self._fixed is None and saved(self._config) is None:
-            check_model(self._config.model.path)
+        if self.fixed is None and saved(self.config) is None:
+            check_model(self.config.model.path)
 
     def weights(self) -> tuple[str, int]:
         """Return the folder that an engine that starts now serves, and its version."""
-        found = self._fixed or newest_weights(self._config)
-        return (str(found.path), found.version) if found else (self._config.model.path, 0)
+        found = self.fixed or newest_weights(self.config)
+        return (str(found.path), found.version) if found else (self.config.model.path, 0)
 
     def tokenizer(self) -> str:
         """Return the model's own folder, which stays; if it is gone, the one that engines load."""
         try:
-            check_model(self._config.model.path)
+            check_model(self.config.model.path)
         except ConfigError:
             return self.weights()[0]
-        return self._config.model.path
+        return self.config.model.path
 
 
 def check_model(path: str) -> None:
