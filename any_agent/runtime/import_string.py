@@ -43,6 +43,12 @@ def import_string(name: str, what: str = "workflow") -> Any:
     return found
 
 
+def name_of(found: Any) -> str:
+    """Return the dotted name of a function or a class, or that of an object's class."""
+    named = found if hasattr(found, "__qualname__") else type(found)
+    return f"{named.__module__}.{named.__qualname__}"
+
+
 def import_by_setting(name: str, setting: str) -> ModuleType:
     """Import the module that ``setting`` names.
 

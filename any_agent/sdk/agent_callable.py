@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 from any_agent.client.environment import require_some_key
 from any_agent.client.retry_transport import SharedClient
 from any_agent.errors import AgentFailed, ConfigError
-from any_agent.runtime.import_string import import_string
+from any_agent.runtime.import_string import import_string, name_of
 from any_agent.sdk.session import AsyncSession
 
 AgentLike: TypeAlias = Any
@@ -36,7 +36,7 @@ class AgentCallable:
     def __init__(self, agent: AgentLike, kwargs: Mapping[str, Any] | None = None) -> None:
         found = import_string(agent, "agent") if isinstance(agent, str) else agent
         self._call: Callable[..., Any] = callable_of(found, dict(kwargs or {}))
-        self.name = _name(found)
+        self.name = name_of(found)
         """The function's name in messages."""
         if hasattr(found, "run") and not inspect.isroutine(found):
             self.name += ".run"
@@ -117,14 +117,14 @@ def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
     if inspect.isclass(found):
         if not callable(getattr(found, "run", None)):
             raise ConfigError(
-                f"the agent {_name(found)} has no method run: write async def run(self, data, "
+                f"the agent {name_of(found)} has no method run: write async def run(self, data, "
                 "**extra_kwargs) in it, which returns the reward"
             )
         try:
             inspect.signature(found).bind(**kwargs)
         except TypeError as error:
             raise ConfigError(
-                f"the agent {_name(found)} cannot be instantiated with the arguments "
+                f"the agent {name_of(found)} cannot be instantiated with the arguments "
                 f"{', '.join(kwargs) or '(none)'}: {error}"
             ) from None
         except ValueError:
@@ -132,7 +132,7 @@ def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
         found = found(**kwargs)
     elif kwargs:
         raise ConfigError(
-            f"the agent {_name(found)} is not a class: there is no constructor for agent_kwargs "
+            f"the agent {name_of(found)} is not a class: there is no constructor for agent_kwargs "
             f"({', '.join(kwargs)})"
         )
     run = getattr(found, "run", None)
@@ -141,8 +141,8 @@ def callable_of(found: Any, kwargs: dict[str, Any]) -> Callable[..., Any]:
     if callable(found):
         return found  # type: ignore[no-any-return]
     raise ConfigError(
-        f"the agent is a {_name(found)}: give a function of an item, or an object or a class with "
-        "run(data, **extra_kwargs)"
+        f"the agent is a {name_of(found)}: give a function of an item, or an object or a class "
+        "with run(data, **extra_kwargs)"
     )
 
 
@@ -191,8 +191,3 @@ def _is_async(call: Any) -> bool:
     return inspect.iscoroutinefunction(call) or inspect.iscoroutinefunction(
         getattr(call, "__call__", None)  # noqa: B004
     )
-
-
-def _name(found: Any) -> str:
-    named = found if hasattr(found, "__qualname__") else type(found)
-    return f"{named.__module__}.{named.__qualname__}"

@@ -16,6 +16,7 @@ from any_agent.errors import AgentFailed, AnyAgentError, ConfigError
 from any_agent.record import InteractionWithTokenLogpReward
 from any_agent.rewards.returned import Rewards, give_rewards, no_reward, rewards_of
 from any_agent.runtime.event_loop import cancel_and_wait, measure_steps
+from any_agent.runtime.import_string import name_of
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
@@ -125,8 +126,7 @@ class OpenAIProxyWorkflow(RolloutWorkflow):
             timeout,
             patience,
         )
-        kind = agent if inspect.isclass(agent) else type(agent)
-        self._name = f"{kind.__module__}.{kind.__qualname__}"
+        self._name = name_of(agent)
         if not callable(getattr(agent, "run", None)) or inspect.isclass(agent):
             raise ConfigError(
                 f"the agent {self._name} has no callable run: give an instance of a class with "

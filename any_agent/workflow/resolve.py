@@ -10,7 +10,7 @@ from typing import Any, TypeAlias
 
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.errors import ConfigError
-from any_agent.runtime.import_string import import_string
+from any_agent.runtime.import_string import import_string, name_of
 from any_agent.workflow.base import RolloutWorkflow
 from any_agent.workflow.grouped import GroupedRolloutWorkflow
 from any_agent.workflow.openai_proxy import AgentService, OpenAIProxyWorkflow
@@ -73,10 +73,8 @@ def require_workflow(workflow: WorkflowLike, kwargs: Mapping[str, Any] | None = 
 
 
 def _label(workflow: WorkflowLike) -> str:
-    if isinstance(workflow, str):
-        return f"workflow {workflow!r}"
-    kind = workflow if inspect.isclass(workflow) else type(workflow)
-    return f"workflow {kind.__module__}.{kind.__qualname__}"
+    named = repr(workflow) if isinstance(workflow, str) else name_of(workflow)
+    return f"workflow {named}"
 
 
 def _require_instantiable(found: Any, kwargs: Mapping[str, Any], named: str) -> None:

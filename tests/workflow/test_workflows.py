@@ -22,8 +22,8 @@ from any_agent.rewards.async_wrapper import RewardFailed
 from any_agent.runtime import worker_pool as workers
 from any_agent.types import GenerationHyperparameters, ModelRequest, ModelResponse
 from any_agent.workflow import checked_tensors, context, rows_of
+from any_agent.workflow.built_in import FEEDBACK
 from any_agent.workflow.context import WorkflowContext
-from any_agent.workflow.multi_turn import FEEDBACK
 from tests.support import reward_functions as functions
 from tests.support.other_weights import publish_other
 from tests.support.proxy import until
