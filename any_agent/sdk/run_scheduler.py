@@ -126,12 +126,10 @@ class RunScheduler:
         self._progress = RunProgress(len(plan))
         for result in self.results.values():
             self._count(result)
-        self._next = iter(plan)
+        self._planned = iter(plan)
         self._requeued: deque[RunId] = deque()
         self._groups = dict(results_log.groups)
         self._left_out: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
-        self._undecided: Counter[tuple[int, int]] = Counter()
-        """Runs of an item that are neither done nor left out of their group."""
         self._tried: Counter[RunId] = Counter()
         """The number of each run's next attempt."""
         self._failures_in_a_row = 0
@@ -169,18 +167,9 @@ class RunScheduler:
         """Return the next run; None if none can begin now."""
         if self.stopped is not None:
             return None
-        return self._requeued.popleft() if self._requeued else self._next_planned()
-
-    def _next_planned(self) -> RunId | None:
-        for run in self._next:
-            if run.member == 0:
-                # Count the item's runs without a result before the first of them begins.
-                members = (RunId(run.epoch, run.item, m) for m in range(self._size))
-                todo = sum(member not in self.results for member in members)
-                self._undecided[run.epoch, run.item] = todo
-            if run not in self.results:
-                return run
-        return None
+        if self._requeued:
+            return self._requeued.popleft()
+        return next((run for run in self._planned if run not in self.results), None)
 
     @property
     def _size(self) -> int:
@@ -200,7 +189,7 @@ class RunScheduler:
             await self._leave_out(run, error.message)
         else:
             await self._record(result)
-            await self._decide(run)
+            await self._regroup(run)
         finally:
             self._progress.running -= 1
 
@@ -309,24 +298,22 @@ class RunScheduler:
             await self._record(result)
         else:
             self._left_out[run.epoch, run.item].append(run)
-        await self._decide(run)
+        await self._regroup(run)
 
-    async def _decide(self, run: RunId) -> None:
-        """Count a run as done or left out; after the item's last one, regroup those left out."""
+    async def _regroup(self, run: RunId) -> None:
+        """Queue an item's runs that were left out of their group, as a group of their own, once
+        all of its other runs have a result."""
         item = run.epoch, run.item
-        self._undecided[item] -= 1
-        if self._undecided[item] > 0:
+        runs = self._left_out.get(item, [])
+        members = (RunId(*item, member) for member in range(self._size))
+        if not runs or any(one not in self.results and one not in runs for one in members):
             return
-        del self._undecided[item]
-        runs = self._left_out.pop(item, None)
-        if not runs:
-            return
+        del self._left_out[item]
         generation = 1 + max(self._groups.get(one, (0, 0))[0] for one in runs)
         log.info("%d runs of item %d make a group of their own", len(runs), run.item)
         await self._log.regrouped(runs, generation)
         for one in runs:
             self._groups[one] = generation, len(runs)
-        self._undecided[item] = len(runs)
         self._requeued.extend(runs)
 
 
