@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import sys
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
-from typing import Any, Literal, Self
+from typing import Any, Literal
 
 from any_agent.rewards.score_statistics import Estimate, estimate, pass_at_k
 from any_agent.sdk.find_service import ServiceAddress
@@ -20,7 +19,6 @@ _CHECK_INTERVAL = 0.1
 _ANSWER_TIMEOUT = 10.0
 
 
-@dataclass(frozen=True, slots=True)
 class Evaluation:
     """Scores of the items, and the figures that follow from them.
 
@@ -28,50 +26,42 @@ class Evaluation:
     they have the score ``failed_score``.
     """
 
-    scores: dict[int, list[float]]
-    """The rewards of each item's runs, in the order of the dataset; empty if all its runs
-    failed."""
-    tasks: dict[int, str]
-    """The task ids of the items that have one."""
-    runs: int
-    """The number of runs of each item."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Failed runs by the code of their error."""
-    versions: tuple[int, ...] = ()
-    """The weight versions that were sampled from: a single one for a pinned evaluation."""
-    failed_score: float | None = None
-    threshold: float = 1.0
-    """The least reward that passes."""
-    model: str = ""
-    """The model as `experiment/trial`, from the service."""
-
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         results: RunResults,
         *,
         runs: int,
         threshold: float = 1.0,
         failed_score: float | None = None,
         model: str = "",
-    ) -> Self:
+    ) -> None:
         """Evaluate a runner's results; runs that await a reward count as failed: `no_reward`."""
-        scores: dict[int, list[float]] = defaultdict(list)
-        tasks, failed, versions = {}, Counter[str](), set()
+        self.runs = runs
+        """The number of runs of each item."""
+        self.threshold = threshold
+        """The least reward that passes."""
+        self.failed_score = failed_score
+        self.model = model
+        """The model as `experiment/trial`, from the service."""
+        self.scores: dict[int, list[float]] = {}
+        """The rewards of each item's runs, in the order of the dataset; empty if all its runs
+        failed."""
+        self.tasks: dict[int, str] = {}
+        """The task ids of the items that have one."""
+        self.failed: Counter[str] = Counter()
+        """Failed runs by the code of their error."""
         for result in results:
-            of_item = scores[result.item]
+            of_item = self.scores.setdefault(result.item, [])
             score = result.reward if result.ok else None
             if score is None:
-                failed["no_reward" if result.ok else result.code or "failed"] += 1
+                self.failed["no_reward" if result.ok else result.code or "failed"] += 1
                 score = failed_score
             if score is not None:
                 of_item.append(score)
             if result.task_id is not None and not result.task_id.startswith(f"{results.run}-"):
-                tasks[result.item] = result.task_id
-            if result.version is not None:
-                versions.add(result.version)
-        known = tuple(sorted(versions))
-        return cls(dict(scores), tasks, runs, failed, known, failed_score, threshold, model)
+                self.tasks[result.item] = result.task_id
+        self.versions = sorted({one.version for one in results if one.version is not None})
+        """The weight versions that were sampled from: a single one for a pinned evaluation."""
 
     @property
     def reward(self) -> Estimate | None:
@@ -107,7 +97,7 @@ class Evaluation:
             "runs": self.runs,
             "failed": dict(self.failed),
             "failed_score": self.failed_score,
-            "versions": list(self.versions),
+            "versions": self.versions,
             "threshold": self.threshold,
             "reward": _as_json(self.reward),
             "pass_at": {str(k): _as_json(self.pass_at(k)) for k in ks},
@@ -192,7 +182,7 @@ async def evaluate(
             max_failures=32 if failed_score is None else sys.maxsize,
             **settings,
         )
-        return Evaluation.of(
+        return Evaluation(
             await runner.arun(agent, items),
             runs=runs,
             threshold=threshold,

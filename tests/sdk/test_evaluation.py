@@ -29,7 +29,7 @@ RESULTS = RunResults(
 
 
 def test_failed_runs_are_left_out() -> None:
-    found = Evaluation.of(RESULTS, runs=4)
+    found = Evaluation(RESULTS, runs=4)
     assert found.scores == {0: [1, 0, 0, 1], 1: [0, 0, 0, 0], 2: [1, 0.5], 3: []}
     assert found.failed == {"agent_failed": 5, "agent_timeout": 1}
     assert found.describe_failures() == "6 runs failed (5 agent_failed, 1 agent_timeout): left out"
@@ -40,7 +40,7 @@ def test_failed_runs_are_left_out() -> None:
 
 
 def test_pass_at_k_is_over_items_with_as_many_runs() -> None:
-    found = Evaluation.of(RESULTS, runs=4)
+    found = Evaluation(RESULTS, runs=4)
     one, two, four = (found.pass_at(k) for k in (1, 2, 4))
     assert one is not None and two is not None and four is not None
     assert (one.mean, one.items) == (pytest.approx((0.5 + 0 + 0.5) / 3), 3)
@@ -50,12 +50,12 @@ def test_pass_at_k_is_over_items_with_as_many_runs() -> None:
 
 
 def test_what_passes_is_a_matter_of_the_threshold() -> None:
-    found = Evaluation.of(RESULTS, runs=4, threshold=0.5).pass_at(1)
+    found = Evaluation(RESULTS, runs=4, threshold=0.5).pass_at(1)
     assert found is not None and found.mean == pytest.approx((0.5 + 0 + 1) / 3)
 
 
 def test_failed_runs_with_a_score() -> None:
-    found = Evaluation.of(RESULTS, runs=4, failed_score=0.0)
+    found = Evaluation(RESULTS, runs=4, failed_score=0.0)
     assert found.scores[2] == [1, 0.5, 0, 0] and found.scores[3] == [0, 0, 0, 0]
     assert found.reward is not None and found.reward.mean == pytest.approx((0.5 + 0.375) / 4)
     assert found.describe_failures().endswith("): count as 0")
@@ -63,18 +63,18 @@ def test_failed_runs_with_a_score() -> None:
 
 def test_a_run_whose_reward_others_give_later_has_none() -> None:
     left = RunResults([result(0, 0, None, state="awaiting_reward")])
-    assert Evaluation.of(left, runs=1).failed == {"no_reward": 1}
+    assert Evaluation(left, runs=1).failed == {"no_reward": 1}
 
 
 @pytest.mark.parametrize(
     ("runs", "ks"), [(1, [1]), (2, [1, 2]), (3, [1, 2, 3]), (4, [1, 2, 4]), (10, [1, 2, 4, 8, 10])]
 )
 def test_the_ks_that_nobody_asked_for(runs: int, ks: list[int]) -> None:
-    assert Evaluation.of(RunResults(), runs=runs).default_ks() == ks
+    assert Evaluation(RunResults(), runs=runs).default_ks() == ks
 
 
 def test_figures_and_table() -> None:
-    found = Evaluation.of(RESULTS, runs=4)
+    found = Evaluation(RESULTS, runs=4)
     figures = found.figures([1, 4])
     assert figures["pass_at"]["4"]["mean"] == 0.5 and list(figures["pass_at"]) == ["1", "4"]
     assert figures["versions"] == [3] and figures["items"] == 4
@@ -89,7 +89,7 @@ def test_figures_and_table() -> None:
 
 
 def test_nothing_came_of_it() -> None:
-    found = Evaluation.of(RunResults([failed(0, 0)]), runs=1)
+    found = Evaluation(RunResults([failed(0, 0)]), runs=1)
     assert found.reward is None and found.pass_at(1) is None
     assert found.figures([1])["reward"] is None
     assert found.table([1])[1].split() == ["reward", "-", "-", "0"]
@@ -98,5 +98,5 @@ def test_nothing_came_of_it() -> None:
 
 def test_versions_in_words() -> None:
     several = RunResults(result(0, k, 1.0, version=version) for k, version in enumerate([7, 4, 5]))
-    assert Evaluation.of(several, runs=3).describe_versions() == "versions 4 to 7"
-    assert Evaluation.of(RESULTS, runs=4).describe_versions() == "version 3"
+    assert Evaluation(several, runs=3).describe_versions() == "versions 4 to 7"
+    assert Evaluation(RESULTS, runs=4).describe_versions() == "version 3"
