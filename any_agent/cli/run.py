@@ -22,7 +22,7 @@ from any_agent.runtime.command_line import count, option, printable, seconds
 
 if TYPE_CHECKING:
     from any_agent.sdk.program.reward import RewardSource
-    from any_agent.sdk.program.run import ProgramGroup, ProgramRun, RunOptions
+    from any_agent.sdk.program.run import ProgramGroup, ProgramRun
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE = 0, 1, 2, 3
 _COLUMNS = ("RUN", "SESSION", "STATE", "REWARD", "CALLS", "EXIT", "SECONDS", "NOTE")
@@ -101,12 +101,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def _run(arguments: argparse.Namespace) -> int:
     from any_agent.runtime.signals import run_until_signal
-    from any_agent.sdk.program.run import ProgramGroup
 
     with ExitStack() as clean_up:
         folder = _output_folder(arguments.logs, clean_up)
-        options = _options(arguments, folder)
-        runs = ProgramGroup(options, ended=_report_failure if options.n > 1 else lambda _: None)
+        runs = _group(arguments, folder)
         signalled = run_until_signal(runs.run())
         code = exit_code(runs) if signalled is None else 128 + signalled
         if signalled is None:
@@ -119,9 +117,9 @@ def _run(arguments: argparse.Namespace) -> int:
     return code
 
 
-def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
+def _group(arguments: argparse.Namespace, folder: Path) -> ProgramGroup:
     from any_agent.sdk.find_service import service_of_options
-    from any_agent.sdk.program.run import RunOptions
+    from any_agent.sdk.program.run import ProgramGroup
 
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
@@ -134,7 +132,7 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
             "at once: put {run} into its name, which stands for the run's number (the program "
             "finds the number in ANY_AGENT_RUN_INDEX, and the path in ANY_AGENT_REWARD_FILE)"
         )
-    return RunOptions(
+    return ProgramGroup(
         command=program,
         service=service_of_options(arguments.url, arguments.api_key_file),
         folder=folder,
@@ -149,6 +147,7 @@ def _options(arguments: argparse.Namespace, folder: Path) -> RunOptions:
         failure_reward=_failure_reward(arguments.reward_on_failure),
         environ=dict(os.environ),
         echo=n == 1,
+        ended=_report_failure if n > 1 else lambda _: None,
     )
 
 
@@ -254,12 +253,12 @@ def mean_reward(results: Sequence[ProgramRun]) -> float | None:
 
 def as_json(runs: ProgramGroup, code: int) -> str:
     """Return all results as JSON."""
-    results, options = runs.results, runs.options
+    results = runs.results
     report: dict[str, Any] = {
         "exit_code": code,
-        "url": options.service.url,
-        "mode": options.mode,
-        "task_id": options.task_id,
+        "url": runs.service.url,
+        "mode": runs.mode,
+        "task_id": runs.task_id,
         "group_id": runs.group_id,
         "finalized": sum(run.state == "finalized" for run in results),
         "mean_reward": mean_reward(results),

@@ -56,29 +56,6 @@ _NO_REWARD = (
 RunState: TypeAlias = Literal["finalized", "failed", "interrupted", "not started"]
 
 
-@dataclass(frozen=True, slots=True)
-class RunOptions:
-    """``command`` is run ``n`` times, ``concurrency`` at once, each for at most ``limit`` seconds;
-    its output goes to ``folder``. ``failure_reward`` is for a run that crashes or takes too long,
-    which is aborted without one. ``wait``: seconds for a slot. ``echo``: also show the output.
-    """
-
-    command: Sequence[str]
-    service: ServiceAddress
-    folder: Path
-    n: int = 1
-    concurrency: int = 32
-    task_id: str | None = None
-    mode: Literal["train", "eval"] = "train"
-    metadata: dict[str, Any] = field(default_factory=dict)
-    limit: float = 3600.0
-    wait: float = 300.0
-    source: RewardSource = field(default_factory=RewardSource)
-    failure_reward: Reward | None = None
-    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
-    echo: bool = False
-
-
 @dataclass(slots=True)
 class ProgramRun:
     """One run and its result."""
@@ -102,22 +79,41 @@ class ProgramRun:
     stderr: str | None = None
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class ProgramGroup:
-    """All runs of one command; call :meth:`run` once. ``results`` fills as runs end, and ``ended``
-    is called with each."""
+    """All runs of one command: it is run ``n`` times, ``concurrency`` at once, each for at most
+    ``limit`` seconds; its output goes to ``folder``. Call :meth:`run` once.
 
-    def __init__(
-        self, options: RunOptions, *, ended: Callable[[ProgramRun], object] = lambda _: None
-    ) -> None:
-        self.options = options
-        self.results = [ProgramRun(index) for index in range(options.n)]
+    ``failure_reward`` is for a run that crashes or takes too long, which is aborted without one.
+    ``wait``: seconds for a slot. ``echo``: also show the output. ``results`` fills as runs end, and
+    ``ended`` is called with each.
+    """
+
+    command: Sequence[str]
+    service: ServiceAddress
+    folder: Path
+    n: int = 1
+    concurrency: int = 32
+    task_id: str | None = None
+    mode: Literal["train", "eval"] = "train"
+    metadata: dict[str, Any] = field(default_factory=dict)
+    limit: float = 3600.0
+    wait: float = 300.0
+    source: RewardSource = field(default_factory=RewardSource)
+    failure_reward: Reward | None = None
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    echo: bool = False
+    ended: Callable[[ProgramRun], object] = lambda _: None
+
+    def __post_init__(self) -> None:
+        self.name = self.command[0]
+        self.results = [ProgramRun(index) for index in range(self.n)]
         self.stopped: AnyAgentError | None = None
         """The reason why the remaining runs did not start."""
-        self.group_id = f"run-{uuid.uuid4().hex[:16]}" if options.n > 1 else None
-        self._ended = ended
-        self._slots = asyncio.Semaphore(options.concurrency)
-        self._agent = ProgramAgent(options)
-        self._attempts = AttemptRunner(self._agent)
+        self.group_id = f"run-{uuid.uuid4().hex[:16]}" if self.n > 1 else None
+        self._slots = asyncio.Semaphore(self.concurrency)
+        self._echoes: list[OutputEcho] = []
+        self._attempts = AttemptRunner(self)
 
     async def run(self) -> None:
         """Make all runs.
@@ -128,8 +124,8 @@ class ProgramGroup:
             self._session()
         except InvalidRequest as error:
             raise ConfigError(f"--{error.message}".replace("--task_id", "--task", 1)) from None
-        _require_program(self.options.command[0], self.options.environ)
-        await self.options.source.check(self.options.folder)
+        _require_program(self.command[0], self.environ)
+        await self.source.check(self.folder)
         try:
             await self._check_service()
         except UNUSABLE as error:
@@ -141,13 +137,13 @@ class ProgramGroup:
 
     def show_rest(self) -> None:
         """Show the rest of the program's output; waits for its reader."""
-        for echo in self._agent.echoes:
+        for echo in self._echoes:
             echo.finish()
 
     async def _check_service(self) -> None:
         """Raise early if the service cannot be reached, or its training has ended."""
-        info = await find_run(self.options.service, answer_timeout=_ANSWER_TIMEOUT)
-        if info.state == "finished" and self.options.mode == "train":
+        info = await find_run(self.service, answer_timeout=_ANSWER_TIMEOUT)
+        if info.state == "finished" and self.mode == "train":
             raise RunFinished(
                 f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: "
                 "no train session can be opened; use --mode eval"
@@ -177,63 +173,55 @@ class ProgramGroup:
                     return
                 if run.state != "finalized":
                     run.state, run.error = "failed", run.error or str(error)
-            self._ended(run)
+            self.ended(run)
 
     def _session(self) -> AgentSession:
-        options = self.options
         return AgentSession(
-            options.task_id,
+            self.task_id,
             group_id=self.group_id,
-            group_size=options.n if self.group_id is not None else None,
-            mode=options.mode,
-            metadata=options.metadata,
-            ttl=options.limit + options.source.limit + _TTL_MARGIN,
-            url=options.service.named,
-            api_key=options.service.api_key,
-            wait=options.wait,
+            group_size=self.n if self.group_id is not None else None,
+            mode=self.mode,
+            metadata=self.metadata,
+            ttl=self.limit + self.source.limit + _TTL_MARGIN,
+            url=self.service.named,
+            api_key=self.service.api_key,
+            wait=self.wait,
         )
-
-
-class ProgramAgent:
-    """The agent of `any-agent run`: it starts the program in its session, rewards the session and
-    finalizes it. The item is the :class:`ProgramRun`, which gets the result."""
-
-    def __init__(self, options: RunOptions) -> None:
-        self.name = options.command[0]
-        self.echoes: list[OutputEcho] = []
-        self._options = options
 
     async def __call__(
         self, item: ProgramRun, session: AsyncSession, http_client: SharedClient | None = None
     ) -> None:
-        """Run the program; AgentFailed if it, its reward or the service's request fails."""
+        """Run the program in its session, reward the session and finalize it, as the agent of an
+        attempt; AgentFailed if the program, its reward or the service's request fails.
+
+        The item gets the result.
+        """
         item.session_id = session.session_id
         try:
-            await self._run(item, session)
+            await self._run_program(item, session)
         except (AnyAgentError, OSError) as error:
             item.state, item.error = "failed", str(error)
             raise AgentFailed(item.error) from error
 
-    async def _run(self, run: ProgramRun, session: AsyncSession) -> None:
-        options = self._options
-        stem = options.folder / session.session_id
-        file = RewardFile(options.source.file_of(run.run) or beside(stem, "reward"))
+    async def _run_program(self, run: ProgramRun, session: AsyncSession) -> None:
+        stem = self.folder / session.session_id
+        file = RewardFile(self.source.file_of(run.run) or beside(stem, "reward"))
         variables = {
             "ANY_AGENT_SESSION_ID": session.session_id,
             "ANY_AGENT_RUN_INDEX": str(run.run),
             "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
         }
         # A Python program's output is then visible while it runs.
-        env = {"PYTHONUNBUFFERED": "1"} | without_ours(options.environ) | session.env() | variables
+        env = {"PYTHONUNBUFFERED": "1"} | without_ours(self.environ) | session.env() | variables
         mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
-        program = Program(options.command, env, mark, beside(stem, "out"), beside(stem, "err"))
+        program = Program(self.command, env, mark, beside(stem, "out"), beside(stem, "err"))
         run.stdout, run.stderr = str(program.stdout), str(program.stderr)
-        if options.echo:
-            self.echoes = [OutputEcho(program.stdout, 1), OutputEcho(program.stderr, 2)]
+        if self.echo:
+            self._echoes = [OutputEcho(program.stdout, 1), OutputEcho(program.stderr, 2)]
         try:
-            end = await run_program(program, limit=options.limit)
+            end = await run_program(program, limit=self.limit)
         finally:
-            for echo in self.echoes:
+            for echo in self._echoes:
                 echo.end()
         run.exit_code, run.seconds = end.code, round(end.seconds, 3)
         if end.success:
@@ -243,9 +231,9 @@ class ProgramAgent:
             reward = await self._reward(session, program, variables, file)
         else:
             run.error = _describe_exit(end, program).replace(session.api_key, "(its key)")
-            if options.failure_reward is None:
+            if self.failure_reward is None:
                 raise AgentFailed(run.error)
-            reward = options.failure_reward
+            reward = self.failure_reward
         info = await _finalize(session, reward)
         run.state, run.reward, run.calls = "finalized", info.final_reward, info.interactions
 
@@ -256,7 +244,7 @@ class ProgramAgent:
         variables: Mapping[str, str],
         file: RewardFile,
     ) -> Reward | None:
-        source = self._options.source
+        source = self.source
         content = await self._content(session) if source.grader is not None else None
         if source.command is not None or source.grader is not None:
             return await source.reward(program, variables, content)
@@ -266,7 +254,7 @@ class ProgramAgent:
         return reward
 
     async def _content(self, session: AsyncSession) -> SessionContent:
-        async with shared_client(self._options.service, retry_for=_RETRY_FOR) as client:
+        async with shared_client(self.service, retry_for=_RETRY_FOR) as client:
             return await client.session_content(session.session_id, session.api_key)
 
 

@@ -18,7 +18,7 @@ from any_agent.cli.run import as_json, exit_code, table
 from any_agent.errors import ConfigError
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.program.reward import RewardSource
-from any_agent.sdk.program.run import ProgramGroup, ProgramRun, RunOptions
+from any_agent.sdk.program.run import ProgramGroup, ProgramRun
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Serve, Served
@@ -36,7 +36,7 @@ def make(tmp_path: Path, served: Served) -> Make:
             "limit": 60.0,
             "wait": 5.0,
         }
-        return ProgramGroup(RunOptions(**options | fields))
+        return ProgramGroup(**options | fields)
 
     return make
 
