@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeAlias, TypeVar
 
@@ -135,26 +136,20 @@ def _encoder(
     return parsed.answer(head, version), headers_of(parsed.call, head, version, session.id)
 
 
+@dataclass(eq=False, repr=False)
 class _Events(httpx.AsyncByteStream):
     """A call's events, each made when it is read; closing early cancels the rest of the sampling.
 
     A choice is recorded when the event that ends it is read.
     """
 
-    def __init__(
-        self,
-        running: ChoiceTasks,
-        encoder: ResponseEncoder,
-        first: Delta | Completion,
-        patience: Patience,
-    ) -> None:
-        self._running = running
-        self._encoder = encoder
-        self._first = first
-        self._patience = patience
+    running: ChoiceTasks
+    encoder: ResponseEncoder
+    first: Delta | Completion
+    patience: Patience
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        running, encoder, item = self._running, self._encoder, self._first
+        running, encoder, item = self.running, self.encoder, self.first
         choices = len(running.prepared.choices)
         begun: set[int] = set()
         ended: dict[int, Interaction] = {}
@@ -175,7 +170,7 @@ class _Events(httpx.AsyncByteStream):
                     yield event
                 if len(ended) == choices:
                     return
-                item = await self._patience(running.next())
+                item = await self.patience(running.next())
         except AnyAgentError as error:
             # The status is sent already.
             yield encoder.failed(error)
@@ -183,7 +178,7 @@ class _Events(httpx.AsyncByteStream):
             await self.aclose()
 
     async def aclose(self) -> None:
-        await self._running.close()
+        await self.running.close()
 
 
 async def _within_timeout(request: httpx.Request, work: Awaitable[T]) -> T:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeAlias
 
 from any_agent.client.retry_transport import SharedClient
@@ -75,23 +75,15 @@ class AttemptOutcome:
     lost: bool = False
 
 
+@dataclass(frozen=True, slots=True)
 class AttemptRunner:
     """Makes attempts; raises errors of the service that concern all runs alike."""
 
-    def __init__(
-        self,
-        agent: Agent,
-        *,
-        timeout: float | None = None,
-        missing_reward: MissingReward = "fail",
-        results_log: ResultsLog | None = None,
-        http: SharedClient | None = None,
-    ) -> None:
-        self._agent = agent
-        self._timeout = timeout
-        self._missing_reward = missing_reward
-        self._log = results_log or ResultsLog(None)
-        self._http = http
+    agent: Agent
+    timeout: float | None = None
+    missing_reward: MissingReward = "fail"
+    log: ResultsLog = field(default_factory=lambda: ResultsLog(None))
+    http: SharedClient | None = None
 
     async def run_attempt(self, attempt: Attempt) -> AttemptOutcome:
         """Open a session, run the agent in it, and end it.
@@ -104,12 +96,12 @@ class AttemptRunner:
             session = await opening.__aenter__()
         except asyncio.CancelledError:
             # A session that was opened was aborted, too.
-            await self._log.void(attempt.run, attempt.number)
+            await self.log.void(attempt.run, attempt.number)
             raise
         started = time.monotonic()
         interruption: BaseException | None = None
         try:
-            await self._log.opened(attempt.run, attempt.number, session.session_id)
+            await self.log.opened(attempt.run, attempt.number, session.session_id)
             try:
                 info = await self._run_agent(session, attempt)
                 return AttemptOutcome(_result(attempt.run, info, attempt.number, started))
@@ -139,7 +131,7 @@ class AttemptRunner:
         if session.asked_to_end and (info := await session.end_state()) is not None:
             return info
         try:
-            await session.set_returned(returned, self._agent.name)
+            await session.set_returned(returned, self.agent.name)
             return await self._finalize(session, attempt.end_key, returned)
         except Unprocessable as error:
             code = "no_model_call" if error.code == "no_interactions" else error.code
@@ -147,12 +139,12 @@ class AttemptRunner:
 
     async def _call_agent(self, session: AsyncSession, item: Any) -> Any:
         """Return the agent's result; AgentFailed if it raises, or takes too long."""
-        run = asyncio.ensure_future(self._agent(item, session, self._http))
-        name = self._agent.name
+        run = asyncio.ensure_future(self.agent(item, session, self.http))
+        name = self.agent.name
         try:
-            await asyncio.wait([run], timeout=self._timeout)
+            await asyncio.wait([run], timeout=self.timeout)
             if not run.done():
-                message = f"{name} took more than {self._timeout:g} s (timeout=)"
+                message = f"{name} took more than {self.timeout:g} s (timeout=)"
                 raise AgentFailed(message, code="agent_timeout")
             if run.cancelled():
                 raise AgentFailed(f"{name} was cancelled")
@@ -165,7 +157,7 @@ class AttemptRunner:
             await cancel_and_wait(run, name)
 
     async def _finalize(self, session: AsyncSession, key: str | None, returned: Any) -> SessionInfo:
-        missing = self._missing_reward
+        missing = self.missing_reward
         try:
             info = await session.finalize(idempotency_key=key)
         except Unprocessable as error:
@@ -174,12 +166,12 @@ class AttemptRunner:
             if error.code != "no_reward":
                 raise
             if missing == "fail":
-                raise no_reward(returned, self._agent.name) from error
+                raise no_reward(returned, self.agent.name) from error
             if missing == "await":
                 return await session.finalize(await_reward=True)
             return await session.finalize(missing)
         if info.rewarded is False and missing == "fail" and session.mode == "eval":
-            raise no_reward(returned, self._agent.name)
+            raise no_reward(returned, self.agent.name)
         return info
 
     async def _result_of_closed(

@@ -91,44 +91,34 @@ def require_setting(valid: bool, message: str) -> None:
         raise ConfigError(message)
 
 
+@dataclass(eq=False, repr=False)
 class RunScheduler:
     """Makes the runs of a plan that have no result in its log yet."""
 
-    def __init__(
-        self,
-        plan: RunPlan,
-        items: ItemSource,
-        agent: AgentCallable,
-        settings: RunnerSettings,
-        client: RLClient,
-        results_log: ResultsLog,
-        show: Callable[[RunProgress], object],
-        http: SharedClient | None,
-    ) -> None:
-        self._plan = plan
-        self._items = items
-        self._agent = agent
-        self._settings = settings
-        self._client = client
-        self._log = results_log
-        self._show = show
+    plan: RunPlan
+    items: ItemSource
+    agent: AgentCallable
+    settings: RunnerSettings
+    client: RLClient
+    log: ResultsLog
+    show: Callable[[RunProgress], object]
+    http: SharedClient | None
+
+    def __post_init__(self) -> None:
+        settings = self.settings
         self._attempts = AttemptRunner(
-            agent,
-            timeout=settings.timeout,
-            missing_reward=settings.missing_reward,
-            results_log=results_log,
-            http=http,
+            self.agent, settings.timeout, settings.missing_reward, self.log, self.http
         )
-        known = results_log.results.items()
-        self.results = {run: result for run, result in known if run.epoch < plan.epochs}
+        known = self.log.results.items()
+        self.results = {run: result for run, result in known if run.epoch < self.plan.epochs}
         self.stopped: RunFinished | None = None
         """The reason why no further run begins."""
-        self._progress = RunProgress(len(plan))
+        self._progress = RunProgress(len(self.plan))
         for result in self.results.values():
             self._count(result)
-        self._planned = iter(plan)
+        self._planned = iter(self.plan)
         self._requeued: deque[RunId] = deque()
-        self._groups = dict(results_log.groups)
+        self._groups = dict(self.log.groups)
         self._left_out: defaultdict[tuple[int, int], list[RunId]] = defaultdict(list)
         self._tried: Counter[RunId] = Counter()
         """The number of each run's next attempt."""
@@ -141,10 +131,10 @@ class RunScheduler:
         Raises AgentFailed by ``on_failure`` and ``max_failures``, and the service's errors that
         concern all runs.
         """
-        limit = self._settings.concurrency
+        limit = self.settings.concurrency
         running: set[asyncio.Task[None]] = set()
         ended: asyncio.Queue[asyncio.Task[None]] = asyncio.Queue()
-        self._show(self._progress)
+        self.show(self._progress)
         try:
             while True:
                 # A run that ends may have queued others again, whose group closed without them.
@@ -173,7 +163,7 @@ class RunScheduler:
 
     @property
     def _size(self) -> int:
-        return self._plan.header.group_size
+        return self.plan.header.group_size
 
     async def _make_run(self, run: RunId) -> None:
         self._progress.running += 1
@@ -195,19 +185,17 @@ class RunScheduler:
 
     async def _result(self, run: RunId) -> RunResult:
         """Make attempts until one succeeds, or the last one has failed."""
-        started = self._log.started.pop(run, None)
+        started = self.log.started.pop(run, None)
         if started is not None:
             self._tried[run] = started.attempt + 1
             if started.session_id is not None:
-                result = await recover_result(
-                    self._client, run, started.session_id, started.attempt
-                )
+                result = await recover_result(self.client, run, started.session_id, started.attempt)
                 if result is not None:
                     return result
         failures = lost = 0
         while True:
             try:
-                outcome = await self._attempt(run, last=failures >= self._settings.retries)
+                outcome = await self._attempt(run, last=failures >= self.settings.retries)
             except AnyAgentError as error:
                 if error.code not in _UNREACHABLE_SESSION:
                     raise
@@ -225,11 +213,11 @@ class RunScheduler:
             await asyncio.sleep(jittered(min(2.0 ** (failures - 1), _MAX_PAUSE)))
 
     async def _attempt(self, run: RunId, *, last: bool) -> AttemptOutcome:
-        settings, plan, number = self._settings, self._plan, self._tried[run]
+        settings, plan, number = self.settings, self.plan, self._tried[run]
         generation, size = self._groups.get(run, (0, self._size))
         train = settings.mode == "train"
         session = AgentSession(
-            self._items.task(run.item) or plan.group(run),
+            self.items.task(run.item) or plan.group(run),
             group_id=plan.group(run, generation) if train else None,
             group_size=size if train else None,
             mode=settings.mode,
@@ -245,7 +233,7 @@ class RunScheduler:
         # The same address, which also knows the source of the key.
         session.service = settings.service
         end_key = plan.key(run, number, "end")
-        attempt = Attempt(run, self._items[run.item], session, number, end_key, last)
+        attempt = Attempt(run, self.items[run.item], session, number, end_key, last)
         outcome = await self._attempts.run_attempt(attempt)
         self._tried[run] += 1
         return outcome
@@ -253,26 +241,26 @@ class RunScheduler:
     async def _record(self, result: RunResult) -> None:
         # Before anything else may fail: the run is done, and the service knows it.
         self.results[result.place] = result
-        await self._log.ended(result)
+        await self.log.ended(result)
         self._count(result)
-        self._show(self._progress)
+        self.show(self._progress)
         if result.ok:
             self._failures_in_a_row = 0
             return
         self._failures_in_a_row += 1
         name = _name_of(result.place)
         log.warning("%s failed: %s", name, result.error)
-        if self._settings.on_failure == "stop":
+        if self.settings.on_failure == "stop":
             raise AgentFailed(f"{name} failed: {result.error}", code=result.code)
-        if self._failures_in_a_row >= self._settings.max_failures:
+        if self._failures_in_a_row >= self.settings.max_failures:
             raise AgentFailed(
                 f"{self._failures_in_a_row} runs in a row failed (max_failures), the last one was "
                 f"{name}: {result.error}",
                 code=result.code,
             )
-        if self._agent.hanging > self._settings.concurrency:
+        if self.agent.hanging > self.settings.concurrency:
             raise AgentFailed(
-                f"{self._agent.hanging} runs of {self._agent.name} still run in their threads "
+                f"{self.agent.hanging} runs of {self.agent.name} still run in their threads "
                 "after timeout=: make the agent end by itself"
             )
 
@@ -291,7 +279,7 @@ class RunScheduler:
             result = RunResult(
                 **run._asdict(),
                 state="failed",
-                group_id=self._plan.group(run, generation),
+                group_id=self.plan.group(run, generation),
                 error=reason,
                 code="group_closed",
             )
@@ -311,7 +299,7 @@ class RunScheduler:
         del self._left_out[item]
         generation = 1 + max(self._groups.get(one, (0, 0))[0] for one in runs)
         log.info("%d runs of item %d make a group of their own", len(runs), run.item)
-        await self._log.regrouped(runs, generation)
+        await self.log.regrouped(runs, generation)
         for one in runs:
             self._groups[one] = generation, len(runs)
         self._requeued.extend(runs)
