@@ -48,6 +48,7 @@ class Response:
     content: bytes
 
 
+@dataclass(eq=False, kw_only=True, repr=False)
 class AiohttpTransport(httpx.AsyncBaseTransport):
     """Connections to services, shared by any number of requests of one event loop.
 
@@ -58,21 +59,14 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
     replaces the process's context. ``session`` is a session that the caller closes.
     """
 
-    def __init__(
-        self,
-        *,
-        timeout: float = 60.0,
-        bounded: bool = False,
-        trust_env: bool = False,
-        tls: ssl.SSLContext | None = None,
-        session: aiohttp.ClientSession | None = None,
-    ) -> None:
-        self._timeout = timeout
-        self._bounded = bounded
-        self._trust_env = trust_env
-        self._tls = tls
-        self._session = session
-        self._owns_session = session is None
+    timeout: float = 60.0
+    bounded: bool = False
+    trust_env: bool = False
+    tls: ssl.SSLContext | None = None
+    session: aiohttp.ClientSession | None = None
+
+    def __post_init__(self) -> None:
+        self._owns_session = self.session is None
         self._proxies: dict[URL, str | None] = {}
         """The proxy for each origin that a request went to."""
         self._slots = asyncio.Semaphore(MAX_CONNECTIONS)
@@ -95,13 +89,13 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
 
         target = _parse_url(url)
         limit = aiohttp.ClientTimeout(
-            total=timeout if self._bounded else None,
-            sock_read=None if self._bounded else timeout,
+            total=timeout if self.bounded else None,
+            sock_read=None if self.bounded else timeout,
             sock_connect=_CONNECT_TIMEOUT,
         )
         async with AsyncExitStack() as stack:
-            if self._bounded:
-                if timeout > self._timeout:
+            if self.bounded:
+                if timeout > self.timeout:
                     await stack.enter_async_context(self._polls)
                 await stack.enter_async_context(self._slots)
             stack.enter_context(_httpx_errors(timeout))
@@ -117,9 +111,9 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
                 ssl=self._context(target),
             )
             # aiohttp's own limits begin when the whole request is sent.
-            async with asyncio.timeout(None if self._bounded else _CONNECT_TIMEOUT + timeout):
+            async with asyncio.timeout(None if self.bounded else _CONNECT_TIMEOUT + timeout):
                 response = await stack.enter_async_context(sending)
-            body = await (self._read_bounded(response) if self._bounded else response.read())
+            body = await (self._read_bounded(response) if self.bounded else response.read())
             return Response(response.status, response.headers, body)
 
     async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
@@ -156,30 +150,30 @@ class AiohttpTransport(httpx.AsyncBaseTransport):
         )
 
     async def aclose(self) -> None:
-        session, self._session = self._session, None
+        session, self.session = self.session, None
         if session is not None and self._owns_session:
             await session.close()
 
     def _open_session(self) -> aiohttp.ClientSession:
-        if self._session is None:
+        if self.session is None:
             import aiohttp
 
             connector = aiohttp.TCPConnector(
-                limit=MAX_CONNECTIONS if self._bounded else 0,
+                limit=MAX_CONNECTIONS if self.bounded else 0,
                 keepalive_timeout=_KEEPALIVE_TIMEOUT,
             )
             jar = aiohttp.DummyCookieJar()
-            self._session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
-        return self._session
+            self.session = aiohttp.ClientSession(connector=connector, cookie_jar=jar)
+        return self.session
 
     def _context(self, url: URL) -> ssl.SSLContext | bool:
-        if url.scheme != "https" or (self._tls is None and not self._owns_session):
+        if url.scheme != "https" or (self.tls is None and not self._owns_session):
             # The connector of the caller's session may have a context of its own.
             return True
-        return self._tls or tls_context()
+        return self.tls or tls_context()
 
     def _proxy(self, url: URL) -> str | None:
-        if not self._trust_env:
+        if not self.trust_env:
             return None
         origin = url.origin()
         if origin not in self._proxies:

@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Awaitable, Callable
 from contextlib import aclosing
+from dataclasses import dataclass
 from typing import Any
 
 from any_agent.chat import ChatFormat
@@ -25,44 +26,36 @@ log = logging.getLogger(__name__)
 _NO_LIMIT = 10**9  # transformers reports more than this where a tokenizer has no longest input
 
 
+@dataclass(eq=False, repr=False)
 class DirectSession:
     """The session of one client."""
 
-    def __init__(
-        self,
-        id: str,
-        engine: InferenceEngine,
-        chat: ChatFormat,
-        *,
-        mode: SessionMode,
-        sampling: GenerationHyperparameters,
-        model: str,
-        context_length: int | None,
-        keeps_cache: bool,
-    ) -> None:
+    id: str
+    engine: InferenceEngine
+    chat: ChatFormat
+    mode: SessionMode
+    sampling: GenerationHyperparameters
+    model: str
+    context_length: int | None
+    keeps_cache: bool
+
+    def __post_init__(self) -> None:
         """Raise ConfigError if the context length is not known."""
-        self.id = id
-        self.mode = mode
-        self.sampling = sampling
-        self.model = model
-        self.chat = chat
-        self.engine = engine
         self.tree = InteractionTree()
         self.final_reward: float | None = None
         self.discount = 1.0
         self.closed = False
         self.calls: set[ChoiceTasks] = set()
-        self._keeps_cache = keeps_cache
-        self._context_length = _context_length(engine, chat, context_length)
+        self._find_length = _context_length(self.engine, self.chat, self.context_length)
         self._completer: Completer | None = None
 
     async def completer(self) -> Completer:
         """Return the completer; EngineUnavailable if the engine cannot tell its context length."""
         if self._completer is None:
-            length = await self._context_length()
+            length = await self._find_length()
             # Several first calls may have come this far.
             self._completer = self._completer or Completer(
-                self.engine, self.chat, context_length=length, keeps_cache=self._keeps_cache
+                self.engine, self.chat, context_length=length, keeps_cache=self.keeps_cache
             )
         return self._completer
 

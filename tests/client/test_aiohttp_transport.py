@@ -267,5 +267,5 @@ async def test_a_request_that_is_cancelled_leaves_nothing(
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    assert http._session is not None and http._session.connector is not None
-    assert not http._session.connector._acquired
+    assert http.session is not None and http.session.connector is not None
+    assert not http.session.connector._acquired

@@ -137,7 +137,7 @@ async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
     await users[0].__aexit__()
     assert (await first.run_info()).version == 0
     connections: Any = first._http
-    session = connections._session
+    session = connections.session
     assert not session.closed
     await users[1].__aexit__()
     assert session.closed

@@ -107,7 +107,7 @@ async def test_behind_its_end_it_leaves_no_connection_open(
         await session.abort()
     assert (await session.info()).state == "aborted"
     assert made
-    assert all(http._session is None for http in made)
+    assert all(http.session is None for http in made)
 
 
 async def test_ctrl_c_just_as_it_was_opened(
