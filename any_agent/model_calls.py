@@ -157,10 +157,6 @@ class GenerationHyperparameters:
         return {name: value for name, value in out.items() if name not in excluded}
 
 
-def new_request_id() -> str:
-    return uuid.uuid4().hex
-
-
 @dataclass(frozen=True, slots=True, init=False)
 class ModelRequest:
     """One request to an inference engine, by token ids or by a text prompt; it returns token ids.
@@ -216,7 +212,7 @@ class ModelRequest:
                     "give one of them"
                 )
         values = {
-            "rid": new_request_id() if rid is None else rid,
+            "rid": uuid.uuid4().hex if rid is None else rid,
             "input_ids": ids,
             "gconfig": gconfig or GenerationHyperparameters(**given),  # type: ignore[arg-type]
             "cache_salt": cache_salt,
