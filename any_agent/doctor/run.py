@@ -68,12 +68,10 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if len(models) > 1:
         raise ConfigError(f"give one model at a time, not {models[0]!r} and {models[1]!r}")
     settings += [f"model.path={model}" for model in models]
-    for name in ("experiment", "trial"):
-        if (value := getattr(arguments, name)) is not None:
-            settings.append(f"{name}={value}")
-    if arguments.renderer is not None:
-        settings.append(f"model.renderer={arguments.renderer}")
-    named = (arguments.config, arguments.experiment, arguments.trial)
+    trial = {"experiment": arguments.experiment, "trial": arguments.trial}
+    short = trial | {"model.renderer": arguments.renderer}
+    settings += [f"{name}={value}" for name, value in short.items() if value is not None]
+    named = (arguments.config, *trial.values())
     of_trial = not models or any(name is not None for name in named)
     config = _config(arguments, settings, of_trial=of_trial)
     path = config.model.path

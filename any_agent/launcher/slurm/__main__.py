@@ -31,6 +31,7 @@ from any_agent.launcher.slurm.job import (
     slurm_process,
 )
 from any_agent.launcher.slurm.plan import count_ranks, plan
+from any_agent.launcher.training_progress import LogTail
 from any_agent.launcher.trial import check_model, newest_weights, resolve_config, trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
@@ -224,6 +225,7 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
     Raises StartupError if the job ends without one, or Slurm does not answer for a while.
     """
     failures = 0
+    lines = LogTail(log, from_start=True)
     try:
         while True:
             try:
@@ -233,7 +235,7 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
                 state, failures = "", failures + 1
                 if failures > _MAX_FAILURES:
                     raise
-            if line := _listening_in(log):
+            if line := next((line for line in lines.new_lines() if LISTENING in line), None):
                 say(line)
                 return 0
             if state == "GONE" or state in _ENDED_STATES:
@@ -242,14 +244,6 @@ def _until_listening(name: str, job: str, log: Path, say: Callable[[str], None])
     except KeyboardInterrupt:
         say(f"job       {job} goes on; scancel {job} ends it")
         return 0
-
-
-def _listening_in(log: Path) -> str | None:
-    try:
-        lines = log.read_text(encoding="utf-8", errors="replace").splitlines()
-    except FileNotFoundError:
-        return None
-    return next((line for line in lines if LISTENING in line), None)
 
 
 def _sbatch(path: Path) -> str:
