@@ -13,10 +13,9 @@ from any_agent.completions.call_types import Head
 from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.logprobs import LogprobsEncoder
 from any_agent.completions.params.call import ChatCall, ParseSettings
-from any_agent.completions.params.parameter import UnknownParameters
 from any_agent.completions.params.sampling import TOKEN_LIMITS
 from any_agent.record import InteractionTree
-from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
+from any_agent.types import Interaction
 
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
@@ -33,26 +32,15 @@ class ParsedRequest:
     version of that."""
 
 
-@dataclass(frozen=True, slots=True)
-class ParseContext:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParseContext(ParseSettings):
     """The facts beside the body that every API's parser gets."""
 
-    mode: SessionMode
-    sampling: GenerationHyperparameters
-    model: str
-    """The name of the policy where a request names no model."""
     chat: ChatFormat
     context_length: int
     """The most tokens of a prompt and its answer."""
-    unknown: UnknownParameters = "record"
-    """The treatment of unknown parameters."""
     tree: InteractionTree | None = None
     """The session's recorded interactions, if the call has a session."""
-
-    @property
-    def settings(self) -> ParseSettings:
-        known = self.chat.renderer.known_settings
-        return ParseSettings(self.mode, self.sampling, self.model, known, self.unknown)
 
 
 @lru_cache(maxsize=4)

@@ -65,8 +65,9 @@ class DirectSession:
             self.mode,
             self.sampling,
             self.model,
-            self.chat,
-            completer.context_length,
+            self.chat.renderer.known_settings,
+            chat=self.chat,
+            context_length=completer.context_length,
             tree=self.tree,
         )
 

@@ -226,15 +226,16 @@ def parse_context(
         sampling = sampling.new(temperature=1.0)
     elif mode is SessionMode.EVAL:
         sampling = service.eval_sampling
-    config = service.config
+    config, chat = service.config, service.completer.chat
     return ParseContext(
         mode,
         sampling,
         config.model.name,
-        service.completer.chat,
-        service.completer.context_length,
+        chat.renderer.known_settings,
         config.server.unknown_parameters,
-        session.tree if session is not None else None,
+        chat=chat,
+        context_length=service.completer.context_length,
+        tree=session.tree if session is not None else None,
     )
 
 

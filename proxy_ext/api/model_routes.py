@@ -104,8 +104,7 @@ async def count_call(service: RankService, request: Request) -> Response:
                 "own, and reports them in its answers' usage",
                 param="model",
             )
-        settings = parse_context(service, None, SessionMode.EVAL).settings
-        parse = partial(parse_count, body, settings)
+        parse = partial(parse_count, body, parse_context(service, None, SessionMode.EVAL))
         call = (await parse_body(parse, len(await request.body()))).chat
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():
             if session is not None:

@@ -8,12 +8,12 @@ from typing import Any
 import orjson
 
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.logprobs import LogprobsEncoder, top_logprobs_of
+from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.parse import parse_chat
 from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.errors import AnyAgentError
-from any_agent.types import Interaction
+from any_agent.types import Interaction, Message
 
 DONE = b"data: [DONE]\n\n"
 _MESSAGE_FIELDS = ("content", "reasoning_content", "tool_calls")
@@ -21,15 +21,21 @@ _MESSAGE_FIELDS = ("content", "reasoning_content", "tool_calls")
 
 def parse_chat_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/chat/completions` body; raises as :func:`parse_chat`."""
-    call = parse_chat(body, context.settings)
+    call = parse_chat(body, context)
     logprobs = token_logprobs(context.chat)
     return ParsedRequest(
         call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")
     )
 
 
-class ChatEncoder:
-    """Encodes one chat call's answer. The part that all its events share is encoded once."""
+class ChoicesEncoder:
+    """Encodes an answer as OpenAI's choices. The part that all its events share is encoded once."""
+
+    _object = _event_object = b"chat.completion"
+    _text_field = b"delta"
+    """The field of an event's choice that has the new text."""
+    _nothing = b"{}"
+    """The value of that field in a choice's last event."""
 
     def __init__(
         self, call: ChatCall, head: Head, logprobs: LogprobsEncoder, fingerprint: str
@@ -37,16 +43,16 @@ class ChatEncoder:
         self._call = call
         self._head = head
         self._logprobs = logprobs
-        self._base = {
+        base = {
             "id": head.id,
             "created": int(head.created_at),
             "model": call.model,
             "system_fingerprint": fingerprint,
         }
-        chunk = orjson.dumps({**self._base, "object": "chat.completion.chunk"})
-        self._head_bytes = b"data: " + chunk[:-1]
+        self._base = orjson.dumps(base)[:-1]
+        self._head_bytes = b'data: %b,"object":"%b"' % (self._base, self._event_object)
         self._starts = [
-            b'%b,"choices":[{"index":%d,"delta":' % (self._head_bytes, k)
+            b'%b,"choices":[{"index":%d,"%b":' % (self._head_bytes, k, self._text_field)
             for k in range(head.choices)
         ]
         # Where usage is requested, OpenAI's other chunks have a null usage.
@@ -54,9 +60,96 @@ class ChatEncoder:
 
     def whole(self, answers: list[Interaction]) -> bytes:
         choices = b",".join(self._choice(k, answer) for k, answer in enumerate(answers))
-        base = orjson.dumps({**self._base, "object": "chat.completion"})
-        usage = orjson.dumps(usage_of(self._head, answers))
-        return b'%b,"choices":[%b],"usage":%b}' % (base[:-1], choices, usage)
+        return b'%b,"object":"%b","choices":[%b],"usage":%b}' % (
+            self._base,
+            self._object,
+            choices,
+            self._usage(answers),
+        )
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        """Return the event that ends a choice."""
+        reason = orjson.dumps(self._finish_reason(interaction))
+        return self._event(index, self._nothing, None, reason)
+
+    def last(self, answers: list[Interaction]) -> bytes:
+        """Return the events after all choices: the usage, if it was requested, and [DONE]."""
+        if not self._call.include_usage:
+            return DONE
+        return b'%b,"choices":[],"usage":%b}\n\n%b' % (
+            self._head_bytes,
+            self._usage(answers),
+            DONE,
+        )
+
+    def failed(self, error: AnyAgentError) -> bytes:
+        """Return an error event, without [DONE]."""
+        return b"data: %b\n\n" % orjson.dumps(error.body())
+
+    def _event(
+        self,
+        index: int,
+        text: bytes,
+        logprobs: bytes | None = None,
+        finish_reason: bytes = b"null",
+    ) -> bytes:
+        return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (
+            self._starts[index],
+            text,
+            logprobs or b"null",
+            finish_reason,
+            self._end,
+        )
+
+    def _choice(self, index: int, interaction: Interaction) -> bytes:
+        choice = {
+            "index": index,
+            **self._answer(index, interaction.output_message),
+            "finish_reason": self._finish_reason(interaction),
+        }
+        logprobs = None
+        if self._call.logprobs:
+            logprobs = self._encode_logprobs(
+                index,
+                interaction.output_ids.tolist(),
+                interaction.output_logprobs.tolist(),
+                top_logprobs_of(interaction),
+            )
+        return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs or b"null")
+
+    def _new_logprobs(self, item: Delta) -> bytes | None:
+        if not (self._call.logprobs and item.output_ids):
+            return None
+        return self._encode_logprobs(item.index, item.output_ids, item.logprobs, item.top_logprobs)
+
+    def _answer(self, index: int, message: Message) -> dict[str, Any]:
+        """Return the answer's field of a whole choice."""
+        raise NotImplementedError
+
+    def _encode_logprobs(
+        self, index: int, ids: list[int], logprobs: list[float], top: TopLogprobs | None
+    ) -> bytes:
+        raise NotImplementedError
+
+    def _finish_reason(self, interaction: Interaction) -> str:
+        return interaction.finish_reason
+
+    def _usage(self, answers: list[Interaction]) -> bytes:
+        """Return OpenAI's `usage`: the prompt counted once, and the tokens of every choice."""
+        output = sum(len(answer.output_ids) for answer in answers)
+        return orjson.dumps(
+            {
+                "prompt_tokens": self._head.prompt_tokens,
+                "completion_tokens": output,
+                "total_tokens": self._head.prompt_tokens + output,
+            }
+        )
+
+
+class ChatEncoder(ChoicesEncoder):
+    """Encodes one chat call's answer."""
+
+    _event_object = b"chat.completion.chunk"
 
     def start(self, index: int) -> bytes:
         """Return the first event of a choice."""
@@ -65,9 +158,7 @@ class ChatEncoder:
     def delta(self, item: Delta) -> bytes:
         """Return the event of newly certain text; nothing for a delta without content."""
         message = item.message
-        logprobs = None
-        if self._call.logprobs and item.output_ids:
-            logprobs = self._logprobs.chat(item.output_ids, item.logprobs, item.top_logprobs)
+        logprobs = self._new_logprobs(item)
         if message.content and not (message.reasoning_content or message.tool_calls):
             # A fast path: nearly every event is one of these.
             content = b'{"content":%b}' % orjson.dumps(message.content)
@@ -80,58 +171,20 @@ class ChatEncoder:
             content = orjson.dumps(fields)
         return self._event(item.index, content, logprobs)
 
-    def end(self, index: int, interaction: Interaction) -> bytes:
-        """Return the event that ends a choice."""
-        return self._event(index, b"{}", None, orjson.dumps(self._finish(interaction)))
-
-    def last(self, answers: list[Interaction]) -> bytes:
-        """Return the events after all choices: the usage, if it was requested, and [DONE]."""
-        if not self._call.include_usage:
-            return DONE
-        usage = orjson.dumps(usage_of(self._head, answers))
-        return b'%b,"choices":[],"usage":%b}\n\n%b' % (self._head_bytes, usage, DONE)
-
-    def failed(self, error: AnyAgentError) -> bytes:
-        """Return an error event, without [DONE]."""
-        return error_event(error)
-
-    def _event(
-        self,
-        index: int,
-        delta: bytes,
-        logprobs: bytes | None = None,
-        finish_reason: bytes = b"null",
-    ) -> bytes:
-        return b'%b%b,"logprobs":%b,"finish_reason":%b}%b' % (
-            self._starts[index],
-            delta,
-            logprobs or b"null",
-            finish_reason,
-            self._end,
-        )
-
-    def _finish(self, interaction: Interaction) -> str:
+    def _finish_reason(self, interaction: Interaction) -> str:
         reason = interaction.finish_reason
         older = self._call.legacy_functions and reason == "tool_calls"
         return "function_call" if older else reason
 
-    def _choice(self, index: int, interaction: Interaction) -> bytes:
-        message = interaction.output_message
+    def _answer(self, index: int, message: Message) -> dict[str, Any]:
         if self._call.legacy_functions:
             message = _with_function_call(message)
-        choice: dict[str, Any] = {
-            "index": index,
-            "message": {"refusal": None, **message},
-            "finish_reason": self._finish(interaction),
-        }
-        logprobs = b"null"
-        if self._call.logprobs:
-            logprobs = self._logprobs.chat(
-                interaction.output_ids.tolist(),
-                interaction.output_logprobs.tolist(),
-                top_logprobs_of(interaction),
-            )
-        return b'%b,"logprobs":%b}' % (orjson.dumps(choice)[:-1], logprobs)
+        return {"message": {"refusal": None, **message}}
+
+    def _encode_logprobs(
+        self, index: int, ids: list[int], logprobs: list[float], top: TopLogprobs | None
+    ) -> bytes:
+        return self._logprobs.chat(ids, logprobs, top)
 
 
 def _with_function_call(message: Mapping[str, Any]) -> dict[str, Any]:
@@ -141,18 +194,3 @@ def _with_function_call(message: Mapping[str, Any]) -> dict[str, Any]:
         if call.get("index", 0) == 0:
             out.setdefault("function_call", call["function"])
     return out
-
-
-def error_event(error: AnyAgentError) -> bytes:
-    """Return the event by which OpenAI's streams report an error."""
-    return b"data: %b\n\n" % orjson.dumps(error.body())
-
-
-def usage_of(head: Head, answers: list[Interaction]) -> dict[str, Any]:
-    """Return OpenAI's `usage`: the prompt counted once, and the tokens of every choice."""
-    output = sum(len(answer.output_ids) for answer in answers)
-    return {
-        "prompt_tokens": head.prompt_tokens,
-        "completion_tokens": output,
-        "total_tokens": head.prompt_tokens + output,
-    }

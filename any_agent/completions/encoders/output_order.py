@@ -16,6 +16,7 @@ class OutputPart:
 
     kind: Kind
     text: str = ""
+    """The text; of a call its arguments."""
     call: dict[str, Any] | None = None
     """The tool call in OpenAI's form."""
 
@@ -25,19 +26,23 @@ def parts_of(interaction: Interaction) -> list[OutputPart]:
 
     A stream's deltas have the same parts: one ends where another kind, or another call, begins.
     """
-    message = interaction.output_message
     order = interaction.request.get("order")
-    return _in_order(message, order) if order else _in_usual_order(message)
+    message = interaction.output_message
+    return _in_order(message, order) if order else message_parts(message)
 
 
-def _in_usual_order(message: Message) -> list[OutputPart]:
+def message_parts(message: Message) -> list[OutputPart]:
+    """Return the parts of an assistant's message in the usual order, none of them empty."""
     out = []
     if reasoning := message.get("reasoning_content"):
         out.append(OutputPart("reasoning", reasoning))
     if content := message.get("content"):
         out.append(OutputPart("content", content))
-    out += [OutputPart("call", call=call) for call in message.get("tool_calls") or ()]
-    return out
+    return out + [_call_part(call) for call in message.get("tool_calls") or ()]
+
+
+def _call_part(call: dict[str, Any]) -> OutputPart:
+    return OutputPart("call", call["function"]["arguments"], call)
 
 
 def _in_order(message: Message, order: list[list[Any]]) -> list[OutputPart]:
@@ -50,7 +55,7 @@ def _in_order(message: Message, order: list[list[Any]]) -> list[OutputPart]:
     out = []
     for kind, length in order:
         if kind == "call":
-            out.append(OutputPart("call", call=next(calls)))
+            out.append(_call_part(next(calls)))
             continue
         start = at[kind]
         at[kind] = start + length

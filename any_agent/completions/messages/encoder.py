@@ -32,7 +32,7 @@ _CUT_OFF = "max_tokens"
 
 def parse_messages_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/messages` body; raises as :func:`parse_messages`."""
-    call = parse_messages(body, context.settings)
+    call = parse_messages(body, context)
     return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))
 
 
@@ -170,8 +170,7 @@ class MessagesEncoder:
 
     def _block(self, part: OutputPart) -> bytes:
         if part.call is not None:
-            function = part.call["function"]
-            return _tool_use(part.call["id"], function["name"], input_of(function["arguments"]))
+            return _tool_use(part.call["id"], part.call["function"]["name"], input_of(part.text))
         if part.kind == "content":
             return b'{"type":"text","text":%b}' % orjson.dumps(part.text)
         signature = _Signature()

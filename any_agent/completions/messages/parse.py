@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NoReturn
 
 from any_agent.chat.template_kwargs import SWITCHES
@@ -11,16 +11,18 @@ from any_agent.completions.messages.input_messages import conversation_of
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import schema_grammar, unless_forced
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES
-from any_agent.completions.params.parse import sort_parameters
-from any_agent.completions.params.sampling import sampling_of
+from any_agent.completions.params.parse import call_of, sort_parameters
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.tools import MAX_NAME, tools_of
-from any_agent.completions.params.unknown_fields import template_kwargs_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
-_SAMPLING = ("max_tokens", "temperature", "top_p", "top_k")
+_AS_IN_CHAT = (
+    *("model", "stream", "max_tokens", "temperature", "top_p", "top_k"),
+    *("chat_template_kwargs", "enable_thinking", "thinking"),
+)
+"""Parameters that shape the call as in `/chat/completions`."""
 _PARAMETER_NAMES = {"parallel_tool_calls": ("tool_choice", "tool_choice.disable_parallel_tool_use")}
 
 
@@ -48,36 +50,25 @@ def parse_messages(body: Any, settings: ParseSettings) -> MessagesCall:
 
 def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
     """Check a `/v1/messages/count_tokens` body, which may lack `max_tokens`."""
-    known, unknown = settings.known_settings, settings.unknown
-    body, recorded, rest = sort_parameters(body, TABLE["messages"], known, unknown)
+    known = settings.known_settings
+    body, recorded, rest = sort_parameters(body, TABLE["messages"], known, settings.unknown)
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools, forced, parallel = _tools(body)
     grammar, asked_by = unless_forced(*_format(body), forced, rest)
     thinking = _thinking(body, known)
-    # A template without a switch takes `thinking`, too: it only has no effect.
-    switches = body if thinking.template else {**body, "thinking": None}
-    template_kwargs = template_kwargs_of(switches, rest, known, unknown)
-    sampled = {name: body[name] for name in _SAMPLING if body.get(name) is not None}
-    gconfig, overrides = sampling_of(
-        sampled | {"stop": body.get("stop_sequences")},
-        mode=settings.mode,
-        run=settings.sampling,
-        tokens=settings.sampling.max_new_tokens,
-        grammar=grammar,
-    )
-    chat = ChatCall(
-        model=body.get("model") or settings.model,
+    shared = {name: body.get(name) for name in _AS_IN_CHAT} | {"stop": body.get("stop_sequences")}
+    if not thinking.template:
+        # A template without a switch takes `thinking`, too: it only has no effect.
+        shared["thinking"] = None
+    call = call_of(shared, recorded, rest, settings, grammar=grammar)
+    chat = replace(
+        call,
         messages=conversation_of(body.get("system"), messages),
         tools=tools,
-        gconfig=gconfig,
-        stream=bool(body.get("stream")),
         include_usage=True,
-        overrides=overrides,
-        recorded=recorded | rest.recorded | thinking.recorded,
-        ignored=tuple(rest.ignored),
-        template_kwargs=template_kwargs,
+        recorded=call.recorded | thinking.recorded,
         reasoning_effort=thinking.effort,
         forced_call=forced,
         parallel_tool_calls=parallel,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Set
+from dataclasses import replace
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall, ParseSettings, TextInput
@@ -15,7 +16,13 @@ from any_agent.completions.params.parameter import (
     UnknownParameters,
 )
 from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.schema_check import check, json_text, require_object, shown
+from any_agent.completions.params.schema_check import (
+    check,
+    json_text,
+    require_names,
+    require_object,
+    shown,
+)
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.tools import (
     asks_for_functions,
@@ -34,8 +41,9 @@ def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
 
     Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
-    known, unknown = settings.known_settings, settings.unknown
-    body, recorded, rest = sort_parameters(body, TABLE["chat"], known, unknown)
+    body, recorded, rest = sort_parameters(
+        body, TABLE["chat"], settings.known_settings, settings.unknown
+    )
     messages = body.get("messages")
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
@@ -45,33 +53,16 @@ def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
         raise InvalidRequest("top_logprobs needs logprobs: true", param="top_logprobs")
-    mode, run = settings.mode, settings.sampling
-    gconfig, overrides = sampling_of(
-        body, mode=mode, run=run, tokens=run.max_new_tokens, grammar=grammar
-    )
-    effort = _effort(body)
-    # It adds to the ignored and recorded fields of `rest`.
-    template_kwargs = template_kwargs_of(body, rest, known, unknown)
-    return ChatCall(
-        model=body.get("model") or settings.model,
+    call = call_of(body, recorded, rest, settings, grammar=grammar, effort=_effort(body))
+    return replace(
+        call,
         messages=with_tool_calls(messages),
         tools=tools,
-        gconfig=gconfig,
-        stream=bool(body.get("stream")),
         include_usage=_include_usage(body),
         logprobs=bool(body.get("logprobs")),
-        overrides=overrides,
-        recorded=recorded
-        | rest.recorded
-        | ({} if effort is None else {"reasoning_effort": effort}),
-        ignored=tuple(rest.ignored),
-        n=body.get("n") or 1,
         top_logprobs=top,
-        template_kwargs=template_kwargs,
-        reasoning_effort=effort,
         forced_call=forced,
         legacy_functions=older,
-        parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by,
     )
 
@@ -81,8 +72,7 @@ def parse_completion(body: Any, settings: ParseSettings) -> ChatCall:
 
     Raises InvalidRequest or UnsupportedParameter, naming the parameter.
     """
-    table, unknown = TABLE["completions"], settings.unknown
-    body, recorded, rest = sort_parameters(body, table, unknown=unknown)
+    body, recorded, rest = sort_parameters(body, TABLE["completions"], unknown=settings.unknown)
     prompts = prompts_of(body.get("prompt"))
     n = body.get("n") or 1
     if n * len(prompts) > MAX_CHOICES:
@@ -100,28 +90,55 @@ def parse_completion(body: Any, settings: ParseSettings) -> ChatCall:
             "echo with logprobs is not supported: prompts have no logprobs here", param="echo"
         )
     grammar, asked_by = grammar_of(body)
-    mode, run = settings.mode, settings.sampling
-    gconfig, overrides = sampling_of(
-        body, mode=mode, run=run, tokens=COMPLETION_TOKENS, grammar=grammar
-    )
-    return ChatCall(
-        model=body.get("model") or settings.model,
-        messages=[],
-        tools=None,
-        gconfig=gconfig,
-        stream=bool(body.get("stream")),
+    call = call_of(body, recorded, rest, settings, tokens=COMPLETION_TOKENS, grammar=grammar)
+    return replace(
+        call,
         include_usage=_include_usage(body),
         logprobs=top is not None,
-        overrides=overrides,
-        recorded=recorded | rest.recorded,
-        ignored=tuple(rest.ignored),
-        n=n,
         top_logprobs=top or 0,
         format_parameter=asked_by,
         prompts=prompts,
         id_prefix="cmpl-",
         prompt_parameter="prompt",
         echo=bool(body.get("echo")),
+    )
+
+
+def call_of(
+    body: Mapping[str, Any],
+    recorded: Mapping[str, Any],
+    rest: UnknownFields,
+    settings: ParseSettings,
+    *,
+    grammar: str | None,
+    effort: str | None = None,
+    tokens: int | None = None,
+) -> ChatCall:
+    """Return a call with the parameters that all APIs share, from :func:`sort_parameters`.
+
+    ``tokens``: the token limit of a body without one; by default the run's. Raises InvalidRequest
+    or UnsupportedParameter, naming the parameter.
+    """
+    run = settings.sampling
+    gconfig, overrides = sampling_of(
+        body, mode=settings.mode, run=run, tokens=tokens or run.max_new_tokens, grammar=grammar
+    )
+    # It adds to the ignored and recorded fields of `rest`.
+    template_kwargs = template_kwargs_of(body, rest, settings.known_settings, settings.unknown)
+    noted = {} if effort is None else {"reasoning_effort": effort}
+    return ChatCall(
+        model=body.get("model") or settings.model,
+        messages=[],
+        tools=None,
+        gconfig=gconfig,
+        stream=bool(body.get("stream")),
+        overrides=overrides,
+        recorded={**recorded, **rest.recorded, **noted},
+        ignored=tuple(rest.ignored),
+        n=body.get("n") or 1,
+        template_kwargs=template_kwargs,
+        reasoning_effort=effort,
+        parallel_tool_calls=body.get("parallel_tool_calls") is not False,
     )
 
 
@@ -175,13 +192,10 @@ def _include_usage(body: Mapping[str, Any]) -> bool:
     options = body.get("stream_options")
     if options is None:
         return False
-    for name, value in require_object(options, "stream_options").items():
-        if name not in _STREAM_OPTIONS:
-            at = f"stream_options.{shown(str(name))[1:-1]}"
-            raise UnsupportedParameter(f"unknown parameter {at}", param=at)
-        at = f"stream_options.{name}"
+    require_names(require_object(options, "stream_options"), "stream_options", _STREAM_OPTIONS)
+    for name, value in options.items():
         if value is not None:
-            check(value, {"type": "boolean"}, at)
+            check(value, {"type": "boolean"}, f"stream_options.{name}")
     if options.get("continuous_usage_stats"):
         at = "stream_options.continuous_usage_stats"
         raise UnsupportedParameter(f"{at} is not supported: use include_usage", param=at)

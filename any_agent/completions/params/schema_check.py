@@ -7,11 +7,12 @@ bounds, lengths, and lists of scalars. `x-max-bytes` bounds an object's JSON.
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from typing import Any
 
 import orjson
 
-from any_agent.errors import InvalidRequest
+from any_agent.errors import InvalidRequest, UnsupportedParameter
 
 Schema = dict[str, Any]
 
@@ -47,6 +48,14 @@ def require_object(value: Any, name: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise InvalidRequest(f"{name} must be an object", param=name)
     return value
+
+
+def require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
+    """Raise UnsupportedParameter for a field with another name."""
+    for name in given:
+        if name not in known:
+            where = f"{at}.{shown(str(name))[1:-1]}"
+            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
 
 
 def json_text(value: Any, name: str, *, longest: int) -> str:

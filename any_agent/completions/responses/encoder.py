@@ -9,6 +9,7 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
+from any_agent.completions.encoders.output_order import Kind
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.completions.responses.output_items import (
@@ -29,9 +30,7 @@ _ABORTED = "the answer was cut off: its session is pinned to weights that the en
 
 def parse_responses_request(body: Any, context: ParseContext) -> ParsedRequest:
     """Check a `/responses` body; raises as :func:`parse_responses`."""
-    call = parse_responses(
-        body, context.settings, context.tree, context_length=context.context_length
-    )
+    call = parse_responses(body, context, context.tree, context_length=context.context_length)
     chat, logprobs = context.chat, token_logprobs(context.chat)
     return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logprobs, chat))
 
@@ -52,7 +51,7 @@ class ResponsesEncoder:
         """The items of a stream that are done."""
         self._text_done = False
         """True once the first text is done: only that one has log-probabilities."""
-        self._sampled = _SampledOutput() if call.logprobs else None
+        self._sampled = _SampledOutput() if call.chat.logprobs else None
         self._base = orjson.dumps(_base(call, head))[:-1]
 
     def whole(self, answers: list[Interaction]) -> bytes:
@@ -103,7 +102,7 @@ class ResponsesEncoder:
         response = self._unfinished(b"failed", fields, b",".join(self._items))
         return self._events.event(b"response.failed", b'"response":' + response)
 
-    def _more(self, kind: str, text: str) -> bytes:
+    def _more(self, kind: Kind, text: str) -> bytes:
         now = self._open
         if now is not None and now.kind == kind and self._sampled is None:
             # A fast path: nearly every event is one of these.
@@ -123,7 +122,7 @@ class ResponsesEncoder:
         assert self._open is not None
         return events + (self._open.more(arguments) if arguments else b"")
 
-    def _begin(self, kind: str, call: dict[str, Any] | None = None) -> bytes:
+    def _begin(self, kind: Kind, call: dict[str, Any] | None = None) -> bytes:
         """Begin the next item, once the one before it is done."""
         events = self._close(b"completed") if self._open is not None else b""
         index = len(self._items)
@@ -153,7 +152,7 @@ class ResponsesEncoder:
         for k, (part, status) in enumerate(with_status(interaction)):
             texts += part.kind == "content"
             logprobs = b"[]"
-            if self._call.logprobs and part.kind == "content" and texts == 1:
+            if self._call.chat.logprobs and part.kind == "content" and texts == 1:
                 logprobs = self._recorded_logprobs(interaction)
             id = item_id(interaction.id, part.kind, k)
             out.append(part_bytes(part, id, status, logprobs, self._call.encrypted))

@@ -12,10 +12,11 @@ from typing import Any
 
 import orjson
 
-from any_agent.completions.encoders.output_order import OutputPart, parts_of
+from any_agent.completions.encoders.output_order import Kind, OutputPart, parts_of
 from any_agent.types import Interaction
 
 _OURS = "aa1."
+_IN_PROGRESS = b"in_progress"
 
 
 def encoded(reasoning: str) -> str:
@@ -100,7 +101,7 @@ class ItemStream:
     """Encodes one item, of the kind reasoning, content or call."""
 
     def __init__(
-        self, events: EventFactory, kind: str, id: str, index: int, call: dict[str, Any] | None
+        self, events: EventFactory, kind: Kind, id: str, index: int, call: dict[str, Any] | None
     ) -> None:
         self.kind = kind
         self._events = events
@@ -117,12 +118,14 @@ class ItemStream:
     def begin(self) -> bytes:
         """Return the events that add the item and, for a text, its one part."""
         event = self._events.event
-        item = b'"output_index":%d,"item":%b' % (self._index, self._item(b"in_progress", None))
+        part = OutputPart(self.kind, "", self._call)
+        item = part_bytes(part, self._id, _IN_PROGRESS)
+        item = b'"output_index":%d,"item":%b' % (self._index, item)
         added = event(b"response.output_item.added", item)
         if self.kind == "call":
             return added
-        part = _text_part("", b"[]") if self.kind == "content" else _reasoning_part("")
-        return added + event(b"response.content_part.added", b'%b,"part":%b' % (self._where, part))
+        empty = _text_part("", b"[]") if self.kind == "content" else _reasoning_part("")
+        return added + event(b"response.content_part.added", b'%b,"part":%b' % (self._where, empty))
 
     def more(self, text: str, logprobs: bytes | None = None) -> bytes:
         self._texts.append(text)
@@ -136,7 +139,9 @@ class ItemStream:
         event, where = self._events.event, self._where
         text = "".join(self._texts)
         encoded_text = orjson.dumps(text)
-        item = self._item(status, text, logprobs, encrypts)
+        item = part_bytes(
+            OutputPart(self.kind, text, self._call), self._id, status, logprobs, encrypts
+        )
         if self.kind == "call":
             assert self._call is not None
             name = orjson.dumps(self._call["function"]["name"])
@@ -154,41 +159,26 @@ class ItemStream:
         fields = b'"output_index":%d,"item":%b' % (self._index, item)
         return done + event(b"response.output_item.done", fields), item
 
-    def _item(self, status: bytes, text: str | None, *more: Any) -> bytes:
-        return item_bytes(self.kind, self._id, text, self._call, status, *more)
-
 
 def part_bytes(
     part: OutputPart, id: str, status: bytes, logprobs: bytes = b"[]", encrypts: bool = False
 ) -> bytes:
-    """Return the JSON of a part's item."""
-    text = part.text if part.call is None else part.call["function"]["arguments"]
-    return item_bytes(part.kind, id, text, part.call, status, logprobs, encrypts)
-
-
-def item_bytes(
-    kind: str,
-    id: str,
-    text: str | None,
-    call: dict[str, Any] | None,
-    status: bytes,
-    logprobs: bytes = b"[]",
-    encrypts: bool = False,
-) -> bytes:
-    """Return an item's JSON; ``text`` is None while the item has none yet."""
+    """Return the JSON of a part's item; one in progress has no content yet."""
+    kind, text, call = part.kind, part.text, part.call
+    begun = status != _IN_PROGRESS
     if kind == "content":
-        part = b"" if text is None else _text_part(text, logprobs)
+        content = _text_part(text, logprobs) if begun else b""
         return b'{"id":"%b","type":"message","status":"%b","role":"assistant","content":[%b]}' % (
             id.encode(),
             status,
-            part,
+            content,
         )
     if kind == "reasoning":
-        part = b"" if text is None else _reasoning_part(text)
+        content = _reasoning_part(text) if begun else b""
         hidden = b',"encrypted_content":"%b"' % encoded(text).encode() if encrypts and text else b""
         return b'{"id":"%b","type":"reasoning","summary":[],"content":[%b]%b,"status":"%b"}' % (
             id.encode(),
-            part,
+            content,
             hidden,
             status,
         )

@@ -6,19 +6,23 @@ Tools are flat there; the call has them in the form of chat.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES, MAX_TOOLS
-from any_agent.completions.params.parse import sort_parameters
-from any_agent.completions.params.sampling import sampling_of
-from any_agent.completions.params.schema_check import check, json_text, require_object, shown
+from any_agent.completions.params.parse import call_of, sort_parameters
+from any_agent.completions.params.schema_check import (
+    check,
+    json_text,
+    require_names,
+    require_object,
+    shown,
+)
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
 from any_agent.completions.params.tools import tools_of
-from any_agent.completions.params.unknown_fields import template_kwargs_of
 from any_agent.completions.responses.history import (
     ID_PREFIX,
     ItemHistory,
@@ -65,7 +69,6 @@ class ResponsesCall:
     """The same request as a chat call."""
     repeated: Mapping[str, Any] = field(default_factory=dict)
     """The request's fields that the answer repeats, where they differ from :data:`DEFAULTS`."""
-    logprobs: bool = False
     encrypted: bool = False
     """True if reasoning is added once more, as an opaque text that brings it back."""
 
@@ -82,8 +85,9 @@ def parse_responses(
     ``tree``: the session's, in which earlier answers are looked up. Raises InvalidRequest,
     UnsupportedParameter or NotFound, naming the parameter.
     """
-    known, unknown = settings.known_settings, settings.unknown
-    body, recorded, rest = sort_parameters(body, TABLE["responses"], known, unknown)
+    body, recorded, rest = sort_parameters(
+        body, TABLE["responses"], settings.known_settings, settings.unknown
+    )
     include = _include(body.get("include"))
     tools, shown_tools, forced, choice = chat_tools_of(body)
     grammar, text = _text(body.get("text"))
@@ -92,10 +96,7 @@ def parse_responses(
     _check_stream_options(body.get("stream_options"))
     messages, before = _messages(body, tree, context_length)
     logprobs = _LOGPROBS in include
-    mode, run = settings.mode, settings.sampling
-    gconfig, overrides = sampling_of(
-        body, mode=mode, run=run, tokens=run.max_new_tokens, grammar=grammar
-    )
+    call = call_of(body, recorded, rest, settings, grammar=grammar, effort=effort)
     repeated = _repeated(
         body, text=text, reasoning=reasoning, tools=flat(tools), tool_choice=choice
     )
@@ -106,31 +107,20 @@ def parse_responses(
     if kept.get("instructions"):
         # The instructions are recorded as the first messages' lines, so their number is enough.
         kept["instructions"] = full_lines(kept["instructions"])
-    template_kwargs = template_kwargs_of(body, rest, known, unknown)
-    chat = ChatCall(
-        model=body.get("model") or settings.model,
+    chat = replace(
+        call,
         messages=messages,
         tools=shown_tools,
-        gconfig=gconfig,
-        stream=bool(body.get("stream")),
         logprobs=logprobs,
-        overrides=overrides,
-        recorded=recorded
-        | rest.recorded
-        | ({} if effort is None else {"reasoning_effort": effort}),
-        ignored=tuple(rest.ignored),
         top_logprobs=(body.get("top_logprobs") or 0) if logprobs else 0,
-        template_kwargs=template_kwargs,
-        reasoning_effort=effort,
         forced_call=forced,
-        parallel_tool_calls=body.get("parallel_tool_calls") is not False,
         format_parameter=asked_by if grammar is not None else None,
         id_prefix=ID_PREFIX,
         prompt_parameter="input",
         goes_on_from=before,
         kept={"responses": kept | _included(logprobs, _ENCRYPTED in include)},
     )
-    return ResponsesCall(chat, repeated, logprobs, _ENCRYPTED in include)
+    return ResponsesCall(chat, repeated, _ENCRYPTED in include)
 
 
 def _messages(
@@ -283,14 +273,6 @@ def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
         {"type": "function", "name": f["name"], **{part: f.get(part) for part in _FIELDS}}
         for f in functions
     ]
-
-
-def require_names(given: Mapping[str, Any], at: str, known: tuple[str, ...]) -> None:
-    """Raise UnsupportedParameter for a field with another name."""
-    for name in given:
-        if name not in known:
-            where = f"{at}.{shown(str(name))[1:-1]}"
-            raise UnsupportedParameter(f"unknown parameter {where}", param=where)
 
 
 def _nested(tool: Any, where: str) -> Tool:

@@ -7,7 +7,7 @@ from typing import Any
 from any_agent.chat import ChatFormat, text_of
 from any_agent.completions.call_types import Head
 from any_agent.completions.encoders import ResponseEncoder
-from any_agent.completions.encoders.output_order import OutputPart
+from any_agent.completions.encoders.output_order import message_parts
 from any_agent.completions.logprobs import LogprobsEncoder
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.responses.encoder import ResponsesEncoder
@@ -73,7 +73,7 @@ def stored_encoder(
         interaction.gconfig,
         len(tree.prompt_ids(interaction.id)),
     )
-    responses = ResponsesCall(call, repeated, logs, bool(kept.get("encrypted")))
+    responses = ResponsesCall(call, repeated, bool(kept.get("encrypted")))
     return ResponsesEncoder(responses, head, logprobs, chat), call
 
 
@@ -93,12 +93,7 @@ def _items(message: Message, prefix: str, at: int) -> list[dict[str, Any]]:
     # The messages of a chat call may hold parts.
     text = text_of(message.get("content")) or ""
     if role == "assistant":
-        parts = []
-        if reasoning := message.get("reasoning_content"):
-            parts.append(OutputPart("reasoning", reasoning))
-        if message.get("content"):
-            parts.append(OutputPart("content", text))
-        parts += [OutputPart("call", call=call) for call in message.get("tool_calls") or ()]
+        parts = message_parts({**message, "content": text})
         return [item_of(part, item_id(prefix, part.kind, at + k)) for k, part in enumerate(parts)]
     if role == "tool":
         kind = {"type": "function_call_output", "status": "completed"}

@@ -85,8 +85,9 @@ def checked(api: Api, body: Any, chat: ChatFormat, tree: InteractionTree) -> Che
         SessionMode.TRAIN,
         GenerationHyperparameters(max_new_tokens=512),
         "m",
-        chat,
-        CONTEXT,
+        chat.renderer.known_settings,
+        chat=chat,
+        context_length=CONTEXT,
         tree=tree,
     )
     (registered,) = (each for each in all_apis() if each.name == api.name)
