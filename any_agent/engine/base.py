@@ -43,7 +43,6 @@ class InferenceEngine(Protocol):
     @property
     def version(self) -> int:
         """The weight version that newly started tokens are sampled with."""
-        ...
 
     def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
         """Sample a completion; only the last chunk has a stop reason.
@@ -55,19 +54,15 @@ class InferenceEngine(Protocol):
         Raises EngineUnavailable (an update or a restart took too long), EngineMismatch (the
         engine's answer cannot belong to this request), InvalidRequest.
         """
-        ...
 
     async def capabilities(self) -> Capabilities:
         """Return what requests may ask for; EngineUnavailable if the engine does not answer."""
-        ...
 
     async def pause(self) -> None:
         """Stop sampling; running requests are kept and wait."""
-        ...
 
     async def resume(self, version: int) -> None:
         """Continue with the weights of ``version``."""
-        ...
 
 
 class ScriptInferenceEngine(Protocol):
@@ -76,7 +71,6 @@ class ScriptInferenceEngine(Protocol):
     @property
     def inference_engine(self) -> InferenceEngine:
         """The same engine, for callers on any event loop."""
-        ...
 
 
 class RolloutEngine(InferenceEngine, Protocol):
@@ -88,7 +82,6 @@ class RolloutEngine(InferenceEngine, Protocol):
         Successive requests of one ``rid`` go to the same engine, which has the beginning of their
         prompts in its cache. Raises as :meth:`InferenceEngine.generate`.
         """
-        ...
 
 
 class RemoteEngine:

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 
 from any_agent.chat import ChatFormat, ParsedMessage
 from any_agent.chat.output.detokenizer import (
+    WindowDetokenizer,
     _ByteDetokenizer,
-    _WindowDetokenizer,
     detokenizer_factory,
 )
 from any_agent.chat.output.markers import Markers
@@ -101,7 +101,7 @@ def reading_as(chat: ChatFormat, family: str) -> ChatFormat:
 def formats(qwen3: ChatFormat, default: ChatFormat) -> dict[str, ChatFormat]:
     buffered = reading_as(qwen3, "unknown")
     window, text_marks = copy.copy(qwen3), copy.copy(default)
-    window.new_detokenizer = lambda: _WindowDetokenizer(qwen3.decode)
+    window.new_detokenizer = lambda: WindowDetokenizer(qwen3.decode)
     assert default.grammar is not None
     text_marks._markers = Markers({}, frozenset(default.stop_token_ids), default.grammar.marks)
     return {
@@ -126,7 +126,7 @@ def test_byte_detokeniser_equals_the_whole_decode(
 @given(text=st.text(max_size=40))
 def test_window_detokeniser_is_exact_on_valid_text(qwen3: ChatFormat, text: str) -> None:
     ids = qwen3.tokenizer.encode(text, add_special_tokens=False)
-    made = _WindowDetokenizer(qwen3.decode)
+    made = WindowDetokenizer(qwen3.decode)
     assert "".join(made.push([i]) for i in ids) + made.flush() == text
 
 
@@ -245,7 +245,7 @@ def test_cost_per_token_does_not_grow(qwen3: ChatFormat) -> None:
         lengths.append(len(ids))
         return qwen3.decode(ids)
 
-    made = _WindowDetokenizer(decode)
+    made = WindowDetokenizer(decode)
     made.push([200] * 500 + list(range(100, 370)))
     assert max(lengths) <= 16
 

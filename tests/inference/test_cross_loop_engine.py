@@ -30,7 +30,7 @@ def served(path: Path, version: int = 0) -> Iterator[str]:
     engine = EmbeddedEngine.load(str(path), EngineOptions(weight_version=str(version)))
 
     async def start() -> tuple[Any, int]:
-        await engine.start()
+        await engine.__aenter__()
         return await listen(EngineServer(engine, incremental=True), "127.0.0.1", 0)
 
     runner, port = thread.call(start())
@@ -38,7 +38,7 @@ def served(path: Path, version: int = 0) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         thread.call(runner.cleanup())
-        thread.call(engine.stop())
+        thread.call(engine.__aexit__())
         thread.stop()
 
 

@@ -40,7 +40,7 @@ class _ByteDetokenizer:
         return text
 
 
-class _WindowDetokenizer:
+class WindowDetokenizer:
     """A detokenizer for any other tokenizer: decodes a few tokens with earlier ones as context."""
 
     _max_character_tokens = 8
@@ -83,7 +83,7 @@ def detokenizer_factory(
     table = _byte_table(tokenizer)
     if table is not None and _agrees(table, decode):
         return lambda: _ByteDetokenizer(table)
-    return lambda: _WindowDetokenizer(decode)
+    return lambda: WindowDetokenizer(decode)
 
 
 def token_bytes_of(tokenizer: Any, decode: Callable[[list[int]], str]) -> Callable[[int], bytes]:

@@ -13,13 +13,13 @@ from typing import Any
 from torch import Tensor
 
 from any_agent.engine.base import Capabilities
-from any_agent.engine.embedded.generate_schema import check_request, check_top
+from any_agent.engine.embedded.generate_schema import check_request
 from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason
 from any_agent.engine.embedded.sampler import LogitsProcessor, make_logits_processor
-from any_agent.engine.embedded.scheduler import PauseMode, Scheduler, SchedulerLimits
+from any_agent.engine.embedded.scheduler import PauseMode, Scheduler
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
 from any_agent.errors import Conflict, EngineUnavailable, InvalidRequest
@@ -105,9 +105,8 @@ class EmbeddedEngine:
             loaded.model,
             loaded.new_cache(self.options.max_total_tokens),
             self._deliver,
-            limits=SchedulerLimits(
-                self.options.max_running_requests, self.options.max_total_tokens
-            ),
+            max_running=self.options.max_running_requests,
+            max_total_tokens=self.options.max_total_tokens,
             version=self.options.weight_version,
             threads=self.options.threads,
             seed=self.options.seed,
@@ -120,25 +119,19 @@ class EmbeddedEngine:
         loaded = load_model(path, device=o.device, dtype=o.dtype, context_length=o.context_length)
         return cls(loaded, o)
 
-    async def start(self) -> None:
-        self._home = asyncio.get_running_loop()
-        self.loop.start()
-
     async def ended(self) -> BaseException | None:
         """Wait until the generation loop has ended; return the error that ended it, if any."""
         await asyncio.to_thread(self.loop.join)
         return self.loop.error
 
-    async def stop(self) -> None:
-        """Abort the running requests and end the thread."""
-        await asyncio.to_thread(self.loop.stop)
-
     async def __aenter__(self) -> EmbeddedEngine:
-        await self.start()
+        self._home = asyncio.get_running_loop()
+        self.loop.start()
         return self
 
     async def __aexit__(self, *exc: object) -> None:
-        await self.stop()
+        """Abort the running requests and end the thread."""
+        await asyncio.to_thread(self.loop.stop)
 
     @property
     def weight_version(self) -> str:
@@ -186,8 +179,7 @@ class EmbeddedEngine:
         ids = (
             request.input_ids if isinstance(request.input_ids, list) else request.input_ids.tolist()
         )
-        check_top(request.top_logprobs, self.loaded.vocab_size)
-        config = check_request(ids, request.gconfig, self.loaded, self.options.max_total_tokens)
+        config = check_request(request, ids, self.loaded, self.options.max_total_tokens)
         if request.rid in self._generations:
             raise InvalidRequest(f"rid {request.rid!r} is in use by a running request", param="rid")
         if not self.alive:

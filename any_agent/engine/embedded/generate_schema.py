@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import math
+import time
 import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import orjson
 
+from any_agent.chat.output.detokenizer import WindowDetokenizer
 from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.request import EngineRequest, FinishReason
+from any_agent.engine.embedded.stops import Decode, doubtful_end
 from any_agent.errors import ContextLengthExceeded, InvalidRequest, UnsupportedParameter
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
@@ -104,25 +108,13 @@ def parse_generate(body: Mapping[str, Any]) -> GenerateRequest:
 
 
 def _hyperparameters(given: Mapping[str, Any]) -> GenerationHyperparameters:
-    known: dict[str, Callable[[], Any]] = {
-        "max_new_tokens": lambda: _value(given, "max_new_tokens", int, 1 << 30),
-        "temperature": lambda: _number(given, "temperature", 1.0),
-        "top_p": lambda: _number(given, "top_p", 1.0),
-        "top_k": lambda: _top_k(given),
-        "ignore_eos": lambda: _value(given, "ignore_eos", bool, False),
-        "sampling_seed": lambda: _value(given, "sampling_seed", int, None),
-        "stop": lambda: _listed(given, "stop", str),
-        "stop_token_ids": lambda: _listed(given, "stop_token_ids", int),
-        "min_p": lambda: _number(given, "min_p", 0.0),
-        "frequency_penalty": lambda: _number(given, "frequency_penalty", 0.0),
-        "presence_penalty": lambda: _number(given, "presence_penalty", 0.0),
-        "repetition_penalty": lambda: _number(given, "repetition_penalty", 1.0),
-        "logit_bias": lambda: _biases(_value(given, "logit_bias", dict, {})),
-    }
     values: dict[str, Any] = {"max_new_tokens": _DEFAULT_MAX_NEW_TOKENS}
     for name, value in given.items():
-        if name in known:
-            values[_OUR_NAMES.get(name, name)] = known[name]()
+        if name in _READERS:
+            if value is not None:
+                values[_OUR_NAMES.get(name, name)] = _READERS[name](name, value)
+            elif name == "max_new_tokens":
+                values[name] = 1 << 30
         elif name in _GRAMMARS:
             continue
         elif name in _NEUTRAL:
@@ -152,49 +144,147 @@ def _grammar(given: Mapping[str, Any]) -> str | None:
         raise InvalidRequest(f"{name} is not JSON: {error}", param=name) from None
 
 
-def _biases(given: dict[str, Any]) -> tuple[tuple[int, float], ...]:
-    if any(
-        not (token.isascii() and token.isdecimal()) or type(bias) not in (int, float)
-        for token, bias in given.items()
-    ):
-        raise InvalidRequest("logit_bias must map token ids to numbers", param="logit_bias")
-    return tuple((int(token), float(bias)) for token, bias in given.items())
-
-
 def _value(given: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     value = given.get(name)
-    if value is None:
-        return default
+    return default if value is None else _typed(name, value, kind)
+
+
+def _typed(name: str, value: Any, kind: type) -> Any:
     if type(value) is not kind:
         raise InvalidRequest(f"{name} must be of type {kind.__name__}", param=name)
     return value
 
 
-def _number(given: Mapping[str, Any], name: str, default: float) -> float:
-    value = given.get(name)
-    if value is None:
-        return default
+def _number(name: str, value: Any) -> float:
     if type(value) not in (int, float):
         raise InvalidRequest(f"{name} must be a number", param=name)
     return float(value)
 
 
-def _top_k(given: Mapping[str, Any]) -> int:
-    value: int = _value(given, "top_k", int, -1)
-    return min(value, 1 << 30)
+def _top_k(name: str, value: Any) -> int:
+    return min(int(_typed(name, value, int)), 1 << 30)
 
 
-def _listed(given: Mapping[str, Any], name: str, kind: type) -> tuple[Any, ...]:
-    value = given.get(name)
-    if value is None:
-        return ()
+def _listed(name: str, value: Any, kind: type) -> tuple[Any, ...]:
     values = value if isinstance(value, list) else [value]
     if any(type(v) is not kind for v in values):
         raise InvalidRequest(f"{name} must hold values of type {kind.__name__}", param=name)
     return tuple(values)
 
 
-def finish_json(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
+def _biases(name: str, value: Any) -> tuple[tuple[int, float], ...]:
+    given: dict[str, Any] = _typed(name, value, dict)
+    if any(
+        not (token.isascii() and token.isdecimal()) or type(bias) not in (int, float)
+        for token, bias in given.items()
+    ):
+        raise InvalidRequest("logit_bias must map token ids to numbers", param=name)
+    return tuple((int(token), float(bias)) for token, bias in given.items())
+
+
+_NUMBERS = (
+    *("temperature", "top_p", "min_p"),
+    *("frequency_penalty", "presence_penalty", "repetition_penalty"),
+)
+_READERS: Mapping[str, Callable[[str, Any], Any]] = {
+    **dict.fromkeys(_NUMBERS, _number),
+    **dict.fromkeys(("max_new_tokens", "sampling_seed"), partial(_typed, kind=int)),
+    "top_k": _top_k,
+    "ignore_eos": partial(_typed, kind=bool),
+    "stop": partial(_listed, kind=str),
+    "stop_token_ids": partial(_listed, kind=int),
+    "logit_bias": _biases,
+}
+"""Functions from a sampling parameter's name and value to our value."""
+
+
+class AnswerWriter:
+    """Writes the answer to one request, whole or as the events of a stream."""
+
+    def __init__(
+        self,
+        call: GenerateRequest,
+        request: EngineRequest,
+        decode: Decode,
+        *,
+        version: Callable[[], str],
+        started: float,
+    ) -> None:
+        """``version``: return the engine's weight version; ``started``: by `perf_counter`."""
+        self._call = call
+        self._request = request
+        self._decode = decode
+        self._version = version
+        self._started = started
+        self._decoder = WindowDetokenizer(decode)
+        self._stops = () if call.no_stop_trim else request.config.stop
+        self._decoded = ""
+        self._count = self._shown = 0
+        """The tokens and the characters of the events so far."""
+
+    def whole(self, finish: FinishReason) -> dict[str, Any]:
+        return self._answer(self._final_text(finish), 0, len(self._request.output_ids), finish)
+
+    def event(
+        self, count: int, finish: FinishReason | None, *, incremental: bool
+    ) -> dict[str, Any]:
+        """Return the event of the first ``count`` tokens, or of the new ones (``incremental``).
+
+        Its text has no half character, and no possible part of a stop string; with ``finish`` it
+        is the final one.
+        """
+        text = self._text_so_far(count) if finish is None else self._final_text(finish)
+        start, shown = (self._count, self._shown) if incremental else (0, 0)
+        self._count, self._shown = count, len(text)
+        return self._answer(text[shown:], start, count, finish)
+
+    def _text_so_far(self, count: int) -> str:
+        for token in self._request.output_ids[self._count : count]:
+            self._decoded += self._decoder.push([token])
+        return self._decoded[: len(self._decoded) - doubtful_end(self._decoded, self._stops)]
+
+    def _final_text(self, finish: FinishReason) -> str:
+        """Return the text, without the stop string or stop token unless ``no_stop_trim``."""
+        ids = self._request.output_ids
+        if self._call.no_stop_trim or finish.type != "stop":
+            return self._decode(ids)
+        if isinstance(finish.matched, int):
+            return self._decode(ids[:-1])
+        text = self._decode(ids)
+        return text.partition(finish.matched)[0] if finish.matched else text
+
+    def _answer(
+        self, text: str, start: int, count: int, finish: FinishReason | None
+    ) -> dict[str, Any]:
+        """Return an answer with the output tokens ``start`` .. ``count``; totals count all."""
+        request = self._request
+        ids = request.output_ids[start:count]
+        # Without a token: one empty span of the current version, as in SGLang.
+        spans = request.spans(count) or [(self._version(), 0, 0)]
+        meta: dict[str, Any] = {
+            "id": request.rid,
+            "finish_reason": _finish_json(finish, count),
+            "prompt_tokens": len(request.input_ids),
+            "completion_tokens": count,
+            "cached_tokens": 0,
+            "weight_version": spans[-1][0],
+            "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
+            "e2e_latency": time.perf_counter() - self._started,
+        }
+        if self._call.return_logprob:
+            logprobs = request.logprobs[start:count]
+            meta["input_token_logprobs"] = []
+            meta["output_token_logprobs"] = [
+                [p, i, None] for p, i in zip(logprobs, ids, strict=True)
+            ]
+            if request.top:
+                # An impossible token has null as its logprob, as in SGLang: JSON has no infinity.
+                tops = request.tops[start:count]
+                meta["output_top_logprobs"] = [[[p, i, None] for i, p in top] for top in tops]
+        return {"text": text, "output_ids": ids, "meta_info": meta}
+
+
+def _finish_json(finish: FinishReason | None, completion_tokens: int) -> dict[str, Any] | None:
     if finish is None:
         return None
     if finish.type == "stop":
@@ -204,98 +294,9 @@ def finish_json(finish: FinishReason | None, completion_tokens: int) -> dict[str
     return {"type": "abort", "message": finish.message or "aborted"}
 
 
-def answer(
-    call: GenerateRequest,
-    request: EngineRequest,
-    text: str,
-    finish: FinishReason | None,
-    *,
-    start: int,
-    count: int,
-    latency: float,
-    current_version: str,
-) -> dict[str, Any]:
-    """Return an answer or event with the output tokens ``start`` .. ``count``; totals count all."""
-    ids = request.output_ids[start:count]
-    # Without a token: one empty span of the current version, as in SGLang.
-    spans = request.spans(count) or [(current_version, 0, 0)]
-    meta: dict[str, Any] = {
-        "id": request.rid,
-        "finish_reason": finish_json(finish, count),
-        "prompt_tokens": len(request.input_ids),
-        "completion_tokens": count,
-        "cached_tokens": 0,
-        "weight_version": spans[-1][0],
-        "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
-        "e2e_latency": latency,
-    }
-    if call.return_logprob:
-        logprobs = request.logprobs[start:count]
-        meta["input_token_logprobs"] = []
-        meta["output_token_logprobs"] = [[p, i, None] for p, i in zip(logprobs, ids, strict=True)]
-        if request.top:
-            # An impossible token has null as its logprob, as in SGLang: JSON has no infinity.
-            tops = request.tops[start:count]
-            meta["output_top_logprobs"] = [[[p, i, None] for i, p in top] for top in tops]
-    return {"text": text, "output_ids": ids, "meta_info": meta}
-
-
 MAX_STOPS = 64
 MAX_TOP = 100
 MAX_STOP_LENGTH = 4096
-
-
-def check_request(
-    ids: list[int],
-    config: GenerationHyperparameters,
-    loaded: LoadedModel,
-    max_total_tokens: int | None,
-) -> GenerationHyperparameters:
-    """Return the parameters, ``max_new_tokens`` limited to the room that the context leaves.
-
-    Raises InvalidRequest for a wrong value, ContextLengthExceeded if the prompt leaves no room.
-    """
-    check_ids(ids, loaded.vocab_size)
-    check_sampling(config)
-    _check_bias(config.logit_bias, loaded.vocab_size)
-    room = loaded.context_length - len(ids)
-    if max_total_tokens is not None:
-        room = min(room, max_total_tokens - len(ids))
-    if room < 1:
-        raise ContextLengthExceeded(
-            f"the prompt has {len(ids)} tokens and leaves no room in a context of "
-            f"{loaded.context_length}"
-        )
-    return config if config.max_new_tokens <= room else config.new(max_new_tokens=room)
-
-
-def check_ids(ids: list[int], vocab_size: int) -> None:
-    if not ids:
-        raise InvalidRequest("input_ids is empty", param="input_ids")
-    # type() because True is an int; set() because most prompts hold one type.
-    if set(map(type, ids)) != {int}:
-        raise InvalidRequest("input_ids must be a list of integers", param="input_ids")
-    if min(ids) < 0 or max(ids) >= vocab_size:
-        raise InvalidRequest(
-            f"input_ids must be 0 .. {vocab_size - 1}, the vocabulary", param="input_ids"
-        )
-
-
-def check_top(count: int, vocab_size: int) -> None:
-    if not 0 <= count <= min(MAX_TOP, vocab_size):
-        raise InvalidRequest(
-            f"top_logprobs_num must be 0 .. {min(MAX_TOP, vocab_size)}", param="top_logprobs_num"
-        )
-
-
-def _check_bias(biases: tuple[tuple[int, float], ...], vocab_size: int) -> None:
-    tokens = {token for token, _ in biases}
-    if len(tokens) != len(biases) or any(not 0 <= token < vocab_size for token in tokens):
-        raise InvalidRequest(
-            f"logit_bias must name different ids, 0 .. {vocab_size - 1}", param="logit_bias"
-        )
-    if not all(math.isfinite(bias) for _, bias in biases):
-        raise InvalidRequest("logit_bias must be finite", param="logit_bias")
 
 
 _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
@@ -316,8 +317,47 @@ _RULES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 """The sampling parameters with a test of their values, and the rule in words."""
 
 
-def check_sampling(config: GenerationHyperparameters) -> None:
+def check_request(
+    request: ModelRequest, ids: list[int], loaded: LoadedModel, max_total_tokens: int | None
+) -> GenerationHyperparameters:
+    """Return the parameters, ``max_new_tokens`` limited to the room that the context leaves.
+
+    Raises InvalidRequest for a wrong value, ContextLengthExceeded if the prompt leaves no room.
+    """
+    config, vocab_size = request.gconfig, loaded.vocab_size
+    most = min(MAX_TOP, vocab_size)
+    if not 0 <= request.top_logprobs <= most:
+        raise InvalidRequest(f"top_logprobs_num must be 0 .. {most}", param="top_logprobs_num")
+    if not ids:
+        raise InvalidRequest("input_ids is empty", param="input_ids")
+    # type() because True is an int; set() because most prompts hold one type.
+    if set(map(type, ids)) != {int}:
+        raise InvalidRequest("input_ids must be a list of integers", param="input_ids")
+    if min(ids) < 0 or max(ids) >= vocab_size:
+        raise InvalidRequest(
+            f"input_ids must be 0 .. {vocab_size - 1}, the vocabulary", param="input_ids"
+        )
     for name, (is_valid, rule) in _RULES.items():
         value = getattr(config, name)
         if not is_valid(value):
             raise InvalidRequest(f"{name} must be {rule}, got {value!r}", param=name)
+    _check_bias(config.logit_bias, vocab_size)
+    room = loaded.context_length - len(ids)
+    if max_total_tokens is not None:
+        room = min(room, max_total_tokens - len(ids))
+    if room < 1:
+        raise ContextLengthExceeded(
+            f"the prompt has {len(ids)} tokens and leaves no room in a context of "
+            f"{loaded.context_length}"
+        )
+    return config if config.max_new_tokens <= room else config.new(max_new_tokens=room)
+
+
+def _check_bias(biases: tuple[tuple[int, float], ...], vocab_size: int) -> None:
+    tokens = {token for token, _ in biases}
+    if len(tokens) != len(biases) or any(not 0 <= token < vocab_size for token in tokens):
+        raise InvalidRequest(
+            f"logit_bias must name different ids, 0 .. {vocab_size - 1}", param="logit_bias"
+        )
+    if not all(math.isfinite(bias) for _, bias in biases):
+        raise InvalidRequest("logit_bias must be finite", param="logit_bias")

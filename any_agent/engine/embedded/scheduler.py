@@ -13,7 +13,6 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future
-from dataclasses import dataclass
 from typing import Any, Literal, TypeAlias, TypeVar
 
 import torch
@@ -27,23 +26,14 @@ from any_agent.errors import Conflict, EngineUnavailable
 logger = logging.getLogger(__name__)
 T = TypeVar("T")
 PauseMode: TypeAlias = Literal["abort", "in_place"]
-
-
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """The bounds of the loop's memory."""
-
-    max_running: int = 32
-    max_total_tokens: int | None = None
-    """The bound of rows x longest possible row, in tokens of key/value states."""
-    max_prefill_tokens: int = 8192
-    """Prompt tokens that may join in one step; a longer prompt joins alone."""
+_MAX_PREFILL_TOKENS = 8192  # prompt tokens that may join in one step; a longer one joins alone
 
 
 class Scheduler:
     """Owns the model between :meth:`start` and :meth:`stop`.
 
     ``deliver`` is called in the loop's thread, at most once per step, with the new events.
+    ``max_total_tokens`` bounds rows x longest possible row, in tokens of key/value states.
     """
 
     def __init__(
@@ -52,7 +42,8 @@ class Scheduler:
         cache: KVCache,
         deliver: Callable[[list[Event]], None],
         *,
-        limits: SchedulerLimits,
+        max_running: int,
+        max_total_tokens: int | None,
         version: str,
         threads: int | None = None,
         seed: int | None = None,
@@ -60,7 +51,8 @@ class Scheduler:
         self._model = model
         self._cache = cache
         self._deliver = deliver
-        self._limits = limits
+        self._max_running = max_running
+        self._max_total_tokens = max_total_tokens
         self._threads = threads
         self._generator = torch.Generator(device=cache.device)
         if seed is None:
@@ -231,7 +223,7 @@ class Scheduler:
     def _step(self) -> None:
         """Prefill the requests that can join, then sample one token for every running request."""
         self._joining = self._admissible()
-        for group in similar_lengths(self._joining, self._limits.max_prefill_tokens):
+        for group in similar_lengths(self._joining, _MAX_PREFILL_TOKENS):
             self._prefill(group)
             self._flush()  # the first token need not wait for the second
         self._joining = []
@@ -247,14 +239,14 @@ class Scheduler:
             self._update = None
         reach = max((r.reach for r in self._running), default=0)
         tokens = 0
-        while self._waiting and len(self._running) + len(taken) < self._limits.max_running:
+        while self._waiting and len(self._running) + len(taken) < self._max_running:
             head = self._waiting[0]
             tokens += len(head.input_ids)
-            if taken and tokens > self._limits.max_prefill_tokens:
+            if taken and tokens > _MAX_PREFILL_TOKENS:
                 break  # running requests get a token before more join
             reach = max(reach, head.reach)
             rows = len(self._running) + len(taken) + 1
-            limit = self._limits.max_total_tokens
+            limit = self._max_total_tokens
             if limit is not None and rows > 1 and rows * reach > limit:
                 break
             taken.append(self._waiting.popleft())

@@ -12,14 +12,7 @@ import orjson
 from aiohttp import web
 
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
-from any_agent.engine.embedded.generate_schema import (
-    GenerateRequest,
-    answer,
-    json_object,
-    parse_generate,
-)
-from any_agent.engine.embedded.request import EngineRequest, FinishReason
-from any_agent.engine.embedded.stops import Decode, IncrementalDecoder, doubtful_end
+from any_agent.engine.embedded.generate_schema import AnswerWriter, json_object, parse_generate
 from any_agent.engine.embedded.weight_updates import WeightRoutes
 from any_agent.errors import (
     AnyAgentError,
@@ -107,30 +100,22 @@ class EngineServer:
         processor = await self.engine.make_processor(call.request)
         generation = self.engine.submit(call.request, stream=call.stream, processor=processor)
         try:
-            if call.stream:
-                return await self._stream(http, call, generation, started)
-            finish = await generation.finished()
-            inner = generation.request
-            return _json(
-                answer(
-                    call,
-                    inner,
-                    final_text(call, inner, finish, self._decode[call.skip_special_tokens]),
-                    finish,
-                    start=0,
-                    count=len(inner.output_ids),
-                    latency=time.perf_counter() - started,
-                    current_version=self.engine.weight_version,
-                )
+            writer = AnswerWriter(
+                call,
+                generation.request,
+                self._decode[call.skip_special_tokens],
+                version=lambda: self.engine.weight_version,
+                started=started,
             )
+            if call.stream:
+                return await self._stream(http, generation, writer)
+            return _json(writer.whole(await generation.finished()))
         finally:
             generation.close()
 
     async def _stream(
-        self, http: web.Request, call: GenerateRequest, generation: Generation, started: float
+        self, http: web.Request, generation: Generation, writer: AnswerWriter
     ) -> web.StreamResponse:
-        inner = generation.request
-        texts = StreamedText(call, inner, self._decode[call.skip_special_tokens])
         response = web.StreamResponse(
             headers={
                 "Content-Type": "text/event-stream; charset=utf-8",
@@ -138,22 +123,11 @@ class EngineServer:
             }
         )
         await response.prepare(http)
-        sent, shown, finish = 0, 0, None
+        finish = None
         try:
             while finish is None:
                 count, finish = await generation.progress()
-                text = texts.read(count, finish)
-                event = answer(
-                    call,
-                    inner,
-                    text[shown:] if self.incremental else text,
-                    finish,
-                    start=sent if self.incremental else 0,
-                    count=count,
-                    latency=time.perf_counter() - started,
-                    current_version=self.engine.weight_version,
-                )
-                sent, shown = count, len(text)
+                event = writer.event(count, finish, incremental=self.incremental)
                 await response.write(b"data: " + orjson.dumps(event) + b"\n\n")
         except AnyAgentError as exc:
             # The status is sent already: the error is an event, as in SGLang.
@@ -270,37 +244,3 @@ async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRun
     site = web.TCPSite(runner, host, port)
     await site.start()
     return runner, int(runner.addresses[0][1])
-
-
-def final_text(
-    call: GenerateRequest, request: EngineRequest, finish: FinishReason, decode: Decode
-) -> str:
-    """Return the whole text, without the stop string or stop token unless ``no_stop_trim``."""
-    ids = request.output_ids
-    if call.no_stop_trim or finish.type != "stop":
-        return decode(ids)
-    if isinstance(finish.matched, int):
-        return decode(ids[:-1])
-    return decode(ids).partition(finish.matched or "")[0] if finish.matched else decode(ids)
-
-
-class StreamedText:
-    """The text of a stream so far, without half characters and possible parts of a stop string."""
-
-    def __init__(self, call: GenerateRequest, request: EngineRequest, decode: Decode) -> None:
-        self._call = call
-        self._request = request
-        self._decode = decode
-        self._decoder = IncrementalDecoder(decode)
-        self._stops = () if call.no_stop_trim else request.config.stop
-        self._text = ""
-        self._seen = 0
-
-    def read(self, count: int, finish: FinishReason | None) -> str:
-        """Return the text of the first ``count`` tokens; with ``finish``, the final text."""
-        if finish is not None:
-            return final_text(self._call, self._request, finish, self._decode)
-        for token in self._request.output_ids[self._seen : count]:
-            self._text += self._decoder.push(token)
-        self._seen = count
-        return self._text[: len(self._text) - doubtful_end(self._text, self._stops)]

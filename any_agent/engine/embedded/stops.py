@@ -1,38 +1,14 @@
-"""The end of an output: its text as it grows, and its stop strings."""
+"""The stop strings of an output."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from typing import TypeAlias
 
+from any_agent.chat.output.detokenizer import WindowDetokenizer
+
 Decode: TypeAlias = Callable[[Sequence[int]], str]
 """Token ids to text; an incomplete multi-byte character at the end shows as U+FFFD."""
-
-_MAX_PENDING = 16
-
-
-class IncrementalDecoder:
-    """Decodes a growing output, one piece of text per token.
-
-    Only a few tokens before the new one are decoded again: they decide what depends on context (a
-    leading space), and delay a character until its last byte has come.
-    """
-
-    def __init__(self, decode: Decode) -> None:
-        self._decode = decode
-        self._window: list[int] = []
-        self._read = 0
-
-    def push(self, token: int) -> str:
-        """Add one token; return the text that it completes, possibly empty."""
-        self._window.append(token)
-        text = self._decode(self._window)
-        if text.endswith("\ufffd") and len(self._window) - self._read < _MAX_PENDING:
-            return ""
-        before = self._decode(self._window[: self._read]) if self._read else ""
-        self._window = self._window[self._read :]
-        self._read = len(self._window)
-        return text[len(before) :]
 
 
 class StopMatcher:
@@ -42,11 +18,11 @@ class StopMatcher:
         self._stops = tuple(stops)
         self._keep = max(map(len, self._stops)) - 1
         self._tail = ""
-        self._decoder = IncrementalDecoder(decode)
+        self._decoder = WindowDetokenizer(decode)
 
     def push(self, token: int) -> str | None:
         """Add one token; return the stop string that it completes, as :func:`first_stop`."""
-        piece = self._decoder.push(token)
+        piece = self._decoder.push([token])
         if not piece:
             return None
         text = self._tail + piece

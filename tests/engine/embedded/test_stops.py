@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from any_agent.chat.output.detokenizer import WindowDetokenizer
 from any_agent.engine.embedded.engine import EmbeddedEngine
 from any_agent.engine.embedded.model_loader import LoadedModel
 from any_agent.engine.embedded.stops import (
-    IncrementalDecoder,
     StopMatcher,
     doubtful_end,
     first_stop,
@@ -29,8 +29,8 @@ text = st.text(alphabet="abé€😀 ", max_size=24)
 
 @given(text)
 def test_incremental_text_is_the_whole_text(whole: str) -> None:
-    decoder = IncrementalDecoder(utf8)
-    pieces = [decoder.push(byte) for byte in whole.encode()]
+    decoder = WindowDetokenizer(utf8)
+    pieces = [decoder.push([byte]) for byte in whole.encode()]
     assert "".join(pieces) == whole
     assert not any("\ufffd" in piece for piece in pieces)
 
@@ -61,9 +61,9 @@ def test_of_two_stops_the_first_to_end_wins() -> None:
 
 
 def test_bytes_that_never_make_a_character_do_not_hold_text_forever() -> None:
-    decoder = IncrementalDecoder(utf8)
-    assert "\ufffd" in "".join(decoder.push(0xFF) for _ in range(40))
-    assert decoder.push(ord("a")).endswith("a")
+    decoder = WindowDetokenizer(utf8)
+    assert "\ufffd" in "".join(decoder.push([0xFF]) for _ in range(40))
+    assert decoder.push([ord("a")]).endswith("a")
 
 
 async def whole(engine: EmbeddedEngine, rid: str, **config: object) -> ModelResponse:
