@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-from any_agent.chat.conversation_hash import chain_keys, key_parts, normalise
-from any_agent.chat.format import ChatFormat
-from any_agent.chat.load import chat_format_for, load_chat_format, load_hf_tokenizer
-from any_agent.chat.message_validation import (
-    reasoning_of,
-    text_of,
-    validate_messages,
-    validate_tools,
-)
-from any_agent.chat.output.message import MessageDelta, ParsedMessage, merge_deltas
-from any_agent.chat.output.stream_parser import StreamParser
-
-__all__ = [
-    "ChatFormat",
-    "MessageDelta",
-    "ParsedMessage",
-    "StreamParser",
-    "chain_keys",
-    "chat_format_for",
-    "key_parts",
-    "load_chat_format",
-    "load_hf_tokenizer",
-    "merge_deltas",
-    "normalise",
-    "reasoning_of",
-    "text_of",
-    "validate_messages",
-    "validate_tools",
-]
+from any_agent.chat.conversation_hash import chain_keys as chain_keys
+from any_agent.chat.conversation_hash import key_parts as key_parts
+from any_agent.chat.conversation_hash import normalise as normalise
+from any_agent.chat.format import ChatFormat as ChatFormat
+from any_agent.chat.load import chat_format_for as chat_format_for
+from any_agent.chat.load import load_chat_format as load_chat_format
+from any_agent.chat.load import load_hf_tokenizer as load_hf_tokenizer
+from any_agent.chat.message_validation import reasoning_of as reasoning_of
+from any_agent.chat.message_validation import text_of as text_of
+from any_agent.chat.message_validation import validate_messages as validate_messages
+from any_agent.chat.message_validation import validate_tools as validate_tools
+from any_agent.chat.output.message import MessageDelta as MessageDelta
+from any_agent.chat.output.message import ParsedMessage as ParsedMessage
+from any_agent.chat.output.message import merge_deltas as merge_deltas
+from any_agent.chat.output.stream_parser import StreamParser as StreamParser

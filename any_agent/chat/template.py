@@ -150,11 +150,11 @@ class ChatTemplate:
     def _find_call_format(self) -> Callable[[Message], Message]:
         """Find how this template reads a call's arguments: as an object, or as JSON text."""
         for objects in (True, False):
-            convert = _CallConverter(objects, objects)
+            convert = partial(_convert_calls, objects=objects, takes_broken=objects)
             if self._renders_call('{"key0": "value0"}', convert):
                 broken = objects and self._renders_call('{"key0": "value0', convert)
-                return _CallConverter(objects, broken or not objects)
-        return _CallConverter(True, True)
+                return partial(convert, takes_broken=broken or not objects)
+        return partial(_convert_calls, objects=True, takes_broken=True)
 
     def _renders_call(self, arguments: str, convert: Callable[[Message], Message]) -> bool:
         call = {"name": "name0", "arguments": arguments}
@@ -171,35 +171,35 @@ class ChatTemplate:
         return False
 
 
-class _CallConverter:
-    """Converts calls to the form that a template reads."""
+def _convert_calls(message: Message, *, objects: bool, takes_broken: bool) -> Message:
+    """Convert calls to the form that a template reads.
 
-    def __init__(self, objects: bool, takes_broken: bool) -> None:
-        """``objects``: arguments as objects; ``takes_broken``: invalid JSON passes as text."""
-        self._objects = objects
-        self._takes_broken = takes_broken
+    ``objects``: arguments as objects; ``takes_broken``: invalid JSON passes as text.
+    """
+    convert = partial(_as_object, takes_broken=takes_broken) if objects else _as_text
+    calls = [
+        {**call, "function": {**f, "arguments": convert(f["arguments"])}}
+        for call in message["tool_calls"]
+        for f in (call["function"],)
+    ]
+    return {**message, "tool_calls": calls}
 
-    def __call__(self, message: Message) -> Message:
-        calls = [
-            {**call, "function": {**f, "arguments": self._arguments(f["arguments"])}}
-            for call in message["tool_calls"]
-            for f in (call["function"],)
-        ]
-        return {**message, "tool_calls": calls}
 
-    def _arguments(self, arguments: Any) -> Any:
-        if not self._objects:
-            return arguments if isinstance(arguments, str) else json.dumps(arguments)
-        if not isinstance(arguments, str):
-            return arguments
-        with contextlib.suppress(ValueError, RecursionError):
-            value = json.loads(arguments)
-            if "\\u" in arguments:
-                # Half a surrogate pair has no text: such arguments stay as they were written.
-                json.dumps(value, ensure_ascii=False).encode()
-            if isinstance(value, dict) or self._takes_broken:
-                return value
-        return arguments if self._takes_broken else {"arguments": arguments}
+def _as_text(arguments: Any) -> str:
+    return arguments if isinstance(arguments, str) else json.dumps(arguments)
+
+
+def _as_object(arguments: Any, *, takes_broken: bool) -> Any:
+    if not isinstance(arguments, str):
+        return arguments
+    with contextlib.suppress(ValueError, RecursionError):
+        value = json.loads(arguments)
+        if "\\u" in arguments:
+            # Half a surrogate pair has no text: such arguments stay as they were written.
+            json.dumps(value, ensure_ascii=False).encode()
+        if isinstance(value, dict) or takes_broken:
+            return value
+    return arguments if takes_broken else {"arguments": arguments}
 
 
 def _encoder(tokenizer: Any) -> Callable[[str], list[int]]:

@@ -47,7 +47,6 @@ class Prepared:
     call: ChatCall
     chat: ChatFormat
     """The chat format with the request's template arguments."""
-    gconfig: GenerationHyperparameters
     choices: tuple[Choice, ...]
     prompt_tokens: int
     """The tokens of the prompts, each counted once."""
@@ -70,7 +69,8 @@ class Head:
     def of(cls, prepared: Prepared) -> Head:
         p = prepared
         seeds = tuple(choice.gconfig.seed for choice in p.choices)
-        return cls(p.id, p.created_at, p.gconfig, p.prompt_tokens, len(p.choices), seeds)
+        first = p.choices[0].gconfig
+        return cls(p.id, p.created_at, first, p.prompt_tokens, len(p.choices), seeds)
 
 
 @dataclass(slots=True)

@@ -124,7 +124,6 @@ class Completer:
             id=id,
             call=call,
             chat=past.chat,
-            gconfig=choices[0].gconfig,
             choices=choices,
             prompt_tokens=sum(len(choice.prompt.ids) for choice in choices[:: call.n]),
             created_at=time.time(),
@@ -190,12 +189,12 @@ class Completer:
     ) -> tuple[Choice, ...]:
         choices: list[Choice] = []
         for given, text in zip(call.prompts, past.texts, strict=True):
-            found = text_prompt_of(given, text, tree, past.chat)
-            fitting = self._fitting(gconfig, found.prompt, call)
-            new: list[Message] = [{"role": "prompt", "content": found.added}]
+            prompt = text_prompt_of(given, text, tree, past.chat)
+            fitting = self._fitting(gconfig, prompt, call)
+            new: list[Message] = [{"role": "prompt", "content": prompt.added}]
             for _ in range(call.n):
                 k = len(choices)
-                choices.append(Choice(k, ids[k], found.prompt, new, b"", _with_seed(fitting, k)))
+                choices.append(Choice(k, ids[k], prompt, new, b"", _with_seed(fitting, k)))
         return tuple(choices)
 
     def _fitting(

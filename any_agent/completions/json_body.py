@@ -28,13 +28,15 @@ async def json_of(body: bytes) -> Any:
         data = _loaded(body)
     except orjson.JSONDecodeError as error:
         if error.msg == _PARSERS_DEPTH:
-            raise _too_deep(MAX_DEPTH) from None
+            raise _too_deep() from None
         raise InvalidRequest(f"the body is not valid JSON: {error}", code="invalid_json") from None
     if len(body) > _LONG:
         # The most values possible take a second: too long for the event loop.
-        await asyncio.to_thread(require_shallow, data)
+        deep = await asyncio.to_thread(is_deeper, data, MAX_DEPTH)
     else:
-        require_shallow(data)
+        deep = is_deeper(data, MAX_DEPTH)
+    if deep:
+        raise _too_deep()
     return data
 
 
@@ -60,8 +62,8 @@ def _require_few_values(body: bytes) -> None:
         )
 
 
-def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
-    """Raise InvalidRequest for JSON that is nested deeper than later steps can handle."""
+def is_deeper(data: Any, limit: int) -> bool:
+    """Return True for JSON whose objects and lists are nested deeper than so many levels."""
     level = [data]
     for _ in range(limit):
         below: list[Any] = []
@@ -70,9 +72,9 @@ def require_shallow(data: Any, limit: int = MAX_DEPTH) -> None:
         # orjson makes no other containers; this loop sees every call's whole conversation.
         level = [item for item in below if type(item) is dict or type(item) is list]
         if not level:
-            return
-    raise _too_deep(limit)
+            return False
+    return True
 
 
-def _too_deep(limit: int) -> InvalidRequest:
-    return InvalidRequest(f"the body is nested deeper than {limit} levels", code="too_deep")
+def _too_deep() -> InvalidRequest:
+    return InvalidRequest(f"the body is nested deeper than {MAX_DEPTH} levels", code="too_deep")

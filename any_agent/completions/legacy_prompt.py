@@ -36,14 +36,6 @@ class LegacyParent:
     """About how many characters must be encoded, or decoded."""
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyPrompt:
-    """A prompt's ids, and the text that it adds to the parent (the decoded text of added ids)."""
-
-    prompt: Prompt
-    added: str
-
-
 def find_text_past(
     given: TextInput, tree: InteractionTree | None, chat: ChatFormat, context_length: int
 ) -> LegacyParent:
@@ -61,7 +53,7 @@ def find_text_past(
 
 def text_prompt_of(
     given: TextInput, past: LegacyParent, tree: InteractionTree | None, chat: ChatFormat
-) -> LegacyPrompt:
+) -> Prompt:
     """Return the recorded ids and the ids of what follows, else the whole prompt as a root.
 
     InvalidRequest for a text that cannot be encoded.
@@ -69,25 +61,24 @@ def text_prompt_of(
     if past.parent is None or tree is None:
         reason: BranchReason | None = "new_conversation" if tree is not None and len(tree) else None
         if isinstance(given, str):
-            root = Prompt(_encode(chat, given, root=True), branch_reason=reason)
-            return LegacyPrompt(root, given)
-        return LegacyPrompt(Prompt(id_array(given), branch_reason=reason), chat.decode(given))
+            ids = _encode(chat, given, root=True)
+            return Prompt(ids, branch_reason=reason, added=given)
+        return Prompt(id_array(given), branch_reason=reason, added=chat.decode(given))
     before = tree.path_ids(past.parent.id)
     if isinstance(given, str):
         added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")
         following = _following_ids(before, added, chat)
         if following is None:
             ids, how = _encode(chat, given, root=True), Continuation.BRANCH
-            return LegacyPrompt(
-                Prompt(ids, continuation=how, branch_reason="template_declines"), given
-            )
+            reason = "template_declines"
+            return Prompt(ids, continuation=how, branch_reason=reason, added=given)
         rest = following
     else:
         rest = id_array(given[len(before) :])
         added = chat.decode(rest.tolist())
     ids = np.concatenate([before, rest], dtype=np.int32)
     exact = Continuation.EXACT
-    return LegacyPrompt(Prompt(ids, len(before), past.parent.id, continuation=exact), added)
+    return Prompt(ids, len(before), past.parent.id, continuation=exact, added=added)
 
 
 def _following_ids(before: IdArray, added: str, chat: ChatFormat) -> IdArray | None:

@@ -226,6 +226,8 @@ class Prompt:
     branch_reason: BranchReason | None = None
     key: bytes = b""
     """The chain key of the request's messages and tools."""
+    added: str = ""
+    """The text of a legacy completion's prompt after the parent's (that of added ids, decoded)."""
 
 
 def parent_of(

@@ -167,10 +167,6 @@ class InteractionTree:
         """Return the children in the order of their creation; for None the roots."""
         return [self._nodes[i] for i in self._children.get(interaction_id, ())]
 
-    def leaves(self) -> list[Interaction]:
-        """Return the interactions without children, in the order of their creation."""
-        return [node for node in self if not self._children.get(node.id)]
-
     def last(self) -> Interaction:
         """Return the latest interaction that reached the agent, else the latest of all.
 

@@ -146,7 +146,7 @@ class CallManager:
                 seed = seed_of(session.id, number)
             taken.add(seed)
             choices.append(replace(choice, gconfig=choice.gconfig.new(seed=seed)))
-        return replace(prepared, choices=tuple(choices), gconfig=choices[0].gconfig)
+        return replace(prepared, choices=tuple(choices))
 
     def _on_task_done(self, call: Call, timer: CallTimer) -> None:
         self._running.discard(call)

@@ -10,13 +10,13 @@ import pytest
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions.legacy_prompt import (
-    LegacyPrompt,
     TextInput,
     digests,
     find_text_past,
     text_key,
     text_prompt_of,
 )
+from any_agent.completions.prompt import Prompt
 from any_agent.record import InteractionTree
 from any_agent.types import (
     Continuation,
@@ -32,10 +32,10 @@ ASKED = "<|im_start|>user\nhi<|im_end|>\n<|im_start|>assistant\n"
 
 def after(
     chat: ChatFormat, prompt: TextInput, output: list[int], says: str, then: TextInput
-) -> LegacyPrompt:
+) -> Prompt:
     """The prompt of a request that comes after a recorded one."""
     tree = InteractionTree()
-    first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat).prompt
+    first = text_prompt_of(prompt, find_text_past(prompt, tree, chat, 1000), tree, chat)
     kept = digests(prompt, np.concatenate([first.ids, id_array(output)]), says)
     interaction = Interaction(
         id="i",
@@ -61,17 +61,17 @@ def test_a_turn_that_ended_is_not_ended_twice(more: str) -> None:
     qwen = family("qwen3")
     output = qwen.say("It is 3.")
     made = after(qwen.chat, ASKED, output, "It is 3.", f"{ASKED}It is 3.{more}")
-    assert made.prompt.continuation is Continuation.EXACT
-    assert made.prompt.ids.tolist() == qwen.encode(f"{ASKED}It is 3.{more}")
+    assert made.continuation is Continuation.EXACT
+    assert made.ids.tolist() == qwen.encode(f"{ASKED}It is 3.{more}")
     assert made.added == more
 
 
 def test_a_root_that_is_not_the_first_says_why() -> None:
     qwen = family("qwen3")
-    first = after(qwen.chat, "a", qwen.say("b"), "b", "ab").prompt
+    first = after(qwen.chat, "a", qwen.say("b"), "b", "ab")
     assert (first.continuation, first.branch_reason) == (Continuation.EXACT, None)
     for other in ("c", (5, 6)):
-        later = after(qwen.chat, "a", qwen.say("b"), "b", other).prompt
+        later = after(qwen.chat, "a", qwen.say("b"), "b", other)
         assert (later.continuation, later.branch_reason) == (Continuation.ROOT, "new_conversation")
 
 
@@ -81,7 +81,7 @@ def test_half_a_character_is_kept_as_it_was_sampled() -> None:
     said = qwen.chat.decode(broken)
     assert said == "a\ufffd"
     made = after(qwen.chat, "x", broken, said, f"x{said} and")
-    assert made.prompt.ids.tolist() == [*qwen.encode("x"), *broken, *qwen.encode(" and")]
+    assert made.ids.tolist() == [*qwen.encode("x"), *broken, *qwen.encode(" and")]
 
 
 @pytest.fixture(scope="module")
@@ -112,6 +112,6 @@ def spaced(tmp_path_factory: pytest.TempPathFactory) -> ChatFormat:
 def test_no_space_is_put_between(spaced: ChatFormat, more: str, how: Continuation) -> None:
     output = spaced.encode(" cd", special=False)
     made = after(spaced, "ab", output, " cd", f"ab cd{more}")
-    assert spaced.decode(made.prompt.ids) == f"ab cd{more}"
-    assert made.prompt.continuation is how
-    assert made.prompt.branch_reason == (None if how is Continuation.EXACT else "template_declines")
+    assert spaced.decode(made.ids) == f"ab cd{more}"
+    assert made.continuation is how
+    assert made.branch_reason == (None if how is Continuation.EXACT else "template_declines")

@@ -7,20 +7,10 @@ import json
 import random
 from collections.abc import Callable, Sequence
 from functools import cache
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 _INCOMPLETE = "�"
 _PROBE_IDS = 512
-
-
-class Detokenizer(Protocol):
-    """The decoder of one output; the parts it returns concatenate to the output's text."""
-
-    def push(self, ids: Sequence[int]) -> str:
-        """Return the text that these tokens complete; an unfinished character waits."""
-
-    def flush(self) -> str:
-        """Return the remaining text; an unfinished character becomes U+FFFD."""
 
 
 class _ByteDetokenizer:
@@ -31,10 +21,12 @@ class _ByteDetokenizer:
         self._decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
 
     def push(self, ids: Sequence[int]) -> str:
+        """Return the text that these tokens complete; an unfinished character waits."""
         table, size = self._table, len(self._table)
         return self._decoder.decode(b"".join([table[i] for i in ids if 0 <= i < size]))
 
     def flush(self) -> str:
+        """Return the remaining text; an unfinished character becomes U+FFFD."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text
@@ -74,6 +66,10 @@ class WindowDetokenizer:
         both = self._decode(self._context + self._pending)
         # A decoder that rewrites earlier text (white space clean-up) has no certain prefix.
         return both[len(before) :] if both.startswith(before) else self._decode(self._pending)
+
+
+Detokenizer: TypeAlias = _ByteDetokenizer | WindowDetokenizer
+"""The decoder of one output; the parts it returns concatenate to the output's text."""
 
 
 def detokenizer_factory(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 from any_agent.chat.output.detokenizer import Detokenizer
 from any_agent.chat.output.json_stream import as_arguments, encodable
@@ -13,16 +13,6 @@ from any_agent.chat.output.message import MessageBuilder, MessageDelta, ParsedMe
 from any_agent.chat.output.state_machine import StateMachine
 from any_agent.chat.output.stop_strings import StopFilter
 from any_agent.types import Tool
-
-
-class StreamParser(Protocol):
-    """The deltas of all ``feed`` calls and of ``finish`` concatenate to the parsed message."""
-
-    def feed(self, ids: list[int]) -> list[MessageDelta]:
-        """Return what became certain by these tokens."""
-
-    def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
-        """Return the remaining deltas, and the complete message."""
 
 
 class IncrementalParser:
@@ -52,6 +42,7 @@ class IncrementalParser:
         self._ended = False
 
     def feed(self, ids: list[int]) -> list[MessageDelta]:
+        """Return what became certain by these tokens."""
         if not self._stops.active:
             if not self._ended:
                 self._push(self._pieces(ids))
@@ -64,6 +55,7 @@ class IncrementalParser:
         return self._builder.take_deltas()
 
     def finish(self) -> tuple[list[MessageDelta], ParsedMessage]:
+        """Return the remaining deltas, and the complete message."""
         if not self._ended and not self._stops.matched:
             self._push(self._stops.push([(self._detokenizer.flush(), TEXT)]))
         self._push(self._stops.finish())
@@ -203,6 +195,10 @@ class BufferedParser:
             builder.open_call(name)
             builder.arguments(arguments)
             builder.close_call()
+
+
+StreamParser: TypeAlias = IncrementalParser | BufferedParser
+"""The deltas of all ``feed`` calls and of ``finish`` concatenate to the parsed message."""
 
 
 def _is_name(name: Any) -> bool:

@@ -14,8 +14,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat.conversation_hash import same_arguments
-from any_agent.completions.json_body import require_shallow
-from any_agent.errors import InvalidRequest
+from any_agent.completions.json_body import is_deeper
 
 INVALID = "INVALID_JSON"
 """The field that Anthropic's documents use where an agent must send back a truncated input."""
@@ -36,7 +35,7 @@ def input_of(arguments: str) -> bytes:
     if (
         type(value) is not dict
         or _text_in(value) is not None
-        or _is_deep(value)
+        or is_deeper(value, _MAX_DEPTH)
         or not same_arguments(arguments, value)
     ):
         return _as_text(arguments)
@@ -70,11 +69,3 @@ def _text_in(value: dict[str, Any]) -> str | None:
         return None
     text = value.get(INVALID)
     return text if isinstance(text, str) else None
-
-
-def _is_deep(value: Any) -> bool:
-    try:
-        require_shallow(value, _MAX_DEPTH)
-    except InvalidRequest:
-        return True
-    return False

@@ -7,6 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
+from any_agent.completions.json_body import is_deeper
 from any_agent.completions.params.parameter import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
 from any_agent.completions.params.schema_check import check, json_text, require_object
 from any_agent.completions.params.table import TABLE
@@ -118,15 +119,7 @@ def schema_grammar(schema: Any, name: str) -> str:
     """Return a JSON schema's grammar; InvalidRequest, under this name, for a wrong schema."""
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
-    level: list[Any] = [schema]
-    for _ in range(MAX_SCHEMA_DEPTH):
-        level = [
-            below
-            for item in level
-            if isinstance(item, dict | list)
-            for below in (item.values() if isinstance(item, dict) else item)
-        ]
-    if level:
+    if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise InvalidRequest(f"{name} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=name)
     return grammar_text({"json_schema": schema}, name)
 
