@@ -16,7 +16,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any
 
 from any_agent.chat import bridge_probes as probes
@@ -94,7 +94,7 @@ class TemplateRenderer:
         self._token = re.compile("|".join(pattern) or "(?!)")
         self._closer = TruncationCloser(template, self._stops)
         self._plain: dict[bool, str] = {}
-        self._checks: dict[_Pattern, ContinuationCheck] = {}
+        self._check = lru_cache(maxsize=_MAX_CHECKS)(self._run_check)
 
     def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
         """Return a renderer with some settings changed; ValueError for a value it refuses."""
@@ -254,17 +254,9 @@ class TemplateRenderer:
                 return rest[: found[-1].start()], end
         return rest.rstrip(), None
 
-    def _check(self, pattern: _Pattern) -> ContinuationCheck:
-        check = self._checks.get(pattern)
-        if check is None:
-            if len(pattern.roles) > _MAX_ROLES:
-                return ContinuationCheck("too many messages at once")
-            if len(self._checks) >= _MAX_CHECKS:
-                self._checks.clear()
-            check = self._checks[pattern] = self._run_check(pattern)
-        return check
-
     def _run_check(self, pattern: _Pattern) -> ContinuationCheck:
+        if len(pattern.roles) > _MAX_ROLES:
+            return ContinuationCheck("too many messages at once")
         calls = [(f"call{n}aaaa", f"ok{n}") for n in range(pattern.calls)]
         new = probes.probe_messages(pattern.roles, calls)
         prepared, _, _ = self._template.prepare([probes.probe_answer(calls), *new], None)

@@ -24,13 +24,7 @@ from any_agent.completions.call_types import (
     choice_ids,
     recorded_of,
 )
-from any_agent.completions.legacy_prompt import (
-    LegacyParent,
-    digests,
-    find_text_past,
-    text_key,
-    text_prompt_of,
-)
+from any_agent.completions.legacy_prompt import digests, find_text_past, text_key, text_prompt_of
 from any_agent.completions.logprobs import PackedTopLogprobs
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.sampling import choice_seed
@@ -65,12 +59,13 @@ class ContinuationPoint:
 
     chat: ChatFormat
     """The chat format with the request's template arguments."""
-    found: ParentMatch | None
-    """The match of a chat request."""
-    texts: tuple[LegacyParent, ...]
-    """The matches of a legacy completion, one for each prompt."""
-    new_characters: int
-    """The size of the text to render and encode."""
+    matches: tuple[ParentMatch, ...]
+    """The match of a chat request, or those of a legacy completion's prompts."""
+
+    @property
+    def new_characters(self) -> int:
+        """The size of the text to render and encode."""
+        return sum(match.new_characters for match in self.matches)
 
 
 class Completer:
@@ -96,13 +91,12 @@ class Completer:
     def find(self, call: ChatCall, tree: InteractionTree | None) -> ContinuationPoint:
         """Find what the call continues, at little cost; ContextLengthExceeded or InvalidRequest."""
         chat = self._format(call)
+        longest = self.context_length
         if call.prompts:
-            texts = tuple(
-                find_text_past(given, tree, chat, self.context_length) for given in call.prompts
-            )
-            return ContinuationPoint(chat, None, texts, sum(text.new_characters for text in texts))
-        found = parent_of(call, tree, chat, context_length=self.context_length)
-        return ContinuationPoint(chat, found, (), found.new_characters)
+            found = [find_text_past(given, tree, chat, longest) for given in call.prompts]
+        else:
+            found = [parent_of(call, tree, chat, context_length=longest)]
+        return ContinuationPoint(chat, tuple(found))
 
     def prepare(
         self, call: ChatCall, tree: InteractionTree | None, past: ContinuationPoint | None = None
@@ -115,11 +109,8 @@ class Completer:
         id = f"{call.id_prefix}{self._id_tag}{uuid.uuid4().hex[len(self._id_tag) :]}"
         ids = choice_ids(id, call.n * max(1, len(call.prompts)))
         gconfig = self._sampling(call, past.chat)
-        choices = (
-            self._text_choices(call, past, tree, gconfig, ids)
-            if past.found is None
-            else self._chat_choices(call, past, past.found, tree, gconfig, ids)
-        )
+        choices_of = self._text_choices if call.prompts else self._chat_choices
+        choices = choices_of(call, past, tree, gconfig, ids)
         return Prepared(
             id=id,
             call=call,
@@ -158,12 +149,11 @@ class Completer:
         self,
         call: ChatCall,
         past: ContinuationPoint,
-        found: ParentMatch,
         tree: InteractionTree | None,
         gconfig: GenerationHyperparameters,
         ids: list[str],
     ) -> tuple[Choice, ...]:
-        prompt = prompt_of(call, found, tree, past.chat)
+        prompt = prompt_of(call, past.matches[0], tree, past.chat)
         forced: tuple[int, ...] = ()
         if call.forced_call is not None:
             forced = forced_ids(past.chat, prompt, call.forced_call)
@@ -188,8 +178,8 @@ class Completer:
         ids: list[str],
     ) -> tuple[Choice, ...]:
         choices: list[Choice] = []
-        for given, text in zip(call.prompts, past.texts, strict=True):
-            prompt = text_prompt_of(given, text, tree, past.chat)
+        for given, match in zip(call.prompts, past.matches, strict=True):
+            prompt = text_prompt_of(given, match, tree, past.chat)
             fitting = self._fitting(gconfig, prompt, call)
             new: list[Message] = [{"role": "prompt", "content": prompt.added}]
             for _ in range(call.n):
@@ -387,7 +377,7 @@ def _parser(
 
 def _with_seed(gconfig: GenerationHyperparameters, choice: int) -> GenerationHyperparameters:
     """Derive a seed for the choice, so that the agent's seed gives each choice another sample."""
-    if gconfig.seed is None or choice == 0:
+    if gconfig.seed is None:
         return gconfig
     return gconfig.new(seed=choice_seed(gconfig.seed, choice))
 

@@ -10,14 +10,13 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Iterable
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
 from any_agent.chat import ChatFormat
 from any_agent.completions.params.call import TextInput
-from any_agent.completions.prompt import Prompt
+from any_agent.completions.prompt import ParentMatch, Prompt
 from any_agent.errors import ContextLengthExceeded, InvalidRequest
 from any_agent.record import InteractionTree, was_received
 from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id_array
@@ -25,20 +24,9 @@ from any_agent.types import BranchReason, Continuation, IdArray, Interaction, id
 _TAIL = 8  # ids on both sides of a continuation that are decoded together to check their text
 
 
-@dataclass(frozen=True, slots=True)
-class LegacyParent:
-    """The recorded beginning of a prompt, before anything is encoded."""
-
-    parent: Interaction | None
-    size: int
-    """The bytes of the prompt that the parent has."""
-    new_characters: int
-    """About how many characters must be encoded, or decoded."""
-
-
 def find_text_past(
     given: TextInput, tree: InteractionTree | None, chat: ChatFormat, context_length: int
-) -> LegacyParent:
+) -> ParentMatch:
     """Find the interaction that the prompt continues, at little cost.
 
     ContextLengthExceeded for a prompt that cannot fit, however it is encoded; InvalidRequest for an
@@ -48,11 +36,11 @@ def find_text_past(
     data, is_text = _bytes_of(given), isinstance(given, str)
     found = _longest_past(data, "text" if is_text else "ids", tree) if tree is not None else None
     parent, size = found if found is not None else (None, 0)
-    return LegacyParent(parent, size, len(data) - size)
+    return ParentMatch(b"", parent, size, new_characters=len(data) - size)
 
 
 def text_prompt_of(
-    given: TextInput, past: LegacyParent, tree: InteractionTree | None, chat: ChatFormat
+    given: TextInput, past: ParentMatch, tree: InteractionTree | None, chat: ChatFormat
 ) -> Prompt:
     """Return the recorded ids and the ids of what follows, else the whole prompt as a root.
 
@@ -66,7 +54,7 @@ def text_prompt_of(
         return Prompt(id_array(given), branch_reason=reason, added=chat.decode(given))
     before = tree.path_ids(past.parent.id)
     if isinstance(given, str):
-        added = _bytes_of(given)[past.size :].decode(errors="surrogatepass")
+        added = _bytes_of(given)[past.covered :].decode(errors="surrogatepass")
         following = _following_ids(before, added, chat)
         if following is None:
             ids, how = _encode(chat, given, root=True), Continuation.BRANCH

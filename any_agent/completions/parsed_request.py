@@ -7,19 +7,42 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from typing import Protocol
 
 from any_agent.chat import ChatFormat
-from any_agent.completions.call_types import Head
-from any_agent.completions.encoders import ResponseEncoder
+from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.logprobs import LogprobsEncoder
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.sampling import TOKEN_LIMITS
+from any_agent.errors import AnyAgentError
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
+
+
+class ResponseEncoder(Protocol):
+    """Encodes one call's answer. Events are server-sent ones, with their blank lines."""
+
+    def whole(self, answers: list[Interaction]) -> bytes:
+        """Return the body of an answer that is not streamed, with all choices."""
+
+    def start(self, index: int) -> bytes:
+        """Return the first events of a choice, or nothing."""
+
+    def delta(self, item: Delta) -> bytes:
+        """Return the events of newly certain text, or nothing."""
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        """Return the events that end a choice, or nothing."""
+
+    def last(self, answers: list[Interaction]) -> bytes:
+        """Return the events that end the stream once all choices have ended."""
+
+    def failed(self, error: AnyAgentError) -> bytes:
+        """Return the events that end a stream which has begun and cannot go on."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,7 +25,6 @@ LONG_WHOLE = 4 * LONG_TEXT
 """Characters of a whole conversation beyond which it is rendered in a thread: where its new
 messages alone cannot be rendered, all of it is."""
 _NO_CAPABILITIES = Capabilities(**dict.fromkeys(Capabilities.names(), False))
-_PENALTIES = ("frequency_penalty", "presence_penalty", "repetition_penalty")
 
 
 async def parse_body(parse: Callable[[], T], size: int) -> T:
@@ -56,7 +55,7 @@ async def prepare(completer: Completer, call: ChatCall, tree: InteractionTree | 
     """
     try:
         past = completer.find(call, tree)
-        whole = past.found.characters if past.found is not None else 0
+        whole = sum(match.characters for match in past.matches)
         if past.new_characters > LONG_TEXT or whole > LONG_WHOLE:
             return await asyncio.to_thread(completer.prepare, call, tree, past)
         return completer.prepare(call, tree, past)
@@ -87,35 +86,33 @@ def with_request_parameter(error: AnyAgentError, call: ChatCall) -> AnyAgentErro
 def require_supported(call: ChatCall, engine: Capabilities, *, vocab_size: int) -> None:
     """Raise UnsupportedParameter for what the engine cannot do, InvalidRequest for a wrong id."""
     gconfig = call.gconfig
-    if call.top_logprobs and not engine.top_logprobs:
-        raise _unsupported("top_logprobs" if call.messages else "logprobs")
-    if gconfig.min_p and not engine.min_p:
-        raise _unsupported("min_p")
-    if gconfig.logit_bias and not engine.logit_bias:
-        raise _unsupported("logit_bias")
-    if gconfig.grammar is not None and not engine.grammar:
-        raise _unsupported(call.format_parameter or "response_format")
-    if gconfig.grammar is not None and call.tools and not engine.structural_tag:
-        name = call.format_parameter or "response_format"
+    form = call.format_parameter or "response_format"
+    has_grammar = gconfig.grammar is not None
+    for name, wanted, can in (
+        ("top_logprobs" if call.messages else "logprobs", call.top_logprobs, engine.top_logprobs),
+        ("min_p", gconfig.min_p, engine.min_p),
+        ("logit_bias", gconfig.logit_bias, engine.logit_bias),
+        (form, has_grammar, engine.grammar),
+        ("frequency_penalty", gconfig.frequency_penalty, engine.penalties),
+        ("presence_penalty", gconfig.presence_penalty, engine.penalties),
+        ("repetition_penalty", gconfig.repetition_penalty != 1, engine.penalties),
+    ):
+        if wanted and not can:
+            raise UnsupportedParameter(
+                f"{name} is not supported by this engine: leave it out", param=name
+            )
+    if has_grammar and call.tools and not engine.structural_tag:
         raise UnsupportedParameter(
-            f"{name} together with tools is not supported by this engine: leave one of them out, "
+            f"{form} together with tools is not supported by this engine: leave one of them out, "
             "or start SGLang with --grammar-backend xgrammar",
-            param=name,
+            param=form,
         )
-    neutral = {"repetition_penalty": 1.0}
-    for name in _PENALTIES:
-        if getattr(gconfig, name) != neutral.get(name, 0.0) and not engine.penalties:
-            raise _unsupported(name)
     ids = {"logit_bias": dict(gconfig.logit_bias), "stop_token_ids": gconfig.stop_token_ids}
     for name, tokens in ids.items():
         if any(token >= vocab_size for token in tokens):
             raise InvalidRequest(
                 f"{name} has a token id beyond the vocabulary of {vocab_size}", param=name
             )
-
-
-def _unsupported(name: str) -> UnsupportedParameter:
-    return UnsupportedParameter(f"{name} is not supported by this engine: leave it out", param=name)
 
 
 async def count_tokens(
@@ -128,9 +125,8 @@ async def count_tokens(
     ContextLengthExceeded for a conversation that is too long to be rendered.
     """
     past = completer.find(call, tree)
-    assert past.found is not None
     # Counting is no call: the next request must not find this one.
-    found = replace(past.found, noted=None)
+    found = replace(past.matches[0], noted=None)
 
     def count() -> int:
         ids = prompt_of(call, found, tree, past.chat).ids

@@ -37,11 +37,11 @@ class ParentMatch:
     """The chain key of the request's messages and tools."""
     parent: Interaction | None = None
     covered: int = 0
-    """The number of leading messages that the parent has."""
+    """The number of leading messages that the parent has; of a legacy prompt, its bytes."""
     reason: BranchReason | None = None
     """The reason why nothing, or nothing longer, is continued; None for a session's first call."""
     new_characters: int = 0
-    """The size of the JSON to render, with calls, names and reasoning."""
+    """The size of the JSON to render, with calls, names and reasoning; of the text to encode."""
     characters: int = 0
     """The size of the whole request, for a rendering of more than the new messages."""
     noted: tuple[bytes, RequestPrefix] | None = None

@@ -14,10 +14,10 @@ import orjson
 
 from any_agent.completions.apis import OPENAI_ERRORS, Api, all_apis
 from any_agent.completions.call_types import Completion, Delta, Head
-from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.json_body import json_of
 from any_agent.completions.parsed_request import (
     ParsedRequest,
+    ResponseEncoder,
     encode_whole,
     headers_of,
     token_logprobs,

@@ -12,10 +12,10 @@ from starlette.responses import Response
 
 from any_agent.completions.apis import Api
 from any_agent.completions.call_types import Delta, Prepared
-from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.parsed_request import (
     ParseContext,
     ParsedRequest,
+    ResponseEncoder,
     encode_whole,
     headers_of,
     version_of,

@@ -14,7 +14,7 @@ from any_agent.completions.params.parameter import MAX_NOTE_BYTES
 from any_agent.completions.params.parse import call_of, sort_parameters
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.tools import MAX_NAME, tools_of
+from any_agent.completions.params.tools import MAX_NAME, tool_list, tools_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
@@ -178,10 +178,7 @@ def _tools(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None, bool
 
     InvalidRequest or UnsupportedParameter names the part that is wrong.
     """
-    given = body.get("tools")
-    if given is not None and not isinstance(given, list):
-        raise InvalidRequest("tools must be a list", param="tools")
-    tools = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(given or ())]
+    tools = [_tool(tool, f"tools[{k}]") for k, tool in enumerate(tool_list(body.get("tools")))]
     choice, parallel = _choice(body.get("tool_choice"))
     return *tools_of({"tools": tools, "tool_choice": choice}), parallel
 

@@ -76,6 +76,11 @@ def honoured(
     return Parameter(name, "honoured", schema, meaning, apis, **more)
 
 
+def harmless(apis: tuple[str, ...], *rows: tuple[str, Schema, str]) -> tuple[Parameter, ...]:
+    """Return the rows of parameters that are recorded and change nothing: name, schema, meaning."""
+    return tuple(Parameter(name, "harmless", schema, text, apis) for name, schema, text in rows)
+
+
 def penalty(name: str, low: float, high: float, meaning: str, neutral: float) -> Parameter:
     """Return the row of a penalty; ``neutral``: the value that changes nothing."""
     bounds = {"minimum": low} if neutral == 0 else {"exclusiveMinimum": low}

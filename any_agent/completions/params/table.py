@@ -44,6 +44,7 @@ from any_agent.completions.params.parameter import (
     TOKENS,
     TOP_LOGPROBS,
     Parameter,
+    harmless,
     honoured,
     never,
     only,
@@ -53,6 +54,7 @@ from any_agent.completions.params.schema_check import Schema
 from any_agent.completions.params.table_messages import MESSAGES_AS_IN_CHAT, MESSAGES_ROWS
 from any_agent.completions.params.table_responses import AS_IN_CHAT, RESPONSES_ROWS
 
+_LONG: Schema = {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER}
 _GRAMMAR = "Use `response_format` or `guided_regex`."
 _RECORDED = "Token ids are in the record: export the session."
 REFUSED_ROWS: tuple[Parameter, ...] = (
@@ -235,7 +237,7 @@ _HONOURED = (
     ),
     _both(
         "seed",
-        {"type": "integer", "minimum": -(2**63), "maximum": MAX_INTEGER},
+        _LONG,
         "The seed of the draws; each choice derives its own from it.",
         train="Recorded, and not applied: the samples of a group would be equal.",
     ),
@@ -360,27 +362,22 @@ _GRAMMARS = (
         untrainable="grammar",
     ),
 )
-_NOTED: tuple[tuple[str, Schema, str, tuple[str, ...]], ...] = (
-    ("metadata", NOTE, "For a session's own, see `start_session`.", BOTH),
-    (
-        "priority",
-        {**INTEGER, "minimum": -(2**63), "maximum": MAX_INTEGER},
-        "Calls have no priorities.",
+_HARMLESS = (
+    *harmless(
         BOTH,
+        ("metadata", NOTE, "For a session's own, see `start_session`."),
+        ("priority", _LONG, "Calls have no priorities."),
+        ("prompt_cache_key", TEXT, "The cache finds prompts by itself."),
+        ("prompt_cache_options", NOTE, "The cache finds prompts by itself."),
+        ("prompt_cache_retention", TEXT, "The cache finds prompts by itself."),
+        ("request_id", TEXT, "Interactions have ids of their own."),
+        ("rid", TEXT, "Interactions have ids of their own."),
+        ("safety_identifier", TEXT, "The user's id."),
+        ("service_tier", TEXT, "There is one tier."),
+        ("store", BOOLEAN, "Sessions are always recorded."),
+        ("user", TEXT, "The user's id."),
     ),
-    ("prompt_cache_key", TEXT, "The cache finds prompts by itself.", BOTH),
-    ("prompt_cache_options", NOTE, "The cache finds prompts by itself.", BOTH),
-    ("prompt_cache_retention", TEXT, "The cache finds prompts by itself.", BOTH),
-    ("request_id", TEXT, "Interactions have ids of their own.", BOTH),
-    ("rid", TEXT, "Interactions have ids of their own.", BOTH),
-    ("safety_identifier", TEXT, "The user's id.", BOTH),
-    ("service_tier", TEXT, "There is one tier.", BOTH),
-    ("store", BOOLEAN, "Sessions are always recorded.", BOTH),
-    ("user", TEXT, "The user's id.", BOTH),
-    ("verbosity", TEXT, "Request it in a message.", CHAT),
-)
-_HARMLESS = tuple(
-    Parameter(name, "harmless", schema, meaning, apis) for name, schema, meaning, apis in _NOTED
+    *harmless(CHAT, ("verbosity", TEXT, "Request it in a message.")),
 )
 _OF_CHAT = {p.name: p for p in (*_HONOURED, *_HARMLESS) if "chat" in p.apis}
 PARAMETERS: tuple[Parameter, ...] = (

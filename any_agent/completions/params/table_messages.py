@@ -16,6 +16,7 @@ from any_agent.completions.params.parameter import (
     TEXT,
     TOKENS,
     Parameter,
+    harmless,
     honoured,
     never,
     only,
@@ -97,7 +98,8 @@ _HONOURED = (
     ),
 )
 _CACHE = "The cache finds prompts by itself."
-_NOTED: tuple[tuple[str, Schema, str], ...] = (
+_HARMLESS = harmless(
+    MESSAGES,
     ("metadata", NOTE, "The user's id; for a session's metadata, see `start_session`."),
     ("service_tier", TEXT, "There is one tier."),
     ("cache_control", NOTE, f"{_CACHE} In blocks and tools it is not even recorded."),
@@ -133,8 +135,4 @@ _REFUSED = (
     never("fallback_credit_token", "Try again in the agent.", MESSAGES),
     never("thread", "Send the whole conversation.", MESSAGES, details=_UNTHREADED),
 )
-MESSAGES_ROWS: tuple[Parameter, ...] = (
-    *_HONOURED,
-    *(Parameter(name, "harmless", schema, text, MESSAGES) for name, schema, text in _NOTED),
-    *_REFUSED,
-)
+MESSAGES_ROWS: tuple[Parameter, ...] = (*_HONOURED, *_HARMLESS, *_REFUSED)

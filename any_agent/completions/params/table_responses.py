@@ -18,6 +18,7 @@ from any_agent.completions.params.parameter import (
     TOKENS,
     TOP_LOGPROBS,
     Parameter,
+    harmless,
     honoured,
     never,
     only,
@@ -123,23 +124,13 @@ _HONOURED = (
         checked=False,
     ),
 )
-_HARMLESS = (
-    Parameter("client_metadata", "harmless", NOTE, "The client's own notes.", RESPONSES),
-    Parameter(
-        "max_tool_calls",
-        "harmless",
-        {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER},
-        "A limit of OpenAI's own tools, which do not run here.",
-        RESPONSES,
-    ),
-    Parameter("metadata", "harmless", NOTE, "The answer repeats it, as texts.", RESPONSES),
-    Parameter(
-        "store",
-        "harmless",
-        BOOLEAN,
-        "Sessions are always recorded, and their answers can be retrieved.",
-        RESPONSES,
-    ),
+_COUNT = {"type": "integer", "minimum": 0, "maximum": MAX_INTEGER}
+_HARMLESS = harmless(
+    RESPONSES,
+    ("client_metadata", NOTE, "The client's own notes."),
+    ("max_tool_calls", _COUNT, "A limit of OpenAI's own tools, which do not run here."),
+    ("metadata", NOTE, "The answer repeats it, as texts."),
+    ("store", BOOLEAN, "Sessions are always recorded, and their answers can be retrieved."),
 )
 _REFUSED = (
     only("background", False, then="Stream instead.", apis=RESPONSES),

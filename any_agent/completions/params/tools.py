@@ -65,8 +65,9 @@ def _forced(names: list[str]) -> str:
     return names[0] if len(names) == 1 else ""
 
 
-def _checked(tools: Any) -> list[Tool]:
-    if tools is None or tools == []:
+def tool_list(tools: Any) -> list[Any]:
+    """Return a request's tools; InvalidRequest if they are no list, or too many."""
+    if tools is None:
         return []
     if not isinstance(tools, list):
         raise InvalidRequest("tools must be a list", param="tools")
@@ -75,6 +76,11 @@ def _checked(tools: Any) -> list[Tool]:
             f"there are {len(tools)} tools, and there may be {MAX_TOOLS}: leave some out",
             param="tools",
         )
+    return tools
+
+
+def _checked(given: Any) -> list[Tool]:
+    tools = tool_list(given)
     seen: set[str] = set()
     for k, tool in enumerate(tools):
         name = _name(tool, f"tools[{k}]")

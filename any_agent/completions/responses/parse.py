@@ -22,7 +22,7 @@ from any_agent.completions.params.schema_check import (
 )
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
-from any_agent.completions.params.tools import tools_of
+from any_agent.completions.params.tools import tool_list, tools_of
 from any_agent.completions.responses.history import (
     ID_PREFIX,
     ItemHistory,
@@ -252,15 +252,7 @@ def chat_tools_of(
 ) -> tuple[list[Tool], list[Tool] | None, str | None, Any]:
     """Return all tools in a chat call's form, those to render, the one that must be called, and
     the choice of them as an answer repeats it."""
-    tools = body.get("tools")
-    if tools is not None and not isinstance(tools, list):
-        raise InvalidRequest("tools must be a list", param="tools")
-    if len(tools or ()) > MAX_TOOLS:
-        raise InvalidRequest(
-            f"there are {len(tools or ())} tools, and there may be {MAX_TOOLS}: leave some out",
-            param="tools",
-        )
-    chat = [_nested(tool, f"tools[{k}]") for k, tool in enumerate(tools or ())]
+    chat = [_nested(tool, f"tools[{k}]") for k, tool in enumerate(tool_list(body.get("tools")))]
     choice = _choice(body.get("tool_choice"))
     shown_tools, forced = tools_of({"tools": chat, "tool_choice": choice})
     return chat, shown_tools, forced, _flat_choice(choice)

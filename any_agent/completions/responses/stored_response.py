@@ -6,10 +6,10 @@ from typing import Any
 
 from any_agent.chat import ChatFormat, text_of
 from any_agent.completions.call_types import Head
-from any_agent.completions.encoders import ResponseEncoder
 from any_agent.completions.encoders.output_order import message_parts
 from any_agent.completions.logprobs import LogprobsEncoder
 from any_agent.completions.params.call import ChatCall
+from any_agent.completions.parsed_request import ResponseEncoder
 from any_agent.completions.responses.encoder import ResponsesEncoder
 from any_agent.completions.responses.history import (
     DELETED,

@@ -31,12 +31,6 @@ def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
     return orjson.dumps(body, option=orjson.OPT_SERIALIZE_NUMPY)
 
 
-def one_token(*, biased: int) -> dict[str, Any]:
-    """Return a `/generate` body of almost no cost, which is refused if ``biased`` is no token."""
-    sampling = {"max_new_tokens": 1, "ignore_eos": True, "logit_bias": {str(biased): 0.0}}
-    return {"input_ids": [0], "sampling_params": sampling}
-
-
 def _sampling(g: GenerationHyperparameters) -> dict[str, Any]:
     sampling: dict[str, Any] = {
         "max_new_tokens": g.max_new_tokens,
@@ -152,7 +146,10 @@ _FULL = (429, 503)
 class EngineRefused(EngineUnavailable):
     """The engine answered with a status other than 200."""
 
-    answered: int
+    def __init__(self, status: int, path: str, raw: bytes) -> None:
+        message = raw[:300].decode(errors="replace")
+        super().__init__(f"the engine answered {path} with {status}: {message}", retry_after=2)
+        self.answered = status
 
 
 class EngineBusy(EngineUnavailable):
@@ -177,8 +174,11 @@ class SGLangControl:
 
     async def knows(self, token: int) -> bool:
         """Return True if the model has this token id; EngineBusy if the engine's queue is full."""
+        # This costs almost nothing, and is refused for a bias of an id that is no token.
+        sampling = {"max_new_tokens": 1, "ignore_eos": True, "logit_bias": {str(token): 0.0}}
         try:
-            await self.request("POST", "/generate", one_token(biased=token))
+            body = {"input_ids": [0], "sampling_params": sampling}
+            await self.request("POST", "/generate", body)
         except EngineRefused as error:
             if error.answered in _FULL:
                 raise EngineBusy(error.message, retry_after=error.retry_after) from None
@@ -201,7 +201,7 @@ class SGLangControl:
             ) as response:
                 raw = await response.read()
                 if response.status != 200:
-                    raise _refused(response.status, path, raw)
+                    raise EngineRefused(response.status, path, raw)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
                 f"the inference engine does not answer ({type(error).__name__}); try again later",
@@ -212,10 +212,3 @@ class SGLangControl:
         except orjson.JSONDecodeError:
             return {}
         return data if isinstance(data, dict) else {}
-
-
-def _refused(status: int, path: str, raw: bytes) -> EngineRefused:
-    message = raw[:300].decode(errors="replace")
-    error = EngineRefused(f"the engine answered {path} with {status}: {message}", retry_after=2)
-    error.answered = status
-    return error

@@ -13,8 +13,7 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.completions.apis import all_apis
 from any_agent.completions.call_types import Completion, Head
-from any_agent.completions.encoders import ResponseEncoder
-from any_agent.completions.parsed_request import ParseContext
+from any_agent.completions.parsed_request import ParseContext, ResponseEncoder
 from any_agent.completions.parsed_request import ParsedRequest as Checked
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Message, SessionMode
