@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 from any_agent.engine import RolloutEngine
 from any_agent.engine.base import CrossLoopEngine
 from any_agent.errors import Draining, ServiceUnavailable
-from any_agent.protocol.rl import Ack, Lease
+from any_agent.protocol.training import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
 from any_agent.types import SessionState
 from proxy_ext.middleware import EntryMiddleware

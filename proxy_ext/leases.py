@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable
 
 from any_agent.auth.access import RUN
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged, StaleOwner
-from any_agent.protocol.rl import Ack, Capacity, Lease, SetCapacity
+from any_agent.protocol.training import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import Journal, PutMeta, SessionRow
 from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds

@@ -12,7 +12,7 @@ from typing import Any
 from any_agent.config import Config
 from any_agent.engine import HALF_LOADED, RemoteEngine
 from any_agent.errors import AnyAgentError, Conflict, EngineUnavailable, RunFinished
-from any_agent.protocol.rl import PublishedVersion, RunInfo, SetRun
+from any_agent.protocol.training import PublishedVersion, RunInfo, SetRun
 from any_agent.types import SessionState
 from proxy_ext.journal.base import EXPORT_OWNER, Journal, PutMeta, SessionRow, handed_out
 

@@ -11,7 +11,7 @@ from typing import Any
 from any_agent.config import Config
 from any_agent.data import DatasetCursor, RowSource, as_dataset
 from any_agent.errors import TrainingError
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout import LeaseExecutor, WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow

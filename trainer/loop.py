@@ -19,7 +19,7 @@ from typing import Any
 from any_agent.auth.access import signer_of
 from any_agent.config import Config
 from any_agent.errors import NotFound, TrainingError
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, write_atomic

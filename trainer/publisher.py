@@ -14,7 +14,7 @@ import torch
 
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, StaleOwner
-from any_agent.protocol.rl import RunInfo
+from any_agent.protocol.training import RunInfo
 from any_agent.rollout import LeaseExecutor
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
 from trainer.policy import Policy

@@ -14,7 +14,8 @@ from any_agent.chat import format_probes as probes
 from any_agent.client.rl_client import RLClient
 from any_agent.doctor.verdict import Check, Declined, Failed, Unchecked, Verdict
 from any_agent.errors import AnyAgentError, from_response
-from any_agent.protocol.rl import RunInfo, SessionStarted
+from any_agent.protocol.rl import SessionStarted
+from any_agent.protocol.training import RunInfo
 
 LAW = Check(
     "service",

@@ -1,4 +1,4 @@
-"""The bodies of the `/rl` routes, shared by the proxy, the trainer and the SDK."""
+"""The bodies of the `/rl` routes for sessions, shared by the proxy, the trainer and the SDK."""
 
 from __future__ import annotations
 
@@ -115,12 +115,13 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
 Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
-class _Body(BaseModel):
-    # Strict: no text passes for a number, and no number for a bool.
+class StrictBody(BaseModel):
+    """A request's body; no text passes for a number, and no number for a bool."""
+
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class StartSession(_Body):
+class StartSession(StrictBody):
     task_id: Name | None = None
     group_id: Name | None = None
     group_size: int | None = Field(None, ge=1)
@@ -163,7 +164,7 @@ class SessionStarted(BaseModel):
     """Seconds until it expires if nothing happens in it."""
 
 
-class SetReward(_Body):
+class SetReward(StrictBody):
     """Either `reward`, of one completion, or `final_reward`, of the whole session."""
 
     reward: RewardValue = None
@@ -199,7 +200,7 @@ class RewardSet(BaseModel):
     """The present sum of its named and unnamed rewards."""
 
 
-class Finalize(_Body):
+class Finalize(StrictBody):
     final_reward: RewardValue = None
     await_reward: bool = False
     """Refuse further calls and accept rewards until the deadline; `finalize` again ends it
@@ -215,14 +216,14 @@ class Finalize(_Body):
         return self
 
 
-class Abort(_Body):
+class Abort(StrictBody):
     reason: str = Field("aborted by the caller", max_length=200)
     keep_place: bool = False
     """The group keeps the session's place for another one until the group's time is over; otherwise
     the group closes without it."""
 
 
-class Veto(_Body):
+class Veto(StrictBody):
     reason: str = Field("by its owner", max_length=200)
 
 
@@ -234,7 +235,7 @@ class Heartbeat(BaseModel):
     """Seconds until it expires if nothing happens."""
 
 
-class SessionInfo(BaseModel):
+class _Session(BaseModel):
     session_id: str
     state: str
     reason: str | None
@@ -243,14 +244,22 @@ class SessionInfo(BaseModel):
     task_id: str | None
     group_id: str | None
     tenant: str | None
-    opened_by: str | None
-    """The holder of the key that opened it."""
     content: Literal["stored", "archived", "deleted"]
     """The place of its texts and tokens."""
     interactions: int
+    final_reward: float | None
+    step: int | None
+    """The optimizer step that consumed it."""
+    created_at: float
+    """Seconds since the epoch, like `ended_at`."""
+    ended_at: float | None
+
+
+class SessionInfo(_Session):
+    opened_by: str | None
+    """The holder of the key that opened it."""
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
-    final_reward: float | None
     rewarded: bool | None
     """True if it has any reward; training counts a missing one as 0. None: unknown, as its content
     is archived or deleted."""
@@ -260,11 +269,6 @@ class SessionInfo(BaseModel):
     """The newest one."""
     pinned_version: int | None
     """The only weight version that its tokens may have."""
-    step: int | None
-    """The optimizer step that consumed it."""
-    created_at: float
-    """Seconds since the epoch, like `ended_at`."""
-    ended_at: float | None
     expires_in: float | None
     """Seconds until its ttl is over, while it is open."""
     idle_in: float | None
@@ -367,7 +371,7 @@ State = Literal[
 ]
 
 
-class ListSessions(_Body):
+class ListSessions(StrictBody):
     """Filters of a list of sessions, in a URL; without any, all sessions."""
 
     model_config = ConfigDict(strict=False)
@@ -391,150 +395,10 @@ class ListSessions(_Body):
         return read_places(self.after)
 
 
-class SessionLine(BaseModel):
-    """One session in a list."""
+class SessionLine(_Session):
+    """One session in a list; its interactions are those in the journal."""
 
-    session_id: str
     number: int
     """The session's number in the order of creation on its rank."""
-    state: str
-    mode: Literal["train", "eval"]
-    task_id: str | None
-    group_id: str | None
-    tenant: str | None
-    interactions: int
-    """The number of its interactions in the journal."""
     rewards_given: int | None
     """The number of rewards that were set, with revisions; None: they are archived."""
-    final_reward: float | None
-    reason: str | None
-    step: int | None
-    """The optimizer step that consumed it."""
-    content: str
-    """The place of its interactions: stored, archived or deleted."""
-    created_at: float
-    ended_at: float | None
-
-
-class SetCapacity(_Body):
-    limit: int = Field(ge=0, le=MAX_COUNT)
-    """The total of train sessions that this rank may ever admit."""
-    ttl: float = Field(gt=0, le=3600)
-    """Seconds after which the limit ends unless it is set again."""
-    owner: str = Field(max_length=64)
-    """The present start of the trainer; leases of an earlier one are taken back."""
-    held: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
-    """Sessions whose leases are renewed. A lease whose reply was lost is not among them, and its
-    session is soon leased again."""
-    number: int = Field(0, ge=0)
-    """The number of the owner's message: one that arrives after a later one changes nothing."""
-
-
-class Unfilled(BaseModel):
-    """A group that has begun and keeps slots for its missing members."""
-
-    group_id: str
-    size: int
-    members: int
-    """The number of its sessions."""
-    closes_in: float
-    """Seconds until it closes with its present members."""
-
-
-class Capacity(BaseModel):
-    admitted: int
-    """Train sessions ever admitted, including the reservations of open groups."""
-    reserved: int
-    """Slots of sessions that are not open yet: being opened, or missing members of open groups."""
-    waiting: int
-    running: int
-    """Open train sessions, except those on grants, which `buffered` leaves out, too."""
-    buffered: int
-    """Sessions that are finalized or leased, and neither trained nor rejected."""
-    limit: int
-    queue: list[int] = Field(default_factory=list)
-    """The slots that each waiting open needs (all slots of a group), in their order, up to a limit;
-    then those of opens that were refused a moment ago and will be repeated."""
-    unfilled: list[Unfilled] = Field(default_factory=list)
-    """Some of the groups that wait for members, in the order in which they close."""
-    grants: int = 0
-    """Slots of `/grant_capacity` without a session so far. They come on top: no slot of the trainer
-    is reserved for them."""
-
-
-class Lease(_Body):
-    owner: str = Field(max_length=64)
-    wait: float = Field(30.0, ge=0, le=300)
-    max_groups: int = Field(default=1, ge=1, le=1024)
-    session_ids: list[str] | None = Field(default=None, max_length=1024)
-    """Lease only these sessions, of any group."""
-    replay: bool = False
-    """True to lease also sessions that a step has consumed (with `session_ids`), for a resume."""
-
-
-class Rejection(_Body):
-    session_id: str
-    reason: str = Field(max_length=200)
-
-
-class Ack(_Body):
-    owner: str = Field(max_length=64)
-    trained: list[str] = Field(default_factory=list, max_length=MAX_NAMED)
-    rejected: list[Rejection] = Field(default_factory=list, max_length=MAX_NAMED)
-    step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-    """The optimizer step that consumed them. Sessions that were trained without one are kept for
-    good, as no rank can know whether a resume needs them."""
-
-    @model_validator(mode="after")
-    def _check_disjoint(self) -> Self:
-        if both := {r.session_id for r in self.rejected}.intersection(self.trained):
-            raise ValueError(f"{min(both)[:80]!r} is in both trained and rejected")
-        return self
-
-
-class Acked(BaseModel):
-    acked: int
-
-
-class ExportTrajectories(_Body):
-    session_ids: list[str] = Field(min_length=1, max_length=1024)
-    discount: float = Field(1.0, ge=0, le=1)
-    style: Literal["individual", "concat"] = "individual"
-
-
-class Pause(_Body):
-    ttl: float = Field(120.0, gt=0, le=3600)
-    """Seconds after which the engine resumes by itself, if the trainer has died."""
-
-
-class PublishedVersion(_Body):
-    version: int = Field(ge=0, le=MAX_COUNT)
-    path: str
-    step: int = Field(ge=0, le=MAX_COUNT)
-    """The optimizer steps that led to these weights."""
-
-
-class VersionInfo(BaseModel):
-    version: int
-    step: int
-
-
-class SetRun(_Body):
-    state: Literal["training", "finished", "serving"]
-    step: int = Field(0, ge=0, le=MAX_COUNT)
-    checkpoint: str | None = None
-    oldest_step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
-    """The step of the oldest retained checkpoint: sessions of later steps are kept for a resume.
-    None: all sessions are kept."""
-
-
-class RunInfo(BaseModel):
-    experiment: str
-    trial: str
-    user: str
-    model: str
-    state: Literal["training", "finished", "serving"]
-    version: int
-    step: int
-    checkpoint: str | None
-    """The newest checkpoint, to be loaded for inference."""

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from any_agent.client.backoff import Backoff
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, NotFound
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.rollout.rank_clients import RankClients
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 
 
 def free_slots(now: Capacity, config: RolloutConfig) -> int:

@@ -16,7 +16,7 @@ from itertools import count
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout.admission import RankView, divide, total
 from any_agent.rollout.rank_clients import RankClients
 

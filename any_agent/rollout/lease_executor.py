@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, TypeVar
 from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
-from any_agent.protocol.rl import Capacity, Rejection
+from any_agent.protocol.training import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.acks import AckSender
 from any_agent.rollout.capacity_keeper import CapacityKeeper

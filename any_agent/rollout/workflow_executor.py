@@ -14,7 +14,7 @@ from any_agent.config import RolloutConfig
 from any_agent.data import items_of
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, TooManyRequests
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout.episode_scheduler import EpisodeRunner, EpisodeScheduler, nothing_left
 from any_agent.rollout.jobs import (
     Accept,

@@ -25,7 +25,8 @@ from any_agent.errors import (
     Unauthenticated,
     Unprocessable,
 )
-from any_agent.protocol.rl import RunInfo, SessionStarted, StartSession
+from any_agent.protocol.rl import SessionStarted, StartSession
+from any_agent.protocol.training import RunInfo
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
 from any_agent.sdk.http_patches import patches

@@ -11,7 +11,7 @@ from typing import Any, TextIO
 
 from any_agent.client.retry_transport import retrying_client
 from any_agent.errors import ConfigError
-from any_agent.protocol.rl import RunInfo
+from any_agent.protocol.training import RunInfo
 from any_agent.sdk.agent_callable import AgentCallable, AgentLike
 from any_agent.sdk.find_service import shared_client
 from any_agent.sdk.open_session import run_info

@@ -12,7 +12,7 @@ import time
 from dataclasses import dataclass, field
 
 from any_agent.errors import Conflict
-from any_agent.protocol.rl import Unfilled
+from any_agent.protocol.training import Unfilled
 from any_agent.types import SessionState
 from proxy_ext.journal.base import EXPORT_OWNER, NO_PLACE, SessionRow
 from proxy_ext.sessions.ids import SessionIds

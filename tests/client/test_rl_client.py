@@ -17,7 +17,8 @@ from any_agent.errors import (
     TooManyRequests,
     WrongService,
 )
-from any_agent.protocol.rl import API_HEADER, API_VERSION, RunInfo
+from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.protocol.training import RunInfo
 
 STARTED = {
     "session_id": "s",

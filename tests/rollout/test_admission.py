@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout.admission import RankView, divide, free_slots, stalled, total
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from any_agent.protocol.rl import Capacity, Unfilled
+from any_agent.protocol.training import Capacity, Unfilled
 from any_agent.rollout.admission import RankView, total
 from any_agent.rollout.lease_executor import describe_waiting
 

@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import ServiceUnavailable, Unauthenticated
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout import RankClients
 from any_agent.rollout import capacity_keeper as module
 from any_agent.rollout.capacity_keeper import CapacityKeeper

@@ -18,7 +18,7 @@ from any_agent.errors import (
     Unauthenticated,
     from_response,
 )
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory

@@ -11,7 +11,7 @@ import pytest
 
 from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.record import pack_trajectories
 from any_agent.rollout import Consumed, LeaseExecutor, RankClients
 from any_agent.rollout import lease_executor as module

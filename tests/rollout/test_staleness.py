@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from any_agent.config import RolloutConfig
-from any_agent.protocol.rl import Capacity
+from any_agent.protocol.training import Capacity
 from any_agent.rollout.admission import free_slots, stalled
 
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=16, eta=2)

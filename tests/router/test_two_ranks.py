@@ -23,7 +23,8 @@ from any_agent.config import Config
 from any_agent.errors import Conflict
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
-from any_agent.protocol.rl import Rejection, SessionStarted
+from any_agent.protocol.rl import SessionStarted
+from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
 from any_agent.runtime.ports import free_port

@@ -10,7 +10,7 @@ from typing import Any
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict
-from any_agent.protocol.rl import Capacity, Rejection
+from any_agent.protocol.training import Capacity, Rejection
 from any_agent.record import pack_trajectories
 from any_agent.workflow import Episode
 

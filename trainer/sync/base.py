@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from any_agent.errors import EngineUnavailable, ServiceUnavailable
-from any_agent.protocol.rl import RunInfo
+from any_agent.protocol.training import RunInfo
 from any_agent.rollout import RankClients
 from trainer.weight_buckets import Bucket
 

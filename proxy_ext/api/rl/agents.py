@@ -14,7 +14,6 @@ from any_agent.protocol.rl import (
     Finalize,
     Heartbeat,
     RewardSet,
-    RunInfo,
     SessionContent,
     SessionDetails,
     SessionFinalized,
@@ -25,6 +24,7 @@ from any_agent.protocol.rl import (
     StartSession,
     Veto,
 )
+from any_agent.protocol.training import RunInfo
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.sessions.grading import content_of
 from proxy_ext.sessions.rewards import parts_of

@@ -22,7 +22,8 @@ from starlette.responses import Response
 
 from any_agent.auth.access import Caller, Scope
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
-from any_agent.protocol.rl import GRANT_ONLY_HEADER, Ack, SessionInfo, SessionStarted, StartSession
+from any_agent.protocol.rl import GRANT_ONLY_HEADER, SessionInfo, SessionStarted, StartSession
+from any_agent.protocol.training import Ack
 from any_agent.record import (
     InteractionTree,
     InteractionWithTokenLogpReward,

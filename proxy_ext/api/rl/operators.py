@@ -10,13 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.errors import AnyAgentError, Forbidden
-from any_agent.protocol.rl import (
-    AFTER_HEADER,
-    ExportTrajectories,
-    ListSessions,
-    SessionLine,
-    write_places,
-)
+from any_agent.protocol.rl import AFTER_HEADER, ListSessions, SessionLine, write_places
+from any_agent.protocol.training import ExportTrajectories
 from any_agent.record import InteractionTree, export_rows, propagate_rewards
 from any_agent.record import to_json as row_to_json
 from any_agent.types import SessionState, Trajectory

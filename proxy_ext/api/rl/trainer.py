@@ -8,8 +8,8 @@ from fastapi import APIRouter, Depends, Header
 from starlette.requests import Request
 from starlette.responses import Response
 
-from any_agent.protocol.rl import (
-    EPOCH_HEADER,
+from any_agent.protocol.rl import EPOCH_HEADER
+from any_agent.protocol.training import (
     Ack,
     Acked,
     Capacity,

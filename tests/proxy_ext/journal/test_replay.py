@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from any_agent.errors import Conflict, InvalidRequest, NotFound, StoreUnavailable
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
 from proxy_ext.journal import SessionRow, Statement

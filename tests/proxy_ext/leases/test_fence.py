@@ -9,7 +9,8 @@ import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, StaleOwner
-from any_agent.protocol.rl import EPOCH_HEADER, Rejection
+from any_agent.protocol.rl import EPOCH_HEADER
+from any_agent.protocol.training import Rejection
 from tests.support.proxy import LIMIT, Proxy, until
 from tests.support.proxy_fixtures import Start
 

@@ -9,7 +9,8 @@ import httpx
 import pytest
 
 from any_agent.errors import Conflict, NotFound
-from any_agent.protocol.rl import MAX_NAMED, Rejection
+from any_agent.protocol.rl import MAX_NAMED
+from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from proxy_ext import leases
 from proxy_ext.journal import Statement

@@ -19,7 +19,8 @@ from any_agent.auth.access import ANYONE
 from any_agent.config import Config, load_config
 from any_agent.errors import StoreUnavailable
 from any_agent.keys import KeySigner
-from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
+from any_agent.protocol.rl import StartSession
+from any_agent.protocol.training import Ack, Lease, Rejection
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver

@@ -26,7 +26,8 @@ from any_agent.errors import (
     Unprocessable,
 )
 from any_agent.keys import KeySigner
-from any_agent.protocol.rl import Ack, Lease, Rejection, StartSession
+from any_agent.protocol.rl import StartSession
+from any_agent.protocol.training import Ack, Lease, Rejection
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement

@@ -14,7 +14,7 @@ from safetensors.torch import load_file
 
 from any_agent.config import Config, load_config
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
-from any_agent.protocol.rl import Rejection
+from any_agent.protocol.training import Rejection
 from any_agent.rollout import RankClients
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
