@@ -68,11 +68,10 @@ async def engine_laws(
 ) -> list[Verdict]:
     """Check every law; ``chat`` is None without a tokenizer, ``published`` is the newest version
     of ``run``."""
-    decode = chat.decode if chat is not None else lambda _: ""
     prompt = chat.render([probes.USER], None) if chat is not None else _PLAIN_PROMPT
-    async with probe_engine(url, decode) as engine:
+    async with probe_engine(url) as engine:
         try:
-            info = await engine.model_info()
+            info = await engine.info()
         except AnyAgentError as error:
             return [ENGINE.failed("answers", error.message)]
         out = [ENGINE.passed("answers", f"serves {info.get('model_path')}")]
@@ -96,7 +95,7 @@ async def _input(
     """Check that the engine reads every id of a prompt, and refuses one that is too long."""
     yield await _read_prompt(engine, "short prompt", prompt)
     try:
-        context = await engine.engine.context_length()
+        context = await engine.context_length()
     except ConfigError as error:
         if configured is None:
             yield INPUT.failed("context length", error.message, "set engine.context_length")
@@ -141,7 +140,7 @@ async def _versions(
     engine: EngineProbe, prompt: list[int], published: int | None
 ) -> AsyncIterator[Verdict]:
     """Compare the version of the engine with the run's, and with that of its tokens."""
-    info = await engine.model_info()
+    info = await engine.info()
     reported, version = info.get("weight_version"), reported_version(info)
     if version is None:
         seen = f"the engine calls its weights {reported!r}, which is no number and not 'default'"
@@ -157,7 +156,7 @@ async def _versions(
         yield VERSIONS.failed("published", seen)
     reply = await engine.ask(prompt, max_new_tokens=4, ignore_eos=True)
     # An update may come in between: the version before it and the one after it are both right.
-    after = reported_version(await engine.model_info())
+    after = reported_version(await engine.info())
     if set(reply.versions) <= {version, after}:
         yield VERSIONS.passed("tokens", f"{len(reply.versions)} tokens of version {version}")
     else:
@@ -170,7 +169,7 @@ async def _tokenizer(
 ) -> AsyncIterator[Verdict]:
     """Compare the text of sampled ids and the size of the vocabulary."""
     yield _same_text(await engine.ask(prompt, max_new_tokens=_TEXT_TOKENS, ignore_eos=True), chat)
-    info = {**await engine.server_info(), **await engine.model_info()}
+    info = {**await engine.start_options(), **await engine.info()}
     size = info.get("vocab_size")
     if not isinstance(size, int):
         yield TOKENIZER.unchecked("vocabulary", "the engine does not report its vocabulary's size")
@@ -291,7 +290,7 @@ async def _stop_token(engine: EngineProbe, prompt: list[int], answer: list[int])
 
 async def _aborts(engine: EngineProbe, prompt: list[int]) -> AsyncIterator[Verdict]:
     """Abort a request after its first tokens, and check that it ends with that reason."""
-    limit = max(1, min(await engine.engine.context_length() - len(prompt) - 8, 4096))
+    limit = max(1, min(await engine.context_length() - len(prompt) - 8, 4096))
     rid = f"doctor-{uuid.uuid4().hex}"
     reason: str | None = None
     count = 0
@@ -322,13 +321,13 @@ async def _aborts(engine: EngineProbe, prompt: list[int]) -> AsyncIterator[Verdi
 
 async def _parameters(engine: EngineProbe) -> AsyncIterator[Verdict]:
     """List the parameters that agents may use; the service refuses the others by name."""
-    for name, able in asdict(await engine.engine.capabilities()).items():
+    for name, able in asdict(await engine.capabilities()).items():
         names = _PARAMETERS_OF.get(name, name)
         if able:
             yield PARAMETERS.passed(name, f"supported: {names}")
         else:
             yield PARAMETERS.declined(name, f"this engine does not support {names}")
-    incremental = (await engine.server_info()).get("incremental_streaming_output")
+    incremental = (await engine.start_options()).get("incremental_streaming_output")
     if incremental is False:
         yield PARAMETERS.declined(
             "incremental streams",

@@ -38,7 +38,7 @@ async def logprobs(
 ) -> AsyncIterator[Verdict]:
     """Compare two temperatures, and the engine with a forward pass if its weights are here."""
     yield await _between_temperatures(engine, prompt)
-    info = await engine.model_info()
+    info = await engine.info()
     version = reported_version(info)
     if version is None:
         yield LAW.unchecked("forward pass", "the engine does not report its version")
@@ -67,10 +67,10 @@ async def against_forward_pass(
     engine: EngineProbe, forward: Forward, case: str, ids: list[int], temperature: float = 1.0
 ) -> Verdict:
     """Compare the engine's log-probabilities of tokens after ``ids`` with these weights'."""
-    close = _CLOSE.get(str((await engine.server_info()).get("dtype")), _ROUGH)
+    close = _CLOSE.get(str((await engine.start_options()).get("dtype")), _ROUGH)
     reply = await engine.ask(ids, max_new_tokens=_TOKENS, temperature=temperature, ignore_eos=True)
     # After an update in between there is nothing to compare.
-    version = reported_version(await engine.model_info())
+    version = reported_version(await engine.info())
     if set(reply.versions) != {version}:
         return LAW.unchecked(case, "the weights changed in between")
     true = await forward.logprobs(ids, reply.ids, temperature)

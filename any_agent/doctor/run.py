@@ -161,9 +161,9 @@ async def _check(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
 
 async def _with_model_of(url: str, config: Config) -> Config:
     """Set the model that the engine reports, if its folder is on this machine."""
-    async with probe_engine(url, lambda _: "") as engine:
+    async with probe_engine(url) as engine:
         with suppress(AnyAgentError):
-            path = (await engine.model_info()).get("model_path")
+            path = (await engine.info()).get("model_path")
             if isinstance(path, str) and await asyncio.to_thread(Path(path).is_dir):
                 model = config.model.model_copy(update={"path": path})
                 return config.model_copy(update={"model": model})

@@ -63,8 +63,8 @@ async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
 
 
 async def _verify(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    async with probe_engine(url, lambda _: "") as engine:
-        version = reported_version(await engine.model_info())
+    async with probe_engine(url) as engine:
+        version = reported_version(await engine.info())
         if version is None:
             return LAW.failed(CASE, "the engine does not report its version", OTHER_WEIGHTS)
         found = find_weights(config.model.path, run_dir_of(config), version, None)

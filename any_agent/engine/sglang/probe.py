@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -13,12 +13,19 @@ import aiohttp
 import orjson
 
 from any_agent.engine.sglang.client import SGLangEngine
-from any_agent.engine.sglang.requests import JSON_HEADERS, failure, generate_body, version_number
+from any_agent.engine.sglang.requests import (
+    JSON_HEADERS,
+    EngineRefused,
+    failure,
+    generate_body,
+    version_number,
+)
 from any_agent.engine.sglang.responses import ChunkReader, events
 from any_agent.errors import EngineUnavailable
 from any_agent.types import GenerationChunk, GenerationHyperparameters, ModelRequest
 
-_TIMEOUT = 60.0  # seconds that one answer may take
+_SECONDS = 60.0  # the longest time that one answer may take
+_TIMEOUT = aiohttp.ClientTimeout(total=_SECONDS, sock_connect=5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,27 +41,16 @@ class EngineReply:
     matched: str | int | None
 
 
-class EngineProbe:
-    """Direct requests to one engine, made by :func:`probe_engine`.
+class EngineProbe(SGLangEngine):
+    """The client of one engine that also sends direct requests.
 
-    Each ends in bounded time, and raises AnyAgentError if it fails.
+    Each of these ends in bounded time, and raises AnyAgentError if it fails.
     """
 
-    def __init__(self, engine: SGLangEngine, http: aiohttp.ClientSession) -> None:
-        self.engine = engine
-        self._http = http
-
-    @property
-    def url(self) -> str:
-        return self.engine.url
-
-    async def model_info(self) -> dict[str, Any]:
-        return await self.engine.info()
-
-    async def server_info(self) -> dict[str, Any]:
+    async def start_options(self) -> dict[str, Any]:
         """Return what the engine was started with; {} if it does not report that."""
         with contextlib.suppress(EngineUnavailable):
-            return await self.engine.server_info()
+            return await self.server_info()
         return {}
 
     async def ask(self, ids: Sequence[int], *, strict: bool = True, **sampling: Any) -> EngineReply:
@@ -63,7 +59,7 @@ class EngineProbe:
         ``strict``: refuse what the service would refuse (EngineMismatch).
         """
         request = _request(ids, **sampling)
-        async with self._generate(request, stream=False) as response:
+        async with self._post(request, stream=False) as response:
             event = orjson.loads(await response.read())
         versions = ChunkReader(request).read(event).versions if strict else []
         try:
@@ -90,23 +86,22 @@ class EngineProbe:
         """Sample a completion; yield its chunks as they come."""
         request = _request(ids, rid=rid, **sampling)
         reader = ChunkReader(request)
-        async with self._generate(request, stream=True) as response:
+        async with self._post(request, stream=True) as response:
             async for event in events(response):
                 yield reader.read(event)
 
     async def abort(self, rid: str) -> None:
-        with _bounded():
-            async with self._http.post(f"{self.url}/abort_request", json={"rid": rid}) as response:
-                await response.read()
+        with contextlib.suppress(EngineRefused):
+            await self._control.request("POST", "/abort_request", {"rid": rid})
 
     @asynccontextmanager
-    async def _generate(
+    async def _post(
         self, request: ModelRequest, *, stream: bool
     ) -> AsyncIterator[aiohttp.ClientResponse]:
         body = generate_body(request, stream=stream)
         with _bounded():
             async with self._http.post(
-                f"{self.url}/generate", data=body, headers=JSON_HEADERS
+                f"{self.url}/generate", data=body, headers=JSON_HEADERS, timeout=_TIMEOUT
             ) as response:
                 if response.status != 200:
                     raise await failure(response)
@@ -114,15 +109,11 @@ class EngineProbe:
 
 
 @asynccontextmanager
-async def probe_engine(
-    url: str, decode: Callable[[Sequence[int]], str]
-) -> AsyncIterator[EngineProbe]:
+async def probe_engine(url: str) -> AsyncIterator[EngineProbe]:
     """Connect to an engine; nothing is sent yet."""
-    engine = SGLangEngine(url, decode=decode)
-    timeout = aiohttp.ClientTimeout(total=_TIMEOUT, sock_connect=5)
+    engine = EngineProbe(url, decode=lambda _: "")
     try:
-        async with aiohttp.ClientSession(timeout=timeout) as http:
-            yield EngineProbe(engine, http)
+        yield engine
     finally:
         await engine.close()
 
@@ -142,7 +133,7 @@ def _bounded() -> Any:
         yield
     except (aiohttp.ClientError, TimeoutError, orjson.JSONDecodeError) as error:
         raise EngineUnavailable(
-            f"the engine sent no readable answer within {_TIMEOUT:g} s ({type(error).__name__})"
+            f"the engine sent no readable answer within {_SECONDS:g} s ({type(error).__name__})"
         ) from error
 
 
