@@ -11,8 +11,6 @@ from any_agent.chat.load import load_chat_format as load_chat_format
 from any_agent.chat.load import load_hf_tokenizer as load_hf_tokenizer
 from any_agent.chat.message_validation import reasoning_of as reasoning_of
 from any_agent.chat.message_validation import text_of as text_of
-from any_agent.chat.message_validation import validate_messages as validate_messages
-from any_agent.chat.message_validation import validate_tools as validate_tools
 from any_agent.chat.output.message import MessageDelta as MessageDelta
 from any_agent.chat.output.message import ParsedMessage as ParsedMessage
 from any_agent.chat.output.message import merge_deltas as merge_deltas

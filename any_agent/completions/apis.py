@@ -124,27 +124,42 @@ def encode_error(
 
 
 def _parse_chat(body: Any, context: ParseContext) -> ParsedRequest:
-    from any_agent.completions.encoders.chat import parse_chat_request
+    from any_agent.completions.encoders.chat import ChatEncoder
+    from any_agent.completions.params.parse import parse_chat
+    from any_agent.completions.parsed_request import ParsedRequest, token_logprobs
 
-    return parse_chat_request(body, context)
+    call, logs = parse_chat(body, context), token_logprobs(context.chat)
+    return ParsedRequest(call, lambda head, version: ChatEncoder(call, head, logs, f"v{version}"))
 
 
 def _parse_text(body: Any, context: ParseContext) -> ParsedRequest:
-    from any_agent.completions.encoders.text import parse_text_request
+    from any_agent.completions.encoders.text import TextEncoder
+    from any_agent.completions.params.parse import parse_completion
+    from any_agent.completions.parsed_request import ParsedRequest, token_logprobs
 
-    return parse_text_request(body, context)
+    call, chat, logs = parse_completion(body, context), context.chat, token_logprobs(context.chat)
+    return ParsedRequest(
+        call, lambda head, version: TextEncoder(call, head, logs, f"v{version}", chat)
+    )
 
 
 def _parse_responses(body: Any, context: ParseContext) -> ParsedRequest:
-    from any_agent.completions.responses.encoder import parse_responses_request
+    from any_agent.completions.parsed_request import ParsedRequest, token_logprobs
+    from any_agent.completions.responses.encoder import ResponsesEncoder
+    from any_agent.completions.responses.parse import parse_responses
 
-    return parse_responses_request(body, context)
+    chat, logs = context.chat, token_logprobs(context.chat)
+    call = parse_responses(body, context, context.tree, context_length=context.context_length)
+    return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logs, chat))
 
 
 def _parse_messages(body: Any, context: ParseContext) -> ParsedRequest:
-    from any_agent.completions.messages.encoder import parse_messages_request
+    from any_agent.completions.messages.encoder import MessagesEncoder
+    from any_agent.completions.messages.parse import parse_messages
+    from any_agent.completions.parsed_request import ParsedRequest
 
-    return parse_messages_request(body, context)
+    call = parse_messages(body, context)
+    return ParsedRequest(call.chat, lambda head, _: MessagesEncoder(call, head))
 
 
 def _refuse_embeddings(body: Any, context: ParseContext) -> ParsedRequest:

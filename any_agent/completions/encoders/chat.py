@@ -1,4 +1,4 @@
-"""`/v1/chat/completions`: its requests, and its answers, whole and streaming."""
+"""`/v1/chat/completions`: its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -10,22 +10,11 @@ import orjson
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.parse import parse_chat
-from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction, Message
 
 DONE = b"data: [DONE]\n\n"
 _MESSAGE_FIELDS = ("content", "reasoning_content", "tool_calls")
-
-
-def parse_chat_request(body: Any, context: ParseContext) -> ParsedRequest:
-    """Check a `/chat/completions` body; raises as :func:`parse_chat`."""
-    call = parse_chat(body, context)
-    logprobs = token_logprobs(context.chat)
-    return ParsedRequest(
-        call, lambda head, version: ChatEncoder(call, head, logprobs, f"v{version}")
-    )
 
 
 class ChoicesEncoder:

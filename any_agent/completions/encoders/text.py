@@ -1,4 +1,4 @@
-"""`/v1/completions`: its requests, and its answers, whole and streaming."""
+"""`/v1/completions`: its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -11,18 +11,7 @@ from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.chat import ChoicesEncoder
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs
 from any_agent.completions.params.call import ChatCall
-from any_agent.completions.params.parse import parse_completion
-from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.types import Message
-
-
-def parse_text_request(body: Any, context: ParseContext) -> ParsedRequest:
-    """Check a `/completions` body; raises as :func:`parse_completion`."""
-    call = parse_completion(body, context)
-    chat, logprobs = context.chat, token_logprobs(context.chat)
-    return ParsedRequest(
-        call, lambda head, version: TextEncoder(call, head, logprobs, f"v{version}", chat)
-    )
 
 
 class TextEncoder(ChoicesEncoder):

@@ -1,4 +1,4 @@
-"""`/v1/messages`: its requests, and its answers, whole and streaming.
+"""`/v1/messages`: its answers, whole and streaming.
 
 A stream has a block for each of the answer's parts, one after another, and they are the blocks of
 the whole answer. A call's input is buffered until it is complete: Anthropic's SDK fails at one that
@@ -16,9 +16,8 @@ import orjson
 
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.output_order import OutputPart, parts_of
-from any_agent.completions.messages.parse import MessagesCall, parse_messages
+from any_agent.completions.messages.parse import MessagesCall
 from any_agent.completions.messages.tool_use import input_of, tool_use_id
-from any_agent.completions.parsed_request import ParseContext, ParsedRequest
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction
@@ -28,12 +27,6 @@ _PING_SECONDS = 10.0  # the longest time without an event while tokens are buffe
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _CUT_OFF = "max_tokens"
-
-
-def parse_messages_request(body: Any, context: ParseContext) -> ParsedRequest:
-    """Check a `/messages` body; raises as :func:`parse_messages`."""
-    call = parse_messages(body, context)
-    return ParsedRequest(call.chat, lambda head, version: MessagesEncoder(call, head))
 
 
 class MessagesEncoder:

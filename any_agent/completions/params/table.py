@@ -30,7 +30,6 @@ from any_agent.completions.params.parameter import (
     MAX_NOTE_BYTES,
     MAX_SCHEMA_BYTES,
     MAX_SCHEMA_DEPTH,
-    MAX_STOP_LENGTH,
     MAX_STOPS,
     MAX_TOOLS,
     MAX_TOOLS_BYTES,
@@ -97,6 +96,11 @@ REFUSED_ROWS: tuple[Parameter, ...] = (
 )
 
 
+def _listed(items: Schema) -> Schema:
+    return {"type": "array", "items": items, "minItems": 1}
+
+
+_STRING: Schema = {"type": "string"}
 _both, _chat, _text = (partial(honoured, apis) for apis in (BOTH, CHAT, COMPLETIONS))
 _HONOURED = (
     _both("model", TEXT, "Any name is the policy; the answer repeats it."),
@@ -107,18 +111,7 @@ _HONOURED = (
     ),
     _text(
         "prompt",
-        {
-            "anyOf": [
-                {"type": "string"},
-                {"type": "array", "items": {"type": "string"}, "minItems": 1},
-                {"type": "array", "items": INTEGER, "minItems": 1},
-                {
-                    "type": "array",
-                    "items": {"type": "array", "items": INTEGER, "minItems": 1},
-                    "minItems": 1,
-                },
-            ]
-        },
+        {"anyOf": [_STRING, _listed(_STRING), _listed(INTEGER), _listed(_listed(INTEGER))]},
         "Texts or token ids, as they are: no chat template is applied. Each of several prompts has "
         "its own `n` choices.",
         checked=False,
@@ -188,12 +181,7 @@ _HONOURED = (
     ),
     _both(
         "stop",
-        {
-            "anyOf": [
-                {"type": "string", "minLength": 1, "maxLength": MAX_STOP_LENGTH},
-                STOPS,
-            ]
-        },
+        {"anyOf": [STOPS["items"], STOPS]},
         "The text ends before the first of these; the ids end with the token that completes it.",
         checked=False,
     ),
@@ -339,12 +327,7 @@ _GRAMMARS = (
     ),
     _both(
         "guided_choice",
-        {
-            "type": "array",
-            "minItems": 1,
-            "maxItems": 1024,
-            "items": {"type": "string", "minLength": 1, "maxLength": 1024},
-        },
+        {**_listed({**_STRING, "minLength": 1, "maxLength": 1024}), "maxItems": 1024},
         "The answer's text is one of these.",
         untrainable="grammar",
     ),

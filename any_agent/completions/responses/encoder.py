@@ -1,4 +1,4 @@
-"""`/v1/responses`: its requests, and its answers, whole and streaming."""
+"""`/v1/responses`: its answers, whole and streaming."""
 
 from __future__ import annotations
 
@@ -11,7 +11,6 @@ from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.encoders.output_order import Kind
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
-from any_agent.completions.parsed_request import ParseContext, ParsedRequest, token_logprobs
 from any_agent.completions.responses.output_items import (
     EventFactory,
     ItemStream,
@@ -19,20 +18,13 @@ from any_agent.completions.responses.output_items import (
     part_bytes,
     with_status,
 )
-from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall, parse_responses
+from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
 _CODES = {429: "rate_limit_exceeded", 400: "invalid_prompt"}
 """OpenAI's codes of a failed response; all others are its server_error."""
 _ABORTED = "the answer was cut off: its session is pinned to weights that the engine replaced"
-
-
-def parse_responses_request(body: Any, context: ParseContext) -> ParsedRequest:
-    """Check a `/responses` body; raises as :func:`parse_responses`."""
-    call = parse_responses(body, context, context.tree, context_length=context.context_length)
-    chat, logprobs = context.chat, token_logprobs(context.chat)
-    return ParsedRequest(call.chat, lambda head, _: ResponsesEncoder(call, head, logprobs, chat))
 
 
 class ResponsesEncoder:
