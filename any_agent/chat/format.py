@@ -12,7 +12,7 @@ from typing import Any
 from any_agent.chat import format_probes as probes
 from any_agent.chat.message_validation import validate_messages, validate_tools
 from any_agent.chat.output.choice_grammar import ChoiceGrammar, Part
-from any_agent.chat.output.detokenizer import detokenizer_factory, token_bytes_of
+from any_agent.chat.output.detokenizer import decode_ids, detokenizer_factory, token_bytes_of
 from any_agent.chat.output.grammar import OutputGrammar
 from any_agent.chat.output.grammars import grammar_of
 from any_agent.chat.output.grammars.harmony import HarmonyMachine
@@ -344,11 +344,7 @@ class ChatFormat:
 
     def decode(self, ids: Sequence[int] | IdArray) -> str:
         """Return the text of token ids, special tokens spelled out."""
-        return str(
-            self.tokenizer.decode(
-                plain_ids(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_ids(self.tokenizer, ids)
 
     def token_text(self, token_id: int) -> str:
         """Return one token's text; a part of a character shows as the replacement character."""

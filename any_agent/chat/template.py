@@ -11,6 +11,7 @@ from functools import cached_property, partial
 from typing import Any
 
 from any_agent.chat.message_validation import text_of
+from any_agent.chat.output.detokenizer import decode_ids
 from any_agent.types import Message, Tool
 
 _GIVEN = frozenset({"messages", "tools", "documents", "add_generation_prompt", "strftime_now"})
@@ -129,11 +130,7 @@ class ChatTemplate:
 
     def decode(self, ids: list[int]) -> str:
         """Return the text of ids, special tokens spelled out."""
-        return str(
-            self._tokenizer.decode(
-                ids, skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_ids(self._tokenizer, ids)
 
     def _can_escape(self, escaper: SpecialTokenEscaper) -> bool:
         """Check that a text encoded in pieces stays the same text.

@@ -9,7 +9,6 @@ recorded.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
@@ -101,9 +100,12 @@ def text_key(kept: dict[str, Any]) -> bytes:
 def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Interaction, int] | None:
     """Return the recorded interaction that the prompt begins with, and its number of bytes."""
     known: dict[tuple[int, str], list[Interaction]] = {}
-    for size, digest, interaction in _recorded(kind, tree):
-        if size <= len(data):
-            known.setdefault((size, digest), []).append(interaction)
+    for interaction in tree:
+        kept = interaction.request.get("text", {}).get(kind)
+        # The agent lacks the end of an answer that was cut off.
+        if kept is None or interaction.finish_reason == "abort" or kept[0] > len(data):
+            continue
+        known.setdefault((kept[0], kept[1]), []).append(interaction)
     running, at = hashlib.blake2b(digest_size=16), 0
     found: tuple[Interaction, int] | None = None
     for size in sorted({size for size, _ in known}):
@@ -114,15 +116,6 @@ def _longest_past(data: bytes, kind: str, tree: InteractionTree) -> tuple[Intera
             received = (i for i in reversed(same) if was_received(i))
             found = next(received, same[-1]), size
     return found
-
-
-def _recorded(kind: str, tree: InteractionTree) -> Iterable[tuple[int, str, Interaction]]:
-    for interaction in tree:
-        # The agent lacks the end of an answer that was cut off.
-        if interaction.finish_reason != "abort" and "text" in interaction.request:
-            kept = interaction.request["text"].get(kind)
-            if kept is not None:
-                yield kept[0], kept[1], interaction
 
 
 def _require_plausible(given: TextInput, chat: ChatFormat, context_length: int) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from any_agent.chat import ChatFormat, chat_format_for, load_hf_tokenizer
+from any_agent.chat.output.detokenizer import decode_ids
 from any_agent.config import ModelConfig
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.types import GenerationChunk, GenerationHyperparameters, Message, ModelRequest
@@ -43,11 +44,7 @@ class TextCodec:
 
     def decode(self, ids: Sequence[int]) -> str:
         """Return the text of token ids, with special tokens spelled out."""
-        return str(
-            self.tokenizer.decode(
-                list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False
-            )
-        )
+        return decode_ids(self.tokenizer, ids)
 
     def reader(self, stop: tuple[str, ...]) -> Callable[[GenerationChunk], str]:
         """Return a function that returns, for each chunk of one output, the text it completes.

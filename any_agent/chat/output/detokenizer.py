@@ -9,8 +9,18 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, TypeAlias
 
+from any_agent.types import IdArray, plain_ids
+
 _INCOMPLETE = "�"
 _PROBE_IDS = 512
+
+
+def decode_ids(tokenizer: Any, ids: Sequence[int] | IdArray) -> str:
+    """Return the text of token ids, special tokens spelled out."""
+    plain = plain_ids(ids)
+    return str(
+        tokenizer.decode(plain, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    )
 
 
 class _ByteDetokenizer:
