@@ -77,7 +77,8 @@ class ChatFormat:
         # typed: True and 1 are equal, and not the same to a template.
         self._variants = lru_cache(maxsize=_MAX_VARIANTS, typed=True)(self._make_variant)
         self._added = frozenset(tokenizer.get_added_vocab().values())
-        self._token_bytes = token_bytes_of(tokenizer, self.decode)
+        self.token_bytes = token_bytes_of(tokenizer, self.decode)
+        """Return one token's bytes, even if they are a part of a character."""
         self._library_renderer = library_renderer
         self._stop_ids = frozenset(self.stop_token_ids)
         self.new_detokenizer = detokenizer_factory(tokenizer, self.decode)
@@ -337,10 +338,6 @@ class ChatFormat:
     def encode(self, text: str, *, special: bool) -> list[int]:
         """Return the ids of a text; ``special``: with those that the tokenizer puts around one."""
         return plain_ids(self.tokenizer.encode(text, add_special_tokens=special))
-
-    def token_bytes(self, token_id: int) -> bytes:
-        """Return one token's bytes, even if they are a part of a character."""
-        return self._token_bytes(token_id)
 
     def decode(self, ids: Sequence[int] | IdArray) -> str:
         """Return the text of token ids, special tokens spelled out."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any, TypedDict
 
-from any_agent.chat import ChatFormat, MessageDelta, ParsedMessage
+from any_agent.chat import ChatFormat, MessageDelta
 from any_agent.completions.logprobs import TopLogprobs
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prompt import Prompt
@@ -91,7 +91,6 @@ class Completion:
     """The end of one choice: the answer and its record."""
 
     choice: Choice
-    parsed: ParsedMessage
     interaction: Interaction
     key: bytes
     """The chain key under which a continuation finds the interaction."""

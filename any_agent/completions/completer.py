@@ -335,7 +335,7 @@ class Completer:
             request=request,
             created_at=prepared.created_at,
         )
-        return Completion(choice, parsed, interaction, key)
+        return Completion(choice, interaction, key)
 
     def _digests(
         self, prepared: Prepared, choice: Choice, output_ids: IdArray, parsed: ParsedMessage

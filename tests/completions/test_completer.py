@@ -94,7 +94,7 @@ async def test_turns_continue_exactly(chat: ChatFormat, stream: bool) -> None:
         ids = [*chat.tokenizer.encode(f"it is {turn}"), chat.stop_token_ids[0]]
         engine.answers.append(ids)
         done, deltas = await complete(completer, tree, messages, stream=stream)
-        assert done.parsed.content == f"it is {turn}"
+        assert done.interaction.output_message["content"] == f"it is {turn}"
         assert [i for d in deltas for i in d.output_ids] == (ids if stream else [])
         assert "".join(d.message.content or "" for d in deltas) == (
             f"it is {turn}" if stream else ""
@@ -148,7 +148,7 @@ async def test_ids_of_calls_are_unique_and_read_again_the_same(chat: ChatFormat)
     for _ in range(2):
         engine.answers.append([*said, chat.stop_token_ids[0]])
         done, _ = await complete(completer, tree, [USER], tools=[FIND])
-        (call,) = done.parsed.tool_calls
+        (call,) = done.interaction.output_message["tool_calls"]
         ids.add(call["id"])
         kept = InteractionTree()
         kept.add(strip_content(done.interaction))
