@@ -134,22 +134,9 @@ class EmbeddedEngine:
         await asyncio.to_thread(self.loop.stop)
 
     @property
-    def weight_version(self) -> str:
-        """The version of the next token."""
-        return self.loop.version
-
-    @property
     def version(self) -> int:
         """The version of the next token as a number; -1 for any other name."""
         return int(self.loop.version) if self.loop.version.isdecimal() else -1
-
-    @property
-    def alive(self) -> bool:
-        return self.loop.alive
-
-    @property
-    def paused(self) -> PauseMode | None:
-        return self.loop.paused
 
     async def make_processor(self, request: ModelRequest) -> LogitsProcessor | None:
         """Make the logits processor of a request, if it needs one.
@@ -182,7 +169,7 @@ class EmbeddedEngine:
         config = check_request(request, ids, self.loaded, self.options.max_total_tokens)
         if request.rid in self._generations:
             raise InvalidRequest(f"rid {request.rid!r} is in use by a running request", param="rid")
-        if not self.alive:
+        if not self.loop.alive:
             raise EngineUnavailable("the generation loop has ended")
         if len(self._generations) >= (
             self.options.max_running_requests + self.options.max_queued_requests
@@ -213,10 +200,6 @@ class EmbeddedEngine:
 
     async def capabilities(self) -> Capabilities:
         """Return the features that requests may use."""
-        return self.features
-
-    @property
-    def features(self) -> Capabilities:
         available = self._grammars.available
         return Capabilities(grammar=available, structural_tag=available)
 

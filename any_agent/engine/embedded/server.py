@@ -104,7 +104,7 @@ class EngineServer:
                 call,
                 generation.request,
                 self._decode[call.skip_special_tokens],
-                version=lambda: self.engine.weight_version,
+                version=lambda: self.engine.loop.version,
                 started=started,
             )
             if call.stream:
@@ -163,11 +163,11 @@ class EngineServer:
         return web.Response(text=text, status=200 if flushed else 400)
 
     async def health(self, http: web.Request) -> web.Response:
-        return web.Response(status=200 if self.engine.alive else 503)
+        return web.Response(status=200 if self.engine.loop.alive else 503)
 
     async def health_generate(self, http: web.Request) -> web.Response:
         """Generate one token as a health check."""
-        if self.engine.paused is not None:
+        if self.engine.loop.paused is not None:
             raise EngineUnavailable("generation is paused; call /continue_generation")
         self._health_checks += 1
         config = GenerationHyperparameters(max_new_tokens=1, temperature=0)
@@ -182,7 +182,7 @@ class EngineServer:
         return web.Response(status=503 if finish.type == "abort" else 200)
 
     async def weight_version(self, http: web.Request) -> web.Response:
-        return _json({"weight_version": self.engine.weight_version})
+        return _json({"weight_version": self.engine.loop.version})
 
     async def model_info(self, http: web.Request) -> web.Response:
         loaded = self.engine.loaded
@@ -191,7 +191,7 @@ class EngineServer:
                 "model_path": self.engine.model_path,
                 "tokenizer_path": loaded.path,
                 "is_generation": True,
-                "weight_version": self.engine.weight_version,
+                "weight_version": self.engine.loop.version,
                 "model_type": loaded.model.config.model_type,
                 "architectures": loaded.model.config.architectures,
                 "vocab_size": loaded.vocab_size,
@@ -200,7 +200,7 @@ class EngineServer:
         )
 
     async def server_info(self, http: web.Request) -> web.Response:
-        features = self.engine.features
+        features = await self.engine.capabilities()
         options, (running, waiting) = self.engine.options, self.engine.loop.load
         return _json(
             {
@@ -215,8 +215,8 @@ class EngineServer:
                 "max_total_tokens": options.max_total_tokens,
                 "incremental_streaming_output": self.incremental,
                 "capabilities": [name for name in features.names() if getattr(features, name)],
-                "weight_version": self.engine.weight_version,
-                "paused": self.engine.paused,
+                "weight_version": self.engine.loop.version,
+                "paused": self.engine.loop.paused,
                 "startup_time": self._started,
                 "num_running_requests": running,
                 "num_waiting_requests": waiting,

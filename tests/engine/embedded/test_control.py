@@ -132,7 +132,7 @@ async def test_a_dead_loop_fails_everyone(loaded: LoadedModel) -> None:
         for generation in (running, queued):
             with pytest.raises(EngineUnavailable, match="out of luck"):
                 await asyncio.wait_for(generation.finished(), LIMIT)
-        assert not engine.alive
+        assert not engine.loop.alive
         with pytest.raises(EngineUnavailable):
             engine.submit(request("c", prompt(3)))
         with pytest.raises(EngineUnavailable):

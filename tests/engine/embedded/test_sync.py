@@ -67,10 +67,10 @@ async def test_what_does_not_fit_changes_nothing(
     assert (status, answer["success"]) == (400, False)
     for name, value in own_engine.loaded.model.state_dict().items():
         assert torch.equal(value, before[name])
-    assert own_engine.weight_version == "0"
+    assert own_engine.loop.version == "0"
     # The session is over.
     assert (await give(url, list(before.items()), "6"))[0] == 200
-    assert own_engine.weight_version == "6"
+    assert own_engine.loop.version == "6"
 
 
 async def test_tied_weights_stay_tied(tiny_model_dir: Path, tmp_path: Path, serve: Serve) -> None:
