@@ -9,10 +9,11 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
@@ -54,7 +55,6 @@ class Demo:
         self._rate = Rate()
         self._state = DemoState(
             seed=config.train.seed,
-            ranks=config.server.ranks,
             steps=config.train.steps,
             folder=str(root),
             prompts=EVALS * len(items(held_out=True)),
@@ -78,12 +78,11 @@ class Demo:
         """Run the demo and show its report; return its figures."""
         self._display = display
         config = self._config
-        with PeakMemory() as memory:
+        with peak_memory() as peak:
             run_module("model", config.model.path, "--seed", config.train.seed)
             self._serve()
             self._set(phase="asking the checkpoint, drawing the curve")
             curve, found = self._look_back()
-            peak = round(memory.peak_mib)
         tallies = self._before, self._training, self._after
         before, after = self._before.measures(), self._after.measures()
         assert self._node is not None
@@ -101,7 +100,7 @@ class Demo:
             errors=[error for tally in tallies for error in tally.errors],
             restarts={part.name: part.restarts for part in self.state().parts if part.restarts},
             seconds=round(time.monotonic() - self._started, 1),
-            peak_memory_mib=peak,
+            peak_memory_mib=round(peak()),
             run=str(self._node.dir.path),
             checkpoint=found["checkpoint"],
             curve=str(curve),
@@ -251,26 +250,23 @@ def _finish(node: Node) -> None:
         time.sleep(0.05)
 
 
-class PeakMemory:
-    """Samples the resident memory of the process tree twice a second."""
+@contextmanager
+def peak_memory(interval: float = 0.5) -> Iterator[Callable[[], float]]:
+    """Sample the resident memory of the process tree; yield a function for the peak in MiB."""
+    peak, end = 0.0, threading.Event()
 
-    def __init__(self, interval: float = 0.5) -> None:
-        self._interval = interval
-        self._end = threading.Event()
-        self._thread = threading.Thread(target=self._sample, name="memory", daemon=True)
-        self.peak_mib = 0.0
+    def sample() -> None:
+        nonlocal peak
+        while not end.wait(interval):
+            peak = max(peak, _tree_mib())
 
-    def __enter__(self) -> Self:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._end.set()
-        self._thread.join()
-
-    def _sample(self) -> None:
-        while not self._end.wait(self._interval):
-            self.peak_mib = max(self.peak_mib, _tree_mib())
+    thread = threading.Thread(target=sample, name="memory", daemon=True)
+    thread.start()
+    try:
+        yield lambda: peak
+    finally:
+        end.set()
+        thread.join()
 
 
 def _tree_mib() -> float:

@@ -79,7 +79,6 @@ class DemoState:
     """Everything that the display shows, at one moment."""
 
     seed: int
-    ranks: int
     steps: int
     folder: str
     phase: str = "making a tiny model"

@@ -38,7 +38,7 @@ def write_lines(path: Path, *lines: Step) -> None:
 def fresh(ranks: int = 2) -> DemoState:
     """Before anything was started."""
     parts = tuple(PartState(name) for name in part_names(ranks))
-    return DemoState(seed=0, ranks=ranks, steps=25, folder="/tmp/demo", parts=parts, prompts=240)
+    return DemoState(seed=0, steps=25, folder="/tmp/demo", parts=parts, prompts=240)
 
 
 def busy() -> DemoState:
@@ -47,7 +47,6 @@ def busy() -> DemoState:
     parts["rank-1"] = PartState("rank-1", "restarting", 2)
     return DemoState(
         seed=3,
-        ranks=2,
         steps=25,
         folder="/tmp/demo",
         phase="training",
