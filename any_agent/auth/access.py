@@ -112,9 +112,9 @@ def is_open(config: Config) -> bool:
 class Access:
     """The keys of one run: the configured admin key, the stored keys, and the derived ones."""
 
-    def __init__(self, config: Config, *, signer: KeySigner | None = None) -> None:
+    def __init__(self, config: Config) -> None:
         run_dir = run_dir_of(config)
-        self.signer = signer or signer_of(run_dir)
+        self.signer = signer_of(run_dir)
         admin = config.server.admin_key
         self._admin = SecretHash(admin.get_secret_value()) if admin is not None else None
         try:
