@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from starlette.requests import Request
@@ -38,33 +39,33 @@ _MAX_HEADER_BYTES = 32_768
 _VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
 
 
+@dataclass(slots=True, eq=False)
 class Reservation:
     """One request's share of the limits, until it is answered."""
 
-    __slots__ = ("_limits", "_size")
-
-    def __init__(self, limits: RequestLimits) -> None:
-        self._limits = limits
-        self._size = 0
+    limits: RequestLimits
+    size: int = 0
+    """Bytes of its body so far."""
 
     def add(self, size: int) -> None:
         """Count more bytes of the body; ServiceUnavailable if all bodies together are too large."""
-        limits = self._limits
+        limits = self.limits
         # A single request is bounded by the limit of bodies alone.
-        if limits.bytes + size > limits.max_bytes and limits.bytes > self._size:
+        if limits.bytes + size > limits.max_bytes and limits.bytes > self.size:
             raise ServiceUnavailable(
                 f"requests of {limits.bytes} bytes are under way here; try again",
                 code="too_many_bytes",
                 retry_after=_RETRY_AFTER,
             )
         limits.bytes += size
-        self._size += size
+        self.size += size
 
     def release(self) -> None:
-        self._limits.bytes -= self._size
-        self._limits.requests -= 1
+        self.limits.bytes -= self.size
+        self.limits.requests -= 1
 
 
+@dataclass(slots=True, eq=False)
 class RequestLimits:
     """Bounds on the requests under way in one process, and on the bytes of their bodies.
 
@@ -72,11 +73,10 @@ class RequestLimits:
     send large bodies at once. The answer to a refused request says when to retry.
     """
 
-    def __init__(self, max_requests: int = MAX_REQUESTS, max_bytes: int = MAX_BYTES) -> None:
-        self.max_requests = max_requests
-        self.max_bytes = max_bytes
-        self.requests = 0
-        self.bytes = 0
+    max_requests: int = MAX_REQUESTS
+    max_bytes: int = MAX_BYTES
+    requests: int = 0
+    bytes: int = 0
 
     def acquire(self) -> Reservation:
         """Count a new request; ServiceUnavailable if there are too many."""

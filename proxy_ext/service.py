@@ -35,7 +35,6 @@ from proxy_ext.litellm_shim import LiteLLMProvider
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.expiry import SessionExpirer
-from proxy_ext.sessions.grading import grader_of
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session_store import SessionStore
@@ -90,7 +89,7 @@ class RankService:
         )
         self.sessions = sessions = SessionStore(journal, config.sessions, ids, rank=rank)
         self.run = run = RunState(config, engine, journal, training=training)
-        self.rewards = RewardBook(sessions, config.sessions)
+        self.rewards = RewardBook(sessions)
         self.archive = Archiver(
             sessions,
             run_dir.archive,
@@ -99,27 +98,20 @@ class RankService:
             oldest_step=lambda: run.oldest_step,
         )
         self.endings = SessionEnder(
-            sessions,
-            self.rewards,
-            config.sessions,
-            needed=run.may_want,
-            unarchive=self.archive.remove,
+            sessions, self.rewards, needed=run.may_want, unarchive=self.archive.remove
         )
-        self.expiry = SessionExpirer(
-            sessions, self.endings, config.sessions, grader_of(config.sessions)
-        )
+        self.expiry = SessionExpirer(sessions, self.endings)
         self.quotas = _quotas(config, access, sessions)
         self.opening = SessionOpener(
             sessions,
             self.endings,
             access.signer,
-            config.sessions,
             run=run,
             quotas=self.quotas,
             largest_group=min(rollout.batch_size, rollout.max_concurrent),
             public_url=public_url,
         )
-        self.implicit = ImplicitSessions(sessions, self.opening, self.completer, config.sessions)
+        self.implicit = ImplicitSessions(sessions, self.opening, self.completer)
         self.fence = Fence(journal, partial(drop_leftovers, sessions, self.endings))
         self.leases = LeaseManager(sessions, self.fence, ttl=rollout.lease_ttl, needed=run.may_want)
         limit = call_limit(

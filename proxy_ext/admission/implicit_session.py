@@ -17,7 +17,6 @@ from any_agent.completions.call_types import Prepared
 from any_agent.completions.completer import Completer
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prepare import LONG_TEXT, prepare, with_request_parameter
-from any_agent.config import SessionConfig
 from any_agent.errors import (
     InvalidRequest,
     NotFound,
@@ -85,16 +84,12 @@ class ImplicitSessions:
     """Finds and opens the sessions of calls that name none, at one rank."""
 
     def __init__(
-        self,
-        sessions: SessionStore,
-        opening: SessionOpener,
-        completer: Completer,
-        config: SessionConfig,
+        self, sessions: SessionStore, opening: SessionOpener, completer: Completer
     ) -> None:
         self._sessions = sessions
         self._opening = opening
         self._completer = completer
-        self._config = config
+        self._config = sessions.config
         self.calls: Counter[str] = Counter()
         """Number of calls by how they got their session (:data:`JoinKind`)."""
 

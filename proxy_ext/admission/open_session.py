@@ -9,7 +9,6 @@ from collections.abc import Generator
 from dataclasses import dataclass, replace
 
 from any_agent.auth.access import Caller, Scope
-from any_agent.config import SessionConfig
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
@@ -65,7 +64,6 @@ class SessionOpener:
         sessions: SessionStore,
         endings: SessionEnder,
         signer: KeySigner,
-        config: SessionConfig,
         *,
         run: RunState,
         quotas: TenantQuotas,
@@ -75,7 +73,7 @@ class SessionOpener:
         self._sessions = sessions
         self._endings = endings
         self._signer = signer
-        self._config = config
+        self._config = sessions.config
         self._run = run
         self._quotas = quotas
         self._largest_group = largest_group

@@ -8,7 +8,6 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
-from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.record import InteractionTree
@@ -44,14 +43,13 @@ class SessionEnder:
         self,
         sessions: SessionStore,
         rewards: RewardBook,
-        config: SessionConfig,
         *,
         needed: Callable[[SessionRow], bool],
         unarchive: Callable[[str], Awaitable[Iterable[Statement]]],
     ) -> None:
         self._sessions = sessions
         self._rewards = rewards
-        self._config = config
+        self._config = sessions.config
         self._needed = needed
         self._unarchive = unarchive
 

@@ -10,11 +10,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any, Literal, TypeAlias
 
-from any_agent.config import SessionConfig
 from any_agent.errors import AnyAgentError, SessionClosed, Unprocessable
 from any_agent.types import SessionState
 from proxy_ext.sessions.endings import SessionEnder, is_rewarded
-from proxy_ext.sessions.grading import Grader, GraderFailed, graded_session
+from proxy_ext.sessions.grading import GraderFailed, graded_session, grader_of
 from proxy_ext.sessions.groups import Group
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
@@ -57,17 +56,11 @@ class SessionExpirer:
     of them, or the author of its reward, shows what happened.
     """
 
-    def __init__(
-        self,
-        sessions: SessionStore,
-        endings: SessionEnder,
-        config: SessionConfig,
-        grader: Grader | None,
-    ) -> None:
+    def __init__(self, sessions: SessionStore, endings: SessionEnder) -> None:
         self._sessions = sessions
         self._endings = endings
-        self._policy = config.late_reward
-        self._grader = grader
+        self._policy = sessions.config.late_reward
+        self._grader = grader_of(sessions.config)
         self._grading: dict[str, asyncio.Task[None]] = {}
         self.outcomes: Counter[str] = Counter()
         """Number of sessions by their outcome at the deadline of their reward."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import itertools
 import secrets
-from collections import OrderedDict
+from collections import deque
 from collections.abc import Container, Generator
 from hashlib import sha256
 from weakref import WeakValueDictionary
@@ -92,7 +92,7 @@ class SessionIds:
         return sha256(text.encode()).hexdigest()[:digits]
 
 
-_MAX_CACHED = 4096  # tasks whose next number is in memory; others' is read from the journal
+_MAX_CACHED = 4096  # opens whose task's next number is in memory; others' are in the journal
 
 
 class ArealIds:
@@ -105,21 +105,18 @@ class ArealIds:
     def __init__(self, journal: Journal, rank: int) -> None:
         self._journal = journal
         self._rank = rank
-        self._recent: OrderedDict[str, Generator[str]] = OrderedDict()
-        self._used: WeakValueDictionary[str, Generator[str]] = WeakValueDictionary()
-        """All iterators in use, those that are no longer recent included."""
+        self._ids: WeakValueDictionary[str, Generator[str]] = WeakValueDictionary()
+        """The iterators in use, and those of the last opens."""
+        self._recent: deque[Generator[str]] = deque(maxlen=_MAX_CACHED)
 
     async def ids_of(self, task: str) -> Generator[str]:
         """Return the iterator over a task's next ids."""
-        ids = self._used.get(task)
+        ids = self._ids.get(task)
         if ids is None:
             prefix = f"{task}-{self._rank}-"
             last = await self._journal.last_number(prefix)
             first = 0 if last is None else last + 1
             # Another open of this task may have read the journal meanwhile.
-            ids = self._used.setdefault(task, (f"{prefix}{n}" for n in itertools.count(first)))
-        self._recent[task] = ids
-        self._recent.move_to_end(task)
-        if len(self._recent) > _MAX_CACHED:
-            self._recent.popitem(last=False)
+            ids = self._ids.setdefault(task, (f"{prefix}{n}" for n in itertools.count(first)))
+        self._recent.append(ids)
         return ids

@@ -15,7 +15,6 @@ from types import MappingProxyType
 from typing import TypeAlias
 
 from any_agent.completions.call_types import completion_of
-from any_agent.config import SessionConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
@@ -48,9 +47,9 @@ def parts_of(
 class RewardBook:
     """Rewards of one rank's sessions."""
 
-    def __init__(self, sessions: SessionStore, config: SessionConfig) -> None:
+    def __init__(self, sessions: SessionStore) -> None:
         self._sessions = sessions
-        self._weights = config.reward_weights
+        self._weights = sessions.config.reward_weights
         self.given: Counter[str] = Counter()
         """Number of rewards that were set, by their object: `completion` or `final`."""
 

@@ -58,8 +58,7 @@ class Rank:
         self.sessions = SessionStore(self.journal, self._config.sessions, SessionIds(0), rank=0)
         await self.sessions.recover(lease_ttl=60)
         self.sessions.admission.set_limit(10**6, 3600)
-        settings = self._config.sessions
-        rewards = RewardBook(self.sessions, settings)
+        rewards = RewardBook(self.sessions)
         self.archive = Archiver(
             self.sessions,
             self._folder / "archive",
@@ -71,17 +70,15 @@ class Rank:
         self.endings = SessionEnder(
             self.sessions,
             rewards,
-            settings,
             needed=lambda row: False,
             unarchive=self.archive.remove,
         )
-        self.expiry = SessionExpirer(self.sessions, self.endings, settings, None)
+        self.expiry = SessionExpirer(self.sessions, self.endings)
         self.leases = LeaseManager(self.sessions, Fence(self.journal), ttl=60)
         self.opening = SessionOpener(
             self.sessions,
             self.endings,
             KeySigner(bytes(32)),
-            settings,
             run=cast(RunState, SimpleNamespace(version=0, require_training=lambda: None)),
             quotas=TenantQuotas(lambda *_: None, ranks=1, open_sessions=lambda _: 0),
             largest_group=8,

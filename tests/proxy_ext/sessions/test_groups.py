@@ -101,11 +101,11 @@ class Rank:
         await sessions.recover(lease_ttl=3600)
         sessions.admission.set_limit(self.limit, 3600)
         self.leases = LeaseManager(sessions, Fence(self.journal), ttl=3600)
-        rewards = RewardBook(sessions, config)
+        rewards = RewardBook(sessions)
         self.endings = SessionEnder(
-            sessions, rewards, config, needed=lambda _: False, unarchive=_nothing_archived
+            sessions, rewards, needed=lambda _: False, unarchive=_nothing_archived
         )
-        self.expiry = SessionExpirer(sessions, self.endings, config, None)
+        self.expiry = SessionExpirer(sessions, self.endings)
         run = cast(RunState, SimpleNamespace(version=0, require_training=lambda: None))
         quotas = TenantQuotas(
             lambda _, quota: 20 if quota == "open_sessions" else None,
@@ -116,7 +116,6 @@ class Rank:
             sessions,
             self.endings,
             KeySigner(bytes(32)),
-            config,
             run=run,
             quotas=quotas,
             largest_group=8,
