@@ -71,24 +71,20 @@ def output(name: str) -> Iterator[ExportOutput]:
             raise
         return
     target = _plain_file(name)
-    if target is None:
-        with _opened(name, Path(name)) as file:
-            out = ExportOutput(file, name)
-            yield out
-            out.finish()
-        return
-    partial = target.with_name(f".partial-{target.name}")
+    partial = None if target is None else target.with_name(f".partial-{target.name}")
     try:
-        with _opened(name, partial) as file:
-            if target.exists():
+        with _opened(name, partial or Path(name)) as file:
+            kept = ""
+            if target is not None and target.exists():
                 # The new content gets the permissions of the old.
                 os.fchmod(file.fileno(), stat.S_IMODE(target.stat().st_mode))
-            kept = "; what was there before is unchanged" if target.exists() else ""
+                kept = "; what was there before is unchanged"
             out = ExportOutput(file, name, kept)
             yield out
             out.finish(partial, target)
     finally:
-        partial.unlink(missing_ok=True)
+        if partial is not None:
+            partial.unlink(missing_ok=True)
 
 
 @contextmanager

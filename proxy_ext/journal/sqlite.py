@@ -15,37 +15,67 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 
 import orjson
 
 from any_agent.errors import SessionDamaged, StoreUnavailable
-from any_agent.record import unpack_interaction
+from any_agent.record import pack_interaction, unpack_interaction
 from any_agent.types import SessionState
 from proxy_ext.journal.base import (
     EXPORT_OWNER,
     AnswerRow,
+    ArchiveContent,
+    DropAnswers,
     EraseContent,
     JournalStats,
     MarkDelivered,
     NumberedRow,
+    PutAnswer,
+    PutInteraction,
     PutMeta,
+    PutSession,
     RequestMark,
     RewardRow,
     SessionFilter,
     SessionPage,
     SessionRow,
+    SetAwaiting,
+    SetReward,
+    SetState,
     Statement,
     StoredInteraction,
     StoredRequest,
 )
 from proxy_ext.journal.files import mark_damaged, open_file
-from proxy_ext.journal.sql import SESSION_FIELDS, prepare
 from proxy_ext.journal.writer import JournalJob, JournalWriter, is_damage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+_Prepared: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
+"""SQL with its values, in the order of their execution."""
+
+_SESSION_FIELDS = tuple(SessionRow.__dataclass_fields__)
+_PUT_SESSION = (
+    f"INSERT INTO sessions ({', '.join(_SESSION_FIELDS)}) "
+    f"VALUES ({', '.join('?' * len(_SESSION_FIELDS))})"
+)
+_SEAL = (
+    "recorded = COALESCE(recorded, "
+    "(SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id))"
+)
+_AMONG = "IN (SELECT value FROM json_each(?))"
+_PUT_INTERACTION = """
+INSERT INTO interactions
+    (id, session_id, data, checksum, reward, key, request_hash, retry_count)
+VALUES (?, ?, ?, ?, ?, ?, ?, ?)
+ON CONFLICT (id) DO UPDATE SET
+    data = excluded.data, checksum = excluded.checksum, reward = excluded.reward,
+    key = COALESCE(excluded.key, key),
+    request_hash = COALESCE(excluded.request_hash, request_hash),
+    retry_count = COALESCE(excluded.retry_count, retry_count)
+"""
 _UNPACK_BATCH = 32  # interactions that are unpacked before other tasks have their turn
 _MAX_SCANNED = 20_000  # sessions among which one page is searched
 _TRIM_BYTES = 1 << 20  # given back to the file system at once, within some milliseconds
@@ -68,12 +98,80 @@ FROM sessions WHERE number >= :lowest AND number < :before
 """
 
 
+def _prepare(statement: Statement) -> _Prepared:
+    s = statement
+    match s:
+        case PutSession(row):
+            fields = {name: getattr(row, name) for name in _SESSION_FIELDS}
+            fields |= {"metadata": orjson.dumps(row.metadata), "state": str(row.state)}
+            return ((_PUT_SESSION, tuple(fields.values())),)
+        case SetState():
+            sql = (
+                "UPDATE sessions SET state = ?, reason = ?, owner = ?, step = ?, ended_at = ?, "
+                f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
+            )
+            return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
+        case SetAwaiting(session_id, until):
+            sql = (
+                f"UPDATE sessions SET state = 'awaiting_reward', awaits_until = ?, {_SEAL} "
+                "WHERE id = ?"
+            )
+            return ((sql, (until, session_id)),)
+        case PutInteraction(i, key, mark):
+            data = pack_interaction(i)
+            request = (None, None) if mark is None else (mark.hash, mark.retry_count)
+            values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, key, *request)
+            return ((_PUT_INTERACTION, values),)
+        case SetReward():
+            history = (
+                "INSERT INTO rewards (session_id, interaction_id, name, value, by, at) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
+                (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at),
+            )
+            if s.interaction_id is None:
+                sql = "UPDATE sessions SET final_reward = ? WHERE id = ?"
+            else:
+                sql = "UPDATE interactions SET reward = ? WHERE id = ?"
+            return (history, (sql, (s.combined, s.interaction_id or s.session_id)))
+        case MarkDelivered(ids):
+            return ((f"UPDATE interactions SET delivered = 1 WHERE id {_AMONG}", (_ids(ids),)),)
+        case PutAnswer():
+            sql = (
+                "INSERT INTO answers (scope, key, request_hash, status, body, created_at) "
+                "VALUES (?, ?, ?, ?, ?, ?)"
+            )
+            return ((sql, (s.scope, s.key, s.request_hash, s.status, s.body, s.created_at)),)
+        case DropAnswers(before):
+            return (("DELETE FROM answers WHERE created_at < ?", (before,)),)
+        case EraseContent(ids):
+            return _drop_content(ids, "deleted")
+        case ArchiveContent(ids):
+            rewards = (f"DELETE FROM rewards WHERE session_id {_AMONG}", (_ids(ids),))
+            return (rewards, *_drop_content(ids, "archived"))
+        case PutMeta(key, value):
+            sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
+            return ((sql, (key, orjson.dumps(value))),)
+
+
+def _drop_content(session_ids: Iterable[str], content: str) -> _Prepared:
+    ids = _ids(session_ids)
+    rows = f"UPDATE sessions SET content = ?, metadata = ? WHERE id {_AMONG}"
+    return (
+        (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
+        (rows, (content, b"{}", ids)),
+    )
+
+
+def _ids(ids: Iterable[str]) -> str:
+    return orjson.dumps(list(ids)).decode()
+
+
 def session_row(row: sqlite3.Row) -> SessionRow:
     """Return a session as the table has it; sqlite3.DatabaseError if it is damaged.
 
     SQLite's own checks do not find such damage.
     """
-    data = {name: row[name] for name in SESSION_FIELDS}
+    data = {name: row[name] for name in _SESSION_FIELDS}
     try:
         data["state"] = SessionState(data["state"])
         data["metadata"] = orjson.loads(data["metadata"])
@@ -98,7 +196,7 @@ class SQLiteJournal:
 
     async def commit(self, *statements: Statement) -> None:
         # The costly packing of tokens happens here, not in the writer's transaction.
-        prepared = [line for statement in statements for line in prepare(statement)]
+        prepared = [line for statement in statements for line in _prepare(statement)]
 
         def write(connection: sqlite3.Connection) -> None:
             for sql, values in prepared:
