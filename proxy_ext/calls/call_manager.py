@@ -18,7 +18,7 @@ from proxy_ext.calls.concurrency_limit import CallSlot, ConcurrencyLimit
 from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNMARKED
-from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.drain import draining
 from proxy_ext.web.quotas import TenantQuotas
@@ -235,11 +235,7 @@ class CallManager:
         """Abort every call."""
         for task in tuple(self._tasks):
             task.cancel()
-        for call in tuple(self._running):
-            call.abort("the service is stopping")
-        tasks = [call.task for call in self._running if call.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=10)
+        await abort_calls(self._running, "the service is stopping", seconds=10)
 
 
 class LoopTurns:

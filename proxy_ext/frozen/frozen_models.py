@@ -34,7 +34,7 @@ from proxy_ext.frozen.provider_responses import RESPONSES, ids_in, text_in
 from proxy_ext.frozen.spend_caps import SpendCaps
 from proxy_ext.journal import PutInteraction
 from proxy_ext.litellm_shim import LiteLLMDeployment, LiteLLMProvider
-from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
 
@@ -160,11 +160,7 @@ class FrozenModels:
 
     async def close(self) -> None:
         """Abort every call, and close the provider's connections."""
-        for call in tuple(self._running):
-            call.abort("the service is stopping")
-        tasks = [call.task for call in self._running if call.task is not None]
-        if tasks:
-            await asyncio.wait(tasks, timeout=10)
+        await abort_calls(self._running, "the service is stopping", seconds=10)
         if self._provider is not None:
             await self._provider.close()
 

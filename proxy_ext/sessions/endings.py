@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager
@@ -23,7 +22,7 @@ from proxy_ext.journal import (
 from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
 from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook
-from proxy_ext.sessions.session import ActiveCall, RecordedSession
+from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
@@ -260,12 +259,9 @@ class SessionEnder:
         """Abort the session's calls and refuse new ones; calls that are being recorded finish."""
         session.closing = True
         try:
-            calls: list[ActiveCall] = [*session.calls, *session.frozen_calls]
-            for call in calls:
-                call.abort("the session was ended while the call was under way")
-            tasks = [call.task for call in calls if call.task is not None]
-            if tasks:
-                await asyncio.wait(tasks, timeout=_SETTLED_TIMEOUT)
+            calls = [*session.calls, *session.frozen_calls]
+            reason = "the session was ended while the call was under way"
+            await abort_calls(calls, reason, seconds=_SETTLED_TIMEOUT)
             yield
         finally:
             session.closing = False

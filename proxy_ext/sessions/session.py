@@ -6,6 +6,7 @@ import asyncio
 import functools
 import math
 import time
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -49,6 +50,15 @@ class PolicyCall(ActiveCall, Protocol):
     @property
     def undelivered(self) -> list[Interaction]:
         """The recorded answers whose end was not sent to a client."""
+
+
+async def abort_calls(calls: Iterable[ActiveCall], reason: str, *, seconds: float) -> None:
+    """Abort calls, and wait up to ``seconds`` for those that are being recorded."""
+    calls = list(calls)
+    for call in calls:
+        call.abort(reason)
+    if tasks := [call.task for call in calls if call.task is not None]:
+        await asyncio.wait(tasks, timeout=seconds)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
