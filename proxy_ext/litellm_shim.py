@@ -16,7 +16,7 @@ import logging
 import os
 import re
 import secrets
-from collections.abc import AsyncGenerator, Iterable, Mapping
+from collections.abc import AsyncGenerator, Mapping
 from contextlib import AbstractAsyncContextManager, suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -85,10 +85,7 @@ def load_provider(model_list: ModelList) -> LiteLLMProvider | None:
 
     ConfigError for a model that cannot be used.
     """
-    if not model_list:
-        return None
-    entries = resolved(model_list, os.environ)
-    return LiteLLMProvider(entries, secrets_of(model_list, os.environ))
+    return LiteLLMProvider(model_list) if model_list else None
 
 
 def lifespan(app: Any) -> AbstractAsyncContextManager[Any]:
@@ -240,12 +237,13 @@ class LiteLLMDeployment:
 class LiteLLMProvider:
     """The deployments of a model list, by their model's name."""
 
-    def __init__(self, model_list: Iterable[Mapping[str, Any]], secret: Iterable[str]) -> None:
+    def __init__(self, model_list: ModelList) -> None:
         """Raise ConfigError for an entry that LiteLLM cannot use."""
+        entries = resolved(model_list, os.environ)
+        redact = Redactor(secrets_of(model_list, os.environ))
         _set_up()
-        redact = Redactor(secret)
         self.deployments: dict[str, list[LiteLLMDeployment]] = {}
-        for number, entry in enumerate(model_list):
+        for number, entry in enumerate(entries):
             deployment = _deployment(entry, number, redact)
             self.deployments.setdefault(deployment.name, []).append(deployment)
 

@@ -6,7 +6,7 @@ import asyncio
 import time
 from collections import Counter
 from collections.abc import Generator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from any_agent.auth.access import Caller, Scope
 from any_agent.errors import (
@@ -33,16 +33,6 @@ from proxy_ext.web.quotas import TenantQuotas
 
 
 @dataclass(frozen=True, slots=True)
-class DeterministicPlace:
-    """An open under the names of the AReaL documents: its id is `<task>-<rank>-<n>`, and it uses a
-    granted slot, without a group, if one is left."""
-
-    task: str
-    grant_only: bool = False
-    """True if only a granted slot may be used."""
-
-
-@dataclass(frozen=True, slots=True)
 class _OpenTarget:
     """The owner and the key of a session that is to be opened."""
 
@@ -50,10 +40,10 @@ class _OpenTarget:
     lane: Lane
     key: str
     tenant: str | None
-    ids: Generator[str] | None = None
-    grant_only: bool = False
-    implicit: bool = False
-    """True if a model call opens the session."""
+    ids: Generator[str] | None
+    """The ids of the task's sessions, under the names of the AReaL documents."""
+    grant_only: bool
+    implicit: bool
 
 
 class SessionOpener:
@@ -95,26 +85,28 @@ class SessionOpener:
         caller: Caller,
         keep: KeepAnswer = no_receipt,
         *,
-        numbered: DeterministicPlace | None = None,
+        areal_task: str | None = None,
+        grant_only: bool = False,
         implicit: bool = False,
     ) -> SessionStarted:
         """Open a session: take a slot (train), write it, and return it with its key.
 
-        ``implicit``: for a model call that names no session.
+        ``areal_task``: for an open under the names of the AReaL documents; its id is
+        `<task>-<rank>-<n>`, and it uses a granted slot, without a group, if one is left.
+        ``grant_only``: it uses no other slot. ``implicit``: for a model call that names no session.
         """
         try:
-            self._require_room(body, caller, on_grant=numbered is not None)
-            ids = await self._sessions.areal_ids.ids_of(numbered.task) if numbered else None
-            target = replace(await self._resolve_key(body.api_key, caller), implicit=implicit)
-            if numbered is not None:
-                target = replace(target, ids=ids, grant_only=numbered.grant_only)
-            self._quotas.begin_open(target.tenant)
-            self._opening.add(target.lane.id)
+            self._require_room(body, caller, on_grant=areal_task is not None)
+            ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
+            lane, key, tenant = await self._resolve_key(body.api_key, caller)
+            target = _OpenTarget(caller, lane, key, tenant, ids, grant_only, implicit)
+            self._quotas.begin_open(tenant)
+            self._opening.add(lane.id)
             try:
                 return await self._open(body, target, keep)
             finally:
-                self._opening.discard(target.lane.id)
-                self._quotas.end_open(target.tenant)
+                self._opening.discard(lane.id)
+                self._quotas.end_open(tenant)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
@@ -253,10 +245,13 @@ class SessionOpener:
 
     # -- lanes ---------------------------------------------------------------------------------
 
-    async def _resolve_key(self, api_key: str | None, caller: Caller) -> _OpenTarget:
+    async def _resolve_key(
+        self, api_key: str | None, caller: Caller
+    ) -> tuple[Lane, str, str | None]:
+        """Return the lane, the key and the tenant of the session that is to be opened."""
         if api_key is None:
             lane, key = self._signer.mint(self._sessions.rank)
-            return _OpenTarget(caller, lane, key, caller.tenant)
+            return lane, key, caller.tenant
         lane = self._lane(api_key)
         current = await self._sessions.by_lane(lane.id)
         tenant = current.row.tenant if current is not None else caller.tenant
@@ -270,7 +265,7 @@ class SessionOpener:
             )
         if lane.id in self._opening:
             raise Conflict("another open with this key is under way", code="lane_busy")
-        return _OpenTarget(caller, lane, api_key, tenant)
+        return lane, api_key, tenant
 
     def _lane(self, api_key: str) -> Lane:
         lane = self._signer.verify(api_key)

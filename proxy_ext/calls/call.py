@@ -135,7 +135,7 @@ class Call:
         self._listener: Listener | None = None
         self._on_client_left = on_client_left
         buffered = mark is not None and stream
-        self._buffers = [StreamBuffer(k) for k in range(head.choices)] if buffered else None
+        self._buffers = {k: StreamBuffer(k) for k in range(head.choices)} if buffered else {}
         self._tasks: tuple[asyncio.Task[None], ...] = ()
         """One per choice, if there are several; a single one is sampled in the call's own task."""
         self._recording: set[asyncio.Task[None] | None] = set()
@@ -188,7 +188,7 @@ class Call:
                 if self._stream:
                     listener.put(*recorded_deltas(answer, index))
                 listener.put(CallEnd(index, answer))
-            elif self._buffers is not None and not self._buffers[index].empty:
+            elif index in self._buffers:
                 listener.put(*self._buffers[index].deltas())
         return listener
 
@@ -239,7 +239,7 @@ class Call:
         # An argument, not an attribute: a call that waits for its client lets go of its messages.
         session_id = self.session.id if self.session is not None else ""
         stream, pinned = self._stream, self.pinned
-        buffer = self._buffers[index] if self._buffers is not None else None
+        buffer = self._buffers.get(index)
         try:
             async for item in self._completer.run(
                 prepared, index, session_id=session_id, stream=stream, pinned=pinned
@@ -294,7 +294,7 @@ class Call:
             self.recorded[index] = durable
             self._timer.recorded(completion, earlier=len(session.tree) - len(self.recorded))
         self._answers[index] = interaction
-        if self._buffers is not None:
+        if index in self._buffers:
             self._buffers[index].clear()
 
     def _send(self, item: Item | AnyAgentError) -> None:

@@ -185,23 +185,20 @@ class CallManager:
 
         An undelivered call stays with its session, so that a finalize knows of it.
         """
+        call = listener.call
         try:
-            await self._release(listener)
+            if listener.delivered:
+                self._record_delivery(call)
+                call.close()
+            elif call.failed:
+                await self._finish_undelivered(call)
+            else:
+                listener.disconnect()
+                if call.abandoned:
+                    await self._finish_undelivered(call)
         finally:
             if listener.slot is not None:
                 listener.slot.release()
-
-    async def _release(self, listener: Listener) -> None:
-        call = listener.call
-        if listener.delivered:
-            self._record_delivery(call)
-            call.close()
-        elif call.failed:
-            await self._finish_undelivered(call)
-        else:
-            listener.disconnect()
-            if call.abandoned:
-                await self._finish_undelivered(call)
 
     async def _finish_undelivered(self, call: Call) -> None:
         """End a call that no client waits for any more."""

@@ -38,10 +38,6 @@ class StreamBuffer:
         self._logprobs = array("d")
         self._top: PackedTopLogprobs | None = None
 
-    @property
-    def empty(self) -> bool:
-        return not self._ids
-
     def add(self, item: Delta) -> None:
         self._ids.extend(item.output_ids)
         self._logprobs.extend(item.logprobs)

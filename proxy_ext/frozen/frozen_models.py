@@ -109,9 +109,7 @@ class FrozenModels:
         self.policy = PolicyNames(config.model)
         self.spending = SpendCaps(sessions.journal, config.frozen, ranks=config.server.ranks)
         self.stats = FrozenStats()
-        self._config = config.frozen
-        self._send_timeout = config.server.client_timeout
-        self._store_content = config.sessions.store_content
+        self._config = config
         self._sessions = sessions
         self._quotas = quotas
         self._provider = provider
@@ -156,7 +154,7 @@ class FrozenModels:
             await self._continue_response(checked, checked.previous, session, deployment)
         await self.spending.require(session, tenant)
         call = self._start(checked, deployment, session, tenant)
-        return await call.respond(request, send_timeout=self._send_timeout)
+        return await call.respond(request, send_timeout=self._config.server.client_timeout)
 
     async def close(self) -> None:
         """Abort every call, and close the provider's connections."""
@@ -209,7 +207,7 @@ class FrozenModels:
     ) -> FrozenCall:
         if session is not None:
             session.require_open()
-        if len(self._running) >= self._config.max_calls:
+        if len(self._running) >= self._config.frozen.max_calls:
             self.stats.turned_away += 1
             raise TooManyRequests(
                 f"{len(self._running)} calls of frozen models are under way on this rank, as many "
@@ -217,7 +215,7 @@ class FrozenModels:
                 code="too_many_calls",
                 retry_after=1,
             )
-        timeout = self._config.timeout
+        timeout = self._config.frozen.timeout
         call = FrozenCall(
             request, deployment, session, tenant, timeout=timeout, record=self._record
         )
@@ -266,7 +264,7 @@ class FrozenModels:
             await self._sessions.deliveries.commit(*statements)
             return
         interaction = _interaction(call, call.session.id, whole=whole)
-        if not self._store_content:
+        if not self._config.sessions.store_content:
             interaction = strip_content(interaction)
         frozen = {
             "api": request.api,

@@ -5,7 +5,6 @@ from __future__ import annotations
 from typing import Annotated
 
 from fastapi import APIRouter, Body, Query
-from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 
@@ -92,7 +91,7 @@ async def finalize(
     return receipt.response(_finalized(await ending))
 
 
-def _finalized(info: BaseModel) -> SessionFinalized:
+def _finalized(info: SessionInfo) -> SessionFinalized:
     return SessionFinalized(**info.model_dump())
 
 

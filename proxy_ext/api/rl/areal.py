@@ -32,7 +32,6 @@ from any_agent.record import (
 )
 from any_agent.record.content_removal import lacks_texts
 from any_agent.types import SessionMode, SessionState, Trajectory
-from proxy_ext.admission.open_session import DeterministicPlace
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.base import EXPORT_OWNER, KeepAnswer, no_receipt
@@ -209,7 +208,7 @@ async def _start(
         # Shielded: a client that leaves now must not leave the journal ahead of the memory.
         ended = await asyncio.shield(_end_earlier(service, body.api_key, caller))
     deadline = time.monotonic() + (_REFRESH_WAIT if ended else 0.0)
-    numbered = DeterministicPlace(body.task_id or "task", grant_only)
+    task = body.task_id or "task"
     while True:
         began = time.monotonic()
         wait = min(_SLICE, max(0.0, deadline - began))
@@ -217,7 +216,9 @@ async def _start(
             task_id=body.task_id, group_size=None, ttl=None, wait=wait, api_key=body.api_key
         )
         try:
-            return await service.opening.open(start, caller, keep, numbered=numbered)
+            return await service.opening.open(
+                start, caller, keep, areal_task=task, grant_only=grant_only
+            )
         except (TooManyRequests, RunFinished) as error:
             # Without a training only grants give slots.
             hopeless = isinstance(error, RunFinished) and not service.sessions.grants.granted
@@ -239,8 +240,7 @@ async def _end_earlier(service: RankService, api_key: str, caller: Caller) -> bo
     return True
 
 
-def _started(started: BaseModel) -> ArealStarted:
-    assert isinstance(started, SessionStarted)
+def _started(started: SessionStarted) -> ArealStarted:
     return ArealStarted(session_id=started.session_id, api_key=started.api_key)
 
 
@@ -293,8 +293,7 @@ async def _end(
     return _ended(info)
 
 
-def _ended(info: BaseModel) -> ArealEnded:
-    assert isinstance(info, SessionInfo)
+def _ended(info: SessionInfo) -> ArealEnded:
     return ArealEnded(interaction_count=info.interactions)
 
 
@@ -372,13 +371,7 @@ def _exported(one: InteractionWithTokenLogpReward, tree: InteractionTree) -> dic
         "messages": one.messages if has_texts else [],
         "output_message_list": one.output_message_list if has_texts else None,
         "completion": chat_completion_of(node, len(response.input_tokens)) if has_texts else None,
-        "model_response": {
-            "input_tokens": response.input_tokens,
-            "output_tokens": response.output_tokens,
-            "output_logprobs": response.output_logprobs,
-            "output_versions": response.output_versions,
-            "stop_reason": response.stop_reason,
-        },
+        "model_response": {k: getattr(response, k) for k in ArealModelResponse.model_fields},
     }
 
 

@@ -83,7 +83,7 @@ Once = Annotated[Receipt, Depends(receipt_of, scope="function")]
 """The receipt of every POST and DELETE of `/rl`; see `proxy_ext.idempotency`."""
 
 
-def shaped(keep: KeepAnswer, shape: Callable[[BaseModel], BaseModel]) -> KeepAnswer:
+def shaped(keep: KeepAnswer, shape: Callable[[Any], BaseModel]) -> KeepAnswer:
     """Store an answer in another shape; `no_receipt` stays itself, because commits check for it."""
     return keep if keep is no_receipt else lambda answer: keep(shape(answer))
 
