@@ -12,7 +12,7 @@ import yaml
 from any_agent.cli.main import _parser
 from any_agent.config import Config, load_config
 from any_agent.launcher.engines import assign_gpus
-from any_agent.launcher.slurm.plan import plan
+from any_agent.launcher.slurm.plan import count_ranks, plan
 from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import sizing
@@ -57,16 +57,18 @@ def test_settings_fit_their_machines(
     roles = plan(config, [f"node-{k}" for k in range(int(nodes))], int(gpus))
     if int(nodes) == 1:
         dealt = assign_gpus(
-            config, [str(k) for k in range(int(gpus))], engines=roles.ranks, trains=True
+            config, [str(k) for k in range(int(gpus))], engines=count_ranks(roles), trains=True
         )
         assert len(dealt.trainer or ()) == config.train.processes
     else:
         assert config.cluster.nodes == int(nodes)
-        assert roles.ranks * config.engine.gpus == int(gpus) * (int(nodes) - roles.training_nodes)
+        assert count_ranks(roles) * config.engine.gpus == int(gpus) * (
+            int(nodes) - roles[0].training_nodes
+        )
         assert config.server.journal_dir is not None
     tokens = config.train.micro_batch_tokens
     assert (config.train.max_row_tokens or 0) <= tokens
-    processes = config.train.processes * roles.training_nodes
+    processes = config.train.processes * roles[0].training_nodes
     assert sizing.training(shape, processes, tokens=tokens).total <= limit
     cached = config.engine.max_running_requests * (config.engine.context_length or 0) // 4
     assert sizing.serving(shape, config.engine.gpus, cached_tokens=cached).total <= limit
