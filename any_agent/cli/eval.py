@@ -119,7 +119,7 @@ def _run(arguments: argparse.Namespace) -> int:
 
 def _evaluate(arguments: argparse.Namespace) -> int:
     from any_agent.sdk.evaluation import evaluate
-    from any_agent.sdk.run_plan import ItemSource
+    from any_agent.sdk.run_plan import items_of
 
     if arguments.model is None:
         if arguments.overrides or arguments.keep:
@@ -133,7 +133,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
             "--model, as in --model my-exp/trial-1@20"
         )
     # Every error in the options is found before a model is loaded.
-    agent, data = _agent(arguments), ItemSource(arguments.data)
+    agent, data = _agent(arguments), items_of(arguments.data)
     items = [data[k] for k in range(min(len(data), arguments.limit or len(data)))]
     _require_writable(arguments.json)
     ks = arguments.k or None

@@ -51,51 +51,48 @@ class PlanHeader:
         return {"any_agent_run": 1, **asdict(self)}
 
 
-class ItemSource:
-    """The items of a dataset of any supported form, and their fingerprint."""
+def items_of(dataset: Any) -> Sequence[Any]:
+    """Return the items of a dataset of any supported form; DatasetError, naming the file and the
+    line, for any other dataset."""
+    if isinstance(dataset, str | Path):
+        path = Path(dataset)
+        if not path.exists():
+            raise DatasetError(f"there is no file {path} (current folder: {Path.cwd()})")
+        items: Sequence[Any] = read_file(path)
+        if not len(items):
+            raise DatasetError(f"{dataset} has no items")
+        return items
+    if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
+        first = dataset[0] if len(dataset) and not isinstance(dataset, dict | str) else None
+        plain = first is not None and not isinstance(first, dict)
+        return dataset if plain else as_dataset(dataset, "dataset")
+    if hasattr(dataset, "__iter__") and not isinstance(dataset, dict):
+        items = list(dataset)
+        if not items:
+            raise DatasetError("dataset is empty")
+        return items
+    raise DatasetError(
+        f"dataset is a {type(dataset).__name__}: pass a list of items, what "
+        "get_custom_dataset returns, or a JSONL file's path"
+    )
 
-    def __init__(self, dataset: Any) -> None:
-        """DatasetError, naming the file and the line, for an unsupported dataset."""
-        if isinstance(dataset, str | Path):
-            self._items: Sequence[Any] = read_file(_existing(Path(dataset)))
-            if not len(self._items):
-                raise DatasetError(f"{dataset} has no items")
-        elif hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
-            first = dataset[0] if len(dataset) and not isinstance(dataset, dict | str) else None
-            plain = first is not None and not isinstance(first, dict)
-            self._items = dataset if plain else as_dataset(dataset, "dataset")
-        elif hasattr(dataset, "__iter__") and not isinstance(dataset, dict):
-            self._items = list(dataset)
-            if not self._items:
-                raise DatasetError("dataset is empty")
-        else:
-            raise DatasetError(
-                f"dataset is a {type(dataset).__name__}: pass a list of items, what "
-                "get_custom_dataset returns, or a JSONL file's path"
-            )
 
-    def __len__(self) -> int:
-        return len(self._items)
+def fingerprint(items: Sequence[Any]) -> str:
+    """Return a digest, equal for the same items in the same order as far as they are JSON."""
+    digest = hashlib.blake2b(digest_size=8)
+    for index in range(len(items)):
+        digest.update(_text(items[index]).encode(errors="replace"))
+        digest.update(b"\n")
+    return digest.hexdigest()
 
-    def __getitem__(self, index: int) -> Any:
-        return self._items[index]
 
-    def fingerprint(self) -> str:
-        """Return a digest, equal for the same items in the same order as far as they are JSON."""
-        digest = hashlib.blake2b(digest_size=8)
-        for index in range(len(self)):
-            digest.update(_text(self[index]).encode(errors="replace"))
-            digest.update(b"\n")
-        return digest.hexdigest()
-
-    def task(self, index: int) -> str | None:
-        """Return the item's own task id, as a name that the service accepts; None without one."""
-        item = self[index]
-        own = item.get("task_id") if isinstance(item, dict) else None
-        if not isinstance(own, int | str) or own == "":
-            return None
-        name = _NOT_IN_NAMES.sub("-", str(own)).lstrip("._-")[:_MAX_NAME]
-        return name if re.fullmatch(NAME_PATTERN, name) else None
+def task_of(item: Any) -> str | None:
+    """Return the item's own task id, as a name that the service accepts; None without one."""
+    own = item.get("task_id") if isinstance(item, dict) else None
+    if not isinstance(own, int | str) or own == "":
+        return None
+    name = _NOT_IN_NAMES.sub("-", str(own)).lstrip("._-")[:_MAX_NAME]
+    return name if re.fullmatch(NAME_PATTERN, name) else None
 
 
 class RunPlan:
@@ -138,9 +135,3 @@ def _text(item: Any) -> str:
     except (TypeError, ValueError, RecursionError):
         # It has keys of several types, or keys that are no text, or contains itself.
         return type(item).__name__
-
-
-def _existing(path: Path) -> Path:
-    if not path.exists():
-        raise DatasetError(f"there is no file {path} (current folder: {Path.cwd()})")
-    return path

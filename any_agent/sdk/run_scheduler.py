@@ -6,10 +6,10 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from any_agent.client.backoff import jittered
 from any_agent.client.retry_transport import SharedClient
@@ -26,7 +26,7 @@ from any_agent.sdk.attempts import (
 from any_agent.sdk.find_service import find_service
 from any_agent.sdk.open_session import AgentSession
 from any_agent.sdk.results import ResultsLog, RunProgress, RunResult
-from any_agent.sdk.run_plan import ItemSource, RunId, RunPlan
+from any_agent.sdk.run_plan import RunId, RunPlan, task_of
 
 log = logging.getLogger(__name__)
 
@@ -96,7 +96,7 @@ class RunScheduler:
     """Makes the runs of a plan that have no result in its log yet."""
 
     plan: RunPlan
-    items: ItemSource
+    items: Sequence[Any]
     agent: AgentCallable
     settings: RunnerSettings
     client: RLClient
@@ -215,9 +215,9 @@ class RunScheduler:
     async def _attempt(self, run: RunId, *, last: bool) -> AttemptOutcome:
         settings, plan, number = self.settings, self.plan, self._tried[run]
         generation, size = self._groups.get(run, (0, self._size))
-        train = settings.mode == "train"
+        item, train = self.items[run.item], settings.mode == "train"
         session = AgentSession(
-            self.items.task(run.item) or plan.group(run),
+            task_of(item) or plan.group(run),
             group_id=plan.group(run, generation) if train else None,
             group_size=size if train else None,
             mode=settings.mode,
@@ -233,7 +233,7 @@ class RunScheduler:
         # The same address, which also knows the source of the key.
         session.service = settings.service
         end_key = plan.key(run, number, "end")
-        attempt = Attempt(run, self.items[run.item], session, number, end_key, last)
+        attempt = Attempt(run, item, session, number, end_key, last)
         outcome = await self._attempts.run_attempt(attempt)
         self._tried[run] += 1
         return outcome

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -16,7 +16,7 @@ from any_agent.sdk.agent_callable import AgentCallable, AgentLike
 from any_agent.sdk.find_service import shared_client
 from any_agent.sdk.open_session import run_info
 from any_agent.sdk.results import ResultsLog, RunProgress, RunResults
-from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunPlan, new_run
+from any_agent.sdk.run_plan import PlanHeader, RunPlan, fingerprint, items_of, new_run
 from any_agent.sdk.run_scheduler import RunnerSettings, RunScheduler, require_setting
 
 _BAR_INTERVAL = 0.2  # seconds between two drawings of the bar
@@ -89,7 +89,7 @@ class AgentRunner(RunnerSettings):
         for too long.
         """
         called = AgentCallable(agent, agent_kwargs)
-        items = ItemSource(dataset)
+        items = items_of(dataset)
         size = self.group_size if group_size is None else group_size
         require_setting(size >= 1, f"group_size is {size}: it must be at least 1")
         results_log = ResultsLog(Path(self.results) if self.results is not None else None)
@@ -128,14 +128,14 @@ class AgentRunner(RunnerSettings):
         print(text, file=sys.stderr, flush=True)
 
     async def _planned(
-        self, items: ItemSource, size: int, info: RunInfo, results_log: ResultsLog
+        self, items: Sequence[Any], size: int, info: RunInfo, results_log: ResultsLog
     ) -> RunPlan:
         """Return the plan in the file, or a new one; ConfigError if the file is of another plan."""
         # Runs of two versions of a model do not go into one file.
         pinned = f"@{self.version}" if isinstance(self.version, int) else ""
         wanted = PlanHeader(
             run=results_log.header.run if results_log.header is not None else new_run(),
-            data=items.fingerprint(),
+            data=fingerprint(items),
             items=len(items),
             group_size=size,
             mode=self.mode,

@@ -8,7 +8,15 @@ import pytest
 
 from any_agent.config import NAME_PATTERN
 from any_agent.data import get_custom_dataset
-from any_agent.sdk.run_plan import ItemSource, PlanHeader, RunId, RunPlan, new_run
+from any_agent.sdk.run_plan import (
+    PlanHeader,
+    RunId,
+    RunPlan,
+    fingerprint,
+    items_of,
+    new_run,
+    task_of,
+)
 
 HEADER = PlanHeader(new_run(), "00", items=12, group_size=2, mode="train", service="e/t")
 
@@ -48,7 +56,7 @@ def test_names_are_each_ones_own() -> None:
     ],
 )
 def test_items_own_tasks(own: Any, task: str | None) -> None:
-    assert ItemSource([{"task_id": own}]).task(0) == task
+    assert task_of({"task_id": own}) == task
 
 
 def test_datasets_of_all_kinds(tmp_path: Path) -> None:
@@ -56,18 +64,18 @@ def test_datasets_of_all_kinds(tmp_path: Path) -> None:
     file.write_text('{"a": 1}\n\n{"a": 2}\n')
     rows = [{"a": 1}, {"a": 2}]
     kinds = [file, str(file), rows, iter(rows), get_custom_dataset(path=file), tuple(rows)]
-    assert {ItemSource(kind).fingerprint() for kind in kinds} == {ItemSource(rows).fingerprint()}
-    assert [ItemSource(range(3))[k] for k in range(3)] == [0, 1, 2]
+    assert {fingerprint(items_of(kind)) for kind in kinds} == {fingerprint(items_of(rows))}
+    assert [items_of(range(3))[k] for k in range(3)] == [0, 1, 2]
 
 
 def test_the_fingerprint_tells_datasets_apart() -> None:
     of = [
-        ItemSource(rows).fingerprint()
+        fingerprint(items_of(rows))
         for rows in ([{"a": 1}], [{"a": 2}], [{"a": 1}] * 2, [{"a": 1, "b": object()}], ["a"])
     ]
     assert len(set(of)) == len(of)
     # What no JSON can say goes by its kind.
     odd = [{1: "a", "b": 2}], [{("a", "b"): 1}]
-    assert len({ItemSource(rows).fingerprint() for rows in odd}) == 1
+    assert len({fingerprint(items_of(rows)) for rows in odd}) == 1
     # The order of fields is nobody's business, nor is where an object lies.
-    assert ItemSource([{"b": object(), "a": 1}]).fingerprint() == of[3]
+    assert fingerprint(items_of([{"b": object(), "a": 1}])) == of[3]

@@ -16,7 +16,7 @@ import pytest
 from any_agent import AgentRunner
 from any_agent.errors import ConfigError
 from any_agent.sdk import AsyncSession
-from any_agent.sdk.run_plan import ItemSource
+from any_agent.sdk.run_plan import fingerprint, items_of
 from tests.support.proxy import until
 from tests.support.sdk.runner import ITEMS, asker, leased, places
 from tests.support.sdk.runner_killed import GROUP
@@ -120,7 +120,7 @@ async def test_sessions_that_a_runner_never_came_to_know_of(served: Served, tmp_
         known = await runner(file, group_size=1).arun(agent, ITEMS[:1])
         header = lines_of(file)[0]
         file.write_text(
-            json.dumps({**header, "items": 2, "data": ItemSource(ITEMS[:2]).fingerprint()})
+            json.dumps({**header, "items": 2, "data": fingerprint(items_of(ITEMS[:2]))})
         )
         with file.open("a") as rest:
             rest.write(f"\n{json.dumps(known[0].as_dict())}\n")
