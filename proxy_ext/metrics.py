@@ -45,11 +45,6 @@ def _by_two(counts: Counter[tuple[str, S]], one: Sequence[str], two: Sequence[S]
     return {(a, b): counts[a, b] for a in one for b in two}
 
 
-def _frozen_tokens(s: RankService) -> Values:
-    kinds = {"input": s.frozen.stats.input_tokens, "output": s.frozen.stats.output_tokens}
-    return {(model, kind): kinds[kind][model] for model in s.frozen.names for kind in kinds}
-
-
 _METRICS: tuple[tuple[Metric, Read], ...] = (
     (LOOP_LAG, lambda s: {(rank_name(s.rank),): s.loop_lag}),
     _counter(
@@ -220,7 +215,7 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     _counter(
         "frozen_tokens",
         "Tokens of calls of frozen models, as the provider counts them.",
-        lambda s: _frozen_tokens(s),
+        lambda s: _by_two(s.frozen.stats.tokens, s.frozen.names, ("input", "output")),
         "model",
         "kind",
     ),

@@ -41,8 +41,8 @@ class FrozenStats:
         """Ended calls by model and outcome."""
         self.seconds = Histogram(SECONDS_BOUNDS)
         """Seconds of completed calls, until they are durable."""
-        self.input_tokens: Counter[str] = Counter()
-        self.output_tokens: Counter[str] = Counter()
+        self.tokens: Counter[tuple[str, str]] = Counter()
+        """Tokens by model and kind, input or output."""
         self.usd: dict[str, float] = {}
         self.unpriced: Counter[str] = Counter()
         """Calls without a known cost."""

@@ -254,8 +254,8 @@ class FrozenModels:
             response.estimate_usage(prompt, max(reported[1], output))
         cost = call.deployment.cost(request.api, response.usage)
         prompt, output = response.tokens()
-        stats.input_tokens[request.model] += prompt
-        stats.output_tokens[request.model] += output
+        stats.tokens[request.model, "input"] += prompt
+        stats.tokens[request.model, "output"] += output
         stats.unpriced[request.model] += cost is None
         stats.usd[request.model] = stats.usd.get(request.model, 0.0) + (cost or 0.0)
         self._quotas.charge_tokens(call.tenant, prompt + output)

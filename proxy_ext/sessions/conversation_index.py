@@ -51,9 +51,10 @@ class ConversationQuery:
 
 @dataclass(slots=True, eq=False)
 class ConversationMember:
-    """One session; ``number`` grows in the order of opening."""
+    """One session of a task; ``number`` grows in the order of opening."""
 
     session: RecordedSession
+    task: TaskKey
     number: int
     loaded: bool
     """``answers`` has its recorded answers; those of an earlier process are loaded later."""
@@ -164,8 +165,8 @@ class ImplicitTask:
             return
         reasoning = reasoning_of(interaction.output_message)
         digest = _digest(reasoning) if reasoning else b""
-        answer = RecordedAnswer(member, interaction.id, key, digest)
-        answer.delivered = was_received(interaction)
+        received = was_received(interaction)
+        answer = RecordedAnswer(member, interaction.id, key, digest, delivered=received)
         member.answers.append(answer)
         self._answers.setdefault(key[:_MESSAGE_BYTES], []).append(answer)
         if len(member.answers) > _MAX_ANSWERS:
@@ -204,7 +205,7 @@ class ConversationIndex:
         self.ended_keys: dict[bytes, None] = {}
         """Message keys of ended sessions' answers, oldest first."""
         self._tasks: dict[TaskKey, ImplicitTask] = {}
-        self._members: dict[str, tuple[TaskKey, ConversationMember]] = {}
+        self._members: dict[str, ConversationMember] = {}
         self._next = 0
 
     def __len__(self) -> int:
@@ -215,8 +216,7 @@ class ConversationIndex:
         return self._tasks.get(where)
 
     def member(self, session: RecordedSession) -> ConversationMember | None:
-        found = self._members.get(session.id)
-        return found[1] if found is not None else None
+        return self._members.get(session.id)
 
     def members(self, where: TaskKey) -> list[ConversationMember]:
         """Return the sessions of a task, oldest first."""
@@ -229,16 +229,16 @@ class ConversationIndex:
         if not row.implicit or row.task_id is None or row.state is not SessionState.OPEN:
             return
         where = (row.tenant, row.task_id)
-        member = ConversationMember(session, self._next, loaded=new, joining=int(new))
+        member = ConversationMember(session, where, self._next, loaded=new, joining=int(new))
         self._next += 1
         self._tasks.setdefault(where, ImplicitTask()).members[session.id] = member
-        self._members[session.id] = (where, member)
+        self._members[session.id] = member
 
     def add_answer(self, session: RecordedSession, interaction: Interaction, key: bytes) -> None:
-        found = self._members.get(session.id)
+        member = self.member(session)
         # A member that is not loaded yet finds it in the tree then.
-        if found is not None and found[1].loaded:
-            self._tasks[found[0]].add_answer(found[1], interaction, key)
+        if member is not None and member.loaded:
+            self._tasks[member.task].add_answer(member, interaction, key)
 
     def mark_undelivered(self, session: RecordedSession, interaction_id: str) -> None:
         if (answer := self.answer(session, interaction_id)) is not None:
@@ -253,8 +253,8 @@ class ConversationIndex:
         """Remove the sessions that are not open any more."""
         for session in sessions:
             if session.state is not SessionState.OPEN and session.id in self._members:
-                where, member = self._members.pop(session.id)
-                task = self._tasks[where]
+                member = self._members.pop(session.id)
+                task = self._tasks[member.task]
                 if session.loaded:
                     # A recovered session without calls since was loaded to be ended.
                     task.load(member)
@@ -262,7 +262,7 @@ class ConversationIndex:
                 task.remove_answers(member)
                 del task.members[session.id]
                 if not task.members:
-                    del self._tasks[where]
+                    del self._tasks[member.task]
 
     def _remember_keys(self, member: ConversationMember) -> None:
         for answer in member.answers:
