@@ -65,15 +65,11 @@ class InteractionTree:
         self.seen = RequestPrefixCache()
 
     @classmethod
-    def from_interactions(
-        cls, interactions: Iterable[Interaction], keys: Iterable[bytes | None] | None = None
-    ) -> InteractionTree:
-        """Return a tree of interactions, parents before children; ``keys`` in their order."""
+    def from_interactions(cls, interactions: Iterable[Interaction]) -> InteractionTree:
+        """Return a tree of interactions without keys, parents before children."""
         tree = cls()
-        recorded = list(interactions)
-        all_keys = [None] * len(recorded) if keys is None else keys
-        for interaction, key in zip(recorded, all_keys, strict=True):
-            tree.add(interaction, key)
+        for interaction in interactions:
+            tree.add(interaction)
         return tree
 
     def add(self, interaction: Interaction, key: bytes | None = None) -> None:

@@ -80,8 +80,9 @@ class Talks:
 
     def forget(self) -> None:
         """As after a restart, or a while in the journal alone."""
-        keys = [self.tree.key(i.id) for i in self.tree]
-        self.tree = InteractionTree.from_interactions(list(self.tree), keys)
+        before, self.tree = self.tree, InteractionTree()
+        for interaction in before:
+            self.tree.add(interaction, before.key(interaction.id))
 
     def parent(self, messages: list[Message], tools: Any = None) -> tuple[str | None, int]:
         found = self.find(messages, tools)

@@ -50,7 +50,7 @@ def test_prompts_are_those_given_at_creation(
         tree.add(make(str(n), id, prompt=delta, output=output))
     for n, prompt in enumerate(prompts):
         assert tree.prompt_ids(str(n)).tolist() == prompt
-    again = InteractionTree.from_interactions(tree, [None] * len(tree))
+    again = InteractionTree.from_interactions(tree)
     assert [n.id for n in again if not again.children(n.id)] == [
         n.id for n in tree if not tree.children(n.id)
     ]
