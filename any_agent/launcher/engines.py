@@ -47,24 +47,6 @@ _EMBEDDED_TIMEOUT = 300.0
 _COMPARE_TIMEOUT = 600.0
 
 
-@dataclass(frozen=True, slots=True)
-class EngineKind:
-    """The launcher's data about one `engine.kind`."""
-
-    command: Callable[[Config, list[str], str], Command]
-    """Return the command, from the common arguments and the part's name."""
-    health: str
-    """The path that answers 200 when the weights are loaded and the engine samples."""
-    health_timeout: float
-    start_timeout: Callable[[Config], float]
-    """Return the seconds until an engine that was started must be ready."""
-    require: Callable[[Config], None]
-    """Raise ConfigError if such an engine cannot be started."""
-    owns_gpus: bool
-    """True if each engine fills the memory of `engine.gpus` GPUs; otherwise an engine uses one GPU,
-    which it may share."""
-
-
 def engine_command(
     config: Config,
     path: str,
@@ -86,7 +68,7 @@ def engine_command(
     arguments += ["--incremental-streaming-output", "--log-level", config.log_level]
     if config.engine.context_length:
         arguments += ["--context-length", str(config.engine.context_length)]
-    command = engine_kind(config).command(config, arguments, name)
+    command = (_sglang if _is_sglang(config) else _embedded)(config, arguments, name)
     variables = {**command.variables, **config.engine.environment}
     if gpus is not None:
         variables["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
@@ -95,21 +77,33 @@ def engine_command(
 
 def engine_ready(config: Config, url: str) -> bool:
     """Return whether the engine that was started at the URL has its weights and samples."""
-    kind = engine_kind(config)
-    return answers(f"{url}{kind.health}", within=kind.health_timeout)
+    if _is_sglang(config):
+        # SGLang takes up to 20 seconds to report a failure.
+        return answers(f"{url}/health_generate", within=25.0)
+    return answers(f"{url}/health")
 
 
 def start_timeout(config: Config) -> float:
     """Return the seconds until an engine that was started must be ready."""
-    return engine_kind(config).start_timeout(config)
+    # SGLang loads its weights, then compiles and captures graphs for about as long.
+    more = 2 * config.engine.load_timeout if _is_sglang(config) else 0.0
+    return _EMBEDDED_TIMEOUT + more
 
 
 def require_engines(config: Config) -> None:
     """Raise ConfigError if the engines cannot be started here, or must not be used."""
     for url in config.engine.urls:
         require_private_url(url)
-    if not config.engine.urls:
-        engine_kind(config).require(config)
+    if not config.engine.urls and _is_sglang(config):
+        _require_sglang(config)
+
+
+def _is_sglang(config: Config) -> bool:
+    """Return True for SGLang, each of which fills the memory of `engine.gpus` GPUs.
+
+    An embedded engine uses one GPU, which it may share.
+    """
+    return config.engine.kind == "sglang"
 
 
 def _require_sglang(config: Config) -> None:
@@ -199,33 +193,6 @@ def _sglang(config: Config, arguments: list[str], name: str) -> Command:
     )
 
 
-def engine_kind(config: Config) -> EngineKind:
-    """Return the data about the configured kind."""
-    return _KINDS[config.engine.kind]
-
-
-_KINDS = {
-    "embedded": EngineKind(
-        command=_embedded,
-        health="/health",
-        health_timeout=2.0,
-        start_timeout=lambda config: _EMBEDDED_TIMEOUT,
-        require=lambda config: None,
-        owns_gpus=False,
-    ),
-    "sglang": EngineKind(
-        command=_sglang,
-        health="/health_generate",
-        # SGLang takes up to 20 seconds to report a failure.
-        health_timeout=25.0,
-        # It loads its weights, then compiles and captures graphs for about as long.
-        start_timeout=lambda config: _EMBEDDED_TIMEOUT + 2 * config.engine.load_timeout,
-        require=_require_sglang,
-        owns_gpus=True,
-    ),
-}
-
-
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"
 """The variable that tells a trainer how many of the machine's engines use its first GPU: `none`,
 `some` or `all`."""
@@ -239,9 +206,8 @@ def require_devices(config: Config, *, trains: bool) -> None:
     for name, device in wanted.items():
         if device == "cuda" and not sees_gpu():
             raise ConfigError(f"{name}=cuda, but there is no GPU {_where()}; use cpu or auto")
-    # With engine.urls the kind may be one that only a plugin knows.
-    owns_gpus = not config.engine.urls and engine_kind(config).owns_gpus
-    if owns_gpus and config.engine.gpus > 1 and not sees_gpu():
+    several = _is_sglang(config) and not config.engine.urls and config.engine.gpus > 1
+    if several and not sees_gpu():
         raise ConfigError(f"engine.gpus={config.engine.gpus}, but there is no GPU {_where()}")
 
 
@@ -273,11 +239,10 @@ def assign_gpus(
     """
     if not visible or config.engine.device == "cpu" or config.engine.urls:
         return GpuAssignment((None,) * engines, None)
-    owns_gpus = engine_kind(config).owns_gpus
-    each = config.engine.gpus if owns_gpus else 1
+    each = config.engine.gpus if _is_sglang(config) else 1
     needed = each * engines
     if needed > len(visible):
-        if owns_gpus:
+        if _is_sglang(config):
             raise ConfigError(
                 f"{engines} engines with engine.gpus={each} need {needed} GPUs, and there are "
                 f"{len(visible)} ({','.join(visible)}): lower server.ranks or engine.gpus"
