@@ -34,7 +34,7 @@ class RendererMismatch(ConfigError):
 
 
 def load_chat_format(
-    model: str | Any,
+    model: str | PathLike[str] | Any,
     *,
     renderer: str = "auto",
     enable_thinking: bool | None = False,
@@ -58,8 +58,8 @@ def load_chat_format(
         raise ConfigError(
             f"thinking_retention is {thinking_retention!r}: use all, tool_cycle or template"
         )
-    by_path = isinstance(model, str)
-    path = model if by_path else str(getattr(model, "name_or_path", "") or _NO_PATH)
+    by_path = isinstance(model, str | PathLike)
+    path = str(model if by_path else getattr(model, "name_or_path", "") or _NO_PATH)
     location: _Location = "hub" if by_path else "cache"
     if Path(path).is_dir():
         location = "folder"

@@ -18,7 +18,7 @@ from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
 from any_agent.engine.embedded.model_loader import LoadedModel, load_model
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason
-from any_agent.engine.embedded.sampler import LogitsProcessor, make_logits_processor
+from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.engine.embedded.scheduler import PauseMode, Scheduler
 from any_agent.engine.embedded.stops import StopMatcher
 from any_agent.engine.embedded.weight_loading import apply_weights, read_weights
@@ -144,11 +144,13 @@ class EmbeddedEngine:
         Raises InvalidRequest for a text that is no grammar, or too costly a one; EngineUnavailable
         if too many grammars are being checked.
         """
-        grammar = request.gconfig.grammar
-        if grammar is None:
-            return make_logits_processor(request.gconfig, self._grammars)
-        await self._checks.require_harmless(await asyncio.to_thread(self._grammars.source, grammar))
-        return await asyncio.to_thread(make_logits_processor, request.gconfig, self._grammars)
+        grammar, text = None, request.gconfig.grammar
+        if text is not None:
+            source = await asyncio.to_thread(self._grammars.source, text)
+            await self._checks.require_harmless(source)
+            grammar = await asyncio.to_thread(self._grammars.compile, text)
+        processor = LogitsProcessor(request.gconfig, grammar)
+        return processor if processor.changes_logits else None
 
     def submit(
         self,

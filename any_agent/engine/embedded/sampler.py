@@ -14,42 +14,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from any_agent.engine.embedded.grammar import GrammarCompiler, GrammarState
+from any_agent.engine.embedded.grammar import GrammarState
 from any_agent.types import GenerationHyperparameters
 
 GREEDY_BELOW = 1e-5
 """A temperature below this is greedy, and its logprobs are at temperature 1, as in SGLang."""
 
 
-def make_logits_processor(
-    config: GenerationHyperparameters, grammars: GrammarCompiler
-) -> LogitsProcessor | None:
-    """Make a request's logits processor, None for nearly all; InvalidRequest for a bad grammar."""
-    penalised = (
-        config.frequency_penalty != 0
-        or config.presence_penalty != 0
-        or config.repetition_penalty != 1
-    )
-    if not (penalised or config.logit_bias or config.grammar is not None):
-        return None
-    grammar = None if config.grammar is None else grammars.compile(config.grammar)
-    return LogitsProcessor(config, grammar, penalised=penalised)
-
-
 class LogitsProcessor:
     """The penalties, grammar and biases of one request; its state grows with the output."""
 
     def __init__(
-        self,
-        config: GenerationHyperparameters,
-        grammar: GrammarState | None = None,
-        *,
-        penalised: bool = True,
+        self, config: GenerationHyperparameters, grammar: GrammarState | None = None
     ) -> None:
-        self._config = config
+        c = self._config = config
         self.grammar = grammar
-        self._penalised = penalised
+        penalties = c.frequency_penalty, c.presence_penalty, c.repetition_penalty
+        self._penalised = penalties != (0, 0, 1)
         self._counts: dict[int, int] = {}
+
+    @property
+    def changes_logits(self) -> bool:
+        """False for nearly all requests, which need no processor."""
+        return self._penalised or bool(self._config.logit_bias) or self.grammar is not None
 
     def push(self, token: int) -> None:
         """Add the output's next token."""

@@ -17,7 +17,7 @@ from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.grammar import GrammarCompiler
 from any_agent.engine.embedded.grammar_check import GrammarChecker
 from any_agent.engine.embedded.model_loader import LoadedModel
-from any_agent.engine.embedded.sampler import LogitsProcessor, make_logits_processor
+from any_agent.engine.embedded.sampler import LogitsProcessor
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationHyperparameters, ModelResponse
 from tests.support.engine.embedded import prompt, request
@@ -65,12 +65,11 @@ def test_prompts_are_not_penalised() -> None:
     assert torch.equal(bent, logits)
 
 
-def test_a_row_that_asks_for_nothing_has_no_bend(loaded: LoadedModel) -> None:
-    assert make_logits_processor(GenerationHyperparameters(), GrammarCompiler(loaded)) is None
-    assert (
-        make_logits_processor(GenerationHyperparameters(min_p=0.5, seed=3), GrammarCompiler(loaded))
-        is None
-    )
+@pytest.mark.parametrize("config", [{}, {"min_p": 0.5, "seed": 3}])
+async def test_a_row_that_asks_for_nothing_has_no_bend(
+    engine: EmbeddedEngine, config: dict[str, Any]
+) -> None:
+    assert await engine.make_processor(request("plain", prompt(3), **config)) is None
 
 
 async def test_neighbours_are_not_bent(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
