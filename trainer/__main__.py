@@ -8,7 +8,6 @@ import os
 import signal
 from typing import TYPE_CHECKING
 
-from any_agent.auth.access import signer_of
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.logs import set_up_logging
@@ -60,20 +59,11 @@ def _train(config: Config, host: str) -> int:
 
 def _lead(config: Config, host: str, leader: Leader | None, launched: int) -> int:
     from trainer.loop import TrainingLoop
-    from trainer.metrics_server import TrainerHeartbeat
 
     trainer = TrainingLoop(config, leader=leader)
     # SIGTERM ends training after the current step, with a checkpoint.
     signal.signal(signal.SIGTERM, lambda *_: trainer.stop())
-    heartbeat = TrainerHeartbeat(
-        trainer.dir.registry,
-        trainer.metrics,
-        signer=signer_of(trainer.dir),
-        ready=lambda: trainer.loaded,
-        host=host,
-        pid=launched,
-    )
-    with heartbeat:
+    with trainer.heartbeat(host=host, pid=launched):
         return 0 if trainer.train() else _STOPPED
 
 

@@ -6,13 +6,14 @@ import os
 import signal
 import threading
 from collections.abc import Callable, Mapping
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, Self
 
 from transformers.utils import logging as transformers_logging
 
-from any_agent.auth.access import run_dir_of, signer_of
+from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, import_plugins
 from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
@@ -34,15 +35,12 @@ from trainer.from_config import (
     workflow_executor,
 )
 from trainer.loop import TrainingLoop
-from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.trainer_group import follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
 from trainer.world import World
 
-
-def _print(line: str) -> None:
-    print(line, flush=True)
+_print = partial(print, flush=True)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,7 +111,7 @@ class GRPOTrainer:
             return ""
         if self._entered:
             self._serve()
-        return self._service.url
+        return self._service.node.url
 
     def __enter__(self) -> Self:
         require_same_trial(self.config)
@@ -190,14 +188,7 @@ class GRPOTrainer:
         self._signals.stop = self._stop
         with ExitStack() as stack:
             stack.callback(self._trained)
-            stack.enter_context(
-                TrainerHeartbeat(
-                    self.dir.registry,
-                    loop.metrics,
-                    signer=signer_of(self.dir),
-                    ready=lambda: loop.loaded,
-                )
-            )
+            stack.enter_context(loop.heartbeat())
             done = loop.train()
         if self._signals.received is not None and not done:
             raise StopRequested(self._signals.received)
@@ -222,8 +213,18 @@ class GRPOTrainer:
         if not self._serving:
             self._service.start()
             self._serving = True
-            self._stack.enter_context(self._logging())
-            self._say(listening(self._service.url))
+            c = self.config
+            self._stack.enter_context(
+                logging_to(
+                    self.dir.logs / "trainer.log",
+                    c.log_level,
+                    c.log_format,
+                    names=("any_agent", "trainer"),
+                    part="trainer",
+                    secrets=c.secrets(),
+                )
+            )
+            self._say(listening(self._service.node.url))
 
     def _require_runnable(self, given: _Workflows) -> None:
         """Raise ConfigError for a workflow without data, data without one, or no workflow."""
@@ -256,17 +257,19 @@ class GRPOTrainer:
         dataset = self.train_dataset
         # Before the model is loaded, so that a workflow that cannot be run fails at once.
         workflow, eval_workflow = self._resolve(given)
-        source: DatasetBatches | None = None
+        source = None
         if workflow is not None and dataset is not None:
             source = DatasetBatches(self.config, dataset, workflow, accept, self._make_executor())
-        self._evaluation = self._make_evaluation(eval_workflow, source)
-        return TrainingLoop(
+        loop = TrainingLoop(
             self.config,
             make_source=LeasedBatches if source is None else lambda _: source,
             say=self._say,
-            evaluate=self._evaluation or (lambda step, last: None),
             leader=self._leader,
         )
+        report = loop.metrics.record_evaluation
+        self._evaluation = self._make_evaluation(eval_workflow, source, report)
+        loop.evaluate = self._evaluation or loop.evaluate
+        return loop
 
     def _resolve(self, given: _Workflows) -> tuple[RolloutWorkflow | None, RolloutWorkflow | None]:
         """Return the workflows to train on and to evaluate; one object where both are the same.
@@ -274,7 +277,7 @@ class GRPOTrainer:
         Without a workflow of its own an evaluation runs the one that is trained, with its arguments
         unless it has others.
         """
-        agents = agent_service(self.config, self.dir, self._service.local_url)
+        agents = agent_service(self.config, self.dir, self._service.node.local_url)
         workflow = None
         if given.train is not None:
             workflow = resolve_workflow(given.train, given.train_kwargs, agents=agents)
@@ -286,7 +289,10 @@ class GRPOTrainer:
         return workflow, resolve_workflow(evaluated, kwargs, agents=agents)
 
     def _make_evaluation(
-        self, workflow: RolloutWorkflow | None, source: DatasetBatches | None
+        self,
+        workflow: RolloutWorkflow | None,
+        source: DatasetBatches | None,
+        report: Callable[[dict[str, Any]], None],
     ) -> TrialEvaluation | None:
         if self.valid_dataset is None or workflow is None:
             return None
@@ -298,10 +304,6 @@ class GRPOTrainer:
             running = source is not None and source.started
             return source.executor if source is not None and running else self._own_executor()
 
-        def report(line: dict[str, Any]) -> None:
-            assert self._loop is not None
-            self._loop.metrics.record_evaluation(line)
-
         return TrialEvaluation(
             self.config.eval,
             as_dataset(self.valid_dataset, "valid_dataset"),
@@ -312,7 +314,7 @@ class GRPOTrainer:
         )
 
     def _make_executor(self) -> WorkflowExecutor:
-        return workflow_executor(self.config, self._service.engine_urls)
+        return workflow_executor(self.config, self._service.node.engine_urls)
 
     def _own_executor(self) -> WorkflowExecutor:
         """Return the executor of evaluations where nothing else runs workflows.
@@ -324,17 +326,6 @@ class GRPOTrainer:
         if self._loop is not None:
             self._evaluator.release(self._loop.metrics.version)
         return self._evaluator
-
-    def _logging(self) -> AbstractContextManager[None]:
-        c = self.config
-        return logging_to(
-            self.dir.logs / "trainer.log",
-            c.log_level,
-            c.log_format,
-            names=("any_agent", "trainer"),
-            part="trainer",
-            secrets=c.secrets(),
-        )
 
     def _stop(self) -> None:
         if self._loop is not None:

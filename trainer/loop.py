@@ -39,6 +39,7 @@ from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, describe_step, last_reported, step_line
+from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.trainer_group import load_policy, resume_policy
 from trainer.policy import Policy, StepResult
 from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
@@ -56,9 +57,8 @@ class TrainingLoop:
     """Trains the policy of one run, whose service is running.
 
     ``make_source`` gets the executor of the ranks; by default external agents are trained on.
-    ``say`` gets the lines for the console. ``evaluate`` is called at the start, after every step,
-    and at the end, with the number of steps behind the served weights, and True if no more steps
-    follow. ``leader`` commands the processes that train with this one.
+    ``say`` gets the lines for the console. ``leader`` commands the processes that train with this
+    one.
     """
 
     def __init__(
@@ -67,17 +67,18 @@ class TrainingLoop:
         *,
         make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches,
         say: Callable[[str], None] = log.info,
-        evaluate: Callable[[int, bool], None] = lambda step, last: None,
         leader: Leader | None = None,
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
         self._say = say
-        self._evaluate = evaluate
+        self.evaluate: Callable[[int, bool], object] = lambda step, last: None
+        """Called at the start, after every step, and at the end, with the number of steps behind
+        the served weights, and True if no more steps follow."""
         self._consumed = ConsumedSessions()
         self._zero_variance = ZeroVarianceGroups(config.train)
         self._epoch: int | None = None
-        signer = signer_of(self.dir)
+        self._signer = signer = signer_of(self.dir)
         self._executor = LeaseExecutor(
             lambda: RankClients(
                 self.dir.registry,
@@ -115,6 +116,17 @@ class TrainingLoop:
         if leader is not None:
             leader.lost = self.fail
 
+    def heartbeat(self, *, host: str = "127.0.0.1", pid: int | None = None) -> TrainerHeartbeat:
+        """Return a context manager that shows the loop to the other parts of the run."""
+        return TrainerHeartbeat(
+            self.dir.registry,
+            self.metrics,
+            signer=self._signer,
+            ready=lambda: self.loaded,
+            host=host,
+            pid=pid,
+        )
+
     def stop(self) -> None:
         """End after the current step, with a checkpoint; safe in a signal handler."""
         self._stopping = True
@@ -143,7 +155,7 @@ class TrainingLoop:
                 self._source.begin(self._publisher.version)
             try:
                 if not self._done:
-                    self._evaluate(self.policy.steps, False)
+                    self.evaluate(self.policy.steps, False)
                 while not self._done:
                     self._step()
             except InterruptedError:
@@ -163,7 +175,7 @@ class TrainingLoop:
         announce(self._executor, "finished", self._status)
         self._executor.flush()
         with suppress(InterruptedError):
-            self._evaluate(self.policy.steps, True)
+            self.evaluate(self.policy.steps, True)
 
     @property
     def _done(self) -> bool:
@@ -210,7 +222,7 @@ class TrainingLoop:
             self._save()
             announce_best_effort(self._executor, self._status)
         if not self._done:
-            self._evaluate(self.policy.steps, False)
+            self.evaluate(self.policy.steps, False)
 
     def _manifest(self, groups: list[Group]) -> Manifest:
         """Return the next step's manifest, as far as it is known before the batch is made."""

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
@@ -34,27 +34,13 @@ class LocalService:
     ) -> None:
         options = NodeOptions(train=True, trainer_outside=True, say=say)
         self._over = threading.Event()
-        self._node = _Node(config, options, self._over)
+        self.node: Node = _Node(config, options, self._over)
         self._failed = failed
         self._ready = threading.Event()
         self._drains = False
         self._thread = threading.Thread(target=self._run, name="service", daemon=True)
         self.error: BaseException | None = None
         """The error that ended the service, if one did."""
-
-    @property
-    def url(self) -> str:
-        """The public URL."""
-        return self._node.url
-
-    @property
-    def local_url(self) -> str:
-        """The URL at which this machine reaches the service."""
-        return self._node.local_url
-
-    @property
-    def engine_urls(self) -> Sequence[str]:
-        return self._node.engine_urls
 
     def start(self) -> None:
         """Return when all parts are ready; raise ConfigError or StartupError if one cannot be."""
@@ -80,7 +66,7 @@ class LocalService:
 
     def _run(self) -> None:
         try:
-            with self._node as node:
+            with self.node as node:
                 os.environ[SHARED_GPUS] = node.gpus.sharing
                 self._ready.set()
                 self._watch(node)

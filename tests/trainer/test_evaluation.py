@@ -240,7 +240,7 @@ def test_in_a_run_of_training(tiny_model_dir: Path, tmp_path: Path, stop_after: 
             metrics=lab.trainer.dir.metrics,
             report=lab.trainer.metrics.record_evaluation,
         )
-        lab.trainer._evaluate = evaluation
+        lab.trainer.evaluate = evaluation
         with ended:
             assert lab.trainer.train()
     assert lab is not None

@@ -6,6 +6,7 @@ import re
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -30,8 +31,8 @@ class FakeService:
     def __init__(
         self, config: Config, *, say: Any, failed: Callable[[BaseException], None]
     ) -> None:
-        self.url = self.local_url = "http://127.0.0.1:1"
-        self.engine_urls = ("http://127.0.0.1:2",)
+        url = "http://127.0.0.1:1"
+        self.node = SimpleNamespace(url=url, local_url=url, engine_urls=("http://127.0.0.1:2",))
         self.error: BaseException | None = None
         self.calls: list[str] = []
         self._failed = failed
@@ -58,8 +59,8 @@ class FakeLoop:
     made: FakeLoop
 
     def __init__(self, config: Config, **settings: Any) -> None:
-        self.metrics = SimpleNamespace()
-        self.loaded = True
+        self.metrics = SimpleNamespace(record_evaluation=None)
+        self.evaluate = self.heartbeat = nullcontext
         self.ended = threading.Event()
         self.source = settings["make_source"]
         FakeLoop.made = self
@@ -83,16 +84,8 @@ def config(tmp_path: Path, tiny_model_dir: Path) -> Config:
 
 @pytest.fixture
 def fakes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    class Present:
-        def __init__(self, *_: Any, **__: Any) -> None: ...
-
-        def __enter__(self) -> None: ...
-
-        def __exit__(self, *_: object) -> None: ...
-
     monkeypatch.setattr(grpo_trainer, "LocalService", FakeService)
     monkeypatch.setattr(grpo_trainer, "TrainingLoop", FakeLoop)
-    monkeypatch.setattr(grpo_trainer, "TrainerHeartbeat", Present)
     FakeLoop.then = lambda: None
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     yield
@@ -296,7 +289,7 @@ def test_what_is_trained_may_be_named_by_the_settings(config: Config, fakes: Non
         def _make_loop(self, given: Any, accept: Any) -> Any:
             runs.append((given.train, given.eval))
             self._signals.received = None
-            return SimpleNamespace(metrics=None, loaded=True, train=lambda: True)
+            return SimpleNamespace(heartbeat=nullcontext, train=lambda: True)
 
     with Noting(named(config, workflow=name, eval_workflow="x.y"), train_dataset=[{}]) as trainer:
         with pytest.raises(ConfigError, match="x"):

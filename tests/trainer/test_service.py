@@ -68,7 +68,7 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> type[FakeNode]:
 
 
 def node_of(service: LocalService) -> FakeNode:
-    node = service._node
+    node = service.node
     assert isinstance(node, FakeNode)
     return node
 
@@ -78,7 +78,7 @@ def test_its_life(config: Config, fake: type[FakeNode], drain: bool, how: Any) -
     said: list[str] = []
     service = LocalService(config, say=said.append)
     service.start()
-    assert service.url == "http://here"
+    assert service.node.url == "http://here"
     node = node_of(service)
     assert node.checked.wait(LIMIT)
     line = '{"step": 1, "reward": 1, "version": 1, "staleness_mean": 0, '
