@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from functools import partial
 from typing import Any
 
 from any_agent.config import Config
@@ -15,6 +14,7 @@ from any_agent.protocol.training import Capacity
 from any_agent.rollout import LeaseExecutor, WorkflowExecutor
 from any_agent.types import SampledSession
 from any_agent.workflow import RolloutWorkflow
+from any_agent.workflow.tensors import padded
 from trainer.batch import Group, ZeroVarianceGroups
 from trainer.manifests import Manifest
 
@@ -132,7 +132,7 @@ class DatasetBatches(BatchSource):
         self._config = config
         self._dataset = as_dataset(dataset, "train_dataset")
         self._workflow = workflow
-        self._accept = None if accept is None else partial(self._accepted, accept)
+        self._accept = accept
         self._zero_variance = ZeroVarianceGroups(config.train)
         super().__init__(executor)
         self.started = False
@@ -164,7 +164,6 @@ class DatasetBatches(BatchSource):
                 self._items(),
                 self._workflow,
                 group_size=self._config.sessions.group_size,
-                should_accept_fn=self._accept,
                 reject=self._reject,
                 on_rejected=lambda position, _: self._leave_out([position]),
                 timeout=timeout,
@@ -215,19 +214,17 @@ class DatasetBatches(BatchSource):
             yield position, self._dataset[index]
 
     def _reject(self, group: list[SampledSession]) -> str | None:
+        rows = [row for session in group for row in session.rows]
+        if self._accept is not None and not self._accept(padded(rows)):
+            self._zero_variance.count("not_accepted")
+            self._require_signal()
+            return "not_accepted"
         sessions = self._config.sessions
         if len(group) < min(sessions.min_group_size, sessions.group_size):
             return "group_too_small"
         reason = self._zero_variance.reject_reason(group)
         self._require_signal()
         return reason
-
-    def _accepted(self, accept: Callable[[Any], bool], tensors: Any) -> bool:
-        accepted = accept(tensors)
-        if not accepted:
-            self._zero_variance.count("not_accepted")
-            self._require_signal()
-        return accepted
 
     def _require_signal(self) -> None:
         """Raise TrainingError after too many items without a signal: it would never end."""

@@ -38,7 +38,7 @@ from trainer.checkpoint import complete_checkpoints, latest_checkpoint, save_che
 from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
-from trainer.metrics import TrainerMetrics, describe_step, last_reported, step_line
+from trainer.metrics import TrainerMetrics, last_reported, step_line
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.trainer_group import load_policy, resume_policy
 from trainer.policy import Policy, StepResult
@@ -435,7 +435,8 @@ class TrainingLoop:
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
         append_line(self.dir.metrics, json.dumps(line))
         self.metrics.record_step(line)
-        log.info("%s", describe_step(line))
+        text = "step {step}: reward {reward:.3f}, {sessions} sessions, {tokens} tokens, staleness "
+        log.info("%s", (text + "{staleness_mean:.2f}, version {version}").format_map(line))
 
 
 def _steps(steps: list[int]) -> str:

@@ -207,15 +207,6 @@ def step_line(
     }
 
 
-def describe_step(line: Mapping[str, Any]) -> str:
-    """Return a step's line as text for the log."""
-    return (
-        f"step {line['step']}: reward {line['reward']:.3f}, {line['sessions']} sessions, "
-        f"{line['tokens']} tokens, staleness {line['staleness_mean']:.2f}, "
-        f"version {line['version']}"
-    )
-
-
 def without_counts(stats: Mapping[str, float]) -> dict[str, float]:
     """Return statistics without the numbers of values behind them."""
     return {name: value for name, value in stats.items() if not name.endswith("__count")}

@@ -94,12 +94,11 @@ def save_pretrained(
     folder: Path,
     *,
     dtype: torch.dtype | None = None,
-    shard_bytes: int = _BUCKET,
 ) -> None:
     """Write model (safetensors), configuration and tokenizer for ``AutoModelForCausalLM``.
 
-    Weights beyond ``shard_bytes`` go to several files with an index, so that no more than these
-    bytes are in memory beside the model.
+    Weights beyond ``_BUCKET`` bytes go to several files with an index, so that no more than these
+    are in memory beside the model.
     """
     policy.model.config.save_pretrained(folder)
     generation = getattr(policy.model, "generation_config", None)
@@ -109,7 +108,7 @@ def save_pretrained(
     path = folder / "config.json"
     config = json.loads(path.read_text(encoding="utf-8"))
     config["architectures"] = [type(policy.model).__name__]
-    config["dtype"] = str(_save_weights(policy, folder, dtype, shard_bytes)).removeprefix("torch.")
+    config["dtype"] = str(_save_weights(policy, folder, dtype)).removeprefix("torch.")
     path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
     if isinstance(tokenizer, str | Path):
         _copy_tokenizer(Path(tokenizer), folder)
@@ -117,13 +116,11 @@ def save_pretrained(
         tokenizer.save_pretrained(folder)
 
 
-def _save_weights(
-    policy: Policy, folder: Path, dtype: torch.dtype | None, shard_bytes: int
-) -> torch.dtype:
+def _save_weights(policy: Policy, folder: Path, dtype: torch.dtype | None) -> torch.dtype:
     """Write all buckets; return the type of the first floating-point tensor."""
     files: list[list[str]] = []
     total, kind = 0, dtype
-    for bucket in policy.buckets(shard_bytes, dtype):
+    for bucket in policy.buckets(_BUCKET, dtype):
         tensors = {name: tensor.cpu() for name, tensor in bucket}
         save_file(tensors, folder / f"{len(files)}.part", metadata={"format": "pt"})
         files.append(list(tensors))

@@ -23,7 +23,6 @@ from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.grouped import own_copy
 from any_agent.workflow.tensors import (
     concat_padded_tensors,
-    padded,
     rows_in,
     rows_of,
     tensors_of,
@@ -367,7 +366,7 @@ class EpisodeScheduler:
             stream.on_rejected(job.position, reason)
         with self._queue.changed:
             if stream is None:
-                self._queue.done[job.position] = job.tensors
+                self._queue.done.add(job.position)
             else:
                 stream.running_jobs -= 1
                 if job.results:
@@ -402,13 +401,10 @@ class EpisodeScheduler:
 
     def _judge(self, job: EpisodeJob) -> str | None:
         members, stream = job.members(), job.stream
-        if stream is None or not stream.sessions:
-            job.tensors = concat_padded_tensors(members)
-        if job.accept is not None:
-            tensors = job.tensors or padded([row for one in members for row in _rows(one)])
-            if not job.accept(tensors):
-                return "not_accepted"
-        return stream.reject(members) if stream is not None and stream.reject is not None else None
+        if stream is not None and stream.sessions:
+            return stream.reject(members) if stream.reject is not None else None
+        job.tensors = concat_padded_tensors(members)
+        return "not_accepted" if job.accept is not None and not job.accept(job.tensors) else None
 
 
 def nothing_left(jobs: Sequence[EpisodeJob], what: str) -> RolloutError:

@@ -66,9 +66,7 @@ class FailureBudget:
         )
 
     def next_delay(self) -> float:
-        """Return the seconds to wait before the next episode; 0 without a reason to wait."""
-        if not self.transient:
-            return 0.0
+        """Return the seconds to wait before the next episode, while failures are transient."""
         self._tries += 1
         return float(min(_MAX_DELAY, _MIN_DELAY * 2 ** (self._tries - 1)))
 

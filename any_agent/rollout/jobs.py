@@ -129,8 +129,8 @@ class JobQueue(ResultQueue):
         super().__init__("the executor")
         self.jobs: dict[int, EpisodeJob] = {}
         """Jobs whose result was not returned yet, by number, in the order of their submission."""
-        self.done: dict[int, TensorDict | None] = {}
-        """Results of the jobs that have ended; None for rejected ones."""
+        self.done: set[int] = set()
+        """The numbers of the jobs whose runs have ended."""
         self.paused = False
 
 

@@ -235,10 +235,10 @@ class WorkflowExecutor:
                 return None
             return [number for number in queue.jobs if number in queue.done][:count]
 
-        results = self._wait(ready, timeout, count)
-        if results is None and raise_timeout:
+        jobs = self._wait(ready, timeout, count)
+        if jobs is None and raise_timeout:
             raise TimeoutError(self._shortfall(f"{len(queue.done)} of {count} items are done"))
-        return [result for _, result in results or ()]
+        return [job.tensors for job in jobs or ()]
 
     def wait_for_task(
         self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
@@ -248,11 +248,8 @@ class WorkflowExecutor:
         Raises TimeoutError, unless ``raise_timeout`` is off; ValueError for an id that was not
         submitted, or whose result is returned to another caller.
         """
-        missing = f"task_id {task_id!r} was not submitted, or waited for already"
-        results = self._wait_for_tasks([task_id], timeout, missing)
-        if results is None and raise_timeout:
-            raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
-        return results[0][1] if results else None
+        job = self._wait_for_task(task_id, timeout, raise_timeout)
+        return job.tensors if job is not None else None
 
     def wait_for_runs(
         self, task_id: int, timeout: float | None = None
@@ -261,9 +258,7 @@ class WorkflowExecutor:
 
         Raises as :meth:`wait_for_task`.
         """
-        with self._queue.changed:
-            job = self._queue.jobs.get(task_id)
-        self.wait_for_task(task_id, timeout)
+        job = self._wait_for_task(task_id, timeout)
         assert job is not None
         return job.members(), job.lost
 
@@ -275,7 +270,8 @@ class WorkflowExecutor:
             queue.changed.notify_all()
         self._thread.call(self._scheduler.drop(jobs))
         with queue.changed:
-            ended = [job for job in jobs if queue.done.pop(job.position, None) is not None]
+            ended = [job for job in jobs if job.position in queue.done]
+            queue.done.difference_update(job.position for job in ended)
         sessions = sum(len(job.results) for job in ended if not job.is_eval)
         if sessions:
             self._thread.soon(self._scheduler.settle, sessions)
@@ -300,10 +296,10 @@ class WorkflowExecutor:
             self.submit(item, workflow, workflow_kwargs, group_size=group_size) for item in items
         ]
         missing = "another thread waited for items of this batch, or dropped them"
-        ended = self._wait_for_tasks(numbers, None, missing) or []
-        results = [result for _, result in ended if result is not None]
+        jobs = self._wait_for_tasks(numbers, None, missing) or []
+        results = [job.tensors for job in jobs if job.tensors is not None]
         if not results:
-            raise nothing_left([job for job, _ in ended], f"of {len(ended)} items")
+            raise nothing_left(jobs, f"of {len(jobs)} items")
         return results
 
     def prepare_batch(
@@ -371,7 +367,6 @@ class WorkflowExecutor:
         workflow_kwargs: Mapping[str, Any] | None = None,
         *,
         group_size: int = 1,
-        should_accept_fn: Accept | None = None,
         reject: Reject | None = None,
         on_rejected: Callable[[int, str], None] | None = None,
         timeout: float | None = None,
@@ -395,7 +390,6 @@ class WorkflowExecutor:
                     size,
                     self._config.batch_size,
                     sessions=True,
-                    accept=should_accept_fn,
                     reject=reject,
                     on_rejected=on_rejected,
                 )
@@ -441,9 +435,18 @@ class WorkflowExecutor:
         self._unsettled |= {job.group_id: len(job.results) for job in jobs}
         return jobs
 
+    def _wait_for_task(
+        self, task_id: int, timeout: float | None, raise_timeout: bool = True
+    ) -> EpisodeJob | None:
+        missing = f"task_id {task_id!r} was not submitted, or waited for already"
+        jobs = self._wait_for_tasks([task_id], timeout, missing)
+        if jobs is None and raise_timeout:
+            raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
+        return jobs[0] if jobs else None
+
     def _wait_for_tasks(
         self, ids: list[int], timeout: float | None, missing: str
-    ) -> list[tuple[EpisodeJob, TensorDict | None]] | None:
+    ) -> list[EpisodeJob] | None:
         """Wait for all of these jobs; raise ValueError(missing) if one is not in the queue."""
         queue, left = self._queue, set(ids)
 
@@ -461,7 +464,7 @@ class WorkflowExecutor:
 
     def _wait(
         self, ready: Callable[[], list[int] | None], timeout: float | None, count: int
-    ) -> list[tuple[EpisodeJob, TensorDict | None]] | None:
+    ) -> list[EpisodeJob] | None:
         """Wait for the submitted jobs whose numbers ``ready`` returns; None after the time-out.
 
         They are among the ``count`` jobs that were submitted first: as many may begin, because
@@ -473,20 +476,21 @@ class WorkflowExecutor:
             ready()
             wanted = sum(job.size for job in islice(queue.jobs.values(), count))
 
-        def pop_ready() -> list[tuple[EpisodeJob, TensorDict | None]] | None:
+        def pop_ready() -> list[EpisodeJob] | None:
             numbers = ready()
             if numbers is None:
                 return None
             # Another thread that waits for the same jobs must see that they are removed.
             queue.changed.notify_all()
-            return [(queue.jobs.pop(n), queue.done.pop(n)) for n in numbers]
+            queue.done.difference_update(numbers)
+            return [queue.jobs.pop(number) for number in numbers]
 
         self._thread.soon(self._scheduler.begin_wait, wanted)
         returned = 0
         try:
-            results = queue.wait_for(pop_ready, timeout, self._blocked)
-            returned = sum(len(job.results) for job, _ in results or () if not job.is_eval)
-            return results
+            jobs = queue.wait_for(pop_ready, timeout, self._blocked)
+            returned = sum(len(job.results) for job in jobs or () if not job.is_eval)
+            return jobs
         finally:
             self._thread.soon(self._scheduler.end_wait, wanted, returned)
 

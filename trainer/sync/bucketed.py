@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
-from typing import Any, Protocol
+from typing import Any
 
 import httpx
 
@@ -21,6 +21,7 @@ from any_agent.rollout import RankClients
 from trainer.sync import base
 from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import EngineClient
+from trainer.sync.transports import Transport
 from trainer.sync.verify import Sums, WeightVerifier, require_alike
 from trainer.weight_buckets import Bucket
 
@@ -29,22 +30,6 @@ log = logging.getLogger(__name__)
 _MAX_JOINT_TRIES = 2  # tries with all engines at once
 _REPLY_TIMEOUT = 10.0
 _PAUSE_TIMEOUT = 60.0  # seconds that a pause may take: it waits for calls that cannot be cut
-
-
-class Transport(Protocol):
-    """Carries buckets to engines; its coroutines run on the event loop of the ranks' clients."""
-
-    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
-        """Prepare to send to these engines; ``cuda``: the tensors are on a GPU."""
-
-    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
-        """Send one bucket to all engines at once; if one fails, all have failed.
-
-        ``name`` is the engines' name for their weights from then on.
-        """
-
-    def drop(self) -> None:
-        """Drop the connections after a failure."""
 
 
 class BucketSync(WeightSync):

@@ -33,7 +33,24 @@ log = logging.getLogger(__name__)
 _GROUP = "any-agent"  # A fixed name, so that a trainer can end an earlier trainer's group
 
 
-class GroupTransport:
+class Transport:
+    """Carries buckets to engines; its coroutines run on the event loop of the ranks' clients."""
+
+    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
+        """Prepare to send to these engines; ``cuda``: the tensors are on a GPU."""
+
+    async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
+        """Send one bucket to all engines at once; if one fails, all have failed.
+
+        ``name`` is the engines' name for their weights from then on.
+        """
+        raise NotImplementedError
+
+    def drop(self) -> None:
+        """Drop the connections, if there are any, after a failure."""
+
+
+class GroupTransport(Transport):
     """One process group, for as long as the same engines live and none fails.
 
     It uses NCCL between GPUs, gloo otherwise and where NCCL fails before it has worked once.
@@ -186,11 +203,8 @@ async def _all_or_none(*work: Any) -> list[Any]:
         raise
 
 
-class TensorTransport:
-    """Sends each engine its own HTTP request."""
-
-    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
-        """Do nothing: requests need no preparation."""
+class TensorTransport(Transport):
+    """Sends each engine its own HTTP request, without a connection to prepare."""
 
     async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
         async def post(engine: EngineClient) -> None:
@@ -203,9 +217,6 @@ class TensorTransport:
         for result in results:
             if isinstance(result, BaseException):
                 raise result
-
-    def drop(self) -> None:
-        """Do nothing: there is no connection."""
 
 
 def _body(engine: EngineClient, bucket: Bucket) -> dict[str, Any]:
