@@ -152,11 +152,6 @@ def _write_manifest(folder: Path) -> None:
     manifest.write_text(text, encoding="utf-8")
 
 
-def _named_parameters(policy: Policy) -> list[tuple[str, Tensor]]:
-    """Return the trained parameters in the optimizer's order."""
-    return [(name, p) for name, p in policy.model.named_parameters() if p.requires_grad]
-
-
 def _save_optimizer(policy: Policy, folder: Path) -> None:
     from trainer.sharded_optimizer import moments, save_shard
 
@@ -177,7 +172,8 @@ def _restore_optimizer(policy: Policy, folder: Path, groups: list[dict[str, Any]
 
     plain = folder / "optimizer.safetensors"
     shares = folder / "optimizer"
-    parameters = dict(_named_parameters(policy))
+    # In the optimizer's order.
+    parameters = {name: p for name, p in policy.model.named_parameters() if p.requires_grad}
     divided: dict[str, Tensor] = {}
     alike: dict[str, Tensor] = {}
     with safe_open(plain, framework="pt") as file:

@@ -17,7 +17,7 @@ from any_agent import stats_tracker
 from any_agent.config import EvalConfig
 from any_agent.data import RowDataset
 from any_agent.launcher.training_progress import format_evaluation, records_in
-from any_agent.rewards.score_statistics import Estimate, estimate
+from any_agent.rewards.score_statistics import estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.atomic_files import append_line
 from any_agent.workflow import WorkflowLike
@@ -39,39 +39,22 @@ class EvaluationFigures:
     failed: Counter[str] = field(default_factory=Counter)
     """Runs without a score, by reason."""
 
-    @property
-    def reward(self) -> float | None:
-        """The mean over items of the mean over an item's runs; None if all runs failed."""
-        found = self._estimate()
-        return found.mean if found is not None else None
-
-    @property
-    def ci95(self) -> tuple[float, float] | None:
-        """The reward's 95 % confidence interval over other items of the same kind.
-
-        It is Student's interval of the mean over items, because the runs of one item are no
-        independent draws; None for fewer than two items.
-        """
-        found = self._estimate()
-        return found.interval if found is not None else None
-
-    @property
-    def best(self) -> float | None:
-        """The mean over items of their best run; with k runs and rewards of 0 and 1: pass@k."""
-        best = [max(scores) for scores in self.scores if scores]
-        return float(np.mean(best)) if best else None
-
-    def _estimate(self) -> Estimate | None:
-        return estimate([float(np.mean(scores)) for scores in self.scores if scores])
-
     def line(self) -> dict[str, Any]:
-        """Return the figures as `metrics.jsonl` has them."""
+        """Return the figures as `metrics.jsonl` has them.
+
+        The reward is the mean over items of the mean over an item's runs, `best` that over items of
+        their best run (with k runs and rewards of 0 and 1: pass@k). The 95 % confidence interval is
+        Student's, of the mean over items, because the runs of one item are no independent draws.
+        Without a score they are None, the interval also for a single item.
+        """
+        scored = [scores for scores in self.scores if scores]
+        found = estimate([float(np.mean(scores)) for scores in scored])
         return {
-            "reward": self.reward,
-            "ci95": self.ci95,
-            "best": self.best,
-            "items": sum(1 for scores in self.scores if scores),
-            "episodes": sum(map(len, self.scores)),
+            "reward": found.mean if found is not None else None,
+            "ci95": found.interval if found is not None else None,
+            "best": float(np.mean([max(scores) for scores in scored])) if scored else None,
+            "items": len(scored),
+            "episodes": sum(map(len, scored)),
             "failed": dict(self.failed),
         }
 

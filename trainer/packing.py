@@ -96,21 +96,17 @@ def with_training_signal(row: Row, *, advantage: float, temperature: float) -> R
     }
 
 
-def concat_padded_tensors(tensors: Sequence[Row | Batch]) -> Batch:
-    """Put interactions ([seq_len]) or batches ([batch, seq_len]) into one batch, padded right.
+def concat_padded_tensors(rows: Sequence[Row]) -> Batch:
+    """Put interactions ([seq_len]) into one batch ([batch, seq_len]), padded right.
 
     Padding is 0, and -1 for ``versions``. Scalars become [batch]. Raises ValueError if nothing is
     given or if the keys differ.
     """
-    if not tensors:
+    if not rows:
         raise ValueError("nothing to concatenate")
-    return tensors_of_workflows.concat_padded_tensors([_as_batch(t) for t in tensors])
-
-
-def _as_batch(tensors: Row | Batch) -> Batch:
-    if tensors["input_ids"].ndim == 2:
-        return tensors
-    return {key: tensor.unsqueeze(0) for key, tensor in tensors.items()}
+    return tensors_of_workflows.concat_padded_tensors(
+        [{key: tensor.unsqueeze(0) for key, tensor in row.items()} for row in rows]
+    )
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:

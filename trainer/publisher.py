@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
+from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, StaleOwner
-from any_agent.protocol.training import RunInfo
 from any_agent.rollout import LeaseExecutor
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
 from trainer.policy import Policy
@@ -22,6 +22,7 @@ from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.weight_folders import holds_weights, prune, publish_to_disk
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 TIMEOUT = 120.0  # seconds that the trainer waits for a proxy to restart
 _ANNOUNCE_TIMEOUT = 5.0  # seconds that a rank may take to accept the announcement of a checkpoint
@@ -122,13 +123,11 @@ class Publisher:
         Ranks that already serve it are left alone: their calls under way are not interrupted.
         ``fresh``: the policy is the configured model itself, as the engines load it.
         """
-        versions = self._served_versions()
+        versions = [info.version for info in _each(self._executor, lambda rank: rank.run_info())]
         self.versions.at_least(max(versions))
         if len(set(versions)) == 1 and self._holds(policy, tokenizer, versions[0], fresh=fresh):
             # One may be paused, if an earlier trainer died in the middle of an update.
-            ranks = self._executor.ranks
-            resume = ranks.all(lambda rank: ranks.clients[rank].resume())
-            self._executor.call(resume, timeout=2 * TIMEOUT)
+            _each(self._executor, lambda rank: rank.resume())
         else:
             self.publish(policy, tokenizer)
 
@@ -175,13 +174,11 @@ class Publisher:
         self._sync_of(policy)
         return True
 
-    def _served_versions(self) -> list[int]:
-        ranks = self._executor.ranks
 
-        async def ask() -> list[RunInfo]:
-            return await ranks.all(lambda rank: ranks.clients[rank].run_info())
-
-        return [info.version for info in self._executor.call(ask(), timeout=2 * TIMEOUT)]
+def _each(executor: LeaseExecutor, call: Callable[[RLClient], Awaitable[T]]) -> list[T]:
+    """Call every rank at once, and wait for all of them."""
+    ranks = executor.ranks
+    return executor.call(ranks.all(lambda rank: call(ranks.clients[rank])), timeout=2 * TIMEOUT)
 
 
 class RunStatus(NamedTuple):
@@ -200,11 +197,7 @@ def announce(executor: LeaseExecutor, state: TrainingState, status: RunStatus) -
     A rank that misses that training continues, or has ended, rejects agents or lets them wait,
     wrongly.
     """
-    ranks = executor.ranks
-    executor.call(
-        ranks.all(lambda rank: ranks.clients[rank].set_run(state, **status._asdict())),
-        timeout=2 * TIMEOUT,
-    )
+    _each(executor, lambda rank: rank.set_run(state, **status._asdict()))
 
 
 def announce_best_effort(executor: LeaseExecutor, status: RunStatus) -> None:

@@ -55,7 +55,9 @@ def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, off
     # Memory that is moved to a GPU and back must be pinned.
     pinned = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    for module in [*_layers(whole.model), whole]:
+    kinds = set(whole.model._no_split_modules or ())
+    layers = [module for module in whole.model.modules() if type(module).__name__ in kinds]
+    for module in [*layers, whole]:
         fully_shard(module, mesh=world.mesh, mp_policy=mixed, offload_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
@@ -87,8 +89,3 @@ def summed(stats: LossStats, world: World) -> LossStats:
     out = LossStats(**dict(zip(names, values.tolist(), strict=True)))
     out.tokens = round(out.tokens)
     return out
-
-
-def _layers(model: Any) -> list[nn.Module]:
-    kinds = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]

@@ -110,10 +110,11 @@ def test_means_and_what_has_none(tmp_path: Path) -> None:
 
 def test_runs_of_one_item_are_no_independent_draws() -> None:
     figures = EvaluationFigures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
-    assert figures.reward == pytest.approx((0.5 + 1 + 0.5) / 3)
-    assert figures.best == pytest.approx((1 + 1 + 0.5) / 3)
-    assert EvaluationFigures([[1.0], []]).ci95 is None
-    assert (EvaluationFigures().reward, EvaluationFigures().best) == (None, None)
+    assert figures.line()["reward"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert figures.line()["best"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert EvaluationFigures([[1.0], []]).line()["ci95"] is None
+    nothing = EvaluationFigures().line()
+    assert (nothing["reward"], nothing["best"]) == (None, None)
 
 
 def test_the_score_of_a_run_is_that_of_training() -> None:

@@ -77,16 +77,6 @@ def test_padding_values_and_types() -> None:
     assert types == {k: t.dtype for k, t in row([1], [0]).items()}
 
 
-def test_batches_concatenate_as_rows_do() -> None:
-    rows = random_rows(0)
-    whole = concat_padded_tensors(rows)
-    parts = concat_padded_tensors(
-        [concat_padded_tensors(rows[:2]), concat_padded_tensors(rows[2:])]
-    )
-    assert whole.keys() == parts.keys()
-    assert all(torch.equal(whole[k], parts[k]) for k in whole)
-
-
 def test_what_cannot_be_concatenated() -> None:
     with pytest.raises(ValueError, match="nothing"):
         concat_padded_tensors([])
