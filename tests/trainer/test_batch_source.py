@@ -177,7 +177,7 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     lab = DataLab(config, items=5)
     lab.trainer._say = said.append
     evaluated: list[tuple[int, bool]] = []
-    lab.trainer._evaluate = lambda step, last: evaluated.append((step, last))
+    lab.trainer.evaluate = lambda step, last: evaluated.append((step, last))
     assert lab.trainer.train()
     # The fifth item alone is no whole batch, and is trained on all the same.
     assert [line["sessions"] for line in lab.metrics] == [4, 4, 2]
