@@ -24,20 +24,17 @@ GROUP = "data-"  # the prefix of a sampled group's id; its item's position follo
 class BatchSource:
     """A source of batches over an executor; the loop's thread calls all but :meth:`interrupt`."""
 
-    def __init__(self, executor: LeaseExecutor | WorkflowExecutor) -> None:
-        self.executor: Any = executor
+    executor: LeaseExecutor | WorkflowExecutor
 
     @property
     def rejected(self) -> Mapping[str, int]:
         """The numbers of sessions that were rejected before they came into a batch, by reason."""
-        found: Mapping[str, int] = self.executor.rejected
-        return found
+        return self.executor.rejected
 
     @property
     def capacity(self) -> Capacity | None:
         """The numbers of sessions that run and that may run, if they are known."""
-        found: Capacity | None = self.executor.capacity
-        return found
+        return self.executor.capacity
 
     @property
     def epoch(self) -> float | None:
@@ -88,7 +85,7 @@ class LeasedBatches(BatchSource):
     """Sessions of external agents, leased from the ranks. The loop owns the executor."""
 
     def __init__(self, executor: LeaseExecutor) -> None:
-        super().__init__(executor)
+        self.executor: LeaseExecutor = executor
         self._dataset: Mapping[str, Any] | None = None
         """The state of a dataset that the trial was trained on before, and may be again."""
 
@@ -134,7 +131,7 @@ class DatasetBatches(BatchSource):
         self._workflow = workflow
         self._accept = accept
         self._zero_variance = ZeroVarianceGroups(config.train)
-        super().__init__(executor)
+        self.executor: WorkflowExecutor = executor
         self.started = False
         self._positions = DatasetCursor(
             len(self._dataset),

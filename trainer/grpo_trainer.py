@@ -24,7 +24,7 @@ from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
 from any_agent.workflow import RolloutWorkflow, WorkflowLike, resolve_workflow
 from any_agent.workflow.resolve import require_workflow
-from trainer.batch_source import DatasetBatches, LeasedBatches
+from trainer.batch_source import DatasetBatches
 from trainer.command_channel import Leader
 from trainer.evaluation import TrialEvaluation
 from trainer.from_config import (
@@ -262,7 +262,7 @@ class GRPOTrainer:
             source = DatasetBatches(self.config, dataset, workflow, accept, self._make_executor())
         loop = TrainingLoop(
             self.config,
-            make_source=LeasedBatches if source is None else lambda _: source,
+            source=source,
             say=self._say,
             leader=self._leader,
         )

@@ -56,7 +56,7 @@ _ZERO_VARIANCE_NOTICE = 8
 class TrainingLoop:
     """Trains the policy of one run, whose service is running.
 
-    ``make_source`` gets the executor of the ranks; by default external agents are trained on.
+    ``source`` is by default that of external agents, whose sessions the ranks have.
     ``say`` gets the lines for the console. ``leader`` commands the processes that train with this
     one.
     """
@@ -65,7 +65,7 @@ class TrainingLoop:
         self,
         config: Config,
         *,
-        make_source: Callable[[LeaseExecutor], BatchSource] = LeasedBatches,
+        source: BatchSource | None = None,
         say: Callable[[str], None] = log.info,
         leader: Leader | None = None,
     ) -> None:
@@ -92,7 +92,7 @@ class TrainingLoop:
             consumed=self._consumed,
             reject=self._zero_variance.reject_reason,
         )
-        self._source = make_source(self._executor)
+        self._source = source or LeasedBatches(self._executor)
         self.metrics = TrainerMetrics(lambda: self._source.rejected)
         self._publisher = Publisher(config, self.dir, self._executor, self._source.updating)
         self._manifests = ManifestStore(self.dir.manifests)
@@ -254,9 +254,7 @@ class TrainingLoop:
         if not batch.rows:
             return None
         try:
-            result = self.policy.train(
-                batch.rows, self.config.train.micro_batch_tokens, self._loss, entropy=True
-            )
+            result = self.policy.train(batch.rows, self.config.train.micro_batch_tokens, self._loss)
         except FloatingPointError as error:
             # No step was made, so a restart must repeat none.
             self._manifests.remove(taken.step)

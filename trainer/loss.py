@@ -49,7 +49,7 @@ class LossConfig:
 class LossStats:
     """Sums over trained tokens, so that micro-batches and ranks add up exactly.
 
-    :meth:`means` gives the means. ``entropy`` is nan where it was not requested.
+    :meth:`means` gives the means. ``entropy`` is nan where the loss was given none.
     """
 
     tokens: int = 0
@@ -186,10 +186,9 @@ def logprobs_of(
     ids: Tensor,
     tokens: TrainedTokens,
     temperatures: Tensor,
-    entropy: bool,
     head_chunk: int,
-) -> tuple[Tensor, Tensor | None]:
-    """Return ``log_softmax(logits / T)`` [n] of the trained tokens and, if wanted, the entropies.
+) -> tuple[Tensor, Tensor]:
+    """Return ``log_softmax(logits / T)`` [n] of the trained tokens, and the entropies.
 
     ``ids`` is int64 [batch, seq_len], padded on the right; ``temperatures`` [n]. The head runs on
     ``head_chunk`` tokens at a time, and again in the backward pass.
@@ -202,7 +201,7 @@ def logprobs_of(
     logprobs, entropies = [], []
     parts = (selected, tokens.labels, temperatures)
     for h, labels, t in zip(*(torch.split(part, head_chunk) for part in parts), strict=True):
-        arguments = (h, head.weight, getattr(head, "bias", None), labels, t, entropy)
+        arguments = (h, head.weight, getattr(head, "bias", None), labels, t)
         if torch.is_grad_enabled():
             lp, ent = checkpoint(
                 _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -213,8 +212,8 @@ def logprobs_of(
         entropies.append(ent)
     if not len(tokens):
         empty = selected.new_zeros(0)
-        return empty, empty if entropy else None
-    return torch.cat(logprobs), torch.cat(entropies) if entropy else None
+        return empty, empty
+    return torch.cat(logprobs), torch.cat(entropies)
 
 
 def _label_logprobs(
@@ -223,16 +222,13 @@ def _label_logprobs(
     bias: Tensor | None,
     labels: Tensor,
     temperatures: Tensor,
-    entropy: bool,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor]:
     """Return one chunk's log-softmax(logits / T) [n] of the labels, and the entropies."""
     logits = functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits / temperatures.to(logits.dtype)[:, None]
     normaliser = logits.logsumexp(-1)
     logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
-    if not entropy:
-        return logprobs, None
     with torch.no_grad():
         entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
     return logprobs, entropies

@@ -66,7 +66,7 @@ class TokenLogprobs:
 
     tokens: TrainedTokens
     logprobs: Tensor
-    entropies: Tensor | None
+    entropies: Tensor
     """The entropies, without gradient."""
 
 
@@ -177,10 +177,8 @@ class Policy:
         stored = stored_tensors(self.model)
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
 
-    def token_logprobs(
-        self, batch: Batch, temperature: float | Tensor = 1.0, *, entropy: bool = False
-    ) -> TokenLogprobs:
-        """Return ``log_softmax(logits / T)`` of every trained token and, if wanted, the entropies.
+    def token_logprobs(self, batch: Batch, temperature: float | Tensor = 1.0) -> TokenLogprobs:
+        """Return ``log_softmax(logits / T)`` of every trained token, and the entropies.
 
         ``temperature`` is one for all or [batch]. The head runs only where the next token is
         trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
@@ -195,7 +193,7 @@ class Policy:
             raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
         temperatures = tokens.spread(per_row)
         logprobs, entropies = self._within(
-            logprobs_of, ids, tokens, temperatures, entropy, self.config.head_chunk
+            logprobs_of, ids, tokens, temperatures, self.config.head_chunk
         )
         return TokenLogprobs(tokens, logprobs, entropies)
 
@@ -208,12 +206,7 @@ class Policy:
         return out
 
     def train(
-        self,
-        rows: Sequence[Row],
-        token_budget: int,
-        config: LossConfig | None = None,
-        *,
-        entropy: bool = False,
+        self, rows: Sequence[Row], token_budget: int, config: LossConfig | None = None
     ) -> StepResult:
         """Make one optimizer step on these rows, on all processes: see :meth:`step`.
 
@@ -223,7 +216,7 @@ class Policy:
         if self.leader is None or not total:
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            return self.step(micro_batches(rows, token_budget), total, config, entropy=entropy)
+            return self.step(micro_batches(rows, token_budget), total, config)
         parts = balanced(rows, self.leader.world.size)
         count = max(len(micro_batches(part, token_budget)) for part in parts)
         command = {
@@ -232,25 +225,19 @@ class Policy:
             "budget": token_budget,
             "tokens": total,
             "loss": asdict(config or LossConfig()),
-            "entropy": entropy,
         }
         found: list[str] = []
         try:
             with self.leader.run(command, parts) as found:
                 batches = batches_of(parts[0], token_budget, count)
-                return self.step(batches, total, config, entropy=entropy)
+                return self.step(batches, total, config)
         except GradientNotFinite:
             if found:
                 raise FloatingPointError(found[0]) from None
             raise
 
     def step(
-        self,
-        batches: Sequence[Batch],
-        total_tokens: int,
-        config: LossConfig | None = None,
-        *,
-        entropy: bool = False,
+        self, batches: Sequence[Batch], total_tokens: int, config: LossConfig | None = None
     ) -> StepResult:
         """Make one optimizer step over all micro-batches: accumulate, clip, update.
 
@@ -268,7 +255,7 @@ class Policy:
             raise ValueError("there is nothing to train on")
         self.optimizer.zero_grad(set_to_none=True)
         try:
-            stats = self.accumulate(batches, total_tokens, config or LossConfig(), entropy=entropy)
+            stats = self.accumulate(batches, total_tokens, config or LossConfig())
             norm = float(
                 whole_tensor(
                     nn.utils.clip_grad_norm_(
@@ -289,27 +276,22 @@ class Policy:
         return StepResult(stats, norm)
 
     def accumulate(
-        self,
-        batches: Sequence[Batch],
-        total_tokens: int,
-        config: LossConfig,
-        *,
-        entropy: bool = False,
+        self, batches: Sequence[Batch], total_tokens: int, config: LossConfig
     ) -> LossStats:
         """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
         for k, batch in enumerate(batches):
-            loss, part = self._loss(k, batch, total_tokens, config, entropy)
+            loss, part = self._loss(k, batch, total_tokens, config)
             loss.backward()  # type: ignore[no-untyped-call]
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 
     def _loss(
-        self, k: int, batch: Batch, total_tokens: int, config: LossConfig, entropy: bool
+        self, k: int, batch: Batch, total_tokens: int, config: LossConfig
     ) -> tuple[Tensor, LossStats]:
         batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
-        now = self.token_logprobs(batch, batch["temperatures"], entropy=entropy)
+        now = self.token_logprobs(batch, batch["temperatures"])
         if "logprobs" not in batch:
             # An idle batch takes part in the collective operations, and adds nothing.
             return 0.0 * now.logprobs.sum(), LossStats()

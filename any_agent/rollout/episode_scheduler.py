@@ -83,7 +83,7 @@ class EpisodeRunner:
     async def _run(self, job: EpisodeJob) -> Any:
         sampling = (job.is_eval and self.eval_sampling) or self.sampling
         here = context.WorkflowContext(
-            task_id=job.task_id,
+            task_id=job.position,
             is_eval=job.is_eval,
             version=self.version(),
             temperature=sampling.temperature if sampling is not None else None,
@@ -314,7 +314,7 @@ class EpisodeScheduler:
         task = asyncio.current_task()
         assert task is not None
         self._runs.pop(task)
-        self._count(outcome, job, f"task {job.task_id}, run {k}", number)
+        self._count(outcome, job, f"task {job.position}, run {k}", number)
         if outcome.reason is None:
             job.results[k] = outcome.result
         else:
@@ -324,7 +324,7 @@ class EpisodeScheduler:
         if job.left == 0:
             if self._dump is not None and job.results:
                 rows = [row for one in job.members() for row in _rows(one)]
-                await self._dump.write(rows, task_id=job.task_id, is_eval=job.is_eval)
+                await self._dump.write(rows, task_id=job.position, is_eval=job.is_eval)
             self._finish(job)
         self.admit()
 
@@ -392,7 +392,7 @@ class EpisodeScheduler:
             return "unusable"
         except Exception as error:
             job.error = job.error or error
-            end = self._unusable.failed(number, error, f"task {job.task_id}")
+            end = self._unusable.failed(number, error, f"task {job.position}")
             if end is not None:
                 self._queue.fail(end)
             return "unusable"

@@ -65,7 +65,7 @@ class JobStream:
         self.running_jobs += 1
         position, data = self.waiting.popleft()
         workflow, size = self.workflow, self.group_size
-        return EpisodeJob(position, position, data, workflow, size, accept=self.accept, stream=self)
+        return EpisodeJob(position, data, workflow, size, accept=self.accept, stream=self)
 
     def ended(self) -> bool:
         """Return True if no further result will come."""
@@ -93,7 +93,7 @@ class EpisodeJob:
     """One item, on which the workflow runs ``size`` times."""
 
     position: int
-    task_id: int | str
+    """The number of the item, which is the id of its task."""
     data: dict[str, Any]
     workflow: RolloutWorkflow
     size: int

@@ -206,9 +206,8 @@ class WorkflowExecutor:
                 number = next(self._numbers)
             if number in jobs:
                 raise ValueError(f"task_id {number} is in use")
-            job = jobs[number] = EpisodeJob(
-                number, number, data, resolved, size, is_eval, should_accept_fn
-            )
+            job = EpisodeJob(number, data, resolved, size, is_eval, should_accept_fn)
+            jobs[number] = job
         self._thread.soon(self._scheduler.submit, job)
         return number
 

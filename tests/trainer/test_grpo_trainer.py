@@ -62,7 +62,7 @@ class FakeLoop:
         self.metrics = SimpleNamespace(record_evaluation=None)
         self.evaluate = self.heartbeat = nullcontext
         self.ended = threading.Event()
-        self.source = settings["make_source"]
+        self.source = settings["source"]
         FakeLoop.made = self
 
     def train(self) -> bool:

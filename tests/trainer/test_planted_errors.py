@@ -63,15 +63,15 @@ def mask_shifted(batch: Batch) -> TrainedTokens:
 
 
 def no_temperature(
-    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor, entropy: bool
+    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return original_label_logprobs(h, w, b, labels, torch.ones_like(t), entropy)
+    return original_label_logprobs(h, w, b, labels, torch.ones_like(t))
 
 
 def one_temperature_for_all(
-    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor, entropy: bool
+    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return original_label_logprobs(h, w, b, labels, t.mean().expand_as(t), entropy)
+    return original_label_logprobs(h, w, b, labels, t.mean().expand_as(t))
 
 
 def over_turns(group: Sequence[SessionRewards]) -> list[float]:

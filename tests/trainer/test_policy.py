@@ -107,13 +107,12 @@ def test_padding_changes_nothing(policy: Policy) -> None:
 def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
     batch = concat_padded_tensors(random_rows(6))
     with torch.no_grad():
-        got = policy.token_logprobs(batch, batch["temperatures"], entropy=True)
+        got = policy.token_logprobs(batch, batch["temperatures"])
         logits = policy.model(input_ids=batch["input_ids"].long()).logits
     table = torch.log_softmax(logits / batch["temperatures"].double()[:, None, None], -1)
     tokens = trained_tokens(batch)
     expected = table[tokens.rows, tokens.positions - 1]
     torch.testing.assert_close(got.logprobs, expected.gather(-1, tokens.labels[:, None])[:, 0])
-    assert got.entropies is not None
     torch.testing.assert_close(got.entropies, -(expected.exp() * expected).sum(-1))
 
 
@@ -202,7 +201,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
         return float((now.logprobs * now.tokens.spread(batches[0]["advantages"])).sum())
 
     before = objective()
-    result = policy.step(batches, count_trained(rows), entropy=True)
+    result = policy.step(batches, count_trained(rows))
     assert objective() > before
     means = result.stats.means()
     assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0

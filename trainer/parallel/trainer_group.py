@@ -132,7 +132,6 @@ class Follower:
             batches_of(self._channel.receive_rows(), command["budget"], command["batches"]),
             command["tokens"],
             LossConfig(**command["loss"]),
-            entropy=command["entropy"],
         )
 
     def _save(self, folder: Path) -> None:

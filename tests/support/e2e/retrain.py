@@ -54,7 +54,6 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
         micro_batches(batch.rows, config.train.micro_batch_tokens),
         count_trained(batch.rows),
         loss_config(config.train),
-        entropy=True,
     )
 
 
