@@ -40,7 +40,7 @@ from trainer.from_config import loss_config, policy_config, seed_all, set_optimi
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics import TrainerMetrics, last_reported, step_line
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.parallel.trainer_group import load_policy, resume_policy
+from trainer.parallel.trainer_group import load_policy
 from trainer.policy import Policy, StepResult
 from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
 from trainer.weight_folders import tokenizer_of
@@ -383,11 +383,13 @@ class TrainingLoop:
         self._reported = last_reported(self.dir.metrics)
         settings = policy_config(c)
         latest = latest_checkpoint(self.dir.checkpoints)
+        source = latest or self.config.model.path
+        self.policy, state = load_policy(
+            source, settings, self._leader, checkpoint=latest is not None
+        )
         if latest is None:
-            self.policy = load_policy(self.config.model.path, settings, self._leader)
             self._tokenizer = tokenizer_of(self.config.model.path)
             return
-        self.policy, state = resume_policy(latest, settings, self._leader)
         self._tokenizer = latest
         set_optimizer(self.policy, c)
         self._saved_step = self.policy.steps

@@ -22,26 +22,27 @@ from trainer.world import World, follows, join, leave, require_processes, starte
 log = logging.getLogger(__name__)
 
 
-def load_policy(source: str | Path, settings: PolicyConfig, leader: Leader | None) -> Policy:
-    """Run :meth:`Policy.load` on all processes that ``leader`` commands; each gets its share."""
-    if leader is None:
-        return Policy.load(source, settings)
-    with leader.run({"do": "load", "source": str(source), "checkpoint": False}):
-        policy = Policy.load(source, settings, leader.world)
-    policy.leader = leader
-    return policy
-
-
-def resume_policy(
-    path: Path, settings: PolicyConfig, leader: Leader | None
+def load_policy(
+    source: str | Path, settings: PolicyConfig, leader: Leader | None, *, checkpoint: bool
 ) -> tuple[Policy, dict[str, Any]]:
-    """Run :func:`trainer.checkpoint.load_checkpoint` on all processes, as :func:`load_policy`."""
+    """Load a model, or a checkpoint and its state, on all processes that ``leader`` commands.
+
+    Each gets its share; without a leader it is this process alone.
+    """
     if leader is None:
-        return load_checkpoint(path, settings)
-    with leader.run({"do": "load", "source": str(path), "checkpoint": True}):
-        policy, state = load_checkpoint(path, settings, world=leader.world)
+        return _load(source, settings, None, checkpoint)
+    with leader.run({"do": "load", "source": str(source), "checkpoint": checkpoint}):
+        policy, state = _load(source, settings, leader.world, checkpoint)
     policy.leader = leader
     return policy, state
+
+
+def _load(
+    source: str | Path, settings: PolicyConfig, world: World | None, checkpoint: bool
+) -> tuple[Policy, dict[str, Any]]:
+    if checkpoint:
+        return load_checkpoint(Path(source), settings, world=world)
+    return Policy.load(source, settings, world), {}
 
 
 def join_processes(train: TrainConfig) -> World | None:
@@ -119,13 +120,10 @@ class Follower:
 
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
-        if command["checkpoint"]:
-            self.policy, _ = load_checkpoint(
-                Path(command["source"]), self._settings, world=self._world
-            )
+        checkpoint = command["checkpoint"]
+        self.policy, _ = _load(command["source"], self._settings, self._world, checkpoint)
+        if checkpoint:
             set_optimizer(self.policy, self._train)
-        else:
-            self.policy = Policy.load(command["source"], self._settings, self._world)
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step(

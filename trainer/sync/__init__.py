@@ -17,7 +17,7 @@ from any_agent.launcher.engines import SHARED_GPUS
 from trainer.sync.base import EngineCall, NewWeights, WeightSync
 from trainer.sync.bucketed import BucketSync
 from trainer.sync.disk import DiskSync
-from trainer.sync.transports import GroupTransport, TensorTransport
+from trainer.sync.transports import GroupTransport, TensorTransport, Transport
 
 __all__ = ["EngineCall", "NewWeights", "WeightSync", "make_sync"]
 Way: TypeAlias = Literal["disk", "distributed", "tensor"]
@@ -39,16 +39,15 @@ def make_sync(
     way = way_of(config, cuda=cuda, engines=engines)
     if way == "disk":
         return DiskSync(call, load_timeout=engine.load_timeout, in_place=in_place)
-    transport = (
-        GroupTransport(timeout=engine.load_timeout) if way == "distributed" else TensorTransport()
-    )
+    transport: Transport = TensorTransport()
+    if way == "distributed":
+        transport = GroupTransport(timeout=engine.load_timeout, cuda=cuda)
     return BucketSync(
         call,
         transport,
         load_timeout=engine.load_timeout,
         dtype=config.model.dtype,
         in_place=in_place,
-        cuda=cuda,
     )
 
 

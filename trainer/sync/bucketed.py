@@ -49,14 +49,12 @@ class BucketSync(WeightSync):
         load_timeout: float,
         dtype: str,
         in_place: bool = False,
-        cuda: bool = False,
     ) -> None:
-        """``dtype`` is the type of the tensors that are sent; ``cuda``: they are on a GPU."""
+        """``dtype`` is the type of the tensors that are sent."""
         super().__init__(call, load_timeout=load_timeout, in_place=in_place)
         self.transport = transport
         self.verifier = WeightVerifier()
         self.dtype = dtype
-        self.cuda = cuda
 
     def close(self) -> None:
         self.transport.drop()
@@ -186,7 +184,7 @@ class UpdateAttempt:
     async def _connect(self) -> None:
         if self._open:
             engines = list(self._open.values())
-            await self._together(self._sync.transport.open(engines, cuda=self._sync.cuda))
+            await self._together(self._sync.transport.open(engines))
 
     # -- the weights -----------------------------------------------------------------------------
 

@@ -36,8 +36,8 @@ _GROUP = "any-agent"  # A fixed name, so that a trainer can end an earlier train
 class Transport:
     """Carries buckets to engines; its coroutines run on the event loop of the ranks' clients."""
 
-    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
-        """Prepare to send to these engines; ``cuda``: the tensors are on a GPU."""
+    async def open(self, engines: Sequence[EngineClient]) -> None:
+        """Prepare to send to these engines."""
 
     async def send(self, engines: Sequence[EngineClient], bucket: Bucket, name: str) -> None:
         """Send one bucket to all engines at once; if one fails, all have failed.
@@ -56,22 +56,24 @@ class GroupTransport(Transport):
     It uses NCCL between GPUs, gloo otherwise and where NCCL fails before it has worked once.
     """
 
-    def __init__(self, *, timeout: float) -> None:
+    def __init__(self, *, timeout: float, cuda: bool = False) -> None:
+        """``cuda``: the tensors are on a GPU."""
         self._timeout = timeout
+        self._cuda = cuda
         self._members: tuple[tuple[str, str], ...] = ()
         self._nccl: bool | None = None
         """True once NCCL has worked, False once it has failed before; None: unknown."""
         self._group: WeightGroup | None = None
         self._rendezvous: Rendezvous | None = None
 
-    async def open(self, engines: Sequence[EngineClient], *, cuda: bool) -> None:
+    async def open(self, engines: Sequence[EngineClient]) -> None:
         members = tuple(engine.identity for engine in engines)
         if self._group is not None and self._members == members:
             return
         self.drop()
         # No engine may stay in a group whose other members are gone, such as an earlier trainer's.
         await asyncio.gather(*map(_leave, engines))
-        direct = cuda and all(e.info.cuda for e in engines) and self._nccl is not False
+        direct = self._cuda and all(e.info.cuda for e in engines) and self._nccl is not False
         try:
             await self._build(engines, "nccl" if direct else "gloo")
         except AnyAgentError as error:

@@ -27,7 +27,7 @@ from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
 from trainer.loss import LossConfig
 from trainer.packing import Batch, balanced, batches_of, count_trained, micro_batches
-from trainer.parallel.trainer_group import Follower, load_policy, resume_policy
+from trainer.parallel.trainer_group import Follower, load_policy
 from trainer.policy import Policy, PolicyConfig
 from trainer.sharding import whole_tensor
 from trainer.world import World
@@ -105,7 +105,7 @@ def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
 
 def trained(leader: Leader, model: str, seeds: range, root: str) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
-    policy = load_policy(model, CONFIG, leader)
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
@@ -114,13 +114,13 @@ def trained(leader: Leader, model: str, seeds: range, root: str) -> dict[str, Te
 
 def saved_again(leader: Leader, checkpoint: str, root: str) -> dict[str, Tensor]:
     """A checkpoint loaded and written again, and what was loaded."""
-    policy, state = resume_policy(Path(checkpoint), CONFIG, leader)
+    policy, state = load_policy(checkpoint, CONFIG, leader, checkpoint=True)
     save_checkpoint(Path(root), policy, Path(checkpoint), state)
     return weights_of(policy)
 
 
 def gone_on(leader: Leader, checkpoint: str, seeds: range) -> dict[str, Tensor]:
-    policy, _ = resume_policy(Path(checkpoint), CONFIG, leader)
+    policy, _ = load_policy(checkpoint, CONFIG, leader, checkpoint=True)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     return weights_of(policy)
@@ -132,7 +132,7 @@ def weights_of(policy: Policy) -> dict[str, Tensor]:
 
 def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], list[list[str]]]:
     """Weights, the names of a few buckets that were not all asked for, and a step after that."""
-    policy = load_policy(model, CONFIG, leader)
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     some = []
     for bucket in policy.buckets(3000):
         some.append([name for name, _ in bucket])
@@ -145,7 +145,7 @@ def buckets_left_early(leader: Leader, model: str) -> tuple[dict[str, Tensor], l
 def not_finite(leader: Leader, model: str, broken: int) -> tuple[str, bool, int]:
     """What is said of a row with a behaviour that is not a number, whether nothing was changed, and
     the steps made after a good one."""
-    policy = load_policy(model, CONFIG, leader)
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     before = weights_of(policy)
     rows = random_rows(3, 6, dtype=torch.float32)
     rows[broken]["logprobs"][-1] = float("nan")
@@ -255,7 +255,7 @@ def cramped(world: World, model: str, root: str) -> tuple[str, list[int], list[i
         Cramped(world, CONFIG, TRAIN).follow()
         return None
     leader = Leader(world)
-    policy = load_policy(model, CONFIG, leader)
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
     policy.train(random_rows(0, dtype=torch.float32), 60)
     full = empty = ""
     try:

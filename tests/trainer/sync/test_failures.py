@@ -73,12 +73,12 @@ async def test_where_nccl_has_never_worked_weights_go_by_gloo(
 ) -> None:
     """As between two environments with other versions of it."""
     caplog.set_level(logging.WARNING)
-    way, engine = GroupTransport(timeout=5), Told()
-    await way.open([engine], cuda=True)
+    way, engine = GroupTransport(timeout=5, cuda=True), Told()
+    await way.open([engine])
     with pytest.raises(EngineUnavailable, match="NCCL error"):
         await way.send([engine], BUCKET, "loading-1")
     for _ in range(2):
-        await way.open([engine], cuda=True)
+        await way.open([engine])
         await way.send([engine], BUCKET, "loading-1")
     built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
     assert built == ["nccl", "gloo"]
@@ -89,13 +89,13 @@ async def test_where_nccl_has_never_worked_weights_go_by_gloo(
 async def test_nccl_that_has_worked_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     """A member that dies is no reason for another way."""
     monkeypatch.setattr(Group, "one_kind", True)
-    way, engine = GroupTransport(timeout=5), Told()
-    await way.open([engine], cuda=True)
+    way, engine = GroupTransport(timeout=5, cuda=True), Told()
+    await way.open([engine])
     await way.send([engine], BUCKET, "loading-1")
     monkeypatch.setattr(Group, "one_kind", False)
     with pytest.raises(EngineUnavailable, match="NCCL error"):
         await way.send([engine], BUCKET, "loading-1")
-    await way.open([engine], cuda=True)
+    await way.open([engine])
     built = [body["backend"] for body in engine.bodies("/init_weights_update_group")]
     assert built == ["nccl", "nccl"]
 
@@ -104,12 +104,12 @@ async def test_a_group_is_of_processes_and_ends_what_earlier_ones_left() -> None
     way, engine = GroupTransport(timeout=5), Told()
     for started in ("1", "1", "2"):
         engine.info = EngineInfo(False, True, "bfloat16", 1, started)
-        await way.open([engine], cuda=False)
+        await way.open([engine])
     # The same process keeps its group; another one at the same URL is not in it.
     wanted = ["/destroy_weights_update_group", "/init_weights_update_group"] * 2
     assert [path for path, _ in engine.posts] == wanted
     # The next trainer's, which knows nothing of this one.
-    await GroupTransport(timeout=5).open([engine], cuda=False)
+    await GroupTransport(timeout=5).open([engine])
     assert len({body["group_name"] for _, body in engine.posts}) == 1
 
 
