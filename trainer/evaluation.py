@@ -6,8 +6,7 @@ import json
 import logging
 import time
 from collections import Counter, deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,33 +29,25 @@ _SCOPE = "eval-rollout"
 _AHEAD = 1024  # items that are submitted to the executor before the first one's results are taken
 
 
-@dataclass(slots=True)
-class EvaluationFigures:
-    """The scores and failures of one evaluation."""
+def figures(scores: Sequence[Sequence[float]], failed: Counter[str]) -> dict[str, Any]:
+    """Return an evaluation's figures as `metrics.jsonl` has them.
 
-    scores: list[list[float]] = field(default_factory=list)
-    """Each item's scores, one for each run that has one."""
-    failed: Counter[str] = field(default_factory=Counter)
-    """Runs without a score, by reason."""
-
-    def line(self) -> dict[str, Any]:
-        """Return the figures as `metrics.jsonl` has them.
-
-        The reward is the mean over items of the mean over an item's runs, `best` that over items of
-        their best run (with k runs and rewards of 0 and 1: pass@k). The 95 % confidence interval is
-        Student's, of the mean over items, because the runs of one item are no independent draws.
-        Without a score they are None, the interval also for a single item.
-        """
-        scored = [scores for scores in self.scores if scores]
-        found = estimate([float(np.mean(scores)) for scores in scored])
-        return {
-            "reward": found.mean if found is not None else None,
-            "ci95": found.interval if found is not None else None,
-            "best": float(np.mean([max(scores) for scores in scored])) if scored else None,
-            "items": len(scored),
-            "episodes": sum(map(len, scored)),
-            "failed": dict(self.failed),
-        }
+    ``scores`` are each item's, one for each run that has one; ``failed`` counts the other runs by
+    reason. The reward is the mean over items of the mean over an item's runs, `best` that over
+    items of their best run (with k runs and rewards of 0 and 1: pass@k). The 95 % confidence
+    interval is Student's, of the mean over items, because the runs of one item are no independent
+    draws. Without a score they are None, the interval also for a single item.
+    """
+    scored = [each for each in scores if each]
+    found = estimate([float(np.mean(each)) for each in scored])
+    return {
+        "reward": found.mean if found is not None else None,
+        "ci95": found.interval if found is not None else None,
+        "best": float(np.mean([max(each) for each in scored])) if scored else None,
+        "items": len(scored),
+        "episodes": sum(map(len, scored)),
+        "failed": dict(failed),
+    }
 
 
 class TrialEvaluation:
@@ -119,12 +110,12 @@ class TrialEvaluation:
         started = time.monotonic()
         stats = stats_tracker.get(_SCOPE)
         stats.export(reset=True)
-        figures = self._run(executor, started + self._config.timeout)
+        found = self._run(executor, started + self._config.timeout)
         line = {
             "time": time.time(),
             "step": step,
             "version": executor.version,
-            "eval": figures.line()
+            "eval": found
             | {
                 "seconds": round(time.monotonic() - started, 3),
                 "stats": without_counts(stats.export(reset=True)),
@@ -134,8 +125,11 @@ class TrialEvaluation:
         self._report(line)
         log.info("%s", format_evaluation(line))
 
-    def _run(self, executor: WorkflowExecutor, deadline: float) -> EvaluationFigures:
-        figures, size = EvaluationFigures(), self._config.group_size
+    def _run(self, executor: WorkflowExecutor, deadline: float) -> dict[str, Any]:
+        """Run all items, and return the :func:`figures`."""
+        scores: list[list[float]] = []
+        failed: Counter[str] = Counter()
+        size = self._config.group_size
         waiting: deque[int] = deque()
         todo = iter(range(len(self._dataset)))
         try:
@@ -151,20 +145,20 @@ class TrialEvaluation:
                         )
                     )
                 if not waiting:
-                    return figures
+                    return figures(scores, failed)
                 left = max(0.0, deadline - time.monotonic())
                 runs, lost = executor.wait_for_runs(waiting[0], left)
                 waiting.popleft()
-                figures.scores.append([score(run) for run in runs])
-                figures.failed += lost
+                scores.append([score(run) for run in runs])
+                failed += lost
         except TimeoutError:
-            missing = len(self._dataset) - len(figures.scores)
-            figures.failed["timeout"] += missing * size
+            missing = len(self._dataset) - len(scores)
+            failed["timeout"] += missing * size
             log.warning(
                 "the evaluation ended after eval.timeout=%g s without %d of its %d items",
                 *(self._config.timeout, missing, len(self._dataset)),
             )
-            return figures
+            return figures(scores, failed)
         finally:
             executor.drop(waiting)
 

@@ -24,7 +24,7 @@ from tests.support.trainer.loop import config_of
 from tests.support.workflow.tensors import tensors
 from tests.support.workflow_executor import REJECT, Doing, Gated, executor, items, until
 from trainer.batch_source import DatasetBatches
-from trainer.evaluation import EvaluationFigures, TrialEvaluation, score
+from trainer.evaluation import TrialEvaluation, figures, score
 from trainer.metrics import TrainerMetrics
 
 
@@ -109,11 +109,11 @@ def test_means_and_what_has_none(tmp_path: Path) -> None:
 
 
 def test_runs_of_one_item_are_no_independent_draws() -> None:
-    figures = EvaluationFigures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
-    assert figures.line()["reward"] == pytest.approx((0.5 + 1 + 0.5) / 3)
-    assert figures.line()["best"] == pytest.approx((1 + 1 + 0.5) / 3)
-    assert EvaluationFigures([[1.0], []]).line()["ci95"] is None
-    nothing = EvaluationFigures().line()
+    found = figures([[1.0, 0.0], [1.0, 1.0], [], [0.5]], Counter(failed=2))
+    assert found["reward"] == pytest.approx((0.5 + 1 + 0.5) / 3)
+    assert found["best"] == pytest.approx((1 + 1 + 0.5) / 3)
+    assert figures([[1.0], []], Counter())["ci95"] is None
+    nothing = figures([], Counter())
     assert (nothing["reward"], nothing["best"]) == (None, None)
 
 
