@@ -184,7 +184,8 @@ class DatasetBatches(BatchSource):
 
     def positions_of(self, groups: Sequence[Group]) -> list[int]:
         with self._lock:
-            return sorted({*_positions(group[0].group_id for group in groups), *self._left_out})
+            taken = {int(group[0].group_id.removeprefix(GROUP)) for group in groups}
+            return sorted(taken | self._left_out)
 
     def settle(self, taken: Manifest, step: int | None) -> None:
         if step is None:
@@ -236,7 +237,3 @@ class DatasetBatches(BatchSource):
         with self._lock:
             self._left_out.update(positions)
         self._positions.consumed(positions)
-
-
-def _positions(group_ids: Iterator[str]) -> list[int]:
-    return [int(id.removeprefix(GROUP)) for id in group_ids]

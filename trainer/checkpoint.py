@@ -37,9 +37,8 @@ from any_agent.rundir.layout import (
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from trainer.policy import Policy, PolicyConfig
-from trainer.sharding import is_divided
 from trainer.weight_folders import save_pretrained
-from trainer.world import World
+from trainer.world import World, is_divided
 
 logger = logging.getLogger(__name__)
 

@@ -26,9 +26,8 @@ from trainer.packing import (
     micro_batches,
     trained_tokens,
 )
-from trainer.sharding import UnshardedModel, shard, summed, whole_tensor
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
-from trainer.world import World, alone, in_turn
+from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
 
 
 @dataclass(frozen=True, slots=True)

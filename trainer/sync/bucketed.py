@@ -20,9 +20,8 @@ from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
 from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
-from trainer.sync.engine_client import EngineClient
+from trainer.sync.engine_client import EngineClient, Sums, WeightVerifier, require_alike
 from trainer.sync.transports import Transport
-from trainer.sync.verify import Sums, WeightVerifier, require_alike
 from trainer.weight_buckets import Bucket
 
 log = logging.getLogger(__name__)

@@ -29,8 +29,7 @@ from trainer.loss import LossConfig
 from trainer.packing import Batch, balanced, batches_of, count_trained, micro_batches
 from trainer.parallel.trainer_group import Follower, load_policy
 from trainer.policy import Policy, PolicyConfig
-from trainer.sharding import whole_tensor
-from trainer.world import World
+from trainer.world import World, whole_tensor
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
 TRAIN = TrainConfig(lr=1e-3)

@@ -15,9 +15,8 @@ from any_agent.rollout import RankClients
 from trainer.sync import transports as distributed
 from trainer.sync.base import NewWeights
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
-from trainer.sync.engine_client import EngineClient, EngineInfo
+from trainer.sync.engine_client import EngineClient, EngineInfo, WeightVerifier
 from trainer.sync.transports import GroupTransport
-from trainer.sync.verify import WeightVerifier
 
 BUCKET = [("a", torch.zeros(2))]
 
