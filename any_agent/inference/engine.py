@@ -7,7 +7,7 @@ import concurrent.futures
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
-from dataclasses import replace
+from dataclasses import fields, replace
 from functools import update_wrapper
 from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
@@ -25,6 +25,7 @@ from any_agent.inference.weights_source import WeightsSource, find_weights_sourc
 from any_agent.rollout import WorkflowExecutor
 from any_agent.runtime.private_address import require_private_url
 from any_agent.types import (
+    GenerationChunk,
     GenerationHyperparameters,
     Message,
     ModelRequest,
@@ -281,16 +282,8 @@ class RemoteSGLangEngine:
         reader = self._words.reader(asked.gconfig.stop)
         async with aclosing(self.inference_engine.generate(asked, stream=True)) as chunks:
             async for chunk in chunks:
-                text = reader(chunk)
-                yield TextChunk(
-                    chunk.output_ids,
-                    chunk.logprobs,
-                    chunk.versions,
-                    chunk.stop_reason,
-                    chunk.matched_stop,
-                    chunk.top_logprobs,
-                    text,
-                )
+                same = {field.name: getattr(chunk, field.name) for field in fields(GenerationChunk)}
+                yield TextChunk(**same, text=reader(chunk))
 
     def generate(self, input_ids: Any, gconfig: GenerationHyperparameters) -> ModelResponse:
         """Return the completion of token ids; it blocks, for use without an event loop."""
