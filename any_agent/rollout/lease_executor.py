@@ -214,7 +214,9 @@ class LeaseExecutor:
         while True:
             try:
                 packed = await client.lease(owner=self._owner, wait=_POLL_LENGTH)
-                episode = unpack_trajectories(packed) if packed is not None else []
+                if packed is None:
+                    continue
+                episode = unpack_trajectories(packed)
             except AnyAgentError as error:
                 # An internal error may concern one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1
