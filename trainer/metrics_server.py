@@ -16,7 +16,8 @@ from typing import Any, Self
 from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
 from any_agent.keys import KeySigner
-from any_agent.rundir.registry import HEARTBEAT, RegistryEntry, publish
+from any_agent.rundir.registry import Heartbeat, RegistryEntry
+from any_agent.runtime.event_loop import LoopThread
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.runtime.ports import url_of
 from trainer.metrics import TrainerMetrics
@@ -42,56 +43,32 @@ class TrainerHeartbeat:
         host: str = "127.0.0.1",
         pid: int | None = None,
     ) -> None:
-        self._folder = folder
         self._metrics = metrics
         self._server = _Server(metrics.exposition().render, signer, host)
         self.url = url_of(host, self._server.server_address[1])
         self._ready = ready
         self._pid = pid or os.getpid()
         self._boot_id = secrets.token_hex(8)
-        self._over = threading.Event()
-        self._failed = False
-        self._threads = [
-            threading.Thread(target=self._server.serve_forever, name="metrics", daemon=True),
-            threading.Thread(target=self._beat, name="heartbeat", daemon=True),
-        ]
+        self._heartbeat = Heartbeat(folder, self._entry)
+        self._loop = LoopThread("heartbeat")
+        self._thread = threading.Thread(
+            target=self._server.serve_forever, name="metrics", daemon=True
+        )
 
     def __enter__(self) -> Self:
-        for thread in self._threads:
-            thread.start()
+        self._thread.start()
+        self._loop.start()
+        self._loop.call(self._heartbeat.begin())
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
-        self._over.set()
         self._server.shutdown()
-        for thread in self._threads:
-            thread.join(5)
+        self._thread.join(5)
         self._server.server_close()
         # The run waits for a trainer that failed, but not for one that is done.
         if kind is None:
-            self._write(state="stopping")
-
-    def _beat(self) -> None:
-        while True:
-            self._write()
-            if self._over.wait(HEARTBEAT):
-                return
-
-    def _write(self, **changes: Any) -> None:
-        """Write the registry entry; a failure is logged once, and the next beat tries again."""
-        try:
-            publish(self._folder, self._entry().model_copy(update=changes))
-        except Exception as error:
-            if not self._failed:
-                fault = not isinstance(error, OSError)
-                log.warning(
-                    "cannot write the trainer's registry entry, trying again: %s",
-                    *(error,),
-                    exc_info=fault,
-                )
-            self._failed = True
-        else:
-            self._failed = False
+            self._loop.call(self._heartbeat.end())
+        self._loop.stop()
 
     def _entry(self) -> RegistryEntry:
         return RegistryEntry(

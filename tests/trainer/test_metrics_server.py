@@ -14,6 +14,7 @@ import pytest
 
 import trainer.metrics_server as presence_module
 from any_agent.keys import KeySigner
+from any_agent.rundir import registry
 from any_agent.rundir.registry import Registry, RegistryEntry
 from trainer.metrics import TrainerMetrics
 from trainer.metrics_server import TrainerHeartbeat
@@ -27,9 +28,9 @@ def opened(folder: Path) -> TrainerHeartbeat:
 
 
 def entry_in(folder: Path) -> RegistryEntry | None:
-    registry = Registry(folder)
-    registry.refresh()
-    return registry.get("trainer")
+    entries = Registry(folder)
+    entries.refresh()
+    return entries.get("trainer")
 
 
 def until(condition: Callable[[], object]) -> None:
@@ -46,7 +47,7 @@ def get(url: str) -> httpx.Response:
 def test_the_entry_lives_as_long_as_the_trainer(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
     metrics, loaded = TrainerMetrics(dict), threading.Event()
     with TrainerHeartbeat(tmp_path, metrics, signer=SIGNER, ready=loaded.is_set) as presence:
         until(lambda: entry_in(tmp_path))
@@ -76,7 +77,7 @@ def test_a_trainer_that_failed_is_missed(tmp_path: Path) -> None:
 def test_a_folder_that_cannot_be_written_stops_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
     folder = tmp_path / "registry"
     with opened(folder) as presence:
         until(lambda: caplog.records)
@@ -89,7 +90,7 @@ def test_a_folder_that_cannot_be_written_stops_nothing(
 def test_whatever_fails_the_next_beat_comes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(presence_module, "HEARTBEAT", 0.01)
+    monkeypatch.setattr(registry, "HEARTBEAT", 0.01)
     asked = 0
 
     def ready() -> bool:
