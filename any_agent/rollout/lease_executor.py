@@ -13,9 +13,8 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.training import Capacity, Rejection
 from any_agent.record import unpack_trajectories
-from any_agent.rollout.acks import AckSender
 from any_agent.rollout.capacity_keeper import CapacityKeeper
-from any_agent.rollout.rank_clients import RankClients
+from any_agent.rollout.rank_clients import AckSender, RankClients
 from any_agent.rollout.result_queue import ResultQueue
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
