@@ -15,10 +15,11 @@ from any_agent.chat import ChatFormat, chat_format_for
 from any_agent.completions.call_types import completion_of
 from any_agent.completions.untrainable import has_modified_distribution
 from any_agent.config import NAME_PATTERN, SamplingConfig
-from any_agent.direct.record import DirectSession, checked_discount, checked_reward
+from any_agent.direct.record import DirectSession, checked_number
 from any_agent.direct.transport import BASE_URL, InProcessClient
 from any_agent.engine import InferenceEngine, ScriptInferenceEngine
 from any_agent.errors import ConfigError, Unprocessable
+from any_agent.protocol.rl import MAX_REWARD
 from any_agent.record import InteractionWithTokenLogpReward, propagate_rewards
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode, Trajectory
 from any_agent.workflow import context as workflow_context
@@ -120,7 +121,7 @@ class EngineOpenAI(AsyncOpenAI):
         Raises NotFound, or InvalidRequest for a reward that is not finite, and for a completion of
         several choices, each of which has its own (``<id>.<index>``).
         """
-        self._session.find(id).reward = checked_reward(reward)
+        self._session.find(id).reward = checked_number("reward", reward, -MAX_REWARD, MAX_REWARD)
 
     def set_last_reward(self, reward: float) -> None:
         """Reward the completion that was recorded last; Unprocessable if there is none."""
@@ -131,7 +132,7 @@ class EngineOpenAI(AsyncOpenAI):
 
     def set_final_reward(self, reward: float) -> None:
         """Reward the session: it is added to every leaf of its tree."""
-        self._session.final_reward = checked_reward(reward)
+        self._session.final_reward = checked_number("reward", reward, -MAX_REWARD, MAX_REWARD)
 
     def apply_reward_discount(
         self, turn_discount: float = 1.0
@@ -142,7 +143,7 @@ class EngineOpenAI(AsyncOpenAI):
         are, so it may be called again, and exports of later rewards apply it, too. Until it is
         called the discount is 1.
         """
-        self._session.discount = checked_discount(turn_discount)
+        self._session.discount = checked_number("discount", turn_discount, 0, 1)
         return self.export_interactions()
 
     def export_interactions(

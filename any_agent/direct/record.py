@@ -17,7 +17,6 @@ from any_agent.completions.parsed_request import ParseContext
 from any_agent.completions.prepare import with_request_parameter
 from any_agent.engine import InferenceEngine
 from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, SessionClosed
-from any_agent.protocol.rl import MAX_REWARD
 from any_agent.record import InteractionTree
 from any_agent.types import GenerationHyperparameters, Interaction, SessionMode
 
@@ -109,34 +108,19 @@ class DirectSession:
         )
 
 
-def checked_reward(value: Any) -> float:
-    """Return a reward as a number; InvalidRequest for one that cannot be trained on."""
-    number = _number(value)
-    if not abs(number) <= MAX_REWARD:
-        raise InvalidRequest(
-            f"reward is {str(value)[:80]}: it must be a number between -{MAX_REWARD:g} and "
-            f"{MAX_REWARD:g}",
-            param="reward",
-        )
-    return number
-
-
-def checked_discount(value: Any) -> float:
-    """Return a discount as a number; InvalidRequest unless it is from 0 to 1."""
-    number = _number(value)
-    if not 0 <= number <= 1:
-        raise InvalidRequest(
-            f"discount is {str(value)[:80]}: it must be a number between 0 and 1", param="discount"
-        )
-    return number
-
-
-def _number(value: Any) -> float:
-    """Return a number, also one of numpy or torch, as a float; NaN for anything else."""
+def checked_number(name: str, value: Any, low: float, high: float) -> float:
+    """Return a number, also one of numpy or torch, as a float; InvalidRequest for any other value,
+    and for one outside of these limits."""
     try:
-        return math.nan if isinstance(value, str | bytes) else float(value)
+        number = math.nan if isinstance(value, str | bytes) else float(value)
     except (TypeError, ValueError, OverflowError):
-        return math.nan
+        number = math.nan
+    if not low <= number <= high:
+        raise InvalidRequest(
+            f"{name} is {str(value)[:80]}: it must be a number between {low:g} and {high:g}",
+            param=name,
+        )
+    return number
 
 
 def _context_length(
