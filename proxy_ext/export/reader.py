@@ -29,7 +29,6 @@ class SessionRecord(NamedTuple):
     """One session as a line of JSON."""
 
     created_at: float
-    rank: int
     session_id: str
     line: bytes
     """The session as in :mod:`proxy_ext.archive.records`."""
@@ -55,7 +54,7 @@ def read_rank(
         def own() -> list[ArchiveFile]:
             return [file for file in list_archives(folder, rank) if file not in foreign]
 
-        mine = _read_journal(reader, ArchiveFolder(own, report), rank, wanted, report)
+        mine = _read_journal(reader, ArchiveFolder(own, report), wanted, report)
         yield from heapq.merge(earlier, mine, key=lambda found: found.created_at)
 
 
@@ -77,7 +76,7 @@ def _read_archives(
     for line in archives.all():
         try:
             session = read_record(line).session
-            found = SessionRecord(session["created_at"], rank, session["id"], line, archived=True)
+            found = SessionRecord(session["created_at"], session["id"], line, archived=True)
             if wanted.matches(session["state"], session["task_id"], session["created_at"]):
                 yield found
         except (ValueError, KeyError) as error:
@@ -85,11 +84,7 @@ def _read_archives(
 
 
 def _read_journal(
-    reader: JournalReader,
-    archives: ArchiveFolder,
-    rank: int,
-    wanted: ExportFilter,
-    report: Report,
+    reader: JournalReader, archives: ArchiveFolder, wanted: ExportFilter, report: Report
 ) -> Iterator[SessionRecord]:
     for found in reader.sessions(wanted):
         if isinstance(found, DamagedSession):
@@ -104,7 +99,7 @@ def _read_journal(
                 continue
         else:
             line = record_line(found.number, row, found.rewards, found.interactions)
-        yield SessionRecord(row.created_at, rank, row.id, line, archived)
+        yield SessionRecord(row.created_at, row.id, line, archived)
 
 
 def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[bytes]:

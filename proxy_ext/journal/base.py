@@ -1,4 +1,4 @@
-"""The contract of journals: the rows that they return, the statements that they take, and methods.
+"""The contract of journals: their methods, the rows they return and the statements they take.
 
 A journal is opened by its URL; :func:`register_journal` adds a kind.
 """

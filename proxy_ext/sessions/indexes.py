@@ -60,7 +60,7 @@ class SessionCounts:
             self._add_live(row, 1)
 
     def add(self, row: SessionRow, change: int = 1) -> None:
-        """Count a session in its state; with -1, no more."""
+        """Count a session in its state; a change of -1 removes it from the count."""
         self.now[str(row.mode), row.state] += change
         self._add_live(row, change)
 
