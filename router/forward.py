@@ -118,9 +118,9 @@ class Forwarder:
         content: bytes,
         deadline: float = 0.0,
     ) -> UpstreamResponse:
-        """Return a rank's whole answer to a request of the router's own. Errors as for `pass_on`.
+        """Send a rank a request with these contents; return its whole answer.
 
-        Wait until the deadline for a rank that is away.
+        Wait until the deadline for a rank that is away. Errors as for `pass_on`.
         """
         if content:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
@@ -128,7 +128,8 @@ class Forwarder:
             async with await self._send(
                 rank, method, target, headers, lambda: content or None, deadline
             ) as response:
-                return await response.collect(rank)
+                body = await response.read()
+                return UpstreamResponse(rank, response.status, end_to_end(response.headers), body)
         except ReplyLost:
             self.lost += 1
             raise

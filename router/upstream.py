@@ -98,11 +98,6 @@ class RankResponse:
             raise self.error
         return body
 
-    async def collect(self, rank: int) -> UpstreamResponse:
-        """Return the whole answer of this rank; ReplyLost when it breaks off."""
-        content = await self.read()
-        return UpstreamResponse(rank, self.status, end_to_end(self.headers), content)
-
     async def readany(self) -> bytes:
         """Return what has arrived, waiting for the first byte; b"" at the end.
 
