@@ -108,12 +108,12 @@ class DrainingServer(uvicorn.Server):
             await self._heartbeat.end()
         await self._wait_until_idle(_FINAL_WAIT)
         self._app.cut_off = True
-        # A request that has just come must have reached the app, which answers it.
+        # Those that come from here on are refused by the app itself; the task of one that has just
+        # come must have begun, because the app of a task that is cancelled before never answers.
+        tasks = tuple(self.server_state.tasks)
         await asyncio.sleep(0)
-        if tasks := self.server_state.tasks:
-            log.warning("%d requests were not answered in time and are cut off", len(tasks))
-        for task in tasks:
-            task.cancel()
+        if cut := sum(task.cancel() for task in tasks):
+            log.warning("%d requests were not answered in time and are cut off", cut)
         await super().shutdown(sockets=sockets)
 
     async def _wait_until_idle(self, seconds: float) -> None:

@@ -181,6 +181,32 @@ async def test_an_answer_that_has_begun_is_cut_not_ended(
     assert "Traceback" not in caplog.text
 
 
+async def test_a_request_that_comes_at_the_cut_is_answered(
+    tmp_path: Path, app: App, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    listener = reserve("127.0.0.1", 0)
+    server = present(app, tmp_path)
+    serving = asyncio.create_task(server._serve([listener]))
+    await until(lambda: server.started and version(tmp_path))
+    reader, writer = await asyncio.open_connection(*listener.getsockname())
+    connections: set[Any] = server.server_state.connections
+    await until(lambda: len(connections) == 1)
+    (connection,) = connections
+    wait = server._wait_until_idle
+
+    async def then_comes_one(seconds: float) -> None:
+        await wait(seconds)
+        request = b"GET / HTTP/1.1\r\nHost: x\r\n\r\n"
+        asyncio.get_running_loop().call_soon(connection.data_received, request)
+
+    monkeypatch.setattr(server, "_wait_until_idle", then_comes_one)
+    server.should_exit = True
+    async with asyncio.timeout(10):
+        assert (await reader.readline()).startswith(b"HTTP/1.1 503 ")
+    await serving
+    writer.close()
+
+
 async def test_a_client_that_never_reads_is_awaited_for_so_long(tmp_path: Path) -> None:
     class Torrent(App):
         async def answered(self, send: Any) -> None:
