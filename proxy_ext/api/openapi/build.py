@@ -11,8 +11,10 @@ from __future__ import annotations
 import ast
 import copy
 import inspect
+import itertools
 from functools import cache
 from importlib.resources import files
+from types import ModuleType
 from typing import Any
 
 import orjson
@@ -22,6 +24,7 @@ from any_agent.auth.access import Scope
 from any_agent.completions.apis import Api, all_apis, error_format
 from any_agent.completions.params.table import request_schema
 from any_agent.protocol import rl as protocol
+from any_agent.protocol import training
 from proxy_ext.api.rl import areal
 from proxy_ext.api.rl.strict_body import IDEMPOTENCY_KEY
 from proxy_ext.web.permissions import RULES
@@ -99,8 +102,10 @@ def _complete(schema: dict[str, Any]) -> None:
         schemas[name]["examples"] = [example]
     for name, rule in texts["rules"].items():
         schemas[name] |= rule
-    for module in (protocol, areal):
-        _add_comments(schemas, inspect.getsource(module))
+    for name, comments in _comments(protocol, training, areal).items():
+        properties = schemas.get(name, {}).get("properties", {})
+        for field in comments.keys() & properties.keys():
+            properties[field].setdefault("description", comments[field])
 
 
 def _describe_api(api: Api, texts: dict[str, Any]) -> None:
@@ -178,19 +183,22 @@ def _json(name: str) -> dict[str, Any]:
     return {"application/json": {"schema": {"$ref": f"#/components/schemas/{name}"}}}
 
 
-def _add_comments(schemas: dict[str, Any], source: str) -> None:
-    """Make the comment under a model's field its description."""
-    for node in ast.parse(source).body:
-        if not isinstance(node, ast.ClassDef) or node.name not in schemas:
+def _comments(*modules: ModuleType) -> dict[str, dict[str, str]]:
+    """Return the comments under models' fields, by model and field; inherited ones, too."""
+    found: dict[str, dict[str, str]] = {}
+    for node in (node for each in modules for node in ast.parse(inspect.getsource(each)).body):
+        if not isinstance(node, ast.ClassDef):
             continue
-        properties = schemas[node.name].get("properties", {})
-        for field, below in zip(node.body, node.body[1:], strict=False):
+        comments = found[node.name] = {}
+        for base in node.bases:
+            comments |= found.get(ast.unparse(base), {})
+        for field, below in itertools.pairwise(node.body):
             if (
                 isinstance(field, ast.AnnAssign)
                 and isinstance(field.target, ast.Name)
-                and field.target.id in properties
                 and isinstance(below, ast.Expr)
                 and isinstance(below.value, ast.Constant)
             ):
                 text = inspect.cleandoc(str(below.value.value)).replace("\n", " ")
-                properties[field.target.id].setdefault("description", text)
+                comments[field.target.id] = text
+    return found

@@ -114,9 +114,22 @@ def test_the_examples_are_good() -> None:
             jsonschema.validate(example, whole)
 
 
-def test_comments_are_descriptions() -> None:
-    wait = SCHEMA["components"]["schemas"]["StartSession"]["properties"]["wait"]
-    assert wait["description"] == "Seconds to wait for a free slot before 429."
+@pytest.mark.parametrize(
+    ("model", "field", "text"),
+    [
+        ("StartSession", "wait", "Seconds to wait for a free slot before 429."),
+        ("SessionInfo", "opened_by", "The holder of the key that opened it."),
+        # Inherited.
+        ("SessionInfo", "created_at", "Seconds since the epoch, like `ended_at`."),
+        ("SessionFinalized", "step", "The optimizer step that consumed it."),
+        ("SessionLine", "step", "The optimizer step that consumed it."),
+        # Of the other modules.
+        ("RunInfo", "checkpoint", "The newest checkpoint, to be loaded for inference."),
+        ("ArealInteraction", "reward", "The reward, with the discounted rewards of later turns."),
+    ],
+)
+def test_comments_are_descriptions(model: str, field: str, text: str) -> None:
+    assert SCHEMA["components"]["schemas"][model]["properties"][field]["description"] == text
 
 
 @pytest.mark.parametrize("settings", [(), ("server.admin_key=operator-secret",)])
