@@ -266,13 +266,13 @@ class SessionInfo(_Session):
     first_version: int | None
     """The oldest weight version of its tokens."""
     last_version: int | None
-    """The newest one."""
+    """The newest weight version of its tokens."""
     pinned_version: int | None
     """The only weight version that its tokens may have."""
     expires_in: float | None
-    """Seconds until its ttl is over, while it is open."""
+    """Seconds until the open session's ttl is over; None for a session that has ended."""
     idle_in: float | None
-    """Seconds until it expires if nothing happens, while it is open."""
+    """Seconds until the open session expires if nothing happens; None for one that has ended."""
     awaits_in: float | None
     """Seconds for which the session still waits for its reward; None if it waits for none."""
 

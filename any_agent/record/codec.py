@@ -130,7 +130,7 @@ def _runs(values: IdArray) -> bytes:
 def _from_runs(value: Any, length: int, where: str) -> IdArray:
     runs = _array(value, _INT, where)
     if len(runs) % 2:
-        raise ValueError(f"{where}: a run lacks its value")
+        raise ValueError(f"{where}: the last length has no value")
     lengths, values = runs[::2].astype(np.int64), runs[1::2].astype(np.int32)
     if (lengths < 1).any() or lengths.sum() != length:
         raise ValueError(f"{where}: one value per output token is needed")
