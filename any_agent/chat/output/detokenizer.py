@@ -58,24 +58,39 @@ class WindowDetokenizer:
         # One by one, so that the text does not depend on how the engine cut its chunks.
         for i in ids:
             self._pending.append(i)
-            text = self._text()
-            if not text.endswith(_INCOMPLETE) or len(self._pending) >= self._max_character_tokens:
-                out.append(text)
-                self._context, self._pending = self._pending, []
+            text, certain = self._text(self._pending), len(self._pending)
+            if text.endswith(_INCOMPLETE):
+                if len(self._pending) < self._max_character_tokens:
+                    continue
+                text, certain = self._before_last_character(text)
+            out.append(text)
+            self._context, self._pending = self._pending[:certain], self._pending[certain:]
         return "".join(out)
 
     def flush(self) -> str:
-        text = self._text() if self._pending else ""
+        text = self._text(self._pending) if self._pending else ""
         self._context, self._pending = [], []
         return text
 
-    def _text(self) -> str:
+    def _before_last_character(self, text: str) -> tuple[str, int]:
+        """Return the part of the pending ``text`` that no later token changes, and its tokens.
+
+        The last broken bytes may begin a character; they are at most three tokens.
+        """
+        for certain in range(len(self._pending) - 1, len(self._pending) - 4, -1):
+            part = self._text(self._pending[:certain])
+            if part != text and text.startswith(part):
+                return part, certain
+        return text, len(self._pending)
+
+    def _text(self, ids: list[int]) -> str:
+        """Return the text of these tokens after the context."""
         if not self._context:
-            return self._decode(self._pending)
+            return self._decode(ids)
         before = self._decode(self._context)
-        both = self._decode(self._context + self._pending)
+        both = self._decode(self._context + ids)
         # A decoder that rewrites earlier text (white space clean-up) has no certain prefix.
-        return both[len(before) :] if both.startswith(before) else self._decode(self._pending)
+        return both[len(before) :] if both.startswith(before) else self._decode(ids)
 
 
 Detokenizer: TypeAlias = _ByteDetokenizer | WindowDetokenizer

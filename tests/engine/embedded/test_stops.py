@@ -4,12 +4,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 from any_agent.chat.output.detokenizer import WindowDetokenizer
 from any_agent.engine.embedded.engine import EmbeddedEngine
+from any_agent.engine.embedded.generate_schema import AnswerWriter, parse_generate
 from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.engine.embedded.request import EngineRequest, FinishReason
 from any_agent.engine.embedded.stops import (
     StopMatcher,
     doubtful_end,
@@ -25,6 +27,9 @@ def utf8(ids: Sequence[int]) -> str:
 
 
 text = st.text(alphabet="abé€😀 ", max_size=24)
+LATE = [0xFF] * 7 + list("€".encode())
+"""A character that begins where so many bytes have come that the text waits no longer."""
+broken = st.lists(st.sampled_from([*"aé€😀".encode(), 0xFF]), max_size=40)
 
 
 @given(text)
@@ -33,6 +38,37 @@ def test_incremental_text_is_the_whole_text(whole: str) -> None:
     pieces = [decoder.push([byte]) for byte in whole.encode()]
     assert "".join(pieces) == whole
     assert not any("\ufffd" in piece for piece in pieces)
+
+
+@given(broken)
+@example(LATE)
+@example([0xFF] * 15 + LATE[7:])
+def test_incremental_text_of_any_bytes_is_the_whole_text(data: list[int]) -> None:
+    decoder = WindowDetokenizer(utf8)
+    assert "".join(decoder.push([byte]) for byte in data) + decoder.flush() == utf8(data)
+
+
+@given(broken, st.booleans())
+@example([*LATE, ord("a"), 0xE2], True)
+def test_a_streams_texts_are_the_whole_answers(data: list[int], incremental: bool) -> None:
+    call = parse_generate({"input_ids": [1]})
+    inner = EngineRequest("r", [1], call.request.gconfig, frozenset(), output_ids=data)
+    inner.changes.append((0, "3"))
+
+    def writer() -> AnswerWriter:
+        return AnswerWriter(call, inner, utf8, version=lambda: "3", started=0.0)
+
+    end, stream, shown = FinishReason("length"), writer(), ""
+    for n in range(len(data) + 1):
+        event = stream.event(n, end if n == len(data) else None, incremental=incremental)
+        shown = shown + event["text"] if incremental else event["text"]
+        assert utf8(data).startswith(shown)
+    assert shown == writer().whole(end)["text"] == utf8(data)
+
+
+def test_a_stop_after_broken_bytes_is_found() -> None:
+    matcher = StopMatcher(["€"], utf8)
+    assert [matcher.push(byte) for byte in LATE] == [None] * 9 + ["€"]
 
 
 @given(text, st.lists(st.text(alphabet="abé€😀 ", min_size=1, max_size=4), min_size=1, max_size=3))
