@@ -94,7 +94,7 @@ class TemplateRenderer:
         self._token = re.compile("|".join(pattern) or "(?!)")
         self._closer = TruncationCloser(template, self._stops)
         self._plain: dict[bool, str] = {}
-        self._check = lru_cache(maxsize=_MAX_CHECKS)(self._run_check)
+        self._checks = lru_cache(maxsize=_MAX_CHECKS)(self._run_check)
 
     def with_settings(self, settings: Mapping[str, Any]) -> TemplateRenderer:
         """Return a renderer with some settings changed; ValueError for a value it refuses."""
@@ -254,9 +254,13 @@ class TemplateRenderer:
                 return rest[: found[-1].start()], end
         return rest.rstrip(), None
 
-    def _run_check(self, pattern: _Pattern) -> ContinuationCheck:
+    def _check(self, pattern: _Pattern) -> ContinuationCheck:
         if len(pattern.roles) > _MAX_ROLES:
+            # Such a pattern is as long as the request, and is not kept.
             return ContinuationCheck("too many messages at once")
+        return self._checks(pattern)
+
+    def _run_check(self, pattern: _Pattern) -> ContinuationCheck:
         calls = [(f"call{n}aaaa", f"ok{n}") for n in range(pattern.calls)]
         new = probes.probe_messages(pattern.roles, calls)
         prepared, _, _ = self._template.prepare([probes.probe_answer(calls), *new], None)

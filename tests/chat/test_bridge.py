@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.chat.bridge import TemplateRenderer
 from any_agent.types import Message
 from tests.support.families import Call, Family, family, names
 
@@ -336,3 +337,13 @@ def test_many_messages_are_bounded() -> None:
     assert chat.bridge(output, [USER] * 50, None) is not None
     mixed = [USER, {"role": "assistant", "content": "x"}] * 20
     assert chat.bridge(output, mixed, None) is None
+
+
+def test_the_roles_of_a_long_request_are_not_kept() -> None:
+    """As many patterns as were checked are kept, so each must be short."""
+    renderer = family("qwen3").load().renderer
+    assert isinstance(renderer, TemplateRenderer)
+    before = renderer._checks.cache_info().currsize
+    long = renderer.check_continuation(("user", "tool") * 500)
+    assert long.refusal == "too many messages at once"
+    assert renderer._checks.cache_info().currsize == before
