@@ -315,10 +315,15 @@ def test_choices_are_taken_by_the_letter(choices: list[str], other: str) -> None
 
 
 def deep(levels: int) -> dict[str, Any]:
-    schema: dict[str, Any] = {}
-    for _ in range(levels):
+    schema: dict[str, Any] = {"type": "string"}
+    for _ in range(levels - 1):
         schema = {"items": schema}
     return schema
+
+
+def test_a_schema_may_have_32_levels() -> None:
+    grammar = parse(guided_json=deep(32)).gconfig.grammar
+    assert grammar is not None and json.loads(grammar) == {"json_schema": deep(32)}
 
 
 @pytest.mark.parametrize(
@@ -335,7 +340,7 @@ def deep(levels: int) -> dict[str, Any]:
         {"guided_json": {"title": "\ud800"}},
         {"guided_json": {"maximum": 2**70}},
         {"guided_json": {"description": "x" * (1 << 17)}},
-        {"guided_json": deep(40)},
+        {"guided_json": deep(33)},
         {"guided_json": deep(200)},
         {"guided_choice": []},
         {"guided_regex": ""},
