@@ -7,13 +7,21 @@ import inspect
 from importlib import import_module
 from importlib.util import find_spec
 from types import ModuleType
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, Literal, TypeAlias, TypeVar
 
 from any_agent.errors import ConfigError
 
+Kind: TypeAlias = Literal["class", "function"]
+_EXAMPLES: dict[Kind, str] = {
+    "class": "module.Class, as in my_agent.MyAgent",
+    "function": "module.function, as in my_rewards.exact",
+}
+_PLURALS: dict[Kind, str] = {"class": "classes", "function": "functions"}
 
-def import_string(name: str, what: str = "workflow") -> Any:
-    """Import ``package.module.Name``; ``what`` names its purpose in errors.
+
+def import_string(name: str, what: str = "workflow", *, kind: Kind = "class") -> Any:
+    """Import ``package.module.Name``; ``what`` names its purpose in errors, which suggest names of
+    this ``kind``.
 
     Raises ConfigError if the module is missing, fails while it is imported, or lacks the name.
     """
@@ -21,24 +29,22 @@ def import_string(name: str, what: str = "workflow") -> Any:
         raise ConfigError(f"{what} {name!r}: write a dot, not a colon: {name.replace(':', '.')}")
     module_name, dot, attribute = name.rpartition(".")
     if not dot and name.isidentifier() and find_spec(name) is not None:
-        raise _no_class(name, what)
+        raise _only_a_module(name, what, kind)
     if not dot or not module_name:
-        raise ConfigError(
-            f"{what} {name!r} names no module: write module.Class, as in my_agent.MyAgent"
-        )
+        raise ConfigError(f"{what} {name!r} names no module: write {_EXAMPLES[kind]}")
     module = import_by_setting(module_name, f"{what} {name!r}")
     found = getattr(module, attribute, None)
     # A package has only those of its modules as attributes that were imported.
     unloaded = found is None and hasattr(module, "__path__") and find_spec(name) is not None
     if isinstance(found, ModuleType) or unloaded:
-        raise _no_class(name, what)
+        raise _only_a_module(name, what, kind)
     if not hasattr(module, attribute):
-        classes = _classes_of(module)
-        near = difflib.get_close_matches(attribute, classes, n=1)
+        names = _names_in(module, kind)
+        near = difflib.get_close_matches(attribute, names, n=1)
         raise ConfigError(
             f"{what} {name!r}: {module_name} ({getattr(module, '__file__', '?')}) has no "
             f"{attribute!r}; {f'did you mean {module_name}.{near[0]}? Its' if near else 'its'} "
-            f"classes are {', '.join(classes) or 'none'}"
+            f"{_PLURALS[kind]} are {', '.join(names) or 'none'}"
         )
     return found
 
@@ -72,16 +78,19 @@ def import_by_setting(name: str, setting: str) -> ModuleType:
         ) from error
 
 
-def _no_class(name: str, what: str) -> ConfigError:
-    return ConfigError(f"{what} {name!r} names a module, no class: write {name}.ClassName")
+def _only_a_module(name: str, what: str, kind: Kind) -> ConfigError:
+    member = "ClassName" if kind == "class" else "function_name"
+    return ConfigError(f"{what} {name!r} names a module, no {kind}: write {name}.{member}")
 
 
-def _classes_of(module: ModuleType) -> list[str]:
-    """Return the public classes that the module, or a package's own modules, define."""
+def _names_in(module: ModuleType, kind: Kind) -> list[str]:
+    """Return the public classes, or functions, that the module, or a package's own modules,
+    define."""
+    wanted = inspect.isclass if kind == "class" else inspect.isfunction
     return [
         name
         for name, value in vars(module).items()
-        if inspect.isclass(value)
+        if wanted(value)
         and name[0] != "_"
         and f"{value.__module__}.".startswith(f"{module.__name__}.")
     ]

@@ -300,7 +300,7 @@ class TokenRow:
 
 def _function(given: Callable[..., Any] | str, setting: str) -> Callable[..., Any]:
     """Return a function, or the function with a dotted name; ConfigError names the setting."""
-    found = import_string(given, setting) if isinstance(given, str) else given
+    found = import_string(given, setting, kind="function") if isinstance(given, str) else given
     if not callable(found):
-        raise ConfigError(f"{setting} is {given!r}: give a function, or its dotted name")
+        raise ConfigError(f"{setting} is {found!r}: give a function, or its dotted name")
     return found

@@ -235,6 +235,14 @@ async def test_the_runs_sampling_is_used_where_none_is_given(
     assert 1 <= row["loss_mask"].sum() <= 3
 
 
+REFUSED_NAMES = {
+    "digits": r"names no module: write module\.function",
+    "tests.support.reward_functions": r"a module, no function: write .*functions\.function_name",
+    "tests.support.reward_functions.digit": r"functions\.digits\? Its functions are documented",
+    "tests.support.reward_functions.__name__": r"reward_fn is 'tests.*: give a function",
+}
+
+
 async def test_bad_items_and_rewards(pool: EnginePool, chat: ChatFormat) -> None:
     workflow = RLVRWorkflow(functions.digits, SAMPLING, chat)
     with pytest.raises(ConfigError, match=r"'messages'.* has question, answer"):
@@ -247,6 +255,9 @@ async def test_bad_items_and_rewards(pool: EnginePool, chat: ChatFormat) -> None
         )
     with pytest.raises(ConfigError, match=r"tests\.no_such\.reward.*there is no module"):
         RLVRWorkflow("tests.no_such.reward", SAMPLING, chat)
+    for name, text in REFUSED_NAMES.items():
+        with pytest.raises(ConfigError, match=text):
+            RLVRWorkflow(name, SAMPLING, chat)
     for bad in ({"max_turns": 0, "turn_discount": 1.0}, {"max_turns": 1, "turn_discount": 0.0}):
         with pytest.raises(ConfigError, match=r"max_turns|turn_discount"):
             MultiTurnWorkflow(functions.digits, SAMPLING, chat, **bad)  # type: ignore[arg-type]
