@@ -246,13 +246,15 @@ class ArealRoutes:
         """
         resting, before = not self._grants.at_rest.locked(), (self._granted, self._grants.searches)
         answer = await self._ask_for_grant(request, content, order)
-        for _ in range(_MAX_TRIES):
-            if answer or (resting and before == (self._granted, self._grants.searches)):
-                return answer
+        tries = 0
+        while not (answer or (resting and before == (self._granted, self._grants.searches))):
+            if tries == _MAX_TRIES:
+                raise _too_many_grants()
+            tries += 1
             async with self._grants.at_rest:
                 resting, before = True, (self._granted, self._grants.searches)
                 answer = await self._ask_for_grant(request, content, order)
-        raise _too_many_grants()
+        return answer
 
     async def _ask_for_grant(
         self, request: web.BaseRequest, content: bytes, order: list[int]

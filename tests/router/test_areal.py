@@ -114,10 +114,24 @@ async def test_a_slot_granted_behind_an_opens_back_is_found(
     start_lab: StartLab, headers: dict[str, str], rank: int
 ) -> None:
     """Rank 1 has none when it is asked, and one by the time that rank 2 has said so, too."""
-    lab = await start_lab(ranks=3)
+    found = await _opened_while_granted(await start_lab(ranks=3), headers)
+    assert found == on(rank, granted=True)
+
+
+@pytest.mark.parametrize("left", [True, False])
+async def test_the_last_try_counts(
+    start_lab: StartLab, left: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer is the open's; without one, the open gets a slot of the trainer."""
+    monkeypatch.setattr("router.areal._MAX_TRIES", 1)
+    found = await _opened_while_granted(await start_lab(ranks=3), {}, left=left)
+    assert found == (on(1, granted=True) if left else on(0, granted=False))
+
+
+async def _opened_while_granted(lab: Lab, headers: dict[str, str], *, left: bool = True) -> Any:
+    """Open while rank 1 is granted a slot, which is then ``left``, or gone at once."""
     asked, go_on = asyncio.Event(), asyncio.Event()
-    for each in lab.ranks[:2]:
-        Slots(each, trainers=5)
+    slots = [Slots(each, trainers=5) for each in lab.ranks[:2]]
     empty, times = Slots(lab.ranks[2]), itertools.count(1)
 
     async def slow(received: Received) -> None:
@@ -131,8 +145,9 @@ async def test_a_slot_granted_behind_an_opens_back_is_found(
     await asked.wait()
     granted = await lab.post("/grant_capacity", {"task_id": task_of(1, 3)})
     assert granted.json() == {"capacity": 1}
+    slots[1].grants = int(left)
     go_on.set()
-    assert await opening == on(rank, granted=True)
+    return await opening
 
 
 async def test_where_nothing_is_granted_each_rank_is_asked_once(start_lab: StartLab) -> None:
