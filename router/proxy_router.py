@@ -114,10 +114,10 @@ class ProxyRouter:
 
     async def close(self) -> None:
         """Close the connections to the proxies."""
-        if self._opening is not None:
-            self._opening.cancel()
-            await asyncio.wait([self._opening])
-            self._opening = None
+        opening, self._opening = self._opening, None
+        # A task that is done cannot be cancelled, and its event loop may be closed.
+        if opening is not None and opening.cancel():
+            await asyncio.wait([opening])
         await self._stack.aclose()
 
     async def __aenter__(self) -> Self:

@@ -210,6 +210,12 @@ async def test_while_a_proxy_is_away_requests_are_told_to_come_again(rank: FakeR
         assert (await http.get("/rl/v1/capacity")).status_code == 200
 
 
+async def test_it_is_closed_after_the_loop_that_used_it(rank: FakeRank) -> None:
+    router = ProxyRouter([rank.url])
+    await asyncio.to_thread(asyncio.run, router._opened("127.0.0.1"))
+    await asyncio.wait_for(router.close(), LIMIT)
+
+
 async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None:
     router = ProxyRouter([proxy.url for proxy in pair])
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0 is reachable.*bind host='127\.0\.0\.1'"):
