@@ -150,7 +150,7 @@ class RunDir:
         for folder in (self.archive, self.logs):
             folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
-            write_atomic(self._format, f"{FORMAT}\n")
+            _create_once(self._format, f"{FORMAT}\n", mode=0o644)
 
     def make_journals(self) -> None:
         """Create the journals' folder.
@@ -228,15 +228,7 @@ class RunDir:
         if not self.secret.exists():
             self.path.mkdir(parents=True, exist_ok=True)
             # Written completely or not at all: keys signed with half a secret could be forged.
-            fd, temporary = tempfile.mkstemp(prefix="secret.", dir=self.path)
-            with os.fdopen(fd, "w") as file:
-                file.write(secrets.token_hex(32))
-                file.flush()
-                os.fsync(file.fileno())
-            with suppress(FileExistsError):
-                os.link(temporary, self.secret)
-            os.unlink(temporary)
-            fsync(self.path)
+            _create_once(self.secret, secrets.token_hex(32), mode=0o600)
         try:
             return parse_secrets(self.secret.read_bytes())
         except ValueError:
@@ -248,6 +240,22 @@ class RunDir:
     def signing_secret(self) -> bytes:
         """Return the secret that signs."""
         return self.signing_secrets()[0]
+
+
+def _create_once(path: Path, text: str, *, mode: int) -> None:
+    """Create a file completely or not at all; of several processes, the first one writes it."""
+    descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)
+    try:
+        with os.fdopen(descriptor, "w") as file:
+            os.fchmod(descriptor, mode)
+            file.write(text)
+            file.flush()
+            os.fsync(descriptor)
+        with suppress(FileExistsError):
+            os.link(temporary, path)
+    finally:
+        os.unlink(temporary)
+    fsync(path.parent)
 
 
 def _absolute(path: Path) -> Path:

@@ -5,12 +5,15 @@ import fcntl
 import os
 import subprocess
 import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
 from any_agent.errors import StartupError
-from any_agent.rundir.layout import RunDir, read_json, write_json
+from any_agent.rundir.layout import FORMAT, RunDir, read_json, write_json
 
 
 @pytest.fixture
@@ -35,6 +38,23 @@ def test_what_was_said_is_its_owners(run: RunDir) -> None:
     run.logs.chmod(0o750)
     run.create()
     assert run.logs.stat().st_mode & 0o777 == 0o750, "an owner who shares it knows why"
+
+
+def test_several_processes_may_create_it_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As ranks do that are started by hand for a new trial."""
+    run, ready = RunDir(tmp_path / "trial"), threading.Barrier(4)
+    monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.05))
+
+    def create(_: int) -> None:
+        ready.wait(10)
+        run.create()
+
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(create, range(4)))
+    assert (run.path / "format").read_text() == f"{FORMAT}\n"
+    assert [path.name for path in run.path.iterdir() if path.is_file()] == ["format"]
 
 
 def test_one_service_at_a_time(run: RunDir) -> None:
