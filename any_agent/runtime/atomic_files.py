@@ -67,7 +67,7 @@ def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None)
     # A leftover of a killed writer may have other permissions, and be open elsewhere.
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "wb", opener=partial(os.open, mode=created_with)) as file:
+        with open(temporary, "xb", opener=partial(os.open, mode=created_with)) as file:
             if mode is not None:
                 os.fchmod(file.fileno(), mode)
             file.write(content.encode() if isinstance(content, str) else content)

@@ -135,6 +135,25 @@ def test_nothing_is_left_of_a_text_without_room(
     assert target.read_text() == "old"
 
 
+def test_a_link_in_place_of_the_temporary_file_is_not_followed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not even one that appears after leftovers were removed."""
+    elsewhere, link = tmp_path / "elsewhere", tmp_path / ".partial-keys.json"
+    elsewhere.write_text("old")
+
+    def unlink(path: Path, missing_ok: bool = False) -> None:
+        assert path == link
+        link.symlink_to(elsewhere)
+        monkeypatch.undo()
+
+    monkeypatch.setattr(Path, "unlink", unlink)
+    with pytest.raises(FileExistsError):
+        write_atomic(tmp_path / "keys.json", "secret", mode=0o600)
+    assert elsewhere.read_text() == "old"
+    assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
+
+
 @pytest.mark.parametrize("umask", [0, 0o077])
 def test_permissions_do_not_depend_on_who_started_it(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
