@@ -166,6 +166,10 @@ class _RankConnection(asyncio.Protocol):
 
     # -- the parser's callbacks
 
+    def on_message_begin(self) -> None:
+        if self._response is not None and self._response.complete:
+            raise ValueError("a second answer follows the one that was asked for")
+
     def on_status(self, reason: bytes) -> None:
         response = self._response
         assert response is not None

@@ -132,6 +132,24 @@ async def test_informational_answers_are_passed_over() -> None:
     await rank.kill()
 
 
+@pytest.mark.parametrize("more", [b"junk", b"HTTP/1.1 404 No\r\nx: y\r\ncontent-length: 0\r\n\r\n"])
+async def test_what_follows_an_answer_is_no_part_of_it(more: bytes) -> None:
+    rank = FakeRank()
+
+    async def answer(received: Received) -> None:
+        await received.send(OK + more)
+
+    rank.handler = answer
+    await rank.start()
+    async with open_upstream() as client:
+        async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as response:
+            assert (response.status, response.reason, await response.read()) == (200, "OK", b"{}")
+        assert "x" not in response.headers
+        async with await client.send("GET", rank.url, "/", CIMultiDict(), None) as again:
+            assert again._connection is not response._connection
+    await rank.kill()
+
+
 @pytest.mark.parametrize("head", [b"content-length: 9", b"connection: close", b"x-none: 1"])
 async def test_an_answer_that_breaks_off_is_lost_never_short(head: bytes) -> None:
     rank = FakeRank()
