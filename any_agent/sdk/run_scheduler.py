@@ -239,7 +239,8 @@ class RunScheduler:
         return outcome
 
     async def _record(self, result: RunResult) -> None:
-        # Before anything else may fail: the run is done, and the service knows it.
+        # Before anything else may fail: the run is done, and the service knows it. No await stands
+        # between the two lines, as a later line of the log may rely on this result.
         self.results[result.place] = result
         await self.log.ended(result)
         self._count(result)
@@ -299,6 +300,7 @@ class RunScheduler:
         del self._left_out[item]
         generation = 1 + max(self._groups.get(one, (0, 0))[0] for one in runs)
         log.info("%d runs of item %d make a group of their own", len(runs), run.item)
+        # Behind the lines of the other runs' results, some of which may not be on the disk yet.
         await self.log.regrouped(runs, generation)
         for one in runs:
             self._groups[one] = generation, len(runs)
