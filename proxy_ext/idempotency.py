@@ -96,7 +96,7 @@ class Receipt:
     key: str | None = None
     hash: bytes = b""
     """The hash of the request."""
-    _body: bytes | None = field(default=None, init=False)
+    _body: bytes | None = field(default=None, init=False, repr=False)
 
     @property
     def keep(self) -> KeepAnswer:

@@ -33,7 +33,9 @@ class Exporter:
         config = _config(arguments)
         self._dir = run_dir_of(config)
         saved = self._dir.path / "config.yaml"
-        last = load_config(saved, environ={}) if saved.is_file() else config
+        # Read only if needed: whoever names the folder and the discount needs no readable settings.
+        needed = self._dir.journals is None or arguments.discount is None
+        last = load_config(saved, environ={}) if needed and saved.is_file() else config
         if self._dir.journals is None:
             # The journals lie where the run's last start kept them.
             self._dir = run_dir_of(config.model_copy(update={"server": last.server}))

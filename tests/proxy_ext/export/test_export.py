@@ -93,6 +93,17 @@ async def test_filters(rank: Rank, tmp_path: Path) -> None:
         assert "error:" in done.said and "Traceback" not in done.said
 
 
+async def test_settings_that_cannot_be_read_are_not_needed(rank: Rank, tmp_path: Path) -> None:
+    await rank.add("a")
+    (tmp_path / TRIAL / "config.yaml").write_text("a setting of another version: 1\n")
+    assert export(tmp_path).code == 2
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / TRIAL).parent.mkdir(parents=True)
+    (elsewhere / TRIAL).symlink_to(rank.folder / "journal")
+    done = export(tmp_path, f"server.journal_dir={elsewhere}", "--discount", "1")
+    assert (done.code, done.ids) == (0, ["a"]), done.said
+
+
 async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
     with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
         values = {"number": 1, "last": 9, "states": '["open"]', "task_id": "t", "since": 1.0}
