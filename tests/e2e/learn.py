@@ -45,7 +45,7 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="any-agent-learn-") as folder:
-        good = not arguments.seeds or _demos(Path(folder), arguments)
+        good = not (arguments.seeds or arguments.controls) or _demos(Path(folder), arguments)
         good &= not arguments.tasks or learn_tasks(Path(folder), arguments.tasks)
     print("verdict   " + ("it learns, and from the rewards" if good else "FAILED"))
     return 0 if good else 1
