@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import sqlite3
+import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,8 +16,10 @@ import yaml
 
 from any_agent.config import Config
 from any_agent.launcher import journal_storage as journals
+from any_agent.launcher.slurm import worker_node
 from any_agent.launcher.slurm.head_node import HeadNode, run_job
 from any_agent.launcher.slurm.job import SlurmJob
+from any_agent.launcher.slurm.plan import plan
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.ports import reserve
 from tests.support.launcher.slurm_programs import ADDRESS, Programs
@@ -64,6 +68,19 @@ def warned_when_up(monkeypatch: pytest.MonkeyPatch, *, first: Callable[[], Any])
         return trained
 
     monkeypatch.setattr(HeadNode, "check", check)
+
+
+def test_worker_nodes_read_the_roles_of_the_plan(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = settings(lab, "server.ranks=4", "cluster.training_nodes=2")
+    job = replace(JOB, nodes=("n1", "n2", "n3", "n4"))
+    node = HeadNode(config, job, lambda _: None)
+    for role in plan(config, job.nodes, job.gpus)[1:]:
+        command = node._worker(role)
+        assert "a-secret-key" not in " ".join(command)
+        monkeypatch.setattr(sys, "argv", [*command, "--start", "s-1"])
+        assert worker_node._arguments().role == role
 
 
 def test_a_job_that_had_begun_is_queued_again(
