@@ -39,7 +39,7 @@ def stop(parts: Mapping[str, Component], close: Callable[[], None]) -> None:
 
     The trainer finishes its step and writes a checkpoint, if the time is enough. Then the router
     ends, so that nothing new arrives, then the proxies, and the engines last. ``close`` is called
-    when the router ends, so that no client waits for another one.
+    when the router ends, so that no client waits for another one. Call it :func:`uninterrupted`.
     """
     _stop(_of_kind(parts, "trainer"), STOP_GRACE)
     close()

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import component as policy
+from any_agent.launcher import component
 from any_agent.launcher.component import Component, describe_exit
 from any_agent.launcher.process import Command, SupervisedProcess
 from tests.support.launcher.children import until
@@ -165,7 +165,7 @@ def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(policy._MAX_RESTARTS):
+    for _ in range(component._MAX_RESTARTS):
         lab.die(part)
         lab.again(part)
     with pytest.raises(StartupError) as raised:
@@ -173,18 +173,18 @@ def test_one_death_too_many_ends_it_with_the_end_of_its_log(lab: Lab) -> None:
     message = raised.value.message
     assert message.startswith("part 0 ended 6 times (ended by SIGKILL at last):\n")
     assert f"    serves as {part.pid}\n  log: " in message
-    assert part.restarts == policy._MAX_RESTARTS
+    assert part.restarts == component._MAX_RESTARTS
 
 
 def test_deaths_of_long_ago_are_forgotten(lab: Lab) -> None:
     part = lab.part(SERVES, ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(2 * policy._MAX_RESTARTS):
+    for _ in range(2 * component._MAX_RESTARTS):
         lab.die(part)
         lab.again(part)
-        lab.now += policy._WINDOW / policy._MAX_RESTARTS
-    assert part.restarts == 2 * policy._MAX_RESTARTS
+        lab.now += component._WINDOW / component._MAX_RESTARTS
+    assert part.restarts == 2 * component._MAX_RESTARTS
 
 
 def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
@@ -194,12 +194,12 @@ def test_slow_deaths_before_it_is_ready_are_counted_too(lab: Lab) -> None:
     lab.until_ready(part)
     lab.write(part, SAYS.format(code=1))
     with pytest.raises(StartupError, match=r"ended 6 times .*with code 1 at last[\s\S]*last words"):
-        for _ in range(3 * policy._MAX_RESTARTS):
+        for _ in range(3 * component._MAX_RESTARTS):
             # The first is the ready life, which is killed.
             lab.die(part) if part.restarts == 0 else lab.until_noticed(part)
-            lab.now += 2 * policy._WINDOW
+            lab.now += 2 * component._WINDOW
             part.check()
-    assert part.restarts == policy._MAX_RESTARTS + 1
+    assert part.restarts == component._MAX_RESTARTS + 1
 
 
 def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
@@ -211,13 +211,13 @@ def test_lives_that_come_to_nothing_are_counted_too(lab: Lab) -> None:
     def lives(count: int) -> None:
         for _ in range(count):
             lab.die(part, signal.SIGUSR1)
-            lab.now += 2 * policy._WINDOW
+            lab.now += 2 * component._WINDOW
             lab.until_ready(part)
 
-    lives(policy._MAX_RESTARTS - 1)
+    lives(component._MAX_RESTARTS - 1)
     # What the present life comes to.
     steps[0] += 1
-    lives(1 + policy._MAX_RESTARTS)
+    lives(1 + component._MAX_RESTARTS)
     with pytest.raises(StartupError, match="ended 6 times"):
         lives(1)
 
@@ -227,9 +227,9 @@ def test_a_crash_is_a_failure_of_its_own(lab: Lab) -> None:
     part.start()
     lab.until_ready(part)
     with pytest.raises(StartupError, match=r"ended 6 times \(ended by SIGSEGV"):
-        for _ in range(policy._MAX_RESTARTS + 1):
+        for _ in range(component._MAX_RESTARTS + 1):
             lab.die(part, signal.SIGSEGV)
-            lab.now += 2 * policy._WINDOW
+            lab.now += 2 * component._WINDOW
             lab.until_ready(part)
 
 
@@ -237,20 +237,20 @@ def test_a_part_that_is_killed_is_not_blamed_for_coming_to_nothing(lab: Lab) -> 
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
     lab.until_ready(part)
-    for _ in range(2 * policy._MAX_RESTARTS):
+    for _ in range(2 * component._MAX_RESTARTS):
         lab.die(part)
-        lab.now += 2 * policy._WINDOW
+        lab.now += 2 * component._WINDOW
         lab.until_ready(part)
-    assert part.restarts == 2 * policy._MAX_RESTARTS
+    assert part.restarts == 2 * component._MAX_RESTARTS
 
 
-SLOWLY = policy._WINDOW / policy._MAX_RESTARTS + 1
+SLOWLY = component._WINDOW / component._MAX_RESTARTS + 1
 """Seconds between deaths of which there are never too many in a minute."""
 
 
 @pytest.mark.parametrize(
     ("number", "most"),
-    [(signal.SIGUSR1, policy._MAX_FAILURES), (signal.SIGKILL, policy._MAX_DEATHS)],
+    [(signal.SIGUSR1, component._MAX_FAILURES), (signal.SIGKILL, component._MAX_DEATHS)],
 )
 def test_slow_deaths_are_counted_too(lab: Lab, number: signal.Signals, most: int) -> None:
     """Of its own it may die less often than by others."""
@@ -269,9 +269,9 @@ def test_very_slow_deaths_are_forgotten(lab: Lab) -> None:
     part = lab.part(FAILS.format(code=1), ready=serves)
     part.start()
     lab.until_ready(part)
-    for _ in range(policy._MAX_FAILURES + 5):
+    for _ in range(component._MAX_FAILURES + 5):
         lab.die(part, signal.SIGUSR1)
-        lab.now += policy._LONG_WINDOW / policy._MAX_FAILURES
+        lab.now += component._LONG_WINDOW / component._MAX_FAILURES
         lab.until_ready(part)
 
 
@@ -280,11 +280,11 @@ def test_one_that_is_killed_before_each_step_is_given_up_at_last(lab: Lab) -> No
     part = lab.part(SERVES, ready=serves, progress=lambda: 0)
     part.start()
     lab.until_ready(part)
-    for _ in range(policy._MAX_DEATHS):
+    for _ in range(component._MAX_DEATHS):
         lab.die(part)
-        lab.now += policy._LONG_WINDOW
+        lab.now += component._LONG_WINDOW
         lab.until_ready(part)
-    with pytest.raises(StartupError, match=f"ended {policy._MAX_DEATHS + 1} times"):
+    with pytest.raises(StartupError, match=f"ended {component._MAX_DEATHS + 1} times"):
         lab.die(part)
 
 
