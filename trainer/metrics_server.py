@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import os
 import secrets
@@ -23,6 +24,9 @@ from any_agent.runtime.ports import url_of
 from trainer.metrics import TrainerMetrics
 
 log = logging.getLogger(__name__)
+
+_LAST_WRITE_TIMEOUT = 60.0
+"""Seconds that a trainer which is done waits until its last registry entry is written."""
 
 
 class TrainerHeartbeat:
@@ -58,7 +62,8 @@ class TrainerHeartbeat:
     def __enter__(self) -> Self:
         self._thread.start()
         self._loop.start()
-        self._loop.call(self._heartbeat.begin())
+        # Not waited for: a disk that hangs must not keep the trainer from its work.
+        self._begun = asyncio.run_coroutine_threadsafe(self._heartbeat.begin(), self._loop.loop)
         return self
 
     def __exit__(self, kind: object, error: object, trace: object) -> None:
@@ -67,8 +72,18 @@ class TrainerHeartbeat:
         self._server.server_close()
         # The run waits for a trainer that failed, but not for one that is done.
         if kind is None:
-            self._loop.call(self._heartbeat.end())
+            try:
+                self._loop.call(self._end(), _LAST_WRITE_TIMEOUT)
+            except TimeoutError:
+                log.warning(
+                    "the trainer's last registry entry is not written after %g s",
+                    _LAST_WRITE_TIMEOUT,
+                )
         self._loop.stop()
+
+    async def _end(self) -> None:
+        await asyncio.wrap_future(self._begun)
+        await self._heartbeat.end()
 
     def _entry(self) -> RegistryEntry:
         return RegistryEntry(

@@ -66,9 +66,9 @@ def engines(model: Path, count: int) -> Iterator[list[str]]:
 
     async def start() -> str:
         engine = EmbeddedEngine.load(str(model))
-        await engine.start()
+        await engine.__aenter__()
         runner, port = await listen(EngineServer(engine), "127.0.0.1", 0)
-        stops.extend((runner.cleanup, engine.stop))
+        stops.extend((runner.cleanup, engine.__aexit__))
         return f"http://127.0.0.1:{port}"
 
     try:

@@ -15,7 +15,7 @@ import pytest
 import trainer.metrics_server as presence_module
 from any_agent.keys import KeySigner
 from any_agent.rundir import registry
-from any_agent.rundir.registry import Registry, RegistryEntry
+from any_agent.rundir.registry import Registry, RegistryEntry, publish
 from trainer.metrics import TrainerMetrics
 from trainer.metrics_server import TrainerHeartbeat
 
@@ -102,6 +102,31 @@ def test_whatever_fails_the_next_beat_comes(
 
     with TrainerHeartbeat(tmp_path, TrainerMetrics(dict), signer=SIGNER, ready=ready):
         until(lambda: entry_in(tmp_path))
+
+
+def test_a_disk_that_hangs_delays_no_training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    works = threading.Event()
+
+    def write(folder: Path, entry: RegistryEntry) -> None:
+        assert works.wait(60)
+        publish(folder, entry)
+
+    monkeypatch.setattr(registry, "publish", write)
+    monkeypatch.setattr(presence_module, "_LAST_WRITE_TIMEOUT", 0.1)
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    with opened(elsewhere) as presence:
+        assert get(f"{presence.url}/metrics").status_code == 200
+        assert entry_in(elsewhere) is None
+    assert "last registry entry is not written after 0.1 s" in caplog.text
+    monkeypatch.setattr(presence_module, "_LAST_WRITE_TIMEOUT", 60)
+    with opened(tmp_path):
+        works.set()
+        until(lambda: entry_in(tmp_path))
+    last = entry_in(tmp_path)
+    assert last is not None and last.state == "stopping"
 
 
 def test_metrics_need_the_runs_own_key(tmp_path: Path) -> None:
