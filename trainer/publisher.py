@@ -17,7 +17,6 @@ from any_agent.config import Config
 from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.rollout import LeaseExecutor
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
-from any_agent.rundir.registry import Registry
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
 from trainer.weight_folders import holds_weights, prune, publish_to_disk
@@ -83,7 +82,7 @@ class Publisher:
         self._updating = updating
         self.versions = WeightVersions(run_dir.state)
         self._config = config
-        self._folder, self._registry = run_dir.weights, run_dir.registry
+        self._folder = run_dir.weights
         self._executor = executor
         self._sync: WeightSync | None = None
         self._dtype = {"float32": None, "bfloat16": torch.bfloat16}[config.model.dtype]
@@ -144,15 +143,18 @@ class Publisher:
 
     def _sync_of(self, policy: Policy) -> WeightSync:
         if self._sync is None:
-            registry = Registry(self._registry)
-            registry.refresh()
             self._sync = make_sync(
                 self._config,
                 self._executor.call,
                 cuda=policy.device.type == "cuda",
-                engines=[entry.engine_url for entry in registry.entries() if entry.engine_url],
+                engines=self._executor.call(self._engines(), timeout=TIMEOUT),
             )
         return self._sync
+
+    async def _engines(self) -> list[str]:
+        ranks = self._executor.ranks
+        entries = [ranks.entry(rank) for rank in range(len(ranks))]
+        return [entry.engine_url for entry in entries if entry and entry.engine_url]
 
     def _holds(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
         """Return True if the weights of this version are the policy's."""

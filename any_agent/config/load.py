@@ -14,7 +14,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cache, partial
 from pathlib import Path
-from typing import Any, NoReturn, get_args, get_origin
+from typing import Any, NoReturn, TypeVar, get_args, get_origin, overload
 
 import yaml
 from pydantic import BaseModel, SecretStr, ValidationError
@@ -31,6 +31,8 @@ SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
 _WHOLE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:")
 _LIKENESS = 0.6
+
+AnyConfig = TypeVar("AnyConfig", bound=Config)
 
 
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -61,6 +63,24 @@ def _texts(model: type[BaseModel]) -> frozenset[str]:
         for name, kind in _fields(model)
         if get_origin(kind) is not dict and {kind, *get_args(kind)} & texts
     )
+
+
+@overload
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+) -> Config: ...
+
+
+@overload
+def load_config(
+    path: str | Path | None = None,
+    overrides: Sequence[str] = (),
+    environ: Mapping[str, str] | None = None,
+    *,
+    kind: type[AnyConfig],
+) -> AnyConfig: ...
 
 
 def load_config(

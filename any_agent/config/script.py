@@ -103,7 +103,6 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
     arguments, overrides = parser.parse_known_args(argv)
     config = load_config(arguments.config, overrides, kind=config_cls)
-    assert isinstance(config, config_cls)
     if not {"", os.getcwd()}.intersection(sys.path):
         sys.path.append(os.getcwd())
     one_line_errors(debug=config.log_level == "debug")
