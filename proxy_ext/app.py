@@ -33,7 +33,7 @@ from proxy_ext.in_process import RankApp
 from proxy_ext.litellm_app import LiteLLMApp
 from proxy_ext.metrics import exposition
 from proxy_ext.service import open_service
-from proxy_ext.web import permissions as scopes
+from proxy_ext.web import permissions
 from proxy_ext.web.exchange import error_response
 
 log = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ def create_app(
     )
     ours = ModelRoutes(app)
     _add_error_handlers(app)
-    scopes.check_routes(app.routes)
+    permissions.check_routes(app.routes)
     describe(app)
     rank_app = RankApp(
         ours,

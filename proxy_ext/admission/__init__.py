@@ -1,4 +1,4 @@
-"""Opening sessions: slots, groups, tenants' quotas, and sessions of agents that open none.
+"""Opening sessions, also for agents that open none.
 
 An implicit session is found by the content of a call, never by its sender, because an agent sets
 only a URL and a key. Only the session itself is stored: after a restart its task's name and its

@@ -1,1 +1,1 @@
-"""HTTP mechanics of a rank: limits, permissions, quotas, draining, exchanges."""
+"""HTTP mechanics of a rank: permissions, quotas, draining, exchanges."""
