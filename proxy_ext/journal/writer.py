@@ -117,7 +117,8 @@ class JournalWriter:
                 self._fail(jobs, cause)
                 return
             else:
-                if self._stats.full:
+                # A small write may still fit where a large one does not.
+                if self._stats.full and self._has_room():
                     self._stats.full = False
                     log.info("the journal %s can be written again", self._path)
                 _report([(job, r, None) for job, r in zip(jobs, results, strict=True)])
@@ -212,7 +213,8 @@ class JournalWriter:
 
     def _refusal(self, cause: Exception) -> StoreUnavailable:
         unsure = isinstance(cause, _UnsureCommit)
-        if _code_of(cause) == sqlite3.SQLITE_FULL or (not unsure and self._no_room(cause)):
+        no_room = _code_of(cause) == sqlite3.SQLITE_IOERR and not self._has_room()
+        if _code_of(cause) == sqlite3.SQLITE_FULL or (no_room and not unsure):
             return StoreFull(
                 "the journal's disk is full; nothing was recorded; try again when there is space",
                 retry_after=10,
@@ -227,14 +229,12 @@ class JournalWriter:
             "the journal cannot be written; nothing was recorded; try again later", retry_after=5
         )
 
-    def _no_room(self, cause: Exception) -> bool:
-        if _code_of(cause) != sqlite3.SQLITE_IOERR:
-            return False
+    def _has_room(self) -> bool:
         try:
             disk = os.statvfs(self._path.parent)
         except OSError:
-            return False
-        return disk.f_bavail * disk.f_frsize < _MIN_FREE_BYTES
+            return True
+        return disk.f_bavail * disk.f_frsize >= _MIN_FREE_BYTES
 
 
 class _BadJob(Exception):
