@@ -19,6 +19,8 @@ from tests.support.engine.updates_contract import PREFIX, furthest
 from tests.support.true_logprobs import TrueModel
 
 SENT = [way for way in WAYS if way != "disk"]
+_LONG = 1600
+"""Tokens of a call that an update is to come in the middle of, also on a busy machine."""
 ASK = body(max_new_tokens=20) | {"input_ids": PREFIX}
 
 
@@ -60,7 +62,7 @@ class SyncContract:
         with syncing(way, dtype=self.dtype, in_place=True) as sync:
             entries: list[Any] = []
             sent = False
-            async for event in events(engines[0], body(max_new_tokens=400)):
+            async for event in events(engines[0], body(max_new_tokens=_LONG)):
                 meta = event["meta_info"]
                 fresh = meta["completion_tokens"] - len(entries)
                 entries += meta["output_token_logprobs"][-fresh:] if fresh else []
@@ -70,7 +72,7 @@ class SyncContract:
                     await bring(sync, fleet, new)
         before, *_, after = meta["weight_versions"]
         assert (before["version"], before["start"]) == ("0", 0)
-        assert (after["version"], after["end"]) == ("11", 400)
+        assert (after["version"], after["end"]) == ("11", _LONG)
         whole = {"output_token_logprobs": entries}
         cut = slice(0, before["end"])
         assert furthest(TrueModel(models[0]), body()["input_ids"], whole, cut, 1) <= self.rounding
