@@ -146,10 +146,14 @@ _FULL = (429, 503)
 class EngineRefused(EngineUnavailable):
     """The engine answered with a status other than 200."""
 
-    def __init__(self, status: int, path: str, raw: bytes) -> None:
-        message = raw[:300].decode(errors="replace")
-        super().__init__(f"the engine answered {path} with {status}: {message}", retry_after=2)
-        self.answered = status
+    answered: int
+
+
+def _refused(status: int, path: str, raw: bytes) -> EngineRefused:
+    message = raw[:300].decode(errors="replace")
+    error = EngineRefused(f"the engine answered {path} with {status}: {message}", retry_after=2)
+    error.answered = status
+    return error
 
 
 class EngineBusy(EngineUnavailable):
@@ -201,7 +205,7 @@ class SGLangControl:
             ) as response:
                 raw = await response.read()
                 if response.status != 200:
-                    raise EngineRefused(response.status, path, raw)
+                    raise _refused(response.status, path, raw)
         except (aiohttp.ClientError, TimeoutError) as error:
             raise EngineUnavailable(
                 f"the inference engine does not answer ({type(error).__name__}); try again later",
