@@ -340,7 +340,7 @@ def test_many_messages_are_bounded() -> None:
 
 
 def test_the_roles_of_a_long_request_are_not_kept() -> None:
-    """As many patterns as were checked are kept, so each must be short."""
+    """The renderer keeps each pattern of roles that it has checked, so it refuses long ones."""
     renderer = family("qwen3").load().renderer
     assert isinstance(renderer, TemplateRenderer)
     before = renderer._checks.cache_info().currsize

@@ -43,7 +43,7 @@ def test_what_was_said_is_its_owners(run: RunDir) -> None:
 def test_several_processes_may_create_it_at_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As ranks do that are started by hand for a new trial."""
+    """Ranks that are started by hand for a new trial create its folder at the same time."""
     run, ready = RunDir(tmp_path / "trial"), threading.Barrier(4)
     monkeypatch.setattr(os, "fsync", lambda _: time.sleep(0.05))
 

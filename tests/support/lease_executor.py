@@ -69,7 +69,7 @@ class Service(RLClient):
 
 
 class Scripted:
-    """What polls get: episodes (or errors) from a queue that any thread may fill."""
+    """The answers to polls: episodes (or errors) from a queue that any thread may fill."""
 
     def __init__(self) -> None:
         self.loop: asyncio.AbstractEventLoop | None = None
