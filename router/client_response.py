@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import orjson
-from aiohttp import hdrs, web
+from aiohttp import ClientConnectionError, hdrs, web
 from aiohttp.http import HttpVersion11, StreamWriter
 from multidict import CIMultiDict
 
@@ -89,9 +89,22 @@ class ClientResponder:
             response.force_close()
         writer = await _start(response, request)
         protocol = request.protocol
+
+        def push(part: bytes) -> bool:
+            if protocol.writing_paused:
+                return False
+            try:
+                # Without a drain it never waits, so that its first step is its last.
+                writer.write(part, drain=False).send(None)
+            except StopIteration:
+                return True
+            except ClientConnectionError:
+                return False
+            raise RuntimeError("writing without a drain has waited")
+
         while True:
             try:
-                chunk = await upstream.readany()
+                chunk = await upstream.readany(push)
             except AnyAgentError:
                 # An incomplete answer must not end like a complete one.
                 self.broken += 1

@@ -7,7 +7,7 @@ import select
 import sys
 import time
 from collections import deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, Self, cast
@@ -42,6 +42,8 @@ _HOP_BY_HOP = tuple(
     )
 )
 Body = bytes | AsyncIterator[bytes] | None
+Push = Callable[[bytes], bool]
+"""Passes a part of a body on at once, or returns False to leave it."""
 
 
 class NeverSent(Exception):
@@ -78,6 +80,7 @@ class RankResponse:
         """The last byte has arrived; some may not have been read."""
         self.error: ReplyLost | None = None
         """The connection broke off before the answer was complete."""
+        self._push: Push | None = None
 
     @property
     def content_length(self) -> int | None:
@@ -98,15 +101,30 @@ class RankResponse:
             raise self.error
         return body
 
-    async def readany(self) -> bytes:
-        """Return what has arrived, waiting for the first byte; b"" at the end.
+    async def readany(self, push: Push) -> bytes:
+        """Return what has arrived, waiting for the first byte that ``push`` does not take; b"" at
+        the end.
 
+        ``push`` gets each part as soon as it arrives, which costs no wake-up of a task.
         ReplyLost when the connection breaks off.
         """
-        part = await self.content.read(sys.maxsize)
+        self._push = push
+        try:
+            part = await self.content.read(sys.maxsize)
+        finally:
+            self._push = None
         if not part and self.error is not None:
             raise self.error
         return part
+
+    def add(self, part: bytes) -> None:
+        """Pass a part of the body on, or keep it until it is read."""
+        if self._push is not None:
+            if self._push(part):
+                return
+            # The parts after this one must stay behind it.
+            self._push = None
+        self.content.feed_data(part)
 
     def end(self, error: ReplyLost | None = None) -> None:
         """Mark the body's end, or with an error that it broke off."""
@@ -203,7 +221,7 @@ class _RankConnection(asyncio.Protocol):
     def on_body(self, part: bytes) -> None:
         response = self._response
         assert response is not None
-        response.content.feed_data(part)
+        response.add(part)
 
     def on_message_complete(self) -> None:
         response = self._response

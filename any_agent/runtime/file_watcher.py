@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -14,16 +13,15 @@ from any_agent.errors import AnyAgentError
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
-Mark = tuple[int, int, int]
 
 
 class WatchedFile(Generic[T]):
     """The result of ``parse`` for a file, or ``missing`` if there was no file from the start.
 
-    The file is checked, by opening it, at most once in ``every`` seconds. If it is broken, or
+    The file is read at most once in ``every`` seconds, and parsed if its bytes differ: two writes
+    within one tick of a file system's clock may leave equal attributes. If it is broken, or
     vanishes later, that is logged once and the last good content stays: an empty one could grant
-    what the file denies. A file that cannot be read is tried again at each check. The first reading
-    raises the errors of ``parse``.
+    what the file denies. The first reading raises the errors of ``parse``.
     """
 
     def __init__(
@@ -34,8 +32,8 @@ class WatchedFile(Generic[T]):
         self._every = every
         self._checked_at = time.monotonic()
         self._complaint = ""
-        self._mark = self._find()
-        self._value = missing if self._mark is None else parse(path.read_bytes())
+        self._content = self._read()
+        self._value = missing if self._content is None else parse(self._content)
 
     def get(self, *, within: float | None = None) -> T:
         """Return the content of at most ``within`` (default: ``every``) seconds ago."""
@@ -47,16 +45,17 @@ class WatchedFile(Generic[T]):
 
     def _refresh(self) -> None:
         try:
-            mark = self._find()
-            if mark == self._mark:
+            content = self._read()
+            if content == self._content:
                 return
-            # Set before reading, so that the next check sees a change during the reading.
-            self._mark = mark
-            self._value = self._parse(self._path.read_bytes())
+            self._content = content
+            if content is None:
+                raise FileNotFoundError(f"{self._path} is gone")
+            self._value = self._parse(content)
         except (OSError, ValueError, AnyAgentError) as error:
             if isinstance(error, OSError):
-                # Read again at the next check.
-                self._mark = None
+                # Parsed again once it can be read, also if it has not changed.
+                self._content = None
             self._complain(str(error))
         else:
             self._complaint = ""
@@ -66,12 +65,10 @@ class WatchedFile(Generic[T]):
             log.error("cannot use %s; keeping its earlier content: %s", self._path, what)
         self._complaint = what
 
-    def _find(self) -> Mark | None:
+    def _read(self) -> bytes | None:
+        # Opened each time: a network file system may keep the content of a file that stays open,
+        # and a revoked key would stay valid for as long.
         try:
-            # A network file system may report outdated attributes of a file that is not open, and
-            # a revoked key would stay valid for as long.
-            with open(self._path, "rb") as file:
-                found = os.fstat(file.fileno())
+            return self._path.read_bytes()
         except (FileNotFoundError, NotADirectoryError):
             return None
-        return found.st_mtime_ns, found.st_ino, found.st_size

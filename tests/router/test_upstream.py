@@ -8,14 +8,18 @@ import re
 import socket
 from collections.abc import AsyncIterator
 from pathlib import Path
+from random import Random
+from typing import Any, cast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from any_agent.errors import ReplyLost
 from any_agent.runtime.ports import free_port
 from router import upstream
-from router.upstream import NeverSent, Upstream, end_to_end, open_upstream
+from router.upstream import NeverSent, RankResponse, Upstream, end_to_end, open_upstream
 from tests.support.proxy import LIMIT
 from tests.support.router import END, OK, FakeRank, Received
 
@@ -247,3 +251,35 @@ def test_end_to_end_headers() -> None:
     kept = end_to_end(CIMultiDictProxy(headers))
     assert list(kept.items()) == [("Content-Length", "3"), ("X-Kept", "a"), ("X-Kept", "b")]
     assert "X-One" in headers, "the original was changed"
+
+
+@given(
+    st.lists(st.one_of(st.binary(min_size=1, max_size=4), st.none()), max_size=30),
+    st.integers(0, 2**30),
+)
+async def test_parts_stay_in_their_order_whoever_takes_them(
+    steps: list[bytes | None], seed: int
+) -> None:
+    """A reader that pushes what it can, whose client is now and then busy; None: it may run."""
+    random, got = Random(seed), list[bytes]()
+    response = RankResponse(cast(Any, None), cast(Any, None))
+
+    def push(part: bytes) -> bool:
+        if random.random() < 0.5:
+            return False
+        got.append(part)
+        return True
+
+    async def read() -> None:
+        while part := await response.readany(push):
+            got.append(part)
+
+    reader = asyncio.create_task(read())
+    for step in steps:
+        if step is None:
+            await asyncio.sleep(0)
+        else:
+            response.add(step)
+    response.end()
+    await reader
+    assert b"".join(got) == b"".join(step for step in steps if step)

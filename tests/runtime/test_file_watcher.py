@@ -27,6 +27,17 @@ def test_a_change_is_seen(tmp_path: Path) -> None:
     assert watched.get() == 2
 
 
+def test_a_change_that_leaves_its_attributes_is_seen(tmp_path: Path) -> None:
+    """Two writes within one tick of the file system's clock."""
+    path = tmp_path / "n"
+    path.write_text("1")
+    written = path.stat().st_mtime_ns
+    watched = WatchedFile(path, number, 0, every=0.0)
+    path.write_text("2")
+    os.utime(path, ns=(written, written))
+    assert watched.get() == 2
+
+
 def test_it_is_looked_at_no_more_often_than_asked_for(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -17,6 +17,7 @@ from aiohttp import web
 from openai import AsyncOpenAI
 
 from any_agent import AgentRunner, AgentSession
+from any_agent.client import service_url
 from any_agent.client.aiohttp_transport import AiohttpTransport, Response
 from any_agent.client.retry_transport import RetryTransport
 from any_agent.client.rl_client import RLClient
@@ -47,7 +48,9 @@ async def second() -> AsyncIterator[Server]:
 
 
 @pytest.fixture
-def place(tmp_path: Path) -> Path:
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    # Another test's service may have had the port that this test's first server gets.
+    monkeypatch.setattr(service_url, "_files", {})
     return tmp_path / "url"
 
 
