@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
-#   ARGS         passed on to demo, test, bench, learn and chaos, e.g. make test ARGS="-k chat"
+#   ARGS         passed on to demo, test, bench, learn, chaos and soak, e.g. make soak ARGS="--hours 8"
 #   PROOFS       passed on to the pytest of chaos, e.g. make chaos PROOFS="-k overload"
 
 SHELL := /bin/bash
@@ -24,7 +24,7 @@ TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 # Files are dealt out to three processes: each waits now and then.
 PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-clients test-examples test-engines test-documents lint bench bench-check learn chaos clean
+.PHONY: help demo test test-all test-clients test-examples test-engines test-documents lint bench bench-check learn chaos soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -76,6 +76,9 @@ learn: $(DEV) ## check over many seeds that models learn: the demo's, its contro
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
 	@$(RUN) tests/e2e/chaos.py $(ARGS)
 	@$(RUN) -m pytest tests/chaos tests/laws --long --timeout 3600 $(PROOFS)
+
+soak: $(DEV) ## serve and train for hours under faults of every kind: nothing lost, everything flat
+	@$(RUN) tests/e2e/soak.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
 	rm -rf $(VENV) .venv-clients .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis

@@ -17,10 +17,11 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 if __package__ in (None, ""):
     # Run as a file: the tests' packages are beside the library's.
@@ -155,14 +156,14 @@ class Chaos:
 
     async def _act(self, node: Node, service: RLClient) -> None:
         ledger = self.outcome.ledger
-        crowd = Crowd(node.url, service, ledger, agents=self.plan.agents, seed=self.plan.seed)
+        crowd = self._crowd(node.url, service)
         before = await crowd.evaluate()
         self._say(f"before    first answer right: {before:.3f}")
         began = time.monotonic()
         work = asyncio.create_task(crowd.work())
         try:
             await self._until_step(2, work)
-            await self._kill_all(node, work)
+            await self._strike(node, work)
             await self._until_step(max(self.plan.steps, self._step() + _SETTLE), work)
             crowd.leave()
             await work
@@ -178,22 +179,21 @@ class Chaos:
             "steps": f"{self._step()}",
             "accuracy": f"{before:.3f} -> {after:.3f}",
         }
+        self._judge_learning(before, after)
+
+    def _crowd(self, url: str, service: RLClient) -> Crowd:
+        plan = self.plan
+        return Crowd(url, service, self.outcome.ledger, agents=plan.agents, seed=plan.seed)
+
+    def _judge_learning(self, before: float, after: float) -> None:
         rose = after >= before + GAIN
         self._check("reward rises", [] if rose else [f"{before:.3f} -> {after:.3f}"])
 
-    async def _kill_all(self, node: Node, work: asyncio.Task[None]) -> None:
+    async def _strike(self, node: Node, work: asyncio.Task[None]) -> None:
         plan = schedule(self.plan.kills, RANKS, self._rng)
         killer = Killer(node, plan, self._rng, killed=self._remember, after=self._tell)
         self.outcome.kills = killer.kills
-        killing = asyncio.create_task(killer.run())
-        try:
-            await asyncio.wait([killing, work], return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                await work
-                raise AssertionError("the agents left before the last kill")
-            await killing
-        finally:
-            killing.cancel()
+        await beside(work, killer.run())
 
     def _remember(self, part: str) -> None:
         """The steps that a trainer killed now has to make again."""
@@ -227,7 +227,7 @@ class Chaos:
     def audit(self, run: RunDir) -> None:
         """Hold the ledger against the folder; the service has ended."""
         ledger, figures = self.outcome.ledger, self.outcome.figures
-        records = audit.read_records(run, RANKS)
+        records = self._read_records(run)
         lost = audit.lost(ledger, records)
         self._check("acknowledged sessions lost", lost.sessions)
         self._check("acknowledged answers lost", lost.answers)
@@ -244,6 +244,9 @@ class Chaos:
         figures["opened unheard"] = f"{len(records.keys() - known)} sessions"
         figures["trained unseen"] = f"{len(audit.unseen(ledger, records))} answers"
         self._check("tracebacks in logs", audit.complaints(run))
+
+    def _read_records(self, run: RunDir) -> dict[str, audit.Record]:
+        return audit.read_records(run, RANKS)
 
     def _audit_history(self, run: RunDir, records: dict[str, audit.Record]) -> None:
         survived = history.read_history(run)
@@ -292,6 +295,22 @@ class Chaos:
 
     def _check(self, promise: str, problems: list[str]) -> None:
         self.outcome.problems[promise] = problems
+
+
+async def beside(work: asyncio.Task[None], *deeds: Coroutine[Any, Any, None]) -> None:
+    """Run the deeds to the end of the first of them, while the agents are at work."""
+    tasks = [asyncio.create_task(deed) for deed in deeds]
+    try:
+        await asyncio.wait([*tasks, work], return_when=asyncio.FIRST_COMPLETED)
+        if work.done():
+            await work
+            raise AssertionError("the agents left before the last fault")
+        for task in tasks:
+            if task.done():
+                await task
+    finally:
+        for task in tasks:
+            task.cancel()
 
 
 @contextmanager

@@ -8,6 +8,7 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 
 import httpx
 import numpy as np
@@ -19,6 +20,8 @@ from any_agent.record import discarded
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Registry, rank_name
 from any_agent.types import Interaction, SessionState
+from proxy_ext.archive.files import list_archives, read_lines
+from proxy_ext.archive.records import read_record
 from proxy_ext.journal import SessionRow, SQLiteJournal
 from tests.support.e2e.ledger import Ledger, Told
 from tests.support.e2e.live_run import Check, recompute
@@ -60,6 +63,25 @@ def read_records(run: RunDir, ranks: int) -> dict[str, Record]:
         return out
 
     return asyncio.run(read())
+
+
+def read_archives(run: RunDir, ranks: int, records: dict[str, Record]) -> list[str]:
+    """Complete the records with what archives hold; where a session is not kept exactly once."""
+    seen: Counter[str] = Counter()
+    out: list[str] = []
+    for rank in range(ranks):
+        for file in list_archives(run.archive, rank):
+            _, *lines = read_lines(file.path, out.append)
+            for line in lines:
+                found = read_record(line)
+                id = str(found.session["id"])
+                seen[id] += 1
+                if id in records:
+                    records[id].interactions[:] = found.interactions
+    said = {id for id, record in records.items() if record.row.content == "archived"}
+    out += [f"{id} is in {count} archives" for id, count in seen.items() if count > 1]
+    out += [f"{id} is in an archive and not called so" for id in seen.keys() - said]
+    return out + [f"{id} is in no archive" for id in said - seen.keys()]
 
 
 @dataclass(slots=True)
@@ -175,7 +197,12 @@ def unbalanced(
 
 
 def sample_checks(
-    config: Config, records: Mapping[str, Record], wanted: set[str], size: int, rng: random.Random
+    config: Config,
+    records: Mapping[str, Record],
+    wanted: set[str],
+    size: int,
+    rng: random.Random,
+    weights: Path | None = None,
 ) -> list[Check]:
     """Recompute sessions with ``size`` interactions in all: those with ``wanted`` ones first."""
     import transformers
@@ -192,7 +219,7 @@ def sample_checks(
         if record.interactions:
             chosen.append(record.interactions)
             count += len(record.interactions)
-    return recompute(config, chosen)
+    return recompute(config, chosen, weights=weights)
 
 
 def worst_error(checks: Iterable[Check]) -> float:

@@ -42,13 +42,22 @@ class Crowd:
     """``agents`` agents at one service, at work from :meth:`work` until :meth:`leave`."""
 
     def __init__(
-        self, url: str, service: RLClient, ledger: Ledger, *, agents: int, seed: int
+        self,
+        url: str,
+        service: RLClient,
+        ledger: Ledger,
+        *,
+        agents: int,
+        seed: int,
+        noise: float = 0.0,
     ) -> None:
+        """``noise``: the share of rewards that are chance, so that groups never cease to differ."""
         self._url = f"{url}/v1"
         self._service = service
         self._ledger = ledger
         self._agents = agents
         self._seed = seed
+        self._noise = noise
         self._leaving = False
 
     def leave(self) -> None:
@@ -125,7 +134,10 @@ class Crowd:
             if is_correct(text, item):
                 break
             talk += [{"role": "assistant", "content": text}, {"role": "user", "content": RETRY}]
-        if await self._reward(told, completion_id, float(is_correct(text, item))):
+        reward = float(is_correct(text, item))
+        if self._noise and rng.random() < self._noise:
+            reward = float(rng.random() < 0.5)
+        if await self._reward(told, completion_id, reward):
             await self._finalize(told)
         else:
             await self._abort(told)

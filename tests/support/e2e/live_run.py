@@ -138,23 +138,29 @@ class Check:
 
 
 def recompute(
-    config: Config, sessions: Iterable[list[Interaction]], *, version_shift: int = 0
+    config: Config,
+    sessions: Iterable[list[Interaction]],
+    *,
+    version_shift: int = 0,
+    weights: Path | None = None,
 ) -> list[Check]:
     """A fresh forward pass over each interaction's whole context, per version of its tokens.
 
-    ``version_shift`` plants an error: the weights of another version.
+    ``version_shift`` plants an error: the weights of another version. ``weights``: where the
+    versions are, if not in the run's folder.
     """
     import torch
     from transformers import AutoModelForCausalLM
 
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
-    newest = max(int(p.name[1:]) for p in run.weights.iterdir())
+    weights = weights or run.weights
+    newest = max((int(p.name[1:]) for p in weights.iterdir()), default=0)
     models: dict[int, object] = {}
 
     def model_of(version: int) -> object:
         version = min(max(version + version_shift, 0), newest)
         if version not in models:
-            path = run.weights / f"v{version:08d}" if version else config.model.path
+            path = weights / f"v{version:08d}" if version else config.model.path
             models[version] = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
         return models[version]
 

@@ -1,0 +1,341 @@
+"""Hours under faults of every kind: ``python tests/e2e/soak.py [--hours N | --minutes N]``.
+
+The demo's tiny model behind a real service of two ranks trains on what concurrent agents do. Of
+every twenty intervals each kind of fault has one: kill -9, SIGTERM and SIGSTOP of each kind of
+process, cut connections, slow requests, a full disk, a wall clock that jumps. Memory, descriptors,
+threads, event loops' lag and the run's folder are sampled. At the end the agents' ledgers are held
+against journals and archives, and the second half's slopes against their bounds. Prints a table and
+a verdict; exit code 1 unless every promise was kept and everything is flat.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import secrets
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+if __package__ in (None, ""):
+    # Run as a file: the tests' packages are beside the library's.
+    sys.path[0] = str(Path(__file__).resolve().parents[2])
+
+from any_agent.client.rl_client import RLClient
+from any_agent.config import Config
+from any_agent.errors import AnyAgentError
+from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher.trial import trial_dir
+from any_agent.rundir.layout import RunDir, published_versions, weights_folder
+from any_agent.types import SessionState
+from tests.e2e.chaos import RANKS, TOLERANCE, Chaos, Outcome, Plan, beside, chaos_config, make_model
+from tests.support.e2e import audit, faults, history
+from tests.support.e2e.crowd import Crowd
+from tests.support.e2e.faults import KINDS, Faults, SmallDisk, set_clock, with_small_disks
+from tests.support.e2e.killing import Kill
+from tests.support.e2e.sampling import BOUNDS, Sampler
+from tests.support.e2e.wire import Wire, wire_to
+
+DISK_MB = 512
+_NOISE = 0.2
+_CHECKED = 200
+_INTERVAL = 10.0
+"""Seconds at most from one fault to the next one."""
+_SETTLE = 2
+_SMALL = "SOAK_SMALL_DISKS"
+
+
+def soak_config(root: Path, disk: Path, seed: int, admin_key: str) -> Config:
+    """The chaos run's settings, but nothing is kept that a long run does not need."""
+    plain = chaos_config(root, seed, admin_key).model_dump()
+    plain["experiment"] = "soak"
+    plain["server"]["journal_dir"] = disk
+    plain["sessions"] |= {"keep_hours": 1 / 60}
+    plain["train"] |= {"checkpoint_every": 5, "keep_checkpoints": 2, "keep_weights": 4}
+    return Config.model_validate(plain)
+
+
+class Soak(Chaos):
+    """One service under load, under every kind of fault, for a given time."""
+
+    def __init__(
+        self,
+        config: Config,
+        plan: Plan,
+        admin_key: str,
+        say: Callable[[str], None],
+        *,
+        seconds: float,
+        disk: SmallDisk,
+        clock: Path,
+        kept: Path,
+    ) -> None:
+        """``kept``: a folder for some versions' weights, by which calls are checked."""
+        super().__init__(config, plan, admin_key, say)
+        self.seconds = seconds
+        self.sampler: Sampler | None = None
+        self._disk = disk
+        self._clock = clock
+        self._kept = kept
+        self._wire: Wire
+
+    async def _act(self, node: Node, service: RLClient) -> None:
+        async with (
+            wire_to(node.url) as self._wire,
+            RLClient(self._wire.url, admin_key=self._admin_key) as through,
+        ):
+            await super()._act(node, through)
+
+    def _crowd(self, url: str, service: RLClient) -> Crowd:
+        return Crowd(
+            self._wire.url,
+            service,
+            self.outcome.ledger,
+            agents=self.plan.agents,
+            seed=self.plan.seed,
+            noise=_NOISE,
+        )
+
+    def _judge_learning(self, before: float, after: float) -> None:
+        """Leave it: part of the rewards is chance, and hours of that teach anything."""
+
+    async def _strike(self, node: Node, work: asyncio.Task[None]) -> None:
+        every = min(_INTERVAL, self.seconds / faults.INTERVALS)
+        plan = faults.plan(round(self.seconds / every), self._rng)
+        ledger = self.outcome.ledger
+        self.sampler = Sampler(node, self._admin_key, sessions=lambda: len(ledger.sessions))
+        bringing = Faults(
+            node,
+            self._wire,
+            self._disk,
+            self._clock,
+            self._rng,
+            killed=self._remember,
+            after=self._tell,
+        )
+        self.outcome.kills = bringing.done
+        await beside(
+            work,
+            bringing.run(plan, every=every),
+            self.sampler.run(min(10.0, every / 2)),
+            self._keep_weights(node.dir),
+        )
+        set_clock(self._clock, 0.0)
+
+    async def _keep_weights(self, run: RunDir) -> None:
+        while True:
+            for version in published_versions(run.weights)[-1:]:
+                with suppress(OSError):
+                    copy_version(weights_folder(run.weights, version), self._kept)
+            await asyncio.sleep(max(5.0, self.seconds / 200))
+
+    def _remember(self, part: str) -> None:
+        """Leave it: the manifests of the steps made again are gone by the end."""
+
+    def _tell(self, kill: Kill) -> None:
+        done = len(self.outcome.kills)
+        self._say(
+            f"fault     {done} {kill.kind} {kill.part}: {kill.seconds:.1f} s, step {self._step()}"
+        )
+
+    # -- afterwards ----------------------------------------------------------------------------
+
+    def audit(self, run: RunDir) -> None:
+        missing = set(KINDS) - {fault.kind for fault in self.outcome.kills}
+        self._check("kinds of faults left out", sorted(missing))
+        super().audit(run)
+        self._audit_flatness()
+
+    def _read_records(self, run: RunDir) -> dict[str, audit.Record]:
+        records = super()._read_records(run)
+        self._check("archives against journals", audit.read_archives(run, RANKS, records))
+        kept = sum(record.row.content == "archived" for record in records.values())
+        self.outcome.figures["archived"] = f"{kept} of {len(records)} sessions"
+        return records
+
+    def _audit_history(self, run: RunDir, records: dict[str, audit.Record]) -> None:
+        survived = history.read_history(run)
+        states = {session_id: record.row.state for session_id, record in records.items()}
+        without, unsaid = history.effects_against_states(survived, states)
+        self._check("trained twice", history.trained_twice(survived))
+        self._check("contradictions in the history", history.contradictions(survived))
+        self._check("called trained, without effect", without)
+        self._check("trained, and not called so", [f"{s} is {states.get(s)}" for s in unsaid])
+        trained = sum(state == SessionState.TRAINED for state in states.values())
+        self.outcome.figures["history"] = (
+            f"{history.last_step(run)} steps, {trained} sessions trained on"
+        )
+
+    def _audit_exactness(self, records: dict[str, audit.Record]) -> None:
+        versions = {0, *published_versions(self._kept)}
+        known = {
+            id: record
+            for id, record in records.items()
+            if all(versions.issuperset(i.output_versions) for i in record.interactions)
+        }
+        checks = audit.sample_checks(
+            self.config, known, self._spanning(), _CHECKED, self._rng, self._kept
+        )
+        worst = audit.worst_error(checks)
+        self.outcome.figures["exactness"] = (
+            f"worst error {worst:.1e} of {len(checks)} interactions, {len(versions)} versions"
+        )
+        self._check("inexact", [] if checks and worst < TOLERANCE else [f"{worst:.1e}"])
+
+    def _audit_training(self, run: RunDir, records: dict[str, audit.Record]) -> None:
+        """Leave it: the checkpoints from which the steps would be made again are gone."""
+
+    def _audit_flatness(self) -> None:
+        if self.sampler is None or not self.sampler.disk:
+            self._check("not flat", ["nothing was sampled"])
+            return
+        problems = [trend.problem for trend in self.sampler.trends()]
+        problems += [problem for _, _, problem in self.sampler.disk_growth().values()]
+        self._check("not flat", [problem for problem in problems if problem])
+
+
+def copy_version(folder: Path, into: Path) -> None:
+    """A copy of a version's folder, whole or not at all: it may be removed meanwhile."""
+    target, part = into / folder.name, into / "part"
+    if not target.exists():
+        shutil.rmtree(part, ignore_errors=True)
+        shutil.copytree(folder, part)
+        part.rename(target)
+
+
+def table(soak: Soak) -> list[str]:
+    """The faults, what agents noticed, what grew, and the promises."""
+    outcome = soak.outcome
+    lines = [f"{'fault':<14}{'times':>6}{'median s':>10}{'worst s':>9}"]
+    for kind in KINDS:
+        took = [fault.seconds for fault in outcome.kills if fault.kind == kind]
+        median, worst = statistics.median(took or [0.0]), max(took, default=0.0)
+        lines.append(f"{kind:<14}{len(took):>6}{median:>10.1f}{worst:>9.1f}")
+    if soak.sampler is not None and soak.sampler.disk:
+        lines += growth(soak.sampler)
+    lines += noticed(outcome)
+    lines += [f"{name:<16} {text}" for name, text in outcome.figures.items()]
+    for promise, problems in outcome.problems.items():
+        lines.append(f"{promise:<36} {len(problems)}")
+        lines += [f"    {problem}" for problem in problems[:5]]
+    return lines
+
+
+def growth(sampler: Sampler) -> list[str]:
+    lines = [f"{'second half':<12}{'figure':<13}{'first':>9}{'last':>9}{'per hour':>10}  unit"]
+    for trend in sorted(sampler.trends(), key=lambda trend: (trend.kind, trend.name)):
+        bound = BOUNDS[trend.kind]
+        first, last, each = (
+            value / bound.scale for value in (trend.first, trend.last, trend.per_hour)
+        )
+        said = bound.unit if trend.judged else f"{bound.unit} (a short life, not judged)"
+        lines.append(
+            f"{trend.name:<12}{trend.kind:<13}{first:>9.1f}{last:>9.1f}{each:>10.2f}  {said}"
+        )
+    for kind, (end, each, _) in sampler.disk_growth().items():
+        lines.append(
+            f"{kind:<12}{'disk':<13}{'':>9}{end / 2**20:>9.1f}  MB, {each:.0f} bytes a session"
+        )
+    return lines
+
+
+def noticed(outcome: Outcome) -> list[str]:
+    answers = [answer for _, _, answer in outcome.ledger.answers()]
+    slowest = max((answer.seconds for answer in answers), default=0.0)
+    lines = [f"calls     {len(answers)} answered, the slowest after {slowest:.1f} s"]
+    for what in ("call", "open", "reward", "finalize"):
+        failed: Counter[str] = outcome.ledger.failed(what)
+        shown = ", ".join(f"{n} {error}" for error, n in failed.most_common(6)) or "none"
+        lines.append(f"failed    {what + 's:':<10} {shown}")
+    return lines
+
+
+def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool) -> Soak:
+    """Make the model, serve, train, bring the faults, and audit; files are kept under ``root``."""
+
+    def say(line: str) -> None:
+        print(f"{time.monotonic() - began:7.0f}  {line}", flush=True)
+
+    began = time.monotonic()
+    disk, kept, clock = root / "disk", root / "kept", root / "clock"
+    for folder in (disk, kept):
+        folder.mkdir(parents=True, exist_ok=True)
+    if small:
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_MB}m", "tmpfs", str(disk)]
+        subprocess.run(mount, check=True)
+    clock.write_bytes(bytes(8))
+    os.environ["SOAK_CLOCK"] = str(clock)
+    hook = Path(faults.__file__).parent / "clock"
+    path = [str(hook), str(Path(__file__).resolve().parents[2]), os.environ.get("PYTHONPATH", "")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
+    admin_key = secrets.token_hex(24)
+    config = soak_config(root, disk, seed, admin_key)
+    make_model(Path(config.model.path), seed)
+    plan = Plan(kills=0, agents=agents, seed=seed, steps=0, limit=2 * seconds + 900)
+    soak = Soak(
+        config,
+        plan,
+        admin_key,
+        say,
+        seconds=seconds,
+        disk=SmallDisk(disk, small=small),
+        clock=clock,
+        kept=kept,
+    )
+    try:
+        with Node(config, NodeOptions(say=say)) as node:
+            asyncio.run(soak.drive(node))
+    except (AnyAgentError, AssertionError, TimeoutError) as error:
+        # What was promised until then is held against it all the same.
+        said = [f"{type(error).__name__}: {error}"]
+        soak.outcome.problems["the run came to no end"] = said
+    say("audit     reading journals and archives")
+    soak.audit(trial_dir(config))
+    return soak
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Hours under faults of every kind.")
+    lasts = parser.add_mutually_exclusive_group()
+    lasts.add_argument("--hours", type=float, default=2.0, help="of faults (default 2)")
+    lasts.add_argument("--minutes", type=float, help="of faults, instead of hours")
+    parser.add_argument("--agents", type=int, default=12, help="at work at once (default 12)")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--keep", type=Path, help="keep the run's files in this empty folder")
+    arguments = parser.parse_args()
+    if _SMALL not in os.environ:
+        command = with_small_disks([__file__, *sys.argv[1:]])
+        environment = os.environ | {_SMALL: "yes" if command[0] == "unshare" else "no"}
+        os.execvpe(command[0], command, environment)
+    seconds = 60 * arguments.minutes if arguments.minutes else 3600 * arguments.hours
+    small = os.environ[_SMALL] == "yes"
+    began = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="any-agent-soak-", ignore_cleanup_errors=True) as own:
+        root = arguments.keep or Path(own)
+        soak = run_soak(
+            root.absolute(),
+            seconds=seconds,
+            agents=arguments.agents,
+            seed=arguments.seed,
+            small=small,
+        )
+        print("\n".join(table(soak)))
+        if small and not arguments.keep:
+            subprocess.run(["umount", "--lazy", str(root / "disk")], check=False)
+    kept = "every promise was kept, and all is flat" if soak.outcome.good else "FAILED"
+    print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")
+    return 0 if soak.outcome.good else 1
+
+
+if __name__ == "__main__":
+    with suppress(KeyboardInterrupt):
+        sys.exit(main())
+    sys.exit(130)
