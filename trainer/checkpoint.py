@@ -9,7 +9,7 @@
         rng.safetensors         torch's generators
         state.json              steps, optimizer scalars, Python's and numpy's generators,
                                 and the caller's state
-      manifest.json           every other file with its size, written last
+      manifest.json           every other file with its size and checksum, written last
     latest                    the name of the newest checkpoint
 """
 
@@ -28,7 +28,8 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from any_agent.errors import NotFound, StartupError
+from any_agent.errors import ConfigError, NotFound, StartupError, TrainingError
+from any_agent.rundir.checksums import damaged_folders, set_aside, sound, write_manifest
 from any_agent.rundir.layout import (
     checkpoint_folder,
     checkpoint_problem,
@@ -36,8 +37,9 @@ from any_agent.rundir.layout import (
     saved_steps,
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
+from any_agent.runtime.disk_space import is_disk_full
 from trainer.policy import Policy, PolicyConfig
-from trainer.weight_folders import save_pretrained
+from trainer.weight_folders import save_pretrained, weights_bytes
 from trainer.world import World, is_divided
 
 logger = logging.getLogger(__name__)
@@ -65,11 +67,18 @@ def save_checkpoint(
         _save_optimizer(policy, extra)
         save_file(_torch_generators(), extra / "rng.safetensors")
         (extra / "state.json").write_text(document, encoding="utf-8")
-        _write_manifest(folder)
+        write_manifest(folder)
     write_atomic(root / "latest", target.name + "\n")
     if keep is not None:
         prune_checkpoints(root, keep)
     return target
+
+
+def checkpoint_bytes(policy: Policy) -> int:
+    """Return the bytes that a checkpoint certainly has: weights, and moments after a step."""
+    trained = [p for p in policy.model.parameters() if policy.optimizer.state.get(p)]
+    moments: int = sum(2 * p.numel() * p.element_size() for p in trained)
+    return weights_bytes(policy) + moments
 
 
 def load_checkpoint(
@@ -110,21 +119,37 @@ def complete_checkpoints(root: Path) -> dict[int, Path]:
 
 
 def latest_checkpoint(root: Path) -> Path | None:
-    """Return the checkpoint to resume from: the one that ``latest`` names.
+    """Return the checkpoint to resume from: the one that ``latest`` names; None before the first.
 
-    If that one is broken, it is the newest complete one before it, with a warning; never a later
+    If that one is broken, it is the newest whole one before it, with a warning; never a later
     one, which belongs to an abandoned history. Without a readable ``latest`` it is the newest
-    complete one.
+    whole one. Its content is read; a damaged one is set aside. Raises ConfigError if there were
+    checkpoints and none is whole: training must not begin anew unasked.
     """
     limit = latest_step(root)
-    found = complete_checkpoints(root)
-    newest = max((step for step in found if limit is None or step <= limit), default=None)
-    path = found[newest] if newest is not None else None
+    found = saved_steps(root)
+    steps = [step for step in found if limit is None or step <= limit]
+    newest = next((step for step in reversed(steps) if _is_whole(found[step])), None)
+    if newest is None:
+        lost = damaged_folders(root)
+        if limit is not None or lost:
+            raise ConfigError(
+                f"no checkpoint in {root} is whole ({', '.join(lost) or 'all are gone'}): restore "
+                "one from a copy, or choose another --trial to begin anew"
+            )
+        return None
+    path = found[newest]
     if newest != limit and limit is not None:
-        logger.warning(
-            "checkpoint step %d is missing or broken; falling back to %s", limit, path or "none"
-        )
+        logger.warning("checkpoint step %d is missing or broken; falling back to %s", limit, path)
     return path
+
+
+def _is_whole(path: Path) -> bool:
+    """Return True if a checkpoint has all that was written; any other is set aside."""
+    if (problem := checkpoint_problem(path)) is not None:
+        set_aside(path, problem)
+        return False
+    return sound(path)
 
 
 def prune_checkpoints(root: Path, keep: int) -> list[Path]:
@@ -143,14 +168,6 @@ def prune_checkpoints(root: Path, keep: int) -> list[Path]:
     return removed
 
 
-def _write_manifest(folder: Path) -> None:
-    manifest = folder / "manifest.json"
-    files = sorted(p for p in folder.rglob("*") if p.is_file() and p != manifest)
-    sizes = {p.relative_to(folder).as_posix(): p.stat().st_size for p in files}
-    text = json.dumps({"format": FORMAT, "files": sizes}, indent=1)
-    manifest.write_text(text, encoding="utf-8")
-
-
 def _save_optimizer(policy: Policy, folder: Path) -> None:
     from trainer.sharded_optimizer import moments, save_shard
 
@@ -158,8 +175,17 @@ def _save_optimizer(policy: Policy, folder: Path) -> None:
     if policy.world is not None:
         shares = folder / "optimizer"
         shares.mkdir()
+        full: Exception | None = None
         with policy.commanded({"do": "save", "folder": str(shares)}):
-            save_shard(policy, shares)
+            try:
+                save_shard(policy, shares)
+            except TrainingError as error:
+                if not is_disk_full(error):
+                    raise
+                # Raised once the others have replied: they are needed for another try.
+                full = error
+        if full is not None:
+            raise full
         # Equal in all processes: the steps that each parameter has seen.
         state = {name: t for name, t in state.items() if not is_divided(t)}
     save_file({name: t.contiguous() for name, t in state.items()}, folder / "optimizer.safetensors")

@@ -19,6 +19,7 @@ from any_agent.launcher.training_progress import format_evaluation, records_in
 from any_agent.rewards.score_statistics import estimate
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.atomic_files import append_line
+from any_agent.runtime.disk_space import DiskSpace
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.base import TensorDict
 from trainer.metrics import without_counts
@@ -67,8 +68,13 @@ class TrialEvaluation:
         *,
         metrics: Path,
         report: Callable[[dict[str, Any]], None],
+        disk: DiskSpace | None = None,
     ) -> None:
-        """``metrics``: the run's `metrics.jsonl`; its new line is passed to ``report``, too."""
+        """``metrics``: the run's `metrics.jsonl`; its new line is passed to ``report``, too.
+
+        ``disk`` waits where there is no space for it.
+        """
+        self._disk = disk or DiskSpace()
         self._config = config
         self._dataset = dataset
         self._workflow = workflow
@@ -121,7 +127,10 @@ class TrialEvaluation:
                 "stats": without_counts(stats.export(reset=True)),
             },
         }
-        append_line(self._metrics, json.dumps(line))
+        text = json.dumps(line)
+        self._disk.write(
+            lambda: append_line(self._metrics, text), self._metrics.parent, "a metric's line"
+        )
         self._report(line)
         log.info("%s", format_evaluation(line))
 

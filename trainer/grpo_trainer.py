@@ -266,8 +266,7 @@ class GRPOTrainer:
             say=self._say,
             leader=self._leader,
         )
-        report = loop.metrics.record_evaluation
-        self._evaluation = self._make_evaluation(eval_workflow, source, report)
+        self._evaluation = self._make_evaluation(eval_workflow, source, loop)
         loop.evaluate = self._evaluation or loop.evaluate
         return loop
 
@@ -292,7 +291,7 @@ class GRPOTrainer:
         self,
         workflow: RolloutWorkflow | None,
         source: DatasetBatches | None,
-        report: Callable[[dict[str, Any]], None],
+        loop: TrainingLoop,
     ) -> TrialEvaluation | None:
         if self.valid_dataset is None or workflow is None:
             return None
@@ -310,7 +309,8 @@ class GRPOTrainer:
             workflow,
             executor,
             metrics=self.dir.metrics,
-            report=report,
+            report=loop.metrics.record_evaluation,
+            disk=loop.disk,
         )
 
     def _make_executor(self) -> WorkflowExecutor:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from any_agent.auth.access import signer_of
 from any_agent.config import Config
@@ -23,6 +23,7 @@ from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line, write_atomic
+from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded
 from trainer.batch import (
     Group,
     TrainingBatch,
@@ -34,7 +35,12 @@ from trainer.batch import (
     versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
-from trainer.checkpoint import complete_checkpoints, latest_checkpoint, save_checkpoint
+from trainer.checkpoint import (
+    checkpoint_bytes,
+    complete_checkpoints,
+    latest_checkpoint,
+    save_checkpoint,
+)
 from trainer.command_channel import Leader
 from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
@@ -42,10 +48,18 @@ from trainer.metrics import TrainerMetrics, last_reported, step_line
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.parallel.trainer_group import load_policy
 from trainer.policy import Policy, StepResult
-from trainer.publisher import TIMEOUT, Publisher, RunStatus, announce, announce_best_effort
+from trainer.publisher import (
+    TIMEOUT,
+    Publisher,
+    RunStatus,
+    TrainingState,
+    announce,
+    announce_best_effort,
+)
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
+T = TypeVar("T")
 
 _MAX_FAILED_STEPS = 5
 _ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
@@ -93,8 +107,12 @@ class TrainingLoop:
             reject=self._zero_variance.reject_reason,
         )
         self._source = source or LeasedBatches(self._executor)
-        self.metrics = TrainerMetrics(lambda: self._source.rejected)
-        self._publisher = Publisher(config, self.dir, self._executor, self._source.updating)
+        self.disk = DiskSpace()
+        """Every write of the loop goes through it: a full disk is waited out."""
+        self.metrics = TrainerMetrics(lambda: self._source.rejected, self.disk)
+        self._publisher = Publisher(
+            config, self.dir, self._executor, self.disk, self._source.updating
+        )
         self._manifests = ManifestStore(self.dir.manifests)
         self._loss = loss_config(config.train)
         self.policy: Policy
@@ -130,11 +148,13 @@ class TrainingLoop:
     def stop(self) -> None:
         """End after the current step, with a checkpoint; safe in a signal handler."""
         self._stopping = True
+        self.disk.stop()
         self._source.interrupt()
 
     def fail(self, error: BaseException) -> None:
         """Let :meth:`train` raise ``error`` instead of waiting on: the service is gone."""
         self._failure = error
+        self.disk.stop()
         self._source.interrupt()
 
     def train(self) -> bool:
@@ -143,36 +163,53 @@ class TrainingLoop:
         Returns False if it was stopped before the last step.
         """
         self._load()
-        self._epoch = self.dir.next_epoch()
+        self._epoch = self._write(self.dir.next_epoch, "the trainer's epoch")
         self.loaded = True
         self._executor.start()
         with ExitStack() as stack:
             for end in (self._executor.stop, self._publisher.close, self._source.stop):
                 stack.callback(end)
-            self._catch_up()
-            if not self._done:
-                announce(self._executor, "training", self._status)
-                self._source.begin(self._publisher.version)
             try:
-                if not self._done:
-                    self.evaluate(self.policy.steps, False)
-                while not self._done:
-                    self._step()
-            except InterruptedError:
+                self._run()
+            except DiskWaitEnded as wait:
                 if self._failure is not None:
                     raise self._failure from None
-                log.info("stopped at step %d", self.policy.steps)
-            if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
-                self._save()
-            elif self._exhausted and self._source.state() != self._saved_state:
-                # The last items gave nothing to train on: a restart must not run them again.
-                self._save()
-            if self._done:
-                self._finish()
+                # As after a kill: what is not saved is made again from the manifests.
+                log.warning("stopped at step %d without a checkpoint: %s", self.policy.steps, wait)
+                return False
             return self._done
 
+    def _run(self) -> None:
+        self._catch_up()
+        if not self._done:
+            self._announce_state("training")
+            self._source.begin(self._publisher.version)
+        try:
+            if not self._done:
+                self.evaluate(self.policy.steps, False)
+            while not self._done:
+                self._step()
+        except InterruptedError:
+            if self._failure is not None:
+                raise self._failure from None
+            log.info("stopped at step %d", self.policy.steps)
+        if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
+            self._save()
+        elif self._exhausted and self._source.state() != self._saved_state:
+            # The last items gave nothing to train on: a restart must not run them again.
+            self._save()
+        if self._done:
+            self._finish()
+
+    def _announce_state(self, state: TrainingState) -> None:
+        """Tell every rank, whose journal may be full."""
+        self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
+
+    def _write(self, work: Callable[[], T], what: str, needed: Callable[[], int] = lambda: 0) -> T:
+        return self.disk.write(work, self.dir.path, what, needed)
+
     def _finish(self) -> None:
-        announce(self._executor, "finished", self._status)
+        self._announce_state("finished")
         self._executor.flush()
         with suppress(InterruptedError):
             self.evaluate(self.policy.steps, True)
@@ -198,7 +235,10 @@ class TrainingLoop:
         )
         if batch.rows:
             # The manifest is on disk before the step changes anything.
-            self._manifests.write(taken, sampled_in(groups, self.config.sampling.temperature))
+            sampled = sampled_in(groups, self.config.sampling.temperature)
+            self._write(
+                lambda: self._manifests.write(taken, sampled), f"the manifest of step {taken.step}"
+            )
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
         if result is not None:
@@ -363,7 +403,9 @@ class TrainingLoop:
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
-            found |= self._executor.replay(leased, timeout=10 * TIMEOUT)
+            found |= self._write(
+                lambda: self._executor.replay(leased, timeout=10 * TIMEOUT), "the ranks' journals"
+            )
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
         batch = self._batch(groups, taken)
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
@@ -401,13 +443,14 @@ class TrainingLoop:
 
     def _save(self) -> None:
         state = self._state()
-        self.checkpoint = save_checkpoint(
-            self.dir.checkpoints,
-            self.policy,
-            self._tokenizer,
-            state,
-            keep=self.config.train.keep_checkpoints,
-        )
+
+        def save() -> Path:
+            keep = self.config.train.keep_checkpoints
+            root = self.dir.checkpoints
+            return save_checkpoint(root, self.policy, self._tokenizer, state, keep=keep)
+
+        what = f"the checkpoint of step {self.policy.steps}"
+        self.checkpoint = self._write(save, what, lambda: checkpoint_bytes(self.policy))
         # The checkpoint that the policy came from may just have been pruned.
         self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps
@@ -433,7 +476,7 @@ class TrainingLoop:
         # A repeated step is not published by itself.
         version = self._publisher.versions.highest
         line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
-        append_line(self.dir.metrics, json.dumps(line))
+        self._write(lambda: append_line(self.dir.metrics, json.dumps(line)), "a metric's line")
         self.metrics.record_step(line)
         text = "step {step}: reward {reward:.3f}, {sessions} sessions, {tokens} tokens, staleness "
         log.info("%s", (text + "{staleness_mean:.2f}, version {version}").format_map(line))

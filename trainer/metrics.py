@@ -10,6 +10,7 @@ from typing import Any
 
 from any_agent import stats_tracker
 from any_agent.launcher.training_progress import records_in
+from any_agent.runtime.disk_space import DiskSpace
 from any_agent.runtime.metrics import Exposition, Metric, Reading
 from trainer.batch import TrainingBatch
 from trainer.batch_source import BatchSource
@@ -18,6 +19,11 @@ from trainer.policy import StepResult
 STEP = Metric("any_agent_train_step", "gauge", "Optimizer steps made in this trial.")
 VERSION = Metric(
     "any_agent_train_version", "gauge", "The highest weight version ever published in this trial."
+)
+DISK_FULL = Metric(
+    "any_agent_train_disk_full",
+    "gauge",
+    "1 while the trainer waits for space on a full disk; it goes on by itself.",
 )
 SECONDS = Metric(
     "any_agent_train_seconds_total",
@@ -100,7 +106,7 @@ EVAL_SECONDS = Metric("any_agent_eval_seconds_total", "counter", "Seconds spent 
 _TOTALS = (TOKENS, INTERACTIONS, TRAINED, EVAL_SECONDS)
 _LABELLED_TOTALS = (SECONDS, REJECTED, EVAL_EPISODES)
 METRICS = (
-    *(STEP, VERSION, SECONDS, TOKENS, INTERACTIONS, TRAINED, REJECTED),
+    *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, INTERACTIONS, TRAINED, REJECTED),
     *(*_STEP_GAUGES.values(), CLIPPED),
     *(EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
 )
@@ -110,11 +116,15 @@ class TrainerMetrics:
     """Counts since the trainer's start, and the latest step's line.
 
     The loop writes them, and a scrape in another thread reads them. ``rejected_early`` returns the
-    numbers of sessions that were rejected before they came into a batch, by reason.
+    numbers of sessions that were rejected before they came into a batch, by reason. ``disk`` knows
+    of a wait for space.
     """
 
-    def __init__(self, rejected_early: Callable[[], Mapping[str, int]]) -> None:
+    def __init__(
+        self, rejected_early: Callable[[], Mapping[str, int]], disk: DiskSpace | None = None
+    ) -> None:
         self._rejected_early = rejected_early
+        self.disk = disk or DiskSpace()
         self.version = 0
         self._step = 0
         self._totals: dict[Metric, float] = dict.fromkeys(_TOTALS, 0)
@@ -152,6 +162,7 @@ class TrainerMetrics:
     def _read(self) -> Iterable[Reading]:
         yield STEP, self._step
         yield VERSION, self.version
+        yield DISK_FULL, int(self.disk.waiting is not None)
         yield from self._totals.items()
         for metric, counts in self._labelled.items():
             # Copies: the loop may add a reason meanwhile.

@@ -93,6 +93,7 @@ class TrainerHeartbeat:
             pid=self._pid,
             state="ready" if self._ready() else "starting",
             version=self._metrics.version,
+            disk_full=str(wait) if (wait := self._metrics.disk.waiting) else None,
         )
 
 

@@ -16,10 +16,12 @@ from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import AnyAgentError, StaleOwner
 from any_agent.rollout import LeaseExecutor
+from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
+from any_agent.runtime.disk_space import DiskSpace
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync, make_sync
-from trainer.weight_folders import holds_weights, prune, publish_to_disk
+from trainer.weight_folders import holds_weights, prune, publish_to_disk, weights_bytes
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -40,8 +42,9 @@ class WeightVersions:
     The run's `state.json` stores them, so that a resumed run continues above the highest.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
         saved = read_json(path, {})
+        self._disk = disk or DiskSpace()
         self._path = path
         self.highest = int(saved.get("highest_version", 0))
         self._steps: dict[int, int] = {
@@ -58,9 +61,9 @@ class WeightVersions:
         self._steps[self.highest] = step
         for old in sorted(self._steps)[:-_MAX_REMEMBERED]:
             del self._steps[old]
-        write_json(
-            self._path, {"highest_version": self.highest, "step": step, "versions": self._steps}
-        )
+        state = {"highest_version": self.highest, "step": step, "versions": self._steps}
+        what = f"the number of version {self.highest}"
+        self._disk.write(lambda: write_json(self._path, state), self._path.parent, what)
         return self.highest
 
     def steps_of(self, versions: set[int]) -> Mapping[int, int]:
@@ -76,11 +79,13 @@ class Publisher:
         config: Config,
         run_dir: RunDir,
         executor: LeaseExecutor,
+        disk: DiskSpace,
         updating: Callable[[int], AbstractContextManager[object]] = lambda _: nullcontext(),
     ) -> None:
         """``updating`` is entered with the version while the engines change their weights."""
         self._updating = updating
-        self.versions = WeightVersions(run_dir.state)
+        self.versions = WeightVersions(run_dir.state, disk)
+        self._disk = disk
         self._config = config
         self._folder = run_dir.weights
         self._executor = executor
@@ -101,8 +106,9 @@ class Publisher:
         sync.prepare(new)
         with self._updating(new.version):
             sync.update(self._executor.ranks, new)
-        # Engines that restart load the weights from this folder.
-        new.write()
+        if not new.folder.is_dir():
+            # Engines that restart load the weights from this folder.
+            new.write()
         prune(self._folder, self._config.train.keep_weights)
 
     def repair(self) -> None:
@@ -134,9 +140,14 @@ class Publisher:
     def _weights(self, policy: Policy, tokenizer: Path, version: int) -> NewWeights:
         folder = weights_folder(self._folder, version)
 
+        def publish() -> Path:
+            return publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
+
         def write() -> None:
-            if not folder.is_dir():
-                publish_to_disk(policy, tokenizer, self._folder, version, dtype=self._dtype)
+            # Also before a later use, by engines that cannot check what they load.
+            if not sound(folder):
+                needed = partial(weights_bytes, policy, self._dtype)
+                self._disk.write(publish, self._folder, f"version {version}", needed)
 
         buckets = partial(policy.buckets, _BUCKET_BYTES, self._dtype)
         return NewWeights(version, policy.steps, folder, write, buckets)
@@ -164,7 +175,7 @@ class Publisher:
         if version == 0:
             return fresh
         path = weights_folder(self._folder, version)
-        if not holds_weights(path, policy, dtype=self._dtype):
+        if not sound(path) or not holds_weights(path, policy, dtype=self._dtype):
             return False
         self._last = self._weights(policy, tokenizer, version)
         self._sync_of(policy)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 
 from any_agent.errors import Conflict, StartupError
+from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import published_versions, weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
@@ -46,7 +47,17 @@ def publish_to_disk(
     target = weights_folder(root, version)
     with atomic_folder(target) as folder:
         save_pretrained(policy, tokenizer, folder, dtype=dtype)
+        write_manifest(folder)
     return target
+
+
+def weights_bytes(policy: Policy, dtype: torch.dtype | None = None) -> int:
+    """Return the bytes of the weights' tensors in ``dtype``."""
+    sizes = (
+        (p.numel(), dtype if dtype is not None and p.is_floating_point() else p.dtype)
+        for p in policy.model.parameters()
+    )
+    return sum(count * kind.itemsize for count, kind in sizes)
 
 
 def holds_weights(folder: Path, policy: Policy, *, dtype: torch.dtype | None = None) -> bool:

@@ -6,11 +6,10 @@ from __future__ import annotations
 import argparse
 import signal
 from dataclasses import replace
-from functools import partial
 from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.command_line import add_service_arguments, option, overrides_of
+from any_agent.runtime.command_line import add_service_arguments, option, overrides_of, say
 
 if TYPE_CHECKING:
     from any_agent.config import Config
@@ -74,7 +73,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     config = resolve_config(config_path, overrides)
     set_up_logging(config.log_level, secrets=config.secrets())
     signal.signal(signal.SIGTERM, terminate)
-    options = NodeOptions(train=train, say=partial(print, flush=True))
+    options = NodeOptions(train=train, say=say)
     if not train:
         options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:

@@ -99,6 +99,8 @@ class Component:
     """More seconds for its stop."""
     timeout: float = 300.0
     """Seconds until a process that was started must be ready."""
+    starved: Callable[[], bool] = lambda: False
+    """Returns true while the part's disk is full, which no restart can help against."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -140,7 +142,11 @@ class Component:
         if self.state == "ended" or self._process is None:
             return
         if self._restart_at is not None:
-            if self.clock() >= self._restart_at:
+            if self.clock() < self._restart_at:
+                return
+            if self.starved():
+                self._restart_at = self.clock() + _MAX_DELAY
+            else:
                 self._restart()
             return
         code = self._process.poll()
@@ -153,6 +159,9 @@ class Component:
                 self.state = "ready"
                 self.say(f"{self.label:<9} ready{' again' if again else self.where}")
             elif self.clock() >= self._ready_deadline:
+                if self.starved():
+                    self._ready_deadline += self.timeout
+                    return
                 raise StartupError(
                     f"{self.label} was not ready after {self.timeout:g} s:\n{self._log()}"
                 )
@@ -218,7 +227,6 @@ class Component:
         # A part may need a while to fail. A killed part is not to blame for a lack of progress.
         stuck = self._first_progress is not None and self._first_progress == self.progress()
         useless = self._probe is not None or (failed and stuck)
-        self._history.end_life(useless=useless, stuck=stuck)
         self._end_probe()
         how = describe_exit(code)
         if code == 0 and self.finishes:
@@ -226,8 +234,15 @@ class Component:
             return
         if code == ConfigError.exit_code:
             raise ConfigError(f"{self.label} cannot run as it is configured:\n{self._log()}")
+        if failed and self.starved():
+            self.say(f"{self.label:<9} {how}, its disk is full; it starts again when it has space")
+            self.state = "restarting"
+            self.restarts += 1
+            self._restart_at = self.clock() + _MAX_DELAY
+            return
         if self.state == "starting" and code >= 0:
             raise StartupError(f"{self.label} could not start ({how}):\n{self._log()}")
+        self._history.end_life(useless=useless, stuck=stuck)
         # The log tells why a process failed, but not why another process killed it.
         hint = f" (log: {self._process.log})" if code > 0 and self._process else ""
         self._schedule_restart(how, hint, failed=failed)

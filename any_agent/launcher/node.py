@@ -50,6 +50,7 @@ from any_agent.launcher.training_progress import TrainingProgress
 from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, trial_dir
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.atomic_files import write_atomic
+from any_agent.runtime.disk_space import has_space
 from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
@@ -344,9 +345,13 @@ class Node:
                 name, replace(command(), secrets=secrets), log, lock=self._lock
             )
 
-        part = Component(name, make, say=self.options.say, **options)
+        part = Component(name, make, say=self.options.say, starved=self._starved, **options)
         self.parts[name] = part
         part.start()
+
+    def _starved(self) -> bool:
+        """Return whether the disk of the run, or of its journals, is full."""
+        return not has_space(self.dir.path, self.dir.journal(0).parent)
 
     def _until_ready(self) -> None:
         """Wait until all parts are ready; ones that die meanwhile are started again."""

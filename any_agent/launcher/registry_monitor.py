@@ -25,7 +25,7 @@ class _Heartbeat:
 class RegistryMonitor:
     """Kills a ready part that no longer writes its registry entry; engines write none.
 
-    It also prints a line when the disk of a rank's journal is full, and when it has space again.
+    It also prints a line when the disk of a part is full, and when it has space again.
     """
 
     folder: Path
@@ -73,9 +73,11 @@ class RegistryMonitor:
         self._registry.refresh()
         for entry in self._registry.entries():
             label = f"{entry.name.replace('-', ' '):<9}"
-            if entry.store_full and entry.name not in self._full:
+            full = "its disk is full: calls get 507 until there is space"
+            why = full if entry.store_full else entry.disk_full
+            if why and entry.name not in self._full:
                 self._full.add(entry.name)
-                self.say(f"{label} its disk is full: calls get 507 until there is space")
-            elif not entry.store_full and entry.name in self._full:
+                self.say(f"{label} {why}")
+            elif not why and entry.name in self._full:
                 self._full.remove(entry.name)
                 self.say(f"{label} its disk has space again")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -10,9 +11,9 @@ from pathlib import Path
 from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, NotFound
+from any_agent.rundir.checksums import require_sound, sound
 from any_agent.rundir.layout import (
     RunDir,
-    checkpoint_folder,
     checkpoint_problem,
     latest_step,
     published_versions,
@@ -22,6 +23,11 @@ from any_agent.rundir.layout import (
 )
 
 _MAX_NAMES = 12  # the most trials that an error lists
+_CHECK_INTERVAL = 60.0
+"""Seconds for which weights that were read count as undamaged: the engines of a node start at
+once."""
+_checked: dict[Path, float] = {}
+"""When each folder was found to be undamaged, in monotonic seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +60,7 @@ class ServedModel:
 
     def weights(self) -> tuple[str, int]:
         """Return the folder that an engine that starts now serves, and its version."""
-        found = self.fixed or newest_weights(self.config)
+        found = self.fixed or sound_weights(self.config)
         return (str(found.path), found.version) if found else (self.config.model.path, 0)
 
     def tokenizer(self) -> str:
@@ -135,7 +141,8 @@ def _require_same(config: Config, before: Config) -> None:
 def newest_weights(config: Config) -> TrialWeights | None:
     """Return the weights for an engine that starts now: the last published, else the checkpoint's.
 
-    A published folder is complete: it was renamed into place after it was written.
+    A published folder is complete: it was renamed into place after it was written. Its content is
+    not read.
     """
     weights = trial_dir(config).weights
     newest = max(published_versions(weights), default=None)
@@ -145,16 +152,41 @@ def newest_weights(config: Config) -> TrialWeights | None:
     return TrialWeights(weights_folder(weights, newest), newest)
 
 
+def sound_weights(config: Config) -> TrialWeights | None:
+    """Return the newest weights that are what was written; damaged ones are set aside.
+
+    Raises ConfigError if the trial had checkpoints and none is left: engines must not serve the
+    initial model in their place.
+    """
+    while (found := newest_weights(config)) is not None:
+        if time.monotonic() < _checked.get(found.path, 0.0) + _CHECK_INTERVAL:
+            return found
+        if sound(found.path):
+            _checked[found.path] = time.monotonic()
+            return found
+    checkpoints = trial_dir(config).checkpoints
+    if latest_step(checkpoints) is not None:
+        raise ConfigError(
+            f"no weights in {trial_dir(config).path} are whole, neither checkpoints nor published "
+            "ones: restore one from a copy, or choose another --trial to begin anew"
+        )
+    return None
+
+
 def latest_weights(config: Config) -> SavedWeights | None:
     """Return the trial's latest checkpoint, or None before the first one.
 
-    ``latest`` names it; a checkpoint counts only if its manifest, written last, agrees with it.
+    ``latest`` names it, and stands for the newest one before it where that is not complete. A
+    checkpoint counts only if its manifest, written last, agrees with it.
     """
     checkpoints = trial_dir(config).checkpoints
-    step = latest_step(checkpoints)
-    if step is None or checkpoint_problem(path := checkpoint_folder(checkpoints, step)) is not None:
-        return None
-    return _saved(path, step)
+    limit = latest_step(checkpoints)
+    steps = saved_steps(checkpoints) if limit is not None else {}
+    for step, path in reversed(steps.items()):
+        if limit is not None and step <= limit and checkpoint_problem(path) is None:
+            with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
+                return _saved(path, step)
+    return None
 
 
 def _saved(path: Path, step: int) -> SavedWeights:
@@ -171,7 +203,7 @@ def _checkpoints(config: Config) -> list[SavedWeights]:
     found = []
     for step, path in saved_steps(run_dir_of(config).checkpoints).items():
         # A training that goes on may remove an old checkpoint meanwhile.
-        with suppress(FileNotFoundError):
+        with suppress(FileNotFoundError, ValueError, KeyError, TypeError):
             if checkpoint_problem(path) is None:
                 found.append(_saved(path, step))
     return found
@@ -233,4 +265,6 @@ def find_weights(
         )
     if version == 0:
         check_model(str(found.path))
+    else:
+        require_sound(found.path)
     return found

@@ -75,7 +75,7 @@ def saved_steps(root: Path) -> dict[int, Path]:
 def latest_step(root: Path) -> int | None:
     """Return the step of the checkpoint that `latest` in ``root`` names; None for no such name."""
     try:
-        name = (root / "latest").read_text(encoding="utf-8").strip()
+        name = (root / "latest").read_text(encoding="utf-8", errors="replace").strip()
     except FileNotFoundError:
         return None
     match = re.fullmatch(_STEP, name)

@@ -27,6 +27,8 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from any_agent.runtime.disk_space import is_disk_full
+
 HEARTBEAT = 1.0  # seconds between a part's writes of its own entry
 SILENT_AFTER = 10.0  # seconds without a write after which a part is taken for gone
 
@@ -64,6 +66,8 @@ class RegistryEntry(BaseModel):
     load: PartLoad = PartLoad()
     store_full: bool = False
     """True if the disk of the rank's journal is full: it can be read, but not written."""
+    disk_full: str | None = None
+    """The write of this part that waits for space on a full disk."""
 
 
 def rank_name(rank: int) -> str:
@@ -73,13 +77,23 @@ def rank_name(rank: int) -> str:
 def publish(folder: Path, entry: RegistryEntry) -> None:
     """Replace an entry; readers see the old or the new one.
 
-    It is not fsynced: no part survives a crash of the machine.
+    It is not fsynced: no part survives a crash of the machine. On a full disk an existing entry is
+    overwritten, which takes no space: a reader of half of it keeps its last copy.
     """
     target = folder / f"{entry.name}.json"
+    content = entry.model_dump_json().encode()
     # The temporary name is the process's own: an earlier process may still be writing.
     temporary = folder / f".{entry.name}.{os.getpid()}"
-    temporary.write_text(entry.model_dump_json(), encoding="utf-8")
-    temporary.replace(target)
+    try:
+        temporary.write_bytes(content)
+        temporary.replace(target)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        if not is_disk_full(error) or not target.exists():
+            raise
+        with open(target, "r+b") as file:
+            file.write(content)
+            file.truncate()
 
 
 Stamp = tuple[int, int, bytes]

@@ -5,6 +5,7 @@ One process writes into a parent folder at a time: leftovers of a killed writer 
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Iterator
@@ -80,12 +81,16 @@ def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None)
 
 
 def append_line(target: Path, line: str) -> None:
-    """Append a line to a text file; first end a line that a killed writer left incomplete."""
-    with open(target, "ab+") as file:
+    """Append a line, whole or not at all; first end one that a killed writer left incomplete."""
+    with open(target, "ab+", buffering=0) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         torn = file.read(1) not in (b"", b"\n")
-        file.write(b"\n" * torn + line.encode() + b"\n")
+        data = b"\n" * torn + line.encode() + b"\n"
+        if file.write(data) < len(data):
+            # The disk has space for a part only: it must not keep half a line.
+            file.truncate(size)
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(target))
 
 
 def remove_folder(target: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import os
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -48,6 +49,12 @@ def guarded(run: Callable[[], int]) -> int:
         return _print_error(error)
     except KeyboardInterrupt:
         return 130
+
+
+def say(line: str) -> None:
+    """Print a line of a service that must not end because its output is on a full disk."""
+    with suppress(OSError):
+        print(line, flush=True)
 
 
 def one_line_errors(*, debug: bool = False) -> None:

@@ -4,8 +4,6 @@ there is space again so do the agents, without a restart and with all that was a
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
@@ -23,35 +21,13 @@ from proxy_ext.journal import SQLiteJournal
 from tests.chaos.conftest import Figure
 from tests.support.proxy import Proxy, config_for, running_proxy
 from tests.support.scripted_engine import ScriptedEngine
+from tests.support.small_disk import Disk, small_disk
 
 AGENTS = 8
 DISK = 24 << 20
 LOG = 6 << 20
 """The journal's log is copied into its file at 4 MB; a commit may take it beyond."""
 LARGE = "All work and no play makes Jack a dull boy. " * 40
-
-
-@dataclass
-class Disk:
-    """A small disk that can be filled to its last byte."""
-
-    folder: Path
-
-    def fill(self) -> None:
-        with (self.folder / "filler").open("wb", buffering=0) as file:
-            for size in (1 << 16, 1 << 12, 1):
-                try:
-                    while True:
-                        file.write(b"x" * size)
-                except OSError:
-                    continue
-
-    def make_room(self) -> None:
-        (self.folder / "filler").unlink()
-
-    @property
-    def log_size(self) -> int:
-        return sum(file.stat().st_size for file in self.folder.glob("*-wal"))
 
 
 @pytest.fixture
@@ -62,17 +38,8 @@ def config(tmp_path: Path) -> Config:
 @pytest.fixture
 def disk(config: Config) -> Iterator[Disk]:
     """The journal's folder is a tmpfs of its own."""
-    folder = trial_dir(config).journal(0).parent
-    folder.mkdir(parents=True)
-    mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK}", "tmpfs", str(folder)]
-    done = subprocess.run(mount, capture_output=True, text=True, check=False)
-    if done.returncode:
-        why = f"a small disk cannot be mounted here: {done.stderr.strip()}"
-        if os.environ.get("CI"):
-            pytest.fail(why)
-        pytest.skip(why)
-    yield Disk(folder)
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+    with small_disk(trial_dir(config).journal(0).parent, DISK) as disk:
+        yield disk
 
 
 @dataclass

@@ -512,3 +512,36 @@ def test_describe_exit(code: int, words: str) -> None:
 
 def test_an_unknown_signal() -> None:
     assert describe_exit(-34 - 10) == "ended by signal 44"
+
+
+def test_deaths_on_a_full_disk_cost_no_attempts(lab: Lab) -> None:
+    full = True
+    part = lab.part(FAILS.format(code=1), ready=serves, starved=lambda: full)
+    part.start()
+    lab.until_ready(part)
+    lab.die(part, signal.SIGUSR1)
+    for _ in range(5 * component._MAX_RESTARTS):
+        lab.now += 60
+        part.check()
+    assert (part.state, part.restarts) == ("restarting", 1)
+    full = False
+    lab.again(part)
+    assert part._history.record_death(lab.now, failed=True) is None
+    assert len(part._history._deaths) == 1, "the death on the full disk was counted"
+    assert lab.said[1] == (
+        "part 0    ended with code 1, its disk is full; it starts again when it has space"
+    )
+
+
+def test_a_start_on_a_full_disk_gets_more_time(lab: Lab) -> None:
+    full = True
+    part = lab.part("import signal\nsignal.pause()", ready=lambda _: False, starved=lambda: full)
+    part.start()
+    for _ in range(10):
+        lab.now += part.timeout + 1
+        part.check()
+    assert part.state == "starting"
+    full = False
+    lab.now += 2 * part.timeout
+    with pytest.raises(StartupError, match="was not ready"):
+        part.check()

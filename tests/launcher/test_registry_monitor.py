@@ -134,3 +134,17 @@ def test_a_full_disk_and_its_end_are_said_once(tmp_path: Path) -> None:
         "rank 0    its disk is full: calls get 507 until there is space",
         "rank 0    its disk has space again",
     ]
+
+
+def test_a_trainer_that_waits_for_space_is_said_once(tmp_path: Path) -> None:
+    now, said = 0.0, list[str]()
+    monitor = RegistryMonitor(tmp_path, {}, said.append, clock=lambda: now)
+    for why in (None, "disk full: the checkpoint waits", "disk full: the checkpoint waits", None):
+        entry = RegistryEntry(name="trainer", boot_id="b", url="http://x", pid=1, disk_full=why)
+        publish(tmp_path, entry)
+        now += 2.0
+        monitor.poll()
+    assert said == [
+        "trainer   disk full: the checkpoint waits",
+        "trainer   its disk has space again",
+    ]

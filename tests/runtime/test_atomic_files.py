@@ -12,6 +12,8 @@ import pytest
 
 from any_agent.runtime import atomic_files as atomic
 from any_agent.runtime.atomic_files import append_line, atomic_folder, remove_folder, write_atomic
+from any_agent.runtime.disk_space import is_disk_full
+from tests.support.small_disk import small_disk
 
 INTERRUPTIONS = pytest.mark.parametrize("error", [OSError, SystemExit, KeyboardInterrupt])
 
@@ -117,6 +119,20 @@ def test_a_line_is_a_line_of_its_own(tmp_path: Path, before: str | None, after: 
         path.write_text(before, encoding="utf-8")
     append_line(path, "new")
     assert path.read_text(encoding="utf-8") == after
+
+
+def test_half_a_line_is_not_kept_on_a_full_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        path = disk.folder / "lines"
+        append_line(path, "first")
+        disk.fill()
+        with pytest.raises(OSError) as raised:
+            append_line(path, "x" * 20_000)
+        assert is_disk_full(raised.value)
+        assert path.read_text() == "first\n"
+        disk.make_room()
+        append_line(path, "second")
+        assert path.read_text() == "first\nsecond\n"
 
 
 def test_nothing_is_left_of_a_text_without_room(

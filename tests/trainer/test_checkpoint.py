@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainer.checkpoint
 from any_agent.errors import NotFound, StartupError
+from any_agent.rundir.checksums import write_manifest
 from tests.support.trainer.policies import random_rows
 from trainer.checkpoint import (
     complete_checkpoints,
@@ -161,7 +162,7 @@ def test_a_killed_writer_leaves_the_old_state(
 
     policy, _ = load_checkpoint(root / "step-00000003", CONFIG)
     train(policy, range(3, 4))
-    monkeypatch.setattr(trainer.checkpoint, "_write_manifest", die)
+    monkeypatch.setattr(trainer.checkpoint, "write_manifest", die)
     with pytest.raises(Killed):
         save_checkpoint(root, policy, tiny_model_dir, {})
     assert latest_checkpoint(root) == root / "step-00000003"
@@ -231,6 +232,6 @@ def test_another_format_is_refused(root: Path) -> None:
     path = root / "step-00000003"
     document = json.loads((path / "trainer/state.json").read_text())
     (path / "trainer/state.json").write_text(json.dumps(document | {"format": 2}))
-    trainer.checkpoint._write_manifest(path)
+    write_manifest(path)
     with pytest.raises(StartupError, match="format 2"):
         load_checkpoint(path, CONFIG)

@@ -11,6 +11,7 @@ import httpx
 
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.rollout import RankClients
+from any_agent.rundir.checksums import damage
 from trainer.sync import base
 from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
 from trainer.sync.engine_client import EngineClient
@@ -33,6 +34,16 @@ class DiskSync(WeightSync):
         new.write()
 
     def _bring(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
+        try:
+            self._load_all(ranks, wanted, new)
+        except TrainingError:
+            if damage(new.folder) is None:
+                raise
+            # The engines found what happened to the folder since it was written.
+            new.write()
+            self._load_all(ranks, wanted, new)
+
+    def _load_all(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
         async def bring(rank: int) -> None:
             if rank in wanted:
                 await self._retry(ranks, rank, new)

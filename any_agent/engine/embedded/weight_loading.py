@@ -12,6 +12,7 @@ from torch import Tensor
 
 from any_agent.engine.weight_serialization import aligned
 from any_agent.errors import InvalidRequest
+from any_agent.rundir.checksums import MANIFEST, damage
 
 INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
@@ -42,11 +43,13 @@ def weight_files(path: Path) -> list[Path]:
 def read_weights(model: Any, path: Path) -> dict[str, Tensor]:
     """Read all weights of a checkpoint into memory, in the model's types, by the model's names.
 
-    ``model`` is not changed. Raises InvalidRequest if a file is broken, a name or a shape does not
-    match, or a weight is missing.
+    ``model`` is not changed. Raises InvalidRequest if a file is broken or not what its checksum
+    says, a name or a shape does not match, or a weight is missing.
     """
     from safetensors import SafetensorError, safe_open
 
+    if (path / MANIFEST).exists() and (problem := damage(path)) is not None:
+        raise InvalidRequest(f"the weights in {path} are damaged: {problem}")
     own: dict[str, Tensor] = model.state_dict()
     weights: dict[str, Tensor] = {}
     try:

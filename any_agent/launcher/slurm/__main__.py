@@ -13,7 +13,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Container, Sequence
-from functools import partial
 from pathlib import Path
 
 from any_agent.auth.access import require_key
@@ -40,6 +39,7 @@ from any_agent.runtime.command_line import (
     guarded,
     overrides_of,
     parse,
+    say,
     share_module_path,
 )
 from any_agent.runtime.logs import set_up_logging
@@ -104,7 +104,6 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             "server.admin_key would be readable in the job's script and its processes' arguments: "
             "set ANY_AGENT_SERVER__ADMIN_KEY instead, which sbatch passes on"
         )
-    say = partial(print, flush=True)
     job = current_job()
     if job is None:
         # Checked first: without Slurm no other error matters.

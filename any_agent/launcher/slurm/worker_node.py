@@ -14,7 +14,6 @@ import sys
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -31,7 +30,7 @@ from any_agent.launcher.slurm.job import drain_seconds, node_address, require_sh
 from any_agent.launcher.slurm.plan import Role
 from any_agent.rundir.layout import RunDir, locked
 from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, publish
-from any_agent.runtime.command_line import guarded
+from any_agent.runtime.command_line import guarded, say
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
@@ -138,7 +137,7 @@ def _run(args: argparse.Namespace) -> int:
             pid=os.getpid(),
             state="starting",
         )
-        options = NodeOptions(place=place, say=partial(print, flush=True))
+        options = NodeOptions(place=place, say=say)
         with WorkerNode(config, options, entry, lock) as node:
             node.ready()
             # The head node prints the trainer's steps.

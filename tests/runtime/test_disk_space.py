@@ -1,0 +1,142 @@
+"""Full disks: how an error tells of one, and writes that wait for space and tell of it."""
+
+from __future__ import annotations
+
+import errno
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from safetensors import SafetensorError
+
+from any_agent.errors import StoreFull, TrainingError
+from any_agent.runtime import disk_space
+from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded, has_space, is_disk_full
+from tests.support.small_disk import small_disk
+
+FULL = OSError(errno.ENOSPC, "No space left on device")
+
+
+def chained(cause: BaseException) -> Exception:
+    error = TrainingError("the checkpoint cannot be written")
+    error.__cause__ = cause
+    return error
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        FULL,
+        OSError(errno.EDQUOT, "Disk quota exceeded"),
+        SafetensorError("I/O error: No space left on device (os error 28)"),
+        Exception("Disk quota exceeded (os error 122)"),
+        StoreFull("the journal's disk is full"),
+        chained(FULL),
+        TrainingError("training process 1 failed: [Errno 28] No space left on device"),
+    ],
+)
+def test_a_full_disk_is_known_by_its_error(error: Exception) -> None:
+    assert is_disk_full(error)
+
+
+@pytest.mark.parametrize(
+    "error", [None, OSError(errno.EIO, "Input/output error"), ValueError("28"), chained(KeyError())]
+)
+def test_other_errors_are_none(error: Exception | None) -> None:
+    assert not is_disk_full(error)
+
+
+@pytest.fixture
+def free(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """The free bytes of the disk, and no delays."""
+    monkeypatch.setattr(disk_space, "_POLL_INTERVAL", 0.01)
+    now = SimpleNamespace(free=1 << 40)
+    monkeypatch.setattr(disk_space.shutil, "disk_usage", lambda _: now)
+    return now
+
+
+def failing(times: int, tried: list[int]) -> Callable[[], str]:
+    def work() -> str:
+        tried.append(1)
+        if len(tried) <= times:
+            raise FULL
+        return "written"
+
+    return work
+
+
+def test_a_write_is_repeated_until_it_succeeds(
+    free: SimpleNamespace, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    tried: list[int] = []
+    disk = DiskSpace()
+    assert disk.write(failing(3, tried), tmp_path, "the manifest") == "written"
+    assert len(tried) == 4 and disk.waiting is None
+    # Once for the wait, once for its end.
+    assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
+    assert "the manifest waits for space in" in caplog.text and "goes on" in caplog.text
+
+
+def test_other_errors_are_raised(free: SimpleNamespace, tmp_path: Path) -> None:
+    with pytest.raises(ZeroDivisionError):
+        DiskSpace().write(lambda: 1 / 0, tmp_path, "x")
+
+
+def until(condition: Callable[[], bool]) -> None:
+    tick = threading.Event()
+    for _ in range(6000):
+        if condition():
+            return
+        tick.wait(0.01)
+    raise AssertionError("it did not come about")
+
+
+def test_what_does_not_fit_is_not_tried_and_the_wait_is_told(
+    free: SimpleNamespace, tmp_path: Path
+) -> None:
+    free.free = 5000
+    disk, tried = DiskSpace(), list[int]()
+    needed = (2 << 20).__int__
+    results: list[str] = []
+    thread = threading.Thread(
+        target=lambda: results.append(disk.write(failing(0, tried), tmp_path, "weights", needed))
+    )
+    thread.start()
+    until(lambda: disk.waiting is not None)
+    assert str(disk.waiting) == (
+        f"disk full, 2,097,152 bytes needed: weights waits for space in {tmp_path}"
+    )
+    assert tried == []
+    free.free = 3 << 20
+    thread.join(60)
+    assert results == ["written"] and disk.waiting is None
+
+
+def test_a_stop_ends_the_wait(free: SimpleNamespace, tmp_path: Path) -> None:
+    free.free = 0
+    disk, ended = DiskSpace(), list[Exception]()
+
+    def write() -> None:
+        try:
+            disk.write(failing(10**6, []), tmp_path, "the checkpoint")
+        except DiskWaitEnded as error:
+            ended.append(error)
+
+    thread = threading.Thread(target=write)
+    thread.start()
+    until(lambda: disk.waiting is not None)
+    disk.stop()
+    thread.join(60)
+    assert "the checkpoint waits" in str(ended[0]) and disk.waiting is None
+
+
+def test_a_real_disk(tmp_path: Path) -> None:
+    with small_disk(tmp_path / "disk", 4 << 20) as disk:
+        assert has_space(tmp_path, disk.folder)
+        disk.fill(leave=1 << 19)
+        assert not has_space(tmp_path, disk.folder)
+        disk.make_room()
+        assert has_space(disk.folder)
+    assert has_space(tmp_path / "missing"), "another fault is not a full disk"

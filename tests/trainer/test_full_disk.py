@@ -1,0 +1,170 @@
+"""A disk that is full at any write of the trainer delays it, and changes nothing else."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.rundir.registry import RegistryEntry, publish, read_entry
+from any_agent.runtime import disk_space
+from any_agent.runtime.disk_space import is_disk_full
+from tests.support.small_disk import Disk, small_disk
+from tests.support.trainer.loop import Lab, config_of, outcome
+from tests.trainer.test_resume import RUN, STEPS, assert_same, episodes, left_for, place
+from trainer.manifests import ManifestStore
+
+BOUNDARIES = ("lease", "manifest", "step", "published", "ack", "before checkpoint")
+
+
+@pytest.fixture
+def disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Disk]:
+    monkeypatch.setattr(disk_space, "_POLL_INTERVAL", 0.02)
+    with small_disk(tmp_path / "disk", 48 << 20) as disk:
+        yield disk
+
+
+@pytest.fixture
+def settings(tiny_model_dir: Path, disk: Disk) -> list[str]:
+    return [f"root={disk.folder}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("whole")
+    base = [f"root={root}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+    lab = Lab(config_of(base, *RUN), episodes())
+    assert lab.trainer.train()
+    return outcome(lab)
+
+
+class Helper:
+    """Makes room, in a thread of its own, once the trainer says that it waits."""
+
+    def __init__(self, lab: Lab, disk: Disk) -> None:
+        self.lab, self.disk = lab, disk
+        self.waits: list[str] = []
+        self.over = threading.Event()
+        self.thread = threading.Thread(target=self._run)
+
+    def fill(self) -> None:
+        self.disk.fill()
+        self.thread.start()
+
+    def _run(self) -> None:
+        while not self.over.wait(0.01):
+            if (wait := self.lab.trainer.disk.waiting) is not None:
+                self.waits.append(str(wait))
+                self.disk.make_room()
+                return
+
+
+def filled_at(what: Callable[..., Any], when: int, fill: Callable[[], None]) -> Callable[..., Any]:
+    """The function, and a full disk after it is called for the n-th time."""
+    calls = 0
+
+    def filling(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        result = what(*args, **kwargs)
+        if calls == when:
+            fill()
+        return result
+
+    return filling
+
+
+@pytest.mark.parametrize("boundary", BOUNDARIES)
+def test_training_waits_and_goes_on_exactly(
+    settings: list[str], disk: Disk, uninterrupted: dict[str, Any], boundary: str
+) -> None:
+    lab = Lab(config_of(settings, *RUN), episodes())
+    helper = Helper(lab, disk)
+    load = lab.trainer._load
+
+    def loaded() -> None:
+        load()
+        owner, name, before = place(lab, boundary)
+        # A checkpoint is written after two steps.
+        when = 1 if before else 2
+        method = getattr(owner, name)
+        if before:
+            setattr(owner, name, lambda *given: (helper.fill(), method(*given))[1])
+            lab.trainer._save = once(lab.trainer._save, method)  # type: ignore[method-assign]
+        else:
+            setattr(owner, name, filled_at(method, when, helper.fill))
+
+    lab.trainer._load = loaded  # type: ignore[method-assign]
+    try:
+        assert lab.trainer.train()
+    finally:
+        helper.over.set()
+        helper.thread.join(60)
+    assert len(helper.waits) == 1 and helper.waits[0].startswith("disk full")
+    assert lab.trainer.disk.waiting is None
+    assert_same(uninterrupted, outcome(lab))
+    assert [line["step"] for line in lab.metrics] == list(range(1, STEPS + 1))
+    # Nothing half-written stays, and no version was numbered twice or left out.
+    assert not [p for p in disk.folder.rglob("*") if p.name.startswith(".partial")]
+    assert [version for version, _ in lab.service.published] == list(range(1, STEPS + 1))
+
+
+def once(first: Callable[[], None], later: Callable[[], None]) -> Callable[[], None]:
+    """The first call is another one than the later ones."""
+    calls = iter([first])
+    return lambda: next(calls, later)()
+
+
+def test_a_stop_ends_the_wait_and_the_next_start_repeats_the_step(
+    settings: list[str], disk: Disk, uninterrupted: dict[str, Any]
+) -> None:
+    lab = Lab(config_of(settings, *RUN), episodes())
+    load = lab.trainer._load
+
+    def loaded() -> None:
+        load()
+        owner, name, _ = place(lab, "step")
+        setattr(owner, name, filled_at(getattr(owner, name), 3, disk.fill))
+
+    lab.trainer._load = loaded  # type: ignore[method-assign]
+    over = threading.Event()
+
+    def stop() -> None:
+        while not over.wait(0.01):
+            if lab.trainer.disk.waiting is not None:
+                lab.trainer.stop()
+                return
+
+    thread = threading.Thread(target=stop)
+    thread.start()
+    try:
+        assert not lab.trainer.train()
+    finally:
+        over.set()
+        thread.join(60)
+    # The step was made, but neither published nor acknowledged: its manifest has it.
+    assert ManifestStore(lab.trainer.dir.manifests).steps() == [3]
+    disk.make_room()
+    again = Lab(config_of(settings, *RUN), left_for(lab), before=lab)
+    assert again.trainer.train()
+    assert_same(uninterrupted, outcome(again))
+
+
+def test_a_registry_entry_can_be_written_on_a_full_disk(disk: Disk) -> None:
+    entry = RegistryEntry(name="rank-0", boot_id="a", url="http://127.0.0.1:1", pid=7)
+    publish(disk.folder, entry)
+    before = (disk.folder / "rank-0.json").stat().st_mtime_ns
+    disk.fill()
+    for full in ("disk full: the checkpoint waits for space", None):
+        now = entry.model_copy(update={"store_full": True, "disk_full": full})
+        publish(disk.folder, now)
+        assert read_entry(disk.folder, "rank-0") == now
+    assert (disk.folder / "rank-0.json").stat().st_mtime_ns > before
+    assert {p.name for p in disk.folder.iterdir()} == {"rank-0.json", "filler"}
+    with pytest.raises(OSError) as raised:
+        publish(disk.folder, entry.model_copy(update={"name": "rank-1"}))
+    assert is_disk_full(raised.value)
+    assert not list(disk.folder.glob(".rank*"))
