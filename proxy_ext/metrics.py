@@ -177,6 +177,13 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "reason",
     ),
     _counter(
+        "untrainable_sessions",
+        "Finalized train sessions with more calls that are not trained on than calls that are, by "
+        "the reason of most of these (see finalize's untrainable_calls).",
+        lambda s: _by_one(s.sessions.trainability.sessions),
+        "reason",
+    ),
+    _counter(
         "undelivered_answers",
         "Recorded answers that reached no client and are never trained on.",
         lambda s: s.sessions.undelivered,

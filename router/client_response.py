@@ -88,6 +88,9 @@ class ClientResponder:
             # For such a client the answer ends where the connection ends.
             response.force_close()
         writer = await _start(response, request)
+        if not upstream.begun:
+            # aiohttp keeps the head for the first part, which may take long to come.
+            writer.send_headers()
         protocol = request.protocol
 
         def push(part: bytes) -> bool:

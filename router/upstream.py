@@ -76,6 +76,8 @@ class RankResponse:
         self.content = asyncio.StreamReader(_MAX_BUFFERED_BYTES // 2, asyncio.get_running_loop())
         """The bytes that have not been read; reading from the rank pauses while there are many."""
         self.content.set_transport(transport)
+        self.begun = False
+        """Bytes of the body have arrived, or its end."""
         self.complete = False
         """The last byte has arrived; some may not have been read."""
         self.error: ReplyLost | None = None
@@ -124,10 +126,12 @@ class RankResponse:
                 return
             # The parts after this one must stay behind it.
             self._push = None
+        self.begun = True
         self.content.feed_data(part)
 
     def end(self, error: ReplyLost | None = None) -> None:
         """Mark the body's end, or with an error that it broke off."""
+        self.begun = True
         self.complete, self.error = error is None, error
         self.content.feed_eof()
 

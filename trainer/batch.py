@@ -16,7 +16,14 @@ import numpy as np
 import numpy.typing as npt
 
 from any_agent.config import TrainConfig
-from any_agent.record import InteractionTree, discarded, interaction_row, propagate_rewards
+from any_agent.record import (
+    InteractionTree,
+    TrainabilityWatch,
+    count_calls,
+    discarded,
+    interaction_row,
+    propagate_rewards,
+)
 from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory
@@ -184,6 +191,7 @@ class ZeroVarianceGroups:
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config
+        self.trainability = TrainabilityWatch()
         self.consecutive = 0
         self._reasons: Counter[str] = Counter()
         self._score: float | None = None
@@ -194,6 +202,9 @@ class ZeroVarianceGroups:
 
         `untrainable`: no interaction counts; `zero_variance`: all sessions have the same score.
         """
+        for session in group:
+            if isinstance(session, Trajectory):
+                self.trainability.add(count_calls(session.interactions))
         rewards = [session_rewards(session, self._config.discount) for session in group]
         scores = [r.score for r in rewards if r.score is not None]
         if not scores:

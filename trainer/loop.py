@@ -228,6 +228,8 @@ class TrainingLoop:
             self._say(f"data      all items are finished, at step {self.policy.steps}")
             return
         waited = time.perf_counter()
+        if notice := self._zero_variance.trainability.take_notice():
+            self._announce(f"untrained {notice}")
         taken = self._manifest(groups)
         batch = self._batch(groups, taken)
         taken = replace(
@@ -348,6 +350,8 @@ class TrainingLoop:
         lines = [f"waiting   for trajectories: {error}"]
         if self._zero_variance.consecutive >= _ZERO_VARIANCE_NOTICE:
             lines.append(f"waiting   {self._zero_variance}. Other tasks or rewards would help")
+        if (notice := self._zero_variance.trainability.notice) is not None:
+            lines.append(f"waiting   {notice}")
         self._announce(*lines)
 
     def _announce(self, *lines: str) -> None:

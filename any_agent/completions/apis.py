@@ -69,6 +69,8 @@ class Api:
     """The title of its route in `/openapi.json`."""
     response_schema: Mapping[str, Any] = field(default_factory=dict)
     """The JSON schema of an answer that is not streamed."""
+    ping: bytes = b": ping\n\n"
+    """The event for a stream's client that gets nothing else for a while; its SDK ignores it."""
 
     def owns(self, path: str) -> bool:
         """Return True for the API's path and the paths below it, also behind a session prefix."""
@@ -199,6 +201,7 @@ register_api(
         _table("messages"),
         ("messages", "max_tokens"),
         errors=ANTHROPIC_ERRORS,
+        ping=b'event: ping\ndata: {"type": "ping"}\n\n',
     )
 )
 register_api(Api("embeddings", "/embeddings", _refuse_embeddings, by_policy=False))

@@ -330,8 +330,7 @@ class Completer:
             tools=None if prompt.parent_id else call.tools,
             continuation=prompt.continuation,
             branch_reason=prompt.branch_reason,
-            untrainable_reason=untrainable
-            or untrainable_reason(choice.gconfig, output_ids, forced=call.forced_call is not None),
+            untrainable_reason=untrainable or untrainable_reason(choice.gconfig, output_ids),
             request=request,
             created_at=prepared.created_at,
         )

@@ -18,6 +18,8 @@ from any_agent.errors import AnyAgentError
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction
 
+UNTRAINABLE_HEADER = "x-any-agent-untrainable"
+"""The header with the reason why a train session's call is not trained on."""
 _MANY_ENTRIES = 10_000
 """Log-probabilities of a whole answer that is encoded in a thread: each takes a microsecond or two,
 and 20 for each of 8,000 tokens stopped every stream for a quarter of a second."""
@@ -88,9 +90,24 @@ def version_of(answers: Sequence[Interaction], serving: int) -> int:
     return max(sampled, default=serving)
 
 
-def headers_of(call: ChatCall, head: Head, version: int, session_id: str | None) -> dict[str, str]:
-    """Return the `x-any-agent-*` headers of an answer."""
+def headers_of(
+    call: ChatCall,
+    head: Head,
+    version: int,
+    session_id: str | None,
+    *,
+    train: bool,
+    answers: Sequence[Interaction] = (),
+) -> dict[str, str]:
+    """Return the `x-any-agent-*` headers of an answer, of which ``answers`` are there already.
+
+    ``train``: the call belongs to a train session.
+    """
     out = {"x-any-agent-version": str(version)}
+    if train:
+        why: list[str | None] = [call.untrainable, *(a.untrainable_reason for a in answers)]
+        if any(why):
+            out[UNTRAINABLE_HEADER] = next(filter(None, why))
     if head.choices == 1:
         # The ids of several choices would be longer than many a proxy lets a header be.
         out["x-any-agent-interaction"] = head.id

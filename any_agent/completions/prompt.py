@@ -287,7 +287,9 @@ def _continued(
     before = tree.path_ids(parent.id)
     prompt_end = len(before) - len(parent.output_ids)
     *past, answer = call.messages[: found.covered]
-    tail = before[max(0, prompt_end - _TAIL) : prompt_end]
+    # Also what a forced call's long opening stands after.
+    reach = _TAIL + parent.request.get("forced", 0)
+    tail = before[max(0, prompt_end - reach) : prompt_end]
     added = chat.bridge(
         parent.output_ids, new, call.tools, answer=answer, prompt_tail=tail, past=past
     )

@@ -9,7 +9,6 @@ from any_agent.types import GenerationHyperparameters
 
 UntrainableReason: TypeAlias = Literal[
     "grammar",
-    "tool_choice",
     "logit_bias",
     "penalty",
     "min_p",
@@ -20,10 +19,9 @@ UntrainableReason: TypeAlias = Literal[
     "frozen_model",
 ]
 """grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were drawn from another
-distribution than that of their log-probabilities. tool_choice: the answer's opening was given.
-no_tokens: nothing was sampled. version_gone: a weight update cut off a call of a session that is
-pinned to one version. undelivered: the answer reached no client. frozen_model: another model than
-the policy answered."""
+distribution than that of their log-probabilities. no_tokens: nothing was sampled. version_gone: a
+weight update cut off a call of a session that is pinned to one version. undelivered: the answer
+reached no client. frozen_model: another model than the policy answered."""
 
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
 OTHER = "other"  # the label of any other reason, such as the sentences of older journals
@@ -46,12 +44,13 @@ def has_modified_distribution(gconfig: GenerationHyperparameters) -> Untrainable
 
 
 def untrainable_reason(
-    gconfig: GenerationHyperparameters, output_ids: Sized, *, forced: bool = False
+    gconfig: GenerationHyperparameters, output_ids: Sized
 ) -> UntrainableReason | None:
-    """Return a sampled completion's reason, if it has one; ``forced``: it had to call a tool."""
-    if not len(output_ids):
-        return "no_tokens"
-    return "tool_choice" if forced else has_modified_distribution(gconfig)
+    """Return a sampled completion's reason, if it has one.
+
+    A forced call has none: its opening is prompt, and the rest is sampled given that.
+    """
+    return has_modified_distribution(gconfig) if len(output_ids) else "no_tokens"
 
 
 def code_of(reason: str) -> str:

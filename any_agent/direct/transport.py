@@ -31,7 +31,7 @@ from any_agent.completions.responses.stored_response import (
 )
 from any_agent.direct.record import ChoiceTasks, DirectSession
 from any_agent.errors import AnyAgentError, NotFound, UnsupportedParameter
-from any_agent.types import Interaction
+from any_agent.types import Interaction, SessionMode
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -133,7 +133,9 @@ def _encoder(
     """Return the encoder of the answer, and its headers."""
     session, head = running.session, Head.of(running.prepared)
     version = version_of(answers, session.engine.version)
-    return parsed.answer(head, version), headers_of(parsed.call, head, version, session.id)
+    train = session.mode is SessionMode.TRAIN
+    headers = headers_of(parsed.call, head, version, session.id, train=train, answers=answers)
+    return parsed.answer(head, version), headers
 
 
 @dataclass(eq=False, repr=False)

@@ -275,6 +275,12 @@ class SessionInfo(_Session):
     """Seconds until the open session expires if nothing happens; None for one that has ended."""
     awaits_in: float | None
     """Seconds for which the session still waits for its reward; None if it waits for none."""
+    trainable_calls: int | None = None
+    """The calls of a train session that can be trained on; None for an eval session, and where the
+    content is archived or deleted."""
+    untrainable_calls: dict[str, int] = {}
+    """The numbers of its other calls by reason, such as `grammar`; `discarded`: another answer to
+    the same request was continued."""
 
 
 class SessionFinalized(SessionInfo):

@@ -3,9 +3,9 @@
 ``r(parent) = own(parent) + discount * mean(r(children))``; the session's final reward is added to
 every leaf. Two kinds of interactions are discarded, because the agent made no use of them:
 
-- among several answers to one request (siblings with the same new messages and tools: the choices
-  of one ``n > 1`` call, or a retry beside the call that it repeats) those that were not continued
-  while another one was;
+- among several answers to one request (siblings with the same new messages, tools and forced call:
+  the choices of one ``n > 1`` call, or a retry beside the call that it repeats) those that were not
+  continued while another one was;
 - answers that never reached the agent (the client left, or the call was aborted) and were neither
   continued nor rewarded by name.
 
@@ -77,11 +77,13 @@ def propagate_rewards(
 
 def _answers_to_one_request(
     nodes: list[Interaction],
-) -> dict[tuple[str | None, str, str], list[Interaction]]:
-    out: defaultdict[tuple[str | None, str, str], list[Interaction]] = defaultdict(list)
+) -> dict[tuple[str | None, str, str, str], list[Interaction]]:
+    out: defaultdict[tuple[str | None, str, str, str], list[Interaction]] = defaultdict(list)
     for n in nodes:
         # Without its texts a request is identified by its ids.
         messages = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
         tools = json.dumps(n.tools, sort_keys=True)
-        out[n.parent_id, messages or n.prompt_delta_ids.tobytes().hex(), tools].append(n)
+        forced = n.prompt_delta_ids[len(n.prompt_delta_ids) - n.request.get("forced", 0) :]
+        key = messages or n.prompt_delta_ids.tobytes().hex(), tools, forced.tobytes().hex()
+        out[n.parent_id, *key].append(n)
     return out

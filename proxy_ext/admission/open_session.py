@@ -372,6 +372,8 @@ class SessionOpener:
                 f". {reserved} slots are kept for groups that are not full: "
                 f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"
             )
+        if (notice := self._sessions.trainability.notice) is not None:
+            message += f". {notice}"
         return TooManyRequests(message, retry_after=2)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -28,7 +28,7 @@ from proxy_ext.calls.call import Item, Listener
 from proxy_ext.calls.retries import join_retried_call, retry_mark
 from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
-from proxy_ext.web.exchange import ClientConnection, EventStream, read_json
+from proxy_ext.web.exchange import ClientConnection, EventStream, read_json, within_hold
 
 _BATCH = 65_536  # bytes of events that are sent at once, if so many are there
 
@@ -178,7 +178,8 @@ class ModelCall:
                     if not isinstance(item, Delta):
                         answers[item.index] = item.interaction
                 in_order = [answers[k] for k in sorted(answers)]
-                encoder, headers = self._encoder(parsed, listener, in_order)
+                encoder = self._encoder(parsed, listener)
+                headers = self._headers(parsed, listener, in_order)
                 body = await encode_whole(encoder, parsed.call, in_order)
                 await client.poll()
             response = Response(body, headers=headers, media_type="application/json")
@@ -190,30 +191,39 @@ class ModelCall:
             await self._service.calls.release(listener)
 
     async def _stream(self, parsed: ParsedRequest, listener: Listener) -> Response:
-        # What fails before the first token is an HTTP error, so the first item comes first.
+        # What fails at once is an HTTP error, so the first item comes first, unless it takes long.
         try:
             async with ClientConnection(self._request, on_leave=listener.disconnect):
-                first = await listener.next()
-            recorded = list(listener.call.recorded.values())
-            encoder, headers = self._encoder(parsed, listener, recorded)
+                first = await within_hold(listener.next())
+            headers = self._headers(parsed, listener, list(listener.call.recorded.values()))
         except BaseException:
             await self._service.calls.release(listener)
             raise
         return EventStream(
-            _events(self._request, listener, encoder, first),
+            _events(self._request, listener, partial(self._encoder, parsed, listener), first),
             headers,
             finish=partial(self._service.calls.release, listener),
             send_timeout=self._service.config.server.client_timeout,
+            ping=self._api.ping,
         )
 
-    def _encoder(
+    def _encoder(self, parsed: ParsedRequest, listener: Listener) -> ResponseEncoder:
+        """Return the encoder of the answer, of which the first token or all is there."""
+        recorded = list(listener.call.recorded.values())
+        return parsed.answer(listener.call.head, version_of(recorded, self._service.run.version))
+
+    def _headers(
         self, parsed: ParsedRequest, listener: Listener, answers: list[Interaction]
-    ) -> tuple[ResponseEncoder, dict[str, str]]:
-        """Return the encoder of the answer, and its headers."""
-        head, session = listener.call.head, listener.call.session
-        version = version_of(answers, self._service.run.version)
-        session_id = session.id if session is not None else None
-        return parsed.answer(head, version), headers_of(parsed.call, head, version, session_id)
+    ) -> dict[str, str]:
+        session = listener.call.session
+        return headers_of(
+            parsed.call,
+            listener.call.head,
+            version_of(answers, self._service.run.version),
+            session.id if session is not None else None,
+            train=session is not None and session.mode is SessionMode.TRAIN,
+            answers=answers,
+        )
 
 
 def parse_context(
@@ -240,14 +250,28 @@ def parse_context(
 
 
 async def _events(
-    request: Request, listener: Listener, encoder: ResponseEncoder, item: Item
+    request: Request,
+    listener: Listener,
+    new_encoder: Callable[[], ResponseEncoder],
+    first: Item | None,
 ) -> AsyncGenerator[bytes]:
-    """Yield a call's events; a choice is sent once the event with its finish reason was."""
+    """Yield a call's events; a choice is sent once the event with its finish reason was.
+
+    ``first``: the first item, if it is there already.
+    """
     begun: set[int] = set()
     ended: dict[int, Interaction] = {}
     choices = listener.call.head.choices
     async with ClientConnection(request, on_leave=listener.disconnect) as client:
         await client.poll()
+        try:
+            item = first or await listener.next()
+        except AnyAgentError as error:
+            # The status is sent already.
+            encoder = new_encoder()
+            yield encoder.start(0) + encoder.failed(error)
+            return
+        encoder = new_encoder()
         while True:
             events: list[bytes] = []
             size = 0
@@ -280,6 +304,5 @@ async def _events(
             try:
                 item = await listener.next()
             except AnyAgentError as error:
-                # The status is sent already.
                 yield encoder.failed(error)
                 return

@@ -16,14 +16,16 @@ from contextlib import aclosing
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.completions.parsed_request import UNTRAINABLE_HEADER
 from any_agent.errors import AnyAgentError, ProviderError, ProviderTimeout, SessionClosed
-from any_agent.record import frozen_id
+from any_agent.record import FROZEN_MODEL, frozen_id
 from any_agent.runtime.metrics import Histogram
+from any_agent.types import SessionMode
 from proxy_ext.frozen.provider_requests import FrozenRequest
 from proxy_ext.frozen.provider_responses import RESPONSES, json_bytes
 from proxy_ext.litellm_shim import LiteLLMDeployment
 from proxy_ext.sessions.session import RecordedSession
-from proxy_ext.web.exchange import ClientConnection, EventStream
+from proxy_ext.web.exchange import ClientConnection, EventStream, within_hold
 
 log = logging.getLogger(__name__)
 
@@ -105,16 +107,19 @@ class FrozenCall:
             return "completed"
         return "aborted" if self._aborted is not None else "failed"
 
-    async def respond(self, request: Request, *, send_timeout: float) -> Response:
+    async def respond(self, request: Request, *, send_timeout: float, ping: bytes) -> Response:
         """Return the answer, whole or as events; raise the failure of a call without output."""
         headers = {}
         if self.session is not None:
             headers["x-any-agent-interaction"] = self.response.id
             headers["x-any-agent-session"] = self.session.id
-        # What fails before the first event is an HTTP error, so the first event comes first.
+            if self.session.mode is SessionMode.TRAIN:
+                headers[UNTRAINABLE_HEADER] = FROZEN_MODEL
+        # What fails at once is an HTTP error, so the first event comes first, unless it takes long.
         try:
             async with ClientConnection(request, on_leave=self._on_client_left):
-                first = await self._next()
+                coming = self._next()
+                first = await (within_hold(coming) if self.request.stream else coming)
         except BaseException:
             self._on_client_left()
             raise
@@ -125,11 +130,12 @@ class FrozenCall:
             self._on_client_left()
 
         events = self._events(request, first)
-        return EventStream(events, headers, finish=finish, send_timeout=send_timeout)
+        return EventStream(events, headers, finish=finish, send_timeout=send_timeout, ping=ping)
 
-    async def _events(self, request: Request, event: bytes) -> AsyncGenerator[bytes]:
+    async def _events(self, request: Request, first: bytes | None) -> AsyncGenerator[bytes]:
         async with ClientConnection(request, on_leave=self._on_client_left):
-            yield event
+            if first is not None:
+                yield first
             while not (self._ended and self._items.empty()):
                 try:
                     event = await self._next()

@@ -154,7 +154,9 @@ class FrozenModels:
             await self._continue_response(checked, checked.previous, session, deployment)
         await self.spending.require(session, tenant)
         call = self._start(checked, deployment, session, tenant)
-        return await call.respond(request, send_timeout=self._config.server.client_timeout)
+        return await call.respond(
+            request, send_timeout=self._config.server.client_timeout, ping=api.ping
+        )
 
     async def close(self) -> None:
         """Abort every call, and close the provider's connections."""

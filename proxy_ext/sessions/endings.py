@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
-from any_agent.record import InteractionTree
+from any_agent.record import CallCounts, InteractionTree
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import (
     EraseContent,
@@ -236,11 +236,14 @@ class SessionEnder:
                 SetAwaiting(row.id, until) if awaiting else set_state(row),
                 *(PutInteraction(undelivered(interaction)) for interaction in unsent),
             ]
-            answer = await self._write(session, row, statements, keep)
+            answer = await self._write(session, row, statements, keep, [i.id for i in unsent])
             self._rewards.count_given(rewards)
             for interaction in unsent:
                 interaction.untrainable_reason = UNDELIVERED
             self._sessions.undelivered += len(unsent)
+            if row.state is SessionState.FINALIZED and answer.trainable_calls is not None:
+                counts = CallCounts(answer.trainable_calls, answer.untrainable_calls)
+                self._sessions.trainability.add(counts)
         return answer
 
     async def _write(
@@ -249,8 +252,9 @@ class SessionEnder:
         row: SessionRow,
         statements: list[Statement],
         keep: KeepAnswer,
+        undelivered: Collection[str] = (),
     ) -> SessionInfo:
-        answer = session.info(row)
+        answer = session.info(row, undelivered=undelivered)
         await self._sessions.write(session, row, *statements, *keep(answer))
         return answer
 

@@ -6,7 +6,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol.rl import Heartbeat, SessionInfo
-from any_agent.record import InteractionTree, is_frozen, lacks_texts
+from any_agent.record import InteractionTree, count_calls, is_frozen, lacks_texts
 from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
 from proxy_ext.sessions import state_machine as lifecycle
@@ -173,9 +173,15 @@ class RecordedSession:
             raise VersionGone.of(pinned, serving)
 
     def info(
-        self, row: SessionRow | None = None, tree: InteractionTree | None = None
+        self,
+        row: SessionRow | None = None,
+        tree: InteractionTree | None = None,
+        undelivered: Collection[str] = (),
     ) -> SessionInfo:
-        """Return the session's description, as it will be with this row and tree."""
+        """Return the session's description, as it will be with this row and tree.
+
+        ``undelivered``: ids of answers that are about to be marked so.
+        """
         row = row or self.row
         tree = self.tree if tree is None else tree
         rewards = {i.id: i.reward for i in tree if i.reward is not None}
@@ -187,6 +193,9 @@ class RecordedSession:
         idle_in = self.idle_expires - now
         # Without its content nothing tells whether single interactions were rewarded.
         unrewarded = False if row.content == "stored" else None
+        counts = None
+        if self.mode is SessionMode.TRAIN and row.content == "stored":
+            counts = count_calls(tree, undelivered)
         return SessionInfo(
             **public_fields(row),
             opened_by=row.opened_by,
@@ -199,6 +208,8 @@ class RecordedSession:
             expires_in=row.expires_at - until if taking_calls else None,
             idle_in=idle_in if taking_calls and math.isfinite(idle_in) else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
+            trainable_calls=counts.trained if counts else None,
+            untrainable_calls=dict(counts.untrained) if counts else {},
         )
 
 

@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 from any_agent.auth.access import RUN, Caller
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
-from any_agent.record import InteractionTree, strip_content
+from any_agent.record import InteractionTree, TrainabilityWatch, strip_content
 from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
 from proxy_ext.journal import (
     EraseContent,
@@ -76,6 +76,7 @@ class SessionStore:
         self.deliveries = DeliveryTracker(journal)
         self.undelivered = 0
         """Number of answers taken out of training because they reached no client."""
+        self.trainability = TrainabilityWatch()
         self.live: dict[str, RecordedSession] = {}
         self.trees = TreeCache(journal, self.deliveries, self.live, budget=config.hot_bytes)
         self._ended: WeakValueDictionary[str, RecordedSession] = WeakValueDictionary()

@@ -6,12 +6,13 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping
 from contextlib import aclosing
+from functools import partial
 from typing import Any, TypeVar
 
 import orjson
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import Response
-from starlette.types import Receive, Scope, Send
+from starlette.types import Message, Receive, Scope, Send
 
 from any_agent.completions.apis import encode_error
 from any_agent.completions.json_body import json_of
@@ -91,18 +92,42 @@ async def while_present(request: Request, work: Coroutine[Any, Any, T]) -> T:
             raise InvalidRequest("the client left") from None
 
 
-class _SendTimeout:
-    """Ends a stream whose client takes too long to read an event: one timer for all events."""
+HOLD_SECONDS = 1.0
+"""Seconds for which a stream's headers wait for its first event: what fails by then is an HTTP
+error."""
+PING_SECONDS = 10.0
+"""Seconds of silence after which a stream's client gets a ping."""
 
-    def __init__(self, seconds: float) -> None:
+
+async def within_hold(first: Awaitable[T]) -> T | None:
+    """Return a stream's first item, or None if its headers are not to wait for it any longer."""
+    try:
+        async with asyncio.timeout(HOLD_SECONDS):
+            return await first
+    except TimeoutError:
+        return None
+
+
+class _StreamWatch:
+    """One timer for all events of a stream.
+
+    It pings a client that gets no event for a while, and ends the stream of a client that takes too
+    long to read one.
+    """
+
+    def __init__(self, seconds: float, ping: Callable[[], Awaitable[None]]) -> None:
         self.began: float | None = None
         """Time at which the unread event was sent."""
+        self.sent = time.monotonic()
+        """Time at which the last event was sent."""
         self._seconds = seconds
+        self._ping = ping
+        self._pinging: asyncio.Task[None] | None = None
         self._task: asyncio.Task[Any] | None = None
         self._timer: asyncio.TimerHandle | None = None
         self._expired = False
 
-    async def __aenter__(self) -> _SendTimeout:
+    async def __aenter__(self) -> _StreamWatch:
         self._task = asyncio.current_task()
         self._check()
         return self
@@ -110,23 +135,39 @@ class _SendTimeout:
     async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
+        if self._pinging is not None and not self._pinging.done():
+            self._pinging.cancel()
+            await asyncio.wait([self._pinging])
         if self._expired and kind is asyncio.CancelledError and self._task is not None:
             self._task.uncancel()
             raise TimeoutError("the client does not read its stream")
 
     def _check(self) -> None:
-        waited = time.monotonic() - self.began if self.began is not None else 0.0
+        now = time.monotonic()
+        waited = now - self.began if self.began is not None else 0.0
         if waited >= self._seconds:
             self._expired = True
             assert self._task is not None
             self._task.cancel()
             return
+        if self.began is None and now - self.sent >= PING_SECONDS:
+            self.began = self.sent = now
+            self._pinging = asyncio.create_task(self._send_ping(now))
+        next_ping = max(0.0, self.sent + PING_SECONDS - now) or PING_SECONDS
         loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(self._seconds - waited, self._check)
+        self._timer = loop.call_later(min(self._seconds - waited, next_ping), self._check)
+
+    async def _send_ping(self, began: float) -> None:
+        await self._ping()
+        if self.began == began:
+            self.began = None
 
 
 class EventStream(Response):
-    """Server-sent events. ``finish`` is awaited whatever happens to the stream."""
+    """Server-sent events. ``finish`` is awaited whatever happens to the stream.
+
+    The headers leave at once; ``ping`` is sent to a client that gets nothing for a while.
+    """
 
     media_type = "text/event-stream"
 
@@ -137,24 +178,30 @@ class EventStream(Response):
         *,
         finish: Callable[[], Awaitable[None]],
         send_timeout: float,
+        ping: bytes,
     ) -> None:
         super().__init__(headers={**headers, "cache-control": "no-cache"})
         del self.headers["content-length"]
         self._events = events
         self._finish = finish
         self._send_timeout = send_timeout
+        self._ping = ping
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
             async with (
                 aclosing(self._events) as events,
-                _SendTimeout(self._send_timeout) as timeout,
+                _StreamWatch(self._send_timeout, partial(send, _part(self._ping))) as watch,
             ):
                 async for event in events:
-                    timeout.began = time.monotonic()
-                    await send({"type": "http.response.body", "body": event, "more_body": True})
-                    timeout.began = None
+                    watch.began = watch.sent = time.monotonic()
+                    await send(_part(event))
+                    watch.began = None
             await send({"type": "http.response.body", "body": b"", "more_body": False})
         finally:
             await self._finish()
+
+
+def _part(body: bytes) -> Message:
+    return {"type": "http.response.body", "body": body, "more_body": True}

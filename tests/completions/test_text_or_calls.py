@@ -136,5 +136,5 @@ async def test_a_forced_call_has_no_format(bench: Bench) -> None:
     )
     assert raw.headers["x-any-agent-ignored"] == "response_format"
     recorded = bench.client.interactions[-1]
-    assert (recorded.gconfig.grammar, recorded.untrainable_reason) == (None, "tool_choice")
+    assert (recorded.gconfig.grammar, recorded.untrainable_reason) == (None, None)
     assert recorded.request["ignored"] == ["response_format"]

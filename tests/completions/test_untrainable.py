@@ -34,14 +34,12 @@ def test_what_bends_a_distribution(changes: dict[str, Any], reason: str) -> None
     gconfig = PLAIN.new(**changes)
     assert has_modified_distribution(gconfig) == reason
     assert untrainable_reason(gconfig, [1]) == reason
-    assert untrainable_reason(gconfig, [1], forced=True) == "tool_choice"
 
 
 def test_a_plain_sample_is_trained_on_unless_it_is_empty() -> None:
     assert has_modified_distribution(PLAIN) is None
     assert untrainable_reason(PLAIN, [1]) is None
     assert untrainable_reason(PLAIN, []) == "no_tokens"
-    assert untrainable_reason(PLAIN, [], forced=True) == "no_tokens"
 
 
 def test_codes_are_few() -> None:

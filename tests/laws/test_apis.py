@@ -14,7 +14,7 @@ import pytest
 import pytest_asyncio
 
 from any_agent.types import Continuation, Message
-from tests.laws.test_laws import ASK, MORE, STREAM, thought
+from tests.laws.test_laws import ASK, MORE, STREAM, after_opening, check_forced, thought
 from tests.support.families import Call, family
 from tests.support.laws.apis import APIS, CHAT, MESSAGES, NEW, RESPONSES, Api
 from tests.support.laws.apis.responses import last_response
@@ -81,6 +81,34 @@ async def test_tool_calls(lab: Lab, api: Api, stream: bool) -> None:
     tree = await check_session(lab, talk)
     assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 2]
     assert [n.finish_reason for n in tree] == [*["tool_calls"] * 2, "stop"]
+
+
+FORCED: dict[str, dict[str, Any]] = {
+    "responses": {"type": "function", "name": "add"},
+    "messages": {"type": "tool", "name": "add"},
+}
+ANY: dict[str, Any] = {"responses": "required", "messages": {"type": "any"}}
+
+
+@SPOKEN
+@STREAM
+async def test_forced_calls(lab: Lab, api: Api, stream: bool) -> None:
+    """By name, and as any call of the only tool."""
+    talk, messages = await lab.open(), list(ASK)
+    sampled = []
+    for turn, choice in enumerate((FORCED[api.name], ANY[api.name])):
+        sampled.append(after_opening(lab.fam, Call("add", {"a": turn, "city": "né"}), "add"))
+        (answer,) = await talk.ask(
+            messages, sampled[-1], stream=stream, api=api, tools=TOOLS, tool_choice=choice
+        )
+        messages += [answer, *results(answer)]
+    (answer,) = await talk.ask(messages, lab.fam.say("3."), stream=stream, api=api, tools=TOOLS)
+    assert answer["content"] == "3."
+    await talk.end()
+    tree = await check_session(lab, talk)
+    assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 2]
+    for node, said in zip(tree, sampled, strict=False):
+        check_forced(lab, node, "add", said)
 
 
 @STREAM
@@ -235,4 +263,4 @@ def results(answer: Message) -> list[Message]:
     ]
 
 
-CALLING = {test_tool_calls}
+CALLING = {test_tool_calls, test_forced_calls}

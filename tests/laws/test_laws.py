@@ -7,13 +7,14 @@ The engine says chosen tokens with the true log-probabilities of a seeded model.
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import AsyncIterator
 
 import pytest
 import pytest_asyncio
 
-from any_agent.types import Continuation, Message
-from tests.support.families import Call, family
+from any_agent.types import Continuation, Interaction, Message
+from tests.support.families import Call, Family, family
 from tests.support.laws.cases import FAMILIES, label
 from tests.support.laws.record import check_session
 from tests.support.laws.service import CONTEXT, Lab, lab_of
@@ -82,6 +83,85 @@ async def test_tool_calls(lab: Lab, stream: bool) -> None:
     tree = await check_session(lab, talk)
     assert [n.continuation for n in tree] == [Continuation.ROOT, *[Continuation.EXACT] * 3]
     assert [n.finish_reason for n in tree] == [*["tool_calls"] * 3, "stop"]
+
+
+NAMED = {"type": "function", "function": {"name": "add"}}
+TWO = [*TOOLS, {"type": "function", "function": {"name": "find", "parameters": {"type": "object"}}}]
+
+
+def after_opening(fam: Family, call: Call, name: str | None) -> list[int]:
+    """Return what the model says where the call's opening was given."""
+    assert fam.chat.grammar is not None and fam.chat.grammar.calls is not None
+    opening, text = fam.chat.grammar.calls.open(name), fam.chat.decode(fam.say(calls=(call,)))
+    if opening not in text:
+        # Some models write no line break after the marker.
+        opening = opening.replace("\n", "")
+    return fam.encode(text[text.index(opening) + len(opening) :])
+
+
+def check_forced(lab: Lab, node: Interaction, name: str | None, said: list[int]) -> None:
+    """The opening stands at the prompt's end, and what was sampled is trained on."""
+    forced = node.request["forced"]
+    opening = lab.fam.chat.decode(node.prompt_delta_ids[-forced:].tolist())
+    assert opening.endswith(lab.fam.chat.grammar.calls.open(name))  # type: ignore[union-attr]
+    assert node.output_ids.tolist() == said
+    assert node.trainable and node.finish_reason == "tool_calls"
+
+
+@CALLING
+@STREAM
+@pytest.mark.parametrize("name", ["add", None], ids=["named", "required"])
+async def test_forced_calls(lab: Lab, stream: bool, name: str | None) -> None:
+    talk, messages = await lab.open(), list(ASK)
+    tools, choice = (TOOLS, NAMED) if name else (TWO, "required")
+    sampled = []
+    for turn in range(2):
+        sampled.append(after_opening(lab.fam, Call("add", {"a": turn, "city": "né"}), name))
+        (answer,) = await talk.ask(
+            messages, sampled[-1], stream=stream, tools=tools, tool_choice=choice
+        )
+        (call,) = answer["tool_calls"]
+        assert json.loads(call["function"]["arguments"]) == {"a": turn, "city": "né"}
+        messages += [answer, {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    # Cut off within the call, which the next turn closes; then several choices of one call.
+    (answer,) = await talk.ask(
+        messages, sampled[0][:2], stream=stream, tools=tools, tool_choice=choice, max_tokens=2
+    )
+    cut = [*messages, answer, MORE]
+    both = await talk.ask(cut, *sampled, stream=stream, tools=tools, tool_choice=choice, n=2)
+    (call,) = both[1]["tool_calls"]
+    end = [*cut, both[1], {"role": "tool", "tool_call_id": call["id"], "content": "3"}]
+    await talk.ask(end, lab.fam.say("3."), stream=stream, tools=tools)
+    await talk.end()
+    first, second, third, *choices, last = await check_session(lab, talk)
+    check_forced(lab, first, name, sampled[0])
+    check_forced(lab, second, name, sampled[1])
+    assert third.trainable and third.finish_reason == "length"
+    for node in choices:
+        check_forced(lab, node, name, node.output_ids.tolist())
+    assert sorted(n.output_ids.tolist() for n in choices) == sorted(sampled)
+    assert "forced" not in last.request
+    assert [n.parent_id for n in (second, third, last)] == [first.id, second.id, choices[1].id]
+    if third.output_message.get("tool_calls") or third.output_message["content"]:
+        assert {n.parent_id for n in choices} == {third.id}
+
+
+@CALLING
+@STREAM
+async def test_a_forced_call_under_two_weights(lab: Lab, stream: bool) -> None:
+    talk = await lab.open()
+    said = after_opening(lab.fam, Call("add", {"a": 1, "city": "né"}), "add")
+    go_on = lab.engine.hold(2)
+    asked = asyncio.create_task(talk.ask(ASK, said, stream=stream, tools=TOOLS, tool_choice=NAMED))
+    await until(lambda: any(len(r.ids) == 2 for r in lab.engine.running.values()))
+    await lab.update()
+    go_on.set()
+    await asked
+    await talk.end()
+    (node,) = await check_session(lab, talk)
+    check_forced(lab, node, "add", said)
+    new = max(lab.weights)
+    assert node.output_versions.tolist() == [new - 1] * 2 + [new] * (len(said) - 2)
 
 
 @STREAM

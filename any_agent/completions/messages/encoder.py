@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import time
 from typing import Any
 
 import orjson
@@ -22,8 +21,6 @@ from any_agent.errors import AnyAgentError
 from any_agent.protocol.error_bodies import anthropic_body
 from any_agent.types import Interaction
 
-_PING = b'event: ping\ndata: {"type":"ping"}\n\n'
-_PING_SECONDS = 10.0  # the longest time without an event while tokens are buffered
 _STOP = b'event: message_stop\ndata: {"type":"message_stop"}\n\n'
 _REASONS = {"stop": "end_turn", "tool_calls": "tool_use"}
 _CUT_OFF = "max_tokens"
@@ -49,8 +46,6 @@ class MessagesEncoder:
         self._signature = _Signature()
         self._input: list[str] | None = None
         """The pieces of the open call's input."""
-        self._sent_at = 0.0
-        """The time of the last event, while an input is buffered."""
 
     def whole(self, answers: list[Interaction]) -> bytes:
         (interaction,) = answers
@@ -88,9 +83,6 @@ class MessagesEncoder:
             out.append(b"%b%b}}\n\n" % (self._delta, orjson.dumps(text)))
         for step in message.tool_calls or ():
             self._call_step(out, step)
-        if not out and self._input is not None and time.monotonic() - self._sent_at > _PING_SECONDS:
-            self._sent_at = time.monotonic()
-            out.append(_PING)
         return b"".join(out)
 
     def end(self, index: int, interaction: Interaction) -> bytes:
@@ -127,7 +119,6 @@ class MessagesEncoder:
             block = _tool_use(step["id"], function["name"], b"{}")
             self._begin(out, "tool_use", block, b"input_json_delta", b"partial_json")
             self._input = []
-            self._sent_at = time.monotonic()
         assert self._input is not None
         self._input.append(function["arguments"])
 

@@ -84,5 +84,4 @@ class ChatCall:
     @property
     def untrainable(self) -> UntrainableReason | None:
         """Return the reason why no answer can be trained on, if there is one."""
-        forced = self.forced_call is not None
-        return "tool_choice" if forced else has_modified_distribution(self.gconfig)
+        return has_modified_distribution(self.gconfig)

@@ -131,10 +131,9 @@ _HONOURED = (
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "`none`: the prompt shows no tools. `auto`: the model decides. `required`, or a function "
-        "by name: the answer's opening is that of a call, and the rest is the model's: it may end "
-        "before a name, or write arguments that are not JSON. `allowed_tools`: the prompt shows "
-        "these only.",
-        untrainable="tool_choice",
+        "by name: the prompt ends with the opening of a call, and the rest is the model's and is "
+        "trained on: it may end before a name, or write arguments that are not JSON. "
+        "`allowed_tools`: the prompt shows these only.",
         checked=False,
     ),
     _chat("parallel_tool_calls", BOOLEAN, "`false`: the answer ends after one call."),
@@ -149,7 +148,6 @@ _HONOURED = (
         "function_call",
         {"anyOf": [{"enum": ["none", "auto"]}, {"type": "object"}]},
         "The older form of `tool_choice`; a function as `{name}`.",
-        untrainable="tool_choice",
         checked=False,
     ),
     _both("stream", BOOLEAN, "Server-sent events, as the tokens come."),

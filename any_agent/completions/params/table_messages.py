@@ -64,7 +64,6 @@ _HONOURED = (
         {"type": "object"},
         "`auto`, `any`, `tool` by name, `none`: as `auto`, `required`, a function and `none` of "
         "`/v1/chat/completions`. With `disable_parallel_tool_use` the answer ends after one call.",
-        untrainable="tool_choice",
         checked=False,
     ),
     _messages(

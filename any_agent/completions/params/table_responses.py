@@ -76,7 +76,6 @@ _HONOURED = (
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "As in a chat call; a function by name as `{type, name}`.",
-        untrainable="tool_choice",
         checked=False,
     ),
     _responses(

@@ -185,17 +185,6 @@ def test_text_leaves_as_it_comes_and_a_call_when_it_is_whole() -> None:
     assert written == {"INVALID_JSON": '{"a": 1'}
 
 
-def test_a_long_call_is_not_silent(monkeypatch: pytest.MonkeyPatch) -> None:
-    answer = answer_of()
-    answer.start(0)
-    step: dict[str, Any] = {"index": 0, "id": "x", "function": {"name": "f", "arguments": ""}}
-    answer.delta(Delta(MessageDelta(tool_calls=[step]), [], []))
-    monkeypatch.setattr("any_agent.completions.messages.encoder._PING_SECONDS", 0.0)
-    more = {"index": 0, "function": {"arguments": "{"}}
-    events = events_of(answer.delta(Delta(MessageDelta(tool_calls=[more]), [], [])))
-    assert events == [("ping", {"type": "ping"})]
-
-
 def test_what_breaks_a_stream_has_the_errors_shape() -> None:
     ((name, event),) = events_of(answer_of().failed(EngineUnavailable("it is gone")))
     assert (name, event["type"]) == ("error", "error")

@@ -16,7 +16,7 @@ from any_agent.completions.params.parameter import Parameter
 from any_agent.completions.params.table import PARAMETERS, TABLE
 from any_agent.completions.untrainable import REASONS
 from any_agent.errors import InvalidRequest, NotFound, UnsupportedParameter
-from tests.support.completions.params import BODIES, RUN, TOOL, parse
+from tests.support.completions.params import BODIES, RUN, parse
 
 ROWS = [(api, row) for row in PARAMETERS for api in row.apis]
 HARMLESS = [each for each in ROWS if each[1].kind == "harmless"]
@@ -107,8 +107,6 @@ def test_true_is_no_number() -> None:
 
 
 BENDING: dict[str, Any] = {
-    "tool_choice": "required",
-    "function_call": {"name": "f"},
     "temperature": 0,
     "top_p": 0.5,
     "top_k": 3,
@@ -126,15 +124,10 @@ BENDING: dict[str, Any] = {
 }
 FORMAT = {"type": "json_schema", "schema": {"type": "object"}}
 BENDING_MESSAGES: dict[str, Any] = {
-    "tool_choice": {"type": "any"},
     "output_config": {"format": FORMAT},
     "output_format": FORMAT,
 }
 BENDING_RESPONSES: dict[str, Any] = {"text": {"format": {"type": "json_object"}}}
-TOOLS: dict[str, dict[str, Any]] = {
-    "messages": {"name": "f", "input_schema": {"type": "object"}},
-    "responses": {"type": "function", "name": "f"},
-}
 
 
 @pytest.mark.parametrize("each", HONOURED, ids=map(named, HONOURED))
@@ -147,10 +140,6 @@ def test_what_bends_the_distribution_is_untrainable(each: tuple[str, Parameter])
         return
     assert row.untrainable in REASONS
     fields = {row.name: bending[row.name]}
-    if row.name == "function_call":
-        fields["functions"] = [{"name": "f"}]
-    if row.name == "tool_choice":
-        fields["tools"] = [TOOLS.get(api, TOOL)]
     assert parse("eval", api=api, **fields).untrainable == row.untrainable
     trained = parse("train", api=api, **fields)
     if row.train:

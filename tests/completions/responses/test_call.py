@@ -37,7 +37,7 @@ def test_a_call_is_as_a_chat_calls() -> None:
     assert chat.tools == [
         {"type": "function", "function": {k: v for k, v in TOOL.items() if k != "type"}}
     ]
-    assert (chat.forced_call, chat.untrainable) == ("f", "tool_choice")
+    assert (chat.forced_call, chat.untrainable) == ("f", None)
     assert (chat.gconfig.max_new_tokens, chat.reasoning_effort) == (7, "low")
     assert chat.stream and not chat.parallel_tool_calls
     assert (chat.id_prefix, chat.prompt_parameter) == ("resp_", "input")

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import pytest
+
 from any_agent.chat import ChatFormat
 from tests.proxy_ext.api.test_chat import say
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
+from tests.proxy_ext.test_metrics import scrape
 from tests.support.proxy import HELLO, Proxy
 from tests.support.scripted_engine import ScriptedEngine
 
 
-async def test_a_forced_call_is_opened_by_the_prompt_and_untrainable(
+async def test_a_forced_call_is_opened_by_the_prompt_and_trained_on(
     proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
 ) -> None:
     session = await proxy.open()
@@ -32,9 +37,87 @@ async def test_a_forced_call_is_opened_by_the_prompt_and_untrainable(
         assert arguments == ARGUMENTS
         assert engine.requests[-1]["input_ids"] == [*plain, *forced]
     for interaction in await proxy.recorded(session["session_id"]):
-        assert interaction.untrainable_reason == "tool_choice"
+        assert interaction.trainable
+        assert chat.decode(interaction.output_ids.tolist()).startswith(rest)
         assert interaction.request["forced"] == len(forced)
         assert interaction.prompt_delta_ids.tolist() == [*plain, *forced]
+
+
+HEADER = "x-any-agent-untrainable"
+BENT = {"response_format": {"type": "json_object"}}
+
+
+@pytest.mark.parametrize("api", ["chat/completions", "responses", "messages"])
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_untrainable_call_says_so_at_once(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, api: str, stream: bool
+) -> None:
+    said: dict[str, Any] = {"model": "m", "messages": list(HELLO), "stream": stream}
+    schema = {"type": "json_schema", "schema": {"type": "object"}}
+    bent: dict[str, Any] = BENT
+    if api == "responses":
+        bent = {"text": {"format": {**schema, "name": "any"}}}
+        said["input"] = said.pop("messages")
+    elif api == "messages":
+        bent = {"output_config": {"format": schema}}
+        said["max_tokens"] = 20
+    for mode in ("train", "eval"):
+        session = await proxy.open(mode=mode)
+        for fields, reason in (({}, None), (bent, "grammar" if mode == "train" else None)):
+            say(engine, chat, "{}")
+            answer = await proxy.http.post(
+                f"/v1/{api}",
+                json=said | fields,
+                headers={"authorization": f"Bearer {session['api_key']}"},
+            )
+            assert answer.status_code == 200, answer.text
+            assert answer.headers.get(HEADER) == reason
+
+
+async def test_finalize_says_how_many_calls_are_trained_on(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    for fields in ({}, BENT, BENT, {"presence_penalty": 1}):
+        say(engine, chat, "{}")
+        messages = [*HELLO, {"role": "user", "content": str(fields)}]
+        await proxy.complete(key, messages=messages, **fields)
+    # Of two answers to one request one is continued.
+    say(engine, chat, "one")
+    say(engine, chat, "two")
+    both = await proxy.complete(key, n=2)
+    say(engine, chat, "three")
+    await proxy.complete(key, messages=[*HELLO, both["choices"][0]["message"], *HELLO])
+    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+    assert done.status_code == 200
+    body = done.json()
+    assert body["trainable_calls"] == 3
+    assert body["untrainable_calls"] == {"grammar": 2, "penalty": 1, "discarded": 1}
+    graded = await proxy.open(mode="eval")
+    await proxy.complete(graded["api_key"], temperature=0)
+    done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, graded["api_key"])
+    assert (done.json()["trainable_calls"], done.json()["untrainable_calls"]) == (None, {})
+
+
+async def test_a_service_whose_sessions_are_not_trained_on_says_why(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(4):
+        key = (await proxy.open())["api_key"]
+        for _ in range(2):
+            say(engine, chat, "{}")
+            await proxy.complete(key, **(BENT if number else {}))
+        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, key)
+        assert done.status_code == 200
+    why = "3 of the last 4 sessions have more calls that are not trained on (6 grammar)"
+    (told,) = [r.getMessage() for r in caplog.records if "not trained on" in r.getMessage()]
+    assert told.startswith(why)
+    assert (await scrape(proxy))("any_agent_untrainable_sessions_total", reason="grammar") == 3
+    await proxy.admit(0)
+    refused = await proxy.http.post("/rl/v1/start_session", json={"wait": 0})
+    assert refused.status_code == 429
+    assert why in refused.json()["error"]["message"]
 
 
 async def test_each_choice_and_each_answer_has_ids_of_its_own(

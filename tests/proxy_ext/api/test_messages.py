@@ -229,7 +229,7 @@ async def test_a_tool_that_must_be_called(
     assert use.type == "tool_use" and use.input == {"text": "a long text"}
     assert answer.usage.input_tokens == len(plain) + len(forced)
     (interaction,) = await proxy.recorded(session["session_id"])
-    assert interaction.untrainable_reason == "tool_choice"
+    assert interaction.trainable
     say(engine, chat, "no")
     none = await create(
         proxy, session["api_key"], stream=stream, tools=TOOLS, tool_choice={"type": "none"}

@@ -362,7 +362,7 @@ async def test_a_client_that_reads_nothing_is_cut_off() -> None:
     async def receive() -> Message:
         raise AssertionError("nothing is read")
 
-    stream = EventStream(events(), {}, finish=finish, send_timeout=0.01)
+    stream = EventStream(events(), {}, finish=finish, send_timeout=0.01, ping=b"")
     with pytest.raises(TimeoutError):
         await stream({"type": "http"}, receive, send)
     assert ended == ["events", "finish"]

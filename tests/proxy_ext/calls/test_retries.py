@@ -269,8 +269,10 @@ def sdk_of(proxy: Proxy, session: dict[str, Any], **options: Any) -> openai.Asyn
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
 async def test_openais_sdk_after_a_time_out(
-    proxy: Proxy, engine: ScriptedEngine, stream: bool
+    proxy: Proxy, engine: ScriptedEngine, stream: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    # Once it has the head of a stream, the SDK does not repeat the call.
+    monkeypatch.setattr("proxy_ext.web.exchange.HOLD_SECONDS", 60.0)
     session = await proxy.open()
     at_once = 0 if stream else 3
     go_on = engine.hold(at_once)

@@ -369,6 +369,8 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
         "step": None,
         "ended_at": None,
         "awaits_in": None,
+        "trainable_calls": 1,
+        "untrainable_calls": {},
         "rewards_given": 1,
     }
     assert 90 < times["expires_in"] <= 100

@@ -73,10 +73,12 @@ def check_parsing(
     stop: tuple[str, ...],
 ) -> None:
     """The recorded ids, read whole, are the message that the agent got."""
+    prompt = tree.prompt_ids(node.id)
     parser = fam.chat.stream_parser(
-        prompt_ids=tree.prompt_ids(node.id),
+        prompt_ids=prompt,
         tools=tools,
         stop=stop,
+        forced=prompt[len(prompt) - node.request.get("forced", 0) :],
         call_seed=node.id.encode(),
     )
     deltas = parser.feed(node.output_ids.tolist())
@@ -100,7 +102,8 @@ def check_continuation(
     before = [*tree.prompt_ids(parent.id).tolist(), *parent.output_ids.tolist()]
     prompt = tree.prompt_ids(node.id).tolist()
     assert prompt[: len(before)] == before
-    suffix = prompt[len(before) :]
+    # A forced call's opening is no part of the conversation.
+    suffix = prompt[len(before) : len(prompt) - node.request.get("forced", 0)]
     said = fam.chat.decode(suffix)
     ends = [*fam.spec.ends, *([fam.spec.past_end] if fam.spec.past_end else [])]
     ended = bool(len(parent.output_ids)) and parent.output_ids[-1] in fam.end_ids
