@@ -19,6 +19,7 @@ import re
 import secrets
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from any_agent.errors import SessionMismatch
 
@@ -91,6 +92,20 @@ class KeySigner:
         given = secret_hash(key)
         return self._any(lambda s: hmac.compare_digest(given, secret_hash(_run_key(s))))
 
+    def sign_client(self, address: str) -> str:
+        """Return the address of a router's client in a form that a rank believes."""
+        return f"{address} {_client_mac(self._secrets(None)[0], address)}"
+
+    def client_in(self, signed: str) -> str | None:
+        """Return the address that a router of this run has signed; None for any other text."""
+        address, _, mac = signed.partition(" ")
+        given = mac.encode("utf-8", "surrogatepass")
+
+        def genuine(secret: bytes) -> bool:
+            return hmac.compare_digest(given, _client_mac(secret, address).encode())
+
+        return address if self._any(genuine) else None
+
     def _any(self, genuine: Callable[[bytes], bool]) -> bool:
         # The second try reads the secrets anew: one may have been added.
         return any(map(genuine, self._secrets(None))) or any(map(genuine, self._secrets(0.0)))
@@ -109,6 +124,12 @@ def _mac(secret: bytes, lane: Lane) -> str:
 def _run_key(secret: bytes) -> str:
     mac = hmac.digest(secret, b"any-agent: the key of the run's own trainer and router", "sha256")
     return f"{_RUN_KEY}{mac.hex()}"
+
+
+@lru_cache(maxsize=4096)
+def _client_mac(secret: bytes, address: str) -> str:
+    text = f"any-agent: a client of the router at {address}"
+    return hmac.digest(secret, text.encode("utf-8", "surrogatepass"), "sha256").hex()[:32]
 
 
 _KEPT_KEY = re.compile(r"sk-(admin|trainer|tenant)\.([0-9a-f]{8})\.([0-9a-f]{48})")

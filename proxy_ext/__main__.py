@@ -22,6 +22,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.open_files import raise_open_files_limit
 from any_agent.runtime.ports import reserve, url_of
 from any_agent.runtime.private_address import require_private_url
 
@@ -53,6 +54,7 @@ def _start(args: argparse.Namespace) -> int:
     config = load_resolved(args.config)
     part = rank_name(args.rank)
     set_up_logging(config.log_level, config.log_format, part=part, secrets=config.secrets())
+    raise_open_files_limit()
     for host in (args.host, config.server.host):
         require_key(config, host)
     # Missing settings and a port in use are reported before anything slow.
@@ -102,7 +104,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     from proxy_ext.server import DrainingServer, entry_of
     from proxy_ext.service import load_chat
     from proxy_ext.sessions.grading import check_grader
-    from proxy_ext.web.protocol import BoundedProtocol
+    from proxy_ext.web.protocol import bounded
 
     url = url_of(*listener.getsockname()[:2])
     chat = load_chat(config, args.model_path)
@@ -124,7 +126,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     server = DrainingServer(
         uvicorn.Config(
             app,
-            http=BoundedProtocol,
+            http=bounded(config.server.body_timeout),
             loop="uvloop",
             lifespan="on",
             access_log=False,

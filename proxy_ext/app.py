@@ -174,8 +174,7 @@ def create_app(
         litellm,
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
-        max_body_bytes=config.server.max_body_bytes,
-        body_timeout=config.server.client_timeout,
+        server=config.server,
     )
     return rank_app
 

@@ -5,89 +5,42 @@ A request whose key has no right to its route never reaches the route, nor is it
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from contextlib import suppress
 from typing import Any
 
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from any_agent.auth.access import CLIENT_HEADER, authorize, require_loopback_client
+from any_agent.auth.access import (
+    ANYONE,
+    CLIENT_HEADER,
+    NOBODY,
+    authorize,
+    require_loopback_client,
+)
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.config import ServerConfig
 from any_agent.errors import (
     AnyAgentError,
     Forbidden,
+    InvalidRequest,
     NotFound,
     PayloadTooLarge,
-    ServiceUnavailable,
     Unauthenticated,
 )
 from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
+from any_agent.runtime.request_limits import BodyTimeout, RequestLimits, Reservation
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
-from proxy_ext.web.exchange import error_response
+from proxy_ext.web.exchange import JSONResponse, error_response
 from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
 
 _redact = Redactor().text
-MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
-MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
-_RETRY_AFTER = 2.0  # seconds
 _MAX_HEADER_BYTES = 32_768
 _VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
-
-
-@dataclass(slots=True, eq=False)
-class Reservation:
-    """One request's share of the limits, until it is answered."""
-
-    limits: RequestLimits
-    size: int = 0
-    """Bytes of its body so far."""
-
-    def add(self, size: int) -> None:
-        """Count more bytes of the body; ServiceUnavailable if all bodies together are too large."""
-        limits = self.limits
-        # A single request is bounded by the limit of bodies alone.
-        if limits.bytes + size > limits.max_bytes and limits.bytes > self.size:
-            raise ServiceUnavailable(
-                f"requests of {limits.bytes} bytes are under way here; try again",
-                code="too_many_bytes",
-                retry_after=_RETRY_AFTER,
-            )
-        limits.bytes += size
-        self.size += size
-
-    def release(self) -> None:
-        self.limits.bytes -= self.size
-        self.limits.requests -= 1
-
-
-@dataclass(slots=True, eq=False)
-class RequestLimits:
-    """Bounds on the requests under way in one process, and on the bytes of their bodies.
-
-    The parts behind have narrower bounds; these hold before them, as when very many clients wait or
-    send large bodies at once. The answer to a refused request says when to retry.
-    """
-
-    max_requests: int = MAX_REQUESTS
-    max_bytes: int = MAX_BYTES
-    requests: int = 0
-    bytes: int = 0
-
-    def acquire(self) -> Reservation:
-        """Count a new request; ServiceUnavailable if there are too many."""
-        if self.requests >= self.max_requests:
-            raise ServiceUnavailable(
-                f"{self.requests} requests are under way here; try again",
-                code="too_many_requests",
-                retry_after=_RETRY_AFTER,
-            )
-        self.requests += 1
-        return Reservation(self)
 
 
 class EntryMiddleware:
@@ -100,15 +53,15 @@ class EntryMiddleware:
         *,
         auth: Callable[[], Authenticator],
         audit: Callable[[], AuditLog],
-        max_body_bytes: int,
-        body_timeout: float,
+        server: ServerConfig,
     ) -> None:
         self._ours = ours
         self._litellm = litellm
         self._auth = auth
         self._audit = audit
-        self._max_body_bytes = max_body_bytes
-        self._body_timeout = body_timeout
+        self._max_body_bytes = server.max_body_bytes
+        self._part_timeout = server.client_timeout
+        self._body_timeout = server.body_timeout
         self.limits = RequestLimits()
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -126,11 +79,13 @@ class EntryMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
-            await self._answer(scope, self._limited(receive, reservation), send)
+            await self._answer(scope, self._limited(receive, reservation), send, reservation)
         finally:
             reservation.release()
 
-    async def _answer(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def _answer(
+        self, scope: Scope, receive: Receive, send: Send, reservation: Reservation
+    ) -> None:
         try:
             self._check(scope)
         except AnyAgentError as error:
@@ -138,7 +93,7 @@ class EntryMiddleware:
             return
         scope = _as_json(_without_prefix(scope))
         if (scope["method"], scope["path"]) in LITELLM:
-            await self._litellm(scope, receive, send)
+            await self._live(Request(scope))(scope, receive, send)
             return
         template = template_of(scope["path"])
         if template is None:
@@ -152,7 +107,7 @@ class EntryMiddleware:
             return
         request = Request(scope)
         try:
-            self._authorize(request, rule)
+            self._authorize(request, rule, reservation)
         except AnyAgentError as error:
             if isinstance(error, Unauthenticated | Forbidden):
                 self._log_refusal(request, template, error)
@@ -162,10 +117,21 @@ class EntryMiddleware:
             send = self._audited(request, template, send)
         await self._ours(scope, receive, send)
 
-    def _authorize(self, request: Request, rule: RouteRule) -> None:
+    def _live(self, request: Request) -> ASGIApp:
+        """Return LiteLLM's app for the holder of a key; others get its answer without its import,
+        which takes 220 MB."""
+        with suppress(AnyAgentError):
+            if self._auth().caller(request) not in (ANYONE, NOBODY):
+                return self._litellm
+        return JSONResponse("I'm alive!")
+
+    def _authorize(self, request: Request, rule: RouteRule, reservation: Reservation) -> None:
         # A route that needs no key is open to a request with a wrong one.
         if KeyScope.NONE not in rule.scopes:
-            authorize(rule.scopes, self._auth().caller(request))
+            caller = self._auth().caller(request)
+            authorize(rule.scopes, caller)
+            if caller.scope in (KeyScope.SESSION, KeyScope.TENANT):
+                reservation.charge_to(caller.identity)
 
     def _log_refusal(self, request: Request, template: str, error: AnyAgentError) -> None:
         who: dict[str, str | None] = {}
@@ -175,7 +141,9 @@ class EntryMiddleware:
         elif PREFIX_SCOPE_KEY not in request.scope:
             # So that the user of a revoked key can be found.
             who = {"claimed": key_id(bearer_of(request))}
-        self._audit().refusal(error.code, **who, **_where(request, template), status=error.status)
+        self._audit().refusal(
+            error.code, **who, **self._where(request, template), status=error.status
+        )
 
     def _audited(self, request: Request, template: str, send: Send) -> Send:
         """Wrap ``send`` so that the answer is written to the audit log."""
@@ -188,11 +156,20 @@ class EntryMiddleware:
                     key=caller.identity,
                     sessions=request.scope.get(SESSIONS_SCOPE_KEY, ()),
                     status=message["status"],
-                    **_where(request, template),
+                    **self._where(request, template),
                 )
             await send(message)
 
         return send_and_log
+
+    def _where(self, request: Request, template: str) -> dict[str, Any]:
+        client, named = request.client, request.headers.get(CLIENT_HEADER)
+        return {
+            "route": f"{request.method} {template}",
+            "client": client.host if client is not None else None,
+            # Believed only of the run's own router: anybody may send the header.
+            "for": self._auth().access.signer.client_in(named) if named is not None else None,
+        }
 
     def _check(self, scope: Scope) -> None:
         headers = scope["headers"]
@@ -201,8 +178,11 @@ class EntryMiddleware:
                 f"the request's headers exceed {_MAX_HEADER_BYTES} bytes; send shorter ones"
             )
         values = dict(headers)
-        length = values.get(b"content-length", b"0")
-        if not length.isdigit() or int(length) > self._max_body_bytes:
+        # Blanks around it are part of HTTP's syntax; the parser leaves those behind it.
+        length = values.get(b"content-length", b"0").strip(b" \t")
+        if not length.isdigit():
+            raise InvalidRequest("Content-Length must be a number of bytes; correct the client")
+        if int(length) > self._max_body_bytes:
             raise self._too_large()
         if self._auth().access.open_mode:
             require_loopback_client(
@@ -212,19 +192,20 @@ class EntryMiddleware:
             )
 
     def _limited(self, receive: Receive, reservation: Reservation) -> Receive:
-        """Count the body's bytes and bound the wait for each part of it."""
+        """Count the body's bytes, and bound the time of each part of it and of the whole."""
         size = 0
         complete = False
+        timeout = BodyTimeout(part=self._part_timeout, whole=self._body_timeout)
 
         async def limited() -> Message:
             nonlocal size, complete
             if complete:
                 return await receive()
             try:
-                async with asyncio.timeout(self._body_timeout):
+                async with timeout.next_part():
                     message = await receive()
             except TimeoutError:
-                return {"type": "http.disconnect"}
+                raise timeout.error() from None
             part = len(message.get("body", b""))
             size += part
             if size > self._max_body_bytes:
@@ -260,15 +241,6 @@ def _not_found(path: str) -> str:
             "themselves; that of OpenAI's ends in one /v1"
         )
     return message
-
-
-def _where(request: Request, template: str) -> dict[str, Any]:
-    client = request.client
-    return {
-        "route": f"{request.method} {template}",
-        "client": client.host if client is not None else None,
-        "for": _redact(request.headers.get(CLIENT_HEADER, ""))[:80] or None,
-    }
 
 
 def _texts(headers: Iterable[tuple[bytes, bytes]], name: bytes) -> list[str]:

@@ -20,6 +20,7 @@ from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
+from any_agent.runtime.open_files import connections_for_descriptors
 from any_agent.types import GenerationHyperparameters
 from proxy_ext.admission.implicit_session import ImplicitSessions
 from proxy_ext.admission.open_session import SessionOpener
@@ -115,7 +116,10 @@ class RankService:
         self.fence = Fence(journal, partial(drop_leftovers, sessions, self.endings))
         self.leases = LeaseManager(sessions, self.fence, ttl=rollout.lease_ttl, needed=run.may_want)
         limit = call_limit(
-            server.max_inflight_calls, slots=engine_slots, sessions=rollout.max_concurrent
+            # Each call needs a connection to the engine, too.
+            min(server.max_inflight_calls, connections_for_descriptors()),
+            slots=engine_slots,
+            sessions=rollout.max_concurrent,
         )
         self.calls = CallManager(
             self.completer,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import resource
 import signal
 import socket
 import sys
@@ -12,6 +11,7 @@ from any_agent.auth.access import require_key
 from any_agent.config import load_resolved
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.open_files import raise_open_files_limit
 from any_agent.runtime.ports import reserve, url_of
 
 
@@ -39,18 +39,12 @@ def _serve(args: argparse.Namespace) -> int:
     listener = (
         reserve(args.host, args.port) if inherited is None else socket.socket(fileno=inherited)
     )
-    _allow_many_connections()
+    raise_open_files_limit()
     from router.app import running_router, serve
 
     url = args.public_url or url_of(*listener.getsockname()[:2])
     serve(lambda: running_router(config, listener, url), config.server.drain_timeout)
     return 0
-
-
-def _allow_many_connections() -> None:
-    """Raise the limit of open files, often 1024: each call under way needs two connections."""
-    _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
 if __name__ == "__main__":

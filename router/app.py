@@ -19,7 +19,13 @@ from urllib.parse import unquote
 from aiohttp import hdrs, web
 from multidict import CIMultiDictProxy, istr
 
-from any_agent.auth.access import Access, Scope, require_loopback_client
+from any_agent.auth.access import (
+    NOBODY,
+    Access,
+    Caller,
+    Scope,
+    require_loopback_client,
+)
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import encode_error
 from any_agent.config import Config
@@ -36,6 +42,8 @@ from any_agent.keys import session_prefix
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
 from any_agent.runtime.metrics import watch_loop_lag
+from any_agent.runtime.open_files import HEALTH, ConnectionLimit
+from any_agent.runtime.request_limits import MAX_REQUESTS, RequestLimits, Reservation
 from router.affinity import SessionAffinity, key_in
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
@@ -54,8 +62,6 @@ log = logging.getLogger(__name__)
 _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
 _MAX_HEADERS = 128
-MAX_REQUESTS = 8192
-"""Requests under way at once. The ranks have bounds of their own; this one holds without them."""
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds after which a connection without a request or with unfinished headers is closed."""
@@ -80,13 +86,13 @@ class Router:
         """Without ``audit`` there is no run folder, and `/metrics` is any rank's."""
         server = config.server
         self._access = access
-        self._max_body = server.max_body_bytes
-        self._client_timeout = server.client_timeout
+        self._server = server
+        self.limits = RequestLimits(MAX_REQUESTS)
         self._affinity = affinity = SessionAffinity(access.signer, server.ranks)
         self.stats = RouterStats()
         self.ranks = ranks
         self.replies = ClientResponder(timeout=server.client_timeout)
-        self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies)
+        self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies, access.signer)
         self._conversations = ImplicitAffinity(config, forwarder)
         opens = OpenRoute(affinity, forwarder)
         self._own: dict[tuple[str, str], Handler] = {
@@ -103,6 +109,7 @@ class Router:
         if audit is not None:
             metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
             self._own["GET", "/metrics"] = metrics.show
+        self.connections = ConnectionLimit()
         self.draining = False
         """Requests under way go on, and new ones are refused."""
         self._none_running = asyncio.Event()
@@ -121,9 +128,11 @@ class Router:
     async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
         self.stats.running += 1
         status = CLIENT_LEFT
+        reservation: Reservation | None = None
         try:
             try:
-                response = await self._handle(request)
+                reservation = self.limits.acquire()
+                response = await self._handle(request, reservation)
             except AnyAgentError as error:
                 if isinstance(error, ReplyLost):
                     error.repeatable = is_idempotent(request)
@@ -136,17 +145,17 @@ class Router:
             status = FAILED
             raise
         finally:
+            if reservation is not None:
+                reservation.release()
             self.stats.end(request, status)
             if self.draining and not self.stats.running:
                 self._none_running.set()
 
-    async def _handle(self, request: web.BaseRequest) -> web.StreamResponse:
-        if self.stats.running > MAX_REQUESTS:
-            raise ServiceUnavailable(
-                f"{MAX_REQUESTS} requests are under way; try again",
-                code="too_many_requests",
-                retry_after=2,
-            )
+    async def _handle(
+        self, request: web.BaseRequest, reservation: Reservation
+    ) -> web.StreamResponse:
+        if getattr(request.protocol, "crowded", False) and request.path not in HEALTH:
+            raise self.connections.error()
         self._check(request)
         if self.draining and not request.path.startswith(_ANSWERED_WHILE_DRAINING):
             raise Draining(
@@ -154,7 +163,7 @@ class Router:
                 "ones; try again",
                 retry_after=5,
             )
-        body = RequestBody(request, limit=self._max_body, timeout=self._client_timeout)
+        body = RequestBody(request, self._server, reservation)
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
             path = unquote(path)
@@ -162,7 +171,10 @@ class Router:
         own = self._own.get((request.method, path))
         if own is None and not named and request.method == "POST" and path.startswith("/rl/"):
             own = self._pass_on_by_body
-        scope = self._scope(path, request.headers)
+        caller = self._caller(path, request.headers)
+        scope = caller.scope
+        if scope in (Scope.NONE, Scope.SESSION, Scope.TENANT):
+            reservation.charge_to(caller.identity)
         if scope is Scope.NONE:
             # A rank refuses it by its head, so the router does not wait for its body.
             body.short = False
@@ -175,13 +187,13 @@ class Router:
             return await self.forwarder.pass_on(request, None, body)
         return await own(request, body)
 
-    def _scope(self, path: str, headers: CIMultiDictProxy[str]) -> Scope:
-        """Return the scope of the request's key, NONE for a wrong one, which the ranks refuse."""
+    def _caller(self, path: str, headers: CIMultiDictProxy[str]) -> Caller:
+        """Return the holder of the request's key, nobody for a wrong one, which ranks refuse."""
         key = session_prefix(path)
         try:
-            return self._access.caller(key_in(headers) if key is None else key).scope
+            return self._access.caller(key_in(headers) if key is None else key)
         except Unauthenticated:
-            return Scope.NONE
+            return NOBODY
 
     async def _pass_on_by_body(
         self, request: web.BaseRequest, body: RequestBody
@@ -239,10 +251,25 @@ class Router:
 class _Connection(web.RequestHandler):
     """The connection of one client."""
 
+    limit: ConnectionLimit
+    crowded = False
+    """The connection is above the bound: it is for health alone, and for one request."""
+
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         super().connection_made(transport)
         # Writing pauses as soon as the client takes no more, so that nothing piles up here.
-        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
+        writing = cast(asyncio.WriteTransport, transport)
+        writing.set_write_buffer_limits(high=0)
+        room = self.limit.enter()
+        if room != "any":
+            self.crowded, self._lingering_time = True, 0.0
+        if room == "none":
+            writing.write(self.limit.answer())
+            writing.close()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        self.limit.leave()
+        super().connection_lost(exc)
 
     def handle_error(
         self,
@@ -273,8 +300,12 @@ class _Connection(web.RequestHandler):
 
 
 class _Server(web.Server):
+    limit: ConnectionLimit
+
     def __call__(self) -> web.RequestHandler:
-        return _Connection(self, loop=self._loop, **self._kwargs)
+        connection = _Connection(self, loop=self._loop, **self._kwargs)
+        connection.limit = self.limit
+        return connection
 
 
 @asynccontextmanager
@@ -294,6 +325,7 @@ async def listening(router: Router, listener: socket.socket) -> AsyncIterator[No
             max_headers=_MAX_HEADERS,
             auto_decompress=False,
         )
+        low_level.limit = router.connections
         runner = web.ServerRunner(low_level, shutdown_timeout=_STOP_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

@@ -1,8 +1,7 @@
-"""The body of a client's request, bounded in size and in the time between its parts."""
+"""The body of a client's request, bounded in size and in time."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -11,7 +10,9 @@ import orjson
 from aiohttp import hdrs, web
 from aiohttp.http import HttpVersion11
 
+from any_agent.config.serving import ServerConfig
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
+from any_agent.runtime.request_limits import BodyTimeout, Reservation
 
 MAX_SHORT_BYTES = 65_536
 """Size up to which bodies are read whole; longer ones, and those of unknown length, stream."""
@@ -20,13 +21,17 @@ _MAX_FIELDS = 2048  # fields of a query; the ranks have the same limit
 
 
 class RequestBody:
-    """A request's body; PayloadTooLarge if its stated length exceeds ``limit`` bytes."""
+    """A request's body; PayloadTooLarge if its stated length exceeds `server.max_body_bytes`."""
 
-    def __init__(self, request: web.BaseRequest, *, limit: int, timeout: float) -> None:
+    def __init__(
+        self, request: web.BaseRequest, server: ServerConfig, reservation: Reservation
+    ) -> None:
+        """The reservation counts the bytes that are read as a whole."""
         self._request = request
         self._content = request.content
-        self._limit = limit
-        self._timeout = timeout
+        self._limit = limit = server.max_body_bytes
+        self._timeout = BodyTimeout(part=server.client_timeout, whole=server.body_timeout)
+        self._reservation = reservation
         length = request.content_length
         if length is not None and length > limit:
             raise self._too_large(limit)
@@ -45,8 +50,12 @@ class RequestBody:
             content = self._content.read_nowait()
             if len(content) > limit:
                 raise self._too_large(limit)
+            self._reservation.add(len(content))
             return content
-        parts = [part async for part in self._parts(limit)]
+        parts: list[bytes] = []
+        async for part in self._parts(limit):
+            self._reservation.add(len(part))
+            parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     async def stream(self) -> AsyncIterator[bytes]:
@@ -62,13 +71,10 @@ class RequestBody:
         size = 0
         while True:
             try:
-                async with asyncio.timeout(self._timeout):
+                async with self._timeout.next_part():
                     part = await self._content.readany()
             except TimeoutError:
-                raise InvalidRequest(
-                    f"no part of the body arrived for {self._timeout:g} s; send it again",
-                    code="body_timeout",
-                ) from None
+                raise self._timeout.error() from None
             if not part:
                 return
             size += len(part)

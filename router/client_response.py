@@ -155,6 +155,8 @@ class ClientResponder:
 
 
 async def _start(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
+    if getattr(request.protocol, "crowded", False):
+        response.force_close()
     response.headers.setdefault(hdrs.SERVER, SERVER)
     writer = await response.prepare(request)
     # AbstractStreamWriter can neither write nor end without waiting.

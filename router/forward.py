@@ -12,7 +12,7 @@ from multidict import CIMultiDict, istr
 
 from any_agent.auth.access import CLIENT_HEADER
 from any_agent.errors import ReplyLost
-from any_agent.keys import bearer_of
+from any_agent.keys import KeySigner, bearer_of
 from router.affinity import SESSION_HEADER
 from router.body import RequestBody
 from router.client_response import ClientResponder
@@ -29,8 +29,16 @@ _REPEATABLE = ("GET", "HEAD", "OPTIONS")
 class Forwarder:
     """Sends requests to ranks, and their answers to clients."""
 
-    def __init__(self, upstream: Upstream, ranks: RankHealth, replies: ClientResponder) -> None:
+    def __init__(
+        self,
+        upstream: Upstream,
+        ranks: RankHealth,
+        replies: ClientResponder,
+        signer: KeySigner,
+    ) -> None:
+        """``signer`` signs the clients' addresses."""
         self._upstream = upstream
+        self._signer = signer
         self.ranks = ranks
         self.replies = replies
         self._turn = 0
@@ -52,7 +60,7 @@ class Forwarder:
         ``content``: the body, if it was read already. The rank is waited for while it is away:
         ServiceUnavailable if it does not come back, ReplyLost if it dies before it answers.
         """
-        headers = rank_headers(request)
+        headers = self._rank_headers(request)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
         elif not request.body_exists:
@@ -93,7 +101,7 @@ class Forwarder:
 
         Wait until the deadline for a rank that is away. Errors as for `pass_on`.
         """
-        headers = rank_headers(request)
+        headers = self._rank_headers(request)
         # The answer is parsed here, so it must not be compressed.
         headers.popall(hdrs.ACCEPT_ENCODING, None)
         headers.popall(hdrs.CONTENT_LENGTH, None)
@@ -153,22 +161,22 @@ class Forwarder:
                 self.retried += 1
                 self.ranks.mark_failed(to)
 
+    def _rank_headers(self, request: web.BaseRequest) -> CIMultiDict[str]:
+        """Return the headers with which a rank gets a client's request."""
+        headers = end_to_end(request.headers)
+        headers.popall(hdrs.EXPECT, None)
+        headers[_CLIENT] = self._signer.sign_client(request.remote or "")
+        keys = headers.getall(hdrs.AUTHORIZATION, [])
+        if len(keys) > 1:
+            # Except for empty ones they are the same key, or mean nothing behind a path prefix.
+            named = next((key for key in keys if bearer_of([key], ())), keys[0])
+            headers[hdrs.AUTHORIZATION] = named
+        return headers
+
     async def _next_rank(self, deadline: float) -> int:
         live = self.ranks.live or await self.ranks.reach_any(deadline)
         self._turn += 1
         return live[self._turn % len(live)]
-
-
-def rank_headers(request: web.BaseRequest) -> CIMultiDict[str]:
-    """Return the headers with which a rank gets a client's request."""
-    headers = end_to_end(request.headers)
-    headers.popall(hdrs.EXPECT, None)
-    headers[_CLIENT] = request.remote or ""
-    keys = headers.getall(hdrs.AUTHORIZATION, [])
-    if len(keys) > 1:
-        # Except for empty ones they are the same key, or mean nothing behind a path prefix.
-        headers[hdrs.AUTHORIZATION] = next((key for key in keys if bearer_of([key], ())), keys[0])
-    return headers
 
 
 def _is_repeatable(request: web.BaseRequest) -> bool:

@@ -16,7 +16,7 @@ from aiohttp import web
 from any_agent.auth.access import Scope
 from any_agent.completions.apis import api_at
 from any_agent.config import Config
-from any_agent.errors import InvalidRequest, ServiceUnavailable
+from any_agent.errors import ServiceUnavailable
 from any_agent.protocol.conversation_key import rank_of_response, task_of
 from router.affinity import home_of, key_in
 from router.body import MAX_SHORT_BYTES, RequestBody, json_object
@@ -26,7 +26,6 @@ _RESPONSES = ("/v1/responses/", "/responses/")
 _MAX_VALUES = 500_000
 """Commas and brackets in a body: ranks refuse a body with more, and parsing it would block us."""
 _MAX_LONG_BODIES = 8  # of the largest size in memory at once; one key may have half of them
-_UPLOAD_TIMEOUT = 120.0  # seconds for the whole of a long body
 
 
 class LongBodies:
@@ -133,18 +132,11 @@ class ImplicitAffinity:
         share.acquire(known or 0)
         parts: list[bytes] = []
         size = 0
-        try:
-            async with asyncio.timeout(_UPLOAD_TIMEOUT):
-                async for part in body.stream():
-                    if known is None and size <= MAX_SHORT_BYTES < size + len(part):
-                        share.acquire(self._max_body)
-                    parts.append(part)
-                    size += len(part)
-        except TimeoutError:
-            raise InvalidRequest(
-                f"the body did not arrive within {_UPLOAD_TIMEOUT:g} s; send it again",
-                code="body_timeout",
-            ) from None
+        async for part in body.stream():
+            if known is None and size <= MAX_SHORT_BYTES < size + len(part):
+                share.acquire(self._max_body)
+            parts.append(part)
+            size += len(part)
         share.set_size(size if size > MAX_SHORT_BYTES else 0)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 

@@ -268,7 +268,8 @@ class _UncheckedAccess(Access):
     def caller(self, bearer: str) -> Caller:
         _sender_key.set(bearer)
         if bearer.startswith(SESSION_KEY_PREFIX):
-            return Caller(Scope.SESSION, "session")
+            lane = lane_in(bearer)
+            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}" if lane else "")
         if bearer:
             return ADMIN
         return NOBODY if self._closed else ANYONE

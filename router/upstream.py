@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import select
 import sys
 import time
@@ -17,7 +18,7 @@ import httptools
 from aiohttp import hdrs
 from multidict import CIMultiDict, CIMultiDictProxy, istr
 
-from any_agent.errors import ReplyLost
+from any_agent.errors import ReplyLost, ServiceUnavailable
 
 _CONNECT_TIMEOUT = 5.0
 _STALE_TRIES = 10
@@ -381,6 +382,13 @@ class Upstream:
                     ssl=True if secure else None,
                 )
         except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                # The rank is well: this process has no descriptor left to reach it by.
+                raise ServiceUnavailable(
+                    "the router has no file descriptor left for a connection to a rank; try again",
+                    code="too_many_connections",
+                    retry_after=2,
+                ) from None
             raise NeverSent from error
         return connection
 

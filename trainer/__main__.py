@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from any_agent.config import Config, load_resolved
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.open_files import raise_open_files_limit
 from any_agent.runtime.signals import die_with_parent
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ def main() -> int:
         set_up_logging(
             config.log_level, config.log_format, part="trainer", secrets=config.secrets()
         )
+        raise_open_files_limit()
         return _train(config, args.host)
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)

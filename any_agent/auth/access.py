@@ -59,7 +59,8 @@ _PLACEHOLDER = (
 )
 
 CLIENT_HEADER = "X-Any-Agent-Client"
-"""The header in which the router passes a client's address on; a client's own value is replaced."""
+"""The header in which the router passes a client's address on, signed with the run's secret; a
+client's own value is replaced, and not believed by a rank."""
 METRICS_SCOPES = frozenset({Scope.ADMIN, Scope.TRAINER})
 """The scopes that may read metrics, at every part of a run."""
 

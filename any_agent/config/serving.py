@@ -145,7 +145,8 @@ class ServerConfig(Section):
     max_inflight_calls: int = Field(1024, ge=1)
     """Model calls that run at once on each rank; further ones get 429. If the engine reports how
     many it samples at once, the limit is twice that number, or `rollout.max_concurrent` if that is
-    more: further calls would only wait longer."""
+    more: further calls would only wait longer. One session, or the sessions of one tenant, get half
+    of them while others call, and all while nobody else does."""
     tenant_open_sessions: int | None = Field(None, ge=1)
     """Sessions that one tenant may have open at once, unless its key sets another limit; None: any
     number. As many of its groups may lack members, for which slots are reserved. This and the next
@@ -170,7 +171,11 @@ class ServerConfig(Section):
     """The treatment of unknown parameters of a model call: they are recorded without effect and
     named in the answer's header `x-any-agent-ignored`; or the call gets a 400 that names them."""
     client_timeout: float = Field(60.0, gt=0)
-    """Seconds after which a client that reads no byte of its answer is disconnected."""
+    """Seconds after which a client that reads no byte of its answer, or sends no byte of its
+    request's body, is given up."""
+    body_timeout: float = Field(120.0, gt=0)
+    """Seconds in which the whole of a request's body must arrive, at the router and at a rank;
+    later it gets 400 `body_timeout`."""
 
     @field_validator("admin_key")
     @classmethod

@@ -8,6 +8,8 @@ from pydantic import BaseModel, Field, model_validator
 
 from any_agent.protocol.rl import MAX_COUNT, MAX_NAMED, StrictBody
 
+MAX_PATH = 4096  # characters of a folder's path, as the operating system takes at most
+
 
 class SetCapacity(StrictBody):
     limit: int = Field(ge=0, le=MAX_COUNT)
@@ -102,7 +104,7 @@ class Pause(StrictBody):
 
 class PublishedVersion(StrictBody):
     version: int = Field(ge=0, le=MAX_COUNT)
-    path: str
+    path: str = Field(max_length=MAX_PATH)
     step: int = Field(ge=0, le=MAX_COUNT)
     """The optimizer steps that led to these weights."""
 
@@ -115,7 +117,7 @@ class VersionInfo(BaseModel):
 class SetRun(StrictBody):
     state: Literal["training", "finished", "serving"]
     step: int = Field(0, ge=0, le=MAX_COUNT)
-    checkpoint: str | None = None
+    checkpoint: str | None = Field(default=None, max_length=MAX_PATH)
     oldest_step: int | None = Field(default=None, ge=0, le=MAX_COUNT)
     """The step of the oldest retained checkpoint: sessions of later steps are kept for a resume.
     None: all sessions are kept."""

@@ -25,6 +25,7 @@ from any_agent.errors import AnyAgentError, Unauthenticated
 from any_agent.protocol.error_bodies import request_id_of
 from any_agent.types import Interaction, SessionMode
 from proxy_ext.calls.call import Item, Listener
+from proxy_ext.calls.concurrency_limit import CallOwner, CallSlot
 from proxy_ext.calls.retries import join_retried_call, retry_mark
 from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
@@ -38,26 +39,24 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
 
     Raises AnyAgentError; an error after the first event ends the stream in its API's form.
     """
-    # First of all: what is refused for want of a slot must cost next to nothing.
     call = ModelCall(service, request, api)
-    try:
-        await call.authorize()
-        call.body = await read_json(request)
-        frozen = service.frozen.is_named_by(call.body)
-        if frozen:
-            # A frozen model's call uses nothing of the engine.
-            call.slot.release()
-            response = await service.frozen.answer(
-                request, api, call.body, call.session, call.tenant
-            )
-        else:
-            service.frozen.policy.count_call(call.body)
-            parsed, listener = await call.start()
-    except BaseException:
-        call.slot.release()
-        raise
-    if not frozen:
-        listener.slot = call.slot
+    await call.authorize()
+    # A call that is refused for want of a slot must cost next to nothing. A body takes none while
+    # it is on its way.
+    service.calls.require_slot(call.owner)
+    call.body = await read_json(request)
+    if service.frozen.is_named_by(call.body):
+        # A frozen model's call uses nothing of the engine.
+        response = await service.frozen.answer(request, api, call.body, call.session, call.tenant)
+    else:
+        service.frozen.policy.count_call(call.body)
+        slot = service.calls.acquire_slot(call.owner)
+        try:
+            parsed, listener = await call.start(slot)
+        except BaseException:
+            slot.release()
+            raise
+        listener.slot = slot
         response = await call.respond(parsed, listener)
     if api.errors.has_request_id:
         response.headers.update(request_id_of(response.headers.get("x-any-agent-interaction", "")))
@@ -68,8 +67,6 @@ class ModelCall:
     """One request for a model call, from its admission to its response."""
 
     def __init__(self, service: RankService, request: Request, api: Api) -> None:
-        """Take a slot for the call; TooManyRequests or Draining if there is none."""
-        self.slot = service.calls.acquire_slot()
         self.session: RecordedSession | None = None
         self.tenant: str | None = None
         """The tenant that the call is charged to."""
@@ -77,6 +74,11 @@ class ModelCall:
         self._service = service
         self._request = request
         self._api = api
+
+    @property
+    def owner(self) -> CallOwner:
+        """The session and the tenant among whose slots the call's is counted."""
+        return CallOwner(self.session.id if self.session is not None else None, self.tenant)
 
     async def authorize(self) -> None:
         """Find the session that the call belongs to; require tokens of its tenant's quota."""
@@ -98,13 +100,13 @@ class ModelCall:
             self.tenant = caller.tenant
         service.quotas.require_tokens(self.tenant)
 
-    async def start(self) -> tuple[ParsedRequest, Listener]:
+    async def start(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
         """Check the call, and start it or join it again."""
         if self.session is None and self._service.run.state == "training":
-            return await self._start_in_implicit_session()
-        return await self._start()
+            return await self._start_in_implicit_session(slot)
+        return await self._start(slot)
 
-    async def _start_in_implicit_session(self) -> tuple[ParsedRequest, Listener]:
+    async def _start_in_implicit_session(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
         """Start a call that names no session in the one that its conversation belongs to, or in a
         new one."""
         implicit, caller = self._service.implicit, self._service.auth.caller(self._request)
@@ -115,11 +117,11 @@ class ModelCall:
             # Before a session is looked for, or even opened.
             parsed = await self._parse(None, SessionMode.TRAIN)
             joined = await implicit.join(
-                self._request, self._api, self.body, parsed.call, caller, self.slot
+                self._request, self._api, self.body, parsed.call, caller, slot
             )
         self.session, self.tenant = joined.session, caller.tenant
         try:
-            parsed, listener = await self._start(parsed, joined.prepared)
+            parsed, listener = await self._start(slot, parsed, joined.prepared)
         except BaseException:
             joined.cancel()
             raise
@@ -127,7 +129,10 @@ class ModelCall:
         return parsed, listener
 
     async def _start(
-        self, parsed: ParsedRequest | None = None, prepared: Prepared | None = None
+        self,
+        slot: CallSlot,
+        parsed: ParsedRequest | None = None,
+        prepared: Prepared | None = None,
     ) -> tuple[ParsedRequest, Listener]:
         """Start the call, which may be parsed and prepared already."""
         service, session = self._service, self.session
@@ -152,7 +157,7 @@ class ModelCall:
                 prepared,
                 session,
                 stream=call.stream,
-                slot=self.slot,
+                slot=slot,
                 tenant=self.tenant,
                 mark=mark,
             )

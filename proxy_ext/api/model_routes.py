@@ -24,6 +24,7 @@ from any_agent.protocol.error_bodies import REQUEST_ID, request_id
 from any_agent.types import SessionMode
 from proxy_ext.api.model_call import parse_context, serve_model_call
 from proxy_ext.api.rl.strict_body import Anyone, service_of
+from proxy_ext.calls.concurrency_limit import CallOwner
 from proxy_ext.service import RankService
 from proxy_ext.web.exchange import JSONResponse, error_response, read_json
 from proxy_ext.web.permissions import allow_model_calls
@@ -91,19 +92,23 @@ def _endpoint(handler: Handler, path: str) -> Callable[[Request], Awaitable[Resp
 
 async def count_call(service: RankService, request: Request) -> Response:
     """Count the tokens of a call with this body, in Anthropic's form; sample and record nothing."""
-    slot = service.calls.acquire_slot()
+    named = request.query_params.get("session_id")
+    session = await service.auth.session_or_none(request, named)
+    if session is not None:
+        session.require_open()
+        owner = CallOwner(session.id, session.row.tenant)
+    else:
+        owner = CallOwner(None, service.auth.caller(request).tenant)
+    service.calls.require_slot(owner)
+    body = await read_json(request)
+    if service.frozen.is_named_by(body):
+        raise InvalidRequest(
+            "only the policy's tokens are counted here: a frozen model's provider counts its own, "
+            "and reports them in its answers' usage",
+            param="model",
+        )
+    slot = service.calls.acquire_slot(owner)
     try:
-        named = request.query_params.get("session_id")
-        session = await service.auth.session_or_none(request, named)
-        if session is not None:
-            session.require_open()
-        body = await read_json(request)
-        if service.frozen.is_named_by(body):
-            raise InvalidRequest(
-                "only the policy's tokens are counted here: a frozen model's provider counts its "
-                "own, and reports them in its answers' usage",
-                param="model",
-            )
         parse = partial(parse_count, body, parse_context(service, None, SessionMode.EVAL))
         call = (await parse_body(parse, len(await request.body()))).chat
         with service.sessions.trees.pinned(session) if session is not None else nullcontext():

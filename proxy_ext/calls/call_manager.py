@@ -14,7 +14,7 @@ from any_agent.completions.params.call import ChatCall
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 from proxy_ext.calls.call import Call, Listener, calls_of
-from proxy_ext.calls.concurrency_limit import CallSlot, ConcurrencyLimit
+from proxy_ext.calls.concurrency_limit import ANY_OWNER, CallOwner, CallSlot, ConcurrencyLimit
 from proxy_ext.calls.stats import CallStats, CallTimer
 from proxy_ext.journal import RequestMark
 from proxy_ext.sessions.delivery import UNMARKED
@@ -56,11 +56,18 @@ class CallManager:
     def __len__(self) -> int:
         return len(self._running)
 
-    def acquire_slot(self) -> CallSlot:
-        """Return a slot for a request before it costs anything; TooManyRequests or Draining."""
+    def require_slot(self, owner: CallOwner) -> None:
+        """Refuse a call before its body is read, if no slot is free; TooManyRequests or
+        Draining."""
         if self.draining:
             raise draining()
-        return self.concurrency.acquire()
+        self.concurrency.require_free(owner)
+
+    def acquire_slot(self, owner: CallOwner = ANY_OWNER) -> CallSlot:
+        """Return a slot for a call whose body is there; TooManyRequests or Draining."""
+        if self.draining:
+            raise draining()
+        return self.concurrency.acquire(owner)
 
     def start(
         self,

@@ -110,8 +110,9 @@ _FIXED |= {path for _, path in RULES if "{" not in path}
 _OPEN = {path: compile_path(path)[0] for _, path in RULES if "{" in path}
 
 LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
-"""The routes that LiteLLM's own app answers, to every caller. Its debug, settings, key and UI
-routes exist for no key."""
+"""The routes that LiteLLM's own app answers, to holders of a key; we answer the others, so that
+nobody without a key makes a rank import it. Its debug, settings, key and UI routes exist for no
+key."""
 
 
 def template_of(path: str) -> str | None:

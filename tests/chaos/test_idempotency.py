@@ -25,7 +25,6 @@ from any_agent.types import Interaction, SessionState
 from proxy_ext.api.model_routes import model_call_handlers
 from proxy_ext.journal import SetState, SQLiteJournal, Statement
 from proxy_ext.run_state import RunState
-from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.permissions import RULES
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy, engine_in_thread
@@ -152,12 +151,6 @@ async def delete(lab: Lab) -> Post:
     return Post(f"/rl/v1/sessions/{s['session_id']}", {}, s["api_key"], effects)
 
 
-async def heartbeat(lab: Lab) -> Post:
-    s = await lab.session(calls=0)
-    path = f"/rl/v1/sessions/{s['session_id']}/heartbeat"
-    return Post(path, {}, s["api_key"], lab.calls("heartbeat"))
-
-
 async def ack(lab: Lab) -> Post:
     s = await lab.session(finalized=True)
     await lab.proxy.client.replay(owner="trainer", session_ids=[s["session_id"]])
@@ -194,7 +187,6 @@ ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
     "POST /rl/v1/finalize": finalize,
     "POST /rl/v1/sessions/{session_id}/abort": abort,
     "POST /rl/v1/sessions/{session_id}/veto": veto,
-    "POST /rl/v1/sessions/{session_id}/heartbeat": heartbeat,
     "DELETE /rl/v1/sessions/{session_id}": delete,
     "POST /rl/v1/ack": ack,
     "POST /rl/v1/pause": pause,
@@ -207,6 +199,7 @@ ROUTES: dict[str, Callable[[Lab], Awaitable[Post]]] = {
 }
 EXEMPT = {
     "POST /rl/v1/lease": "a long poll",
+    "POST /rl/v1/sessions/{session_id}/heartbeat": "a second one renews the same idle time",
     "POST /rl/v1/export_trajectories": "the same sessions again are leased to the same owner",
     "POST /export_trajectories": "a second one answers the same",
     "DELETE /v1/responses/{response_id}": "a second one finds nothing",
@@ -232,7 +225,6 @@ async def lab(
     engine = ScriptedEngine(decode=chat.decode)
     called: Counter[str] = Counter()
     _count(monkeypatch, called, RunState, "pause", "publish", "resume")
-    _count(monkeypatch, called, RecordedSession, "heartbeat")
     async with engine.serve():
         config = config_for(tmp_path, "sessions.group_size=1")
         async with running_proxy(config, chat, engine_url=engine.url) as proxy:

@@ -12,7 +12,7 @@ import pytest
 from any_agent.auth.audit_log import AuditLog
 from any_agent.auth.key_store import create_key, revoke_key
 from any_agent.launcher.trial import trial_dir
-from tests.support.proxy import Proxy, until
+from tests.support.proxy import Proxy, signer, until
 from tests.support.proxy_fixtures import Start
 
 
@@ -33,15 +33,18 @@ async def test_uses_and_refusals_are_written(start: Start) -> None:
     revoke_key(path, gone.id)
     session = await proxy.open()
     id = session["session_id"]
+    router = signer(proxy)
     async with httpx.AsyncClient(base_url=proxy.url) as stranger:
-        await stranger.post("/rl/v1/pause", headers={"authorization": "Bearer nonsense-key"})
+        # A client that reaches the rank itself names no other one.
+        forged = {"authorization": "Bearer nonsense-key", "x-any-agent-client": "10.1.1.1"}
+        await stranger.post("/rl/v1/pause", headers=forged)
         await stranger.get("/rl/v1/capacity", headers={"x-api-key": old})
         await stranger.put("/rl/v1/run", headers={"authorization": f"Bearer {tenant}"})
         await stranger.post(
             f"/rl/v1/sessions/{id}/abort",
             headers={
                 "authorization": f"Bearer {session['api_key']}",
-                "x-any-agent-client": "10.9.8.7",
+                "x-any-agent-client": router.sign_client("10.9.8.7"),
             },
         )
     await proxy.post("/rl/v1/export_trajectories", {"session_ids": [id]})
@@ -58,7 +61,7 @@ async def test_uses_and_refusals_are_written(start: Start) -> None:
         ("used", "POST /rl/v1/resume", "admin", 200),
     ]
     assert found[3]["sessions"] == found[4]["sessions"] == [id]
-    assert found[3]["for"] == "10.9.8.7"
+    assert [line.get("for") for line in found] == [None, None, None, "10.9.8.7", None, None, None]
     assert [line.get("claimed") for line in found[:2]] == [None, gone.id]
     assert all(line["client"] == "127.0.0.1" and line["at"].endswith("Z") for line in found)
     text = json.dumps(found)

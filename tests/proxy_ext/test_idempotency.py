@@ -182,6 +182,16 @@ async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.Monk
     assert (await proxy.post(START, {}, **keyed("fresh"))).content == fresh.content
 
 
+async def test_heartbeats_leave_nothing_in_the_journal(proxy: Proxy) -> None:
+    session = await proxy.open()
+    path = f"/rl/v1/sessions/{session['session_id']}/heartbeat"
+    commits = proxy.service.journal.stats.writes
+    for n in range(20):
+        beat = await proxy.post(path, {}, session["api_key"], **keyed(f"fresh-{n}"))
+        assert beat.status_code == 200 and beat.json()["session_id"] == session["session_id"]
+    assert proxy.service.journal.stats.writes == commits
+
+
 async def test_equal_requests_take_turns(start: Start) -> None:
     """The first waits for a slot; those that ask meanwhile get its answer."""
     proxy = await start()

@@ -212,7 +212,7 @@ async def test_waiting_requests_are_bounded(
 async def test_requests_under_way_are_bounded(
     start_lab: StartLab, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("router.app.MAX_REQUESTS", 2)
+    monkeypatch.setattr("router.app.MAX_REQUESTS", 4)
     lab = await start_lab()
     go = asyncio.Event()
 
@@ -224,12 +224,20 @@ async def test_requests_under_way_are_bounded(
     key = lab.key(0)
     calls = [asyncio.create_task(lab.post("/v1/x", {}, key)) for _ in range(2)]
     await until(lambda: len(lab.ranks[0].received) == 2, "two requests are under way")
+    # One key gets half of them, ...
     refused = await lab.post("/v1/x", {}, key)
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_of_key")
+    assert refused.headers["retry-after"] == "2"
+    # ... and all keys together as many as there are.
+    calls += [asyncio.create_task(lab.post("/v1/x", {}, lab.key(0))) for _ in range(2)]
+    await until(lambda: len(lab.ranks[0].received) == 4, "four requests are under way")
+    refused = await lab.post("/v1/x", {}, lab.key(0))
     assert (refused.status_code, refused.json()["error"]["code"]) == (503, "too_many_requests")
     assert refused.headers["retry-after"] == "2"
     go.set()
-    assert [(await call).status_code for call in calls] == [200, 200]
+    assert [(await call).status_code for call in calls] == [200] * 4
     assert (await lab.post("/v1/x", {}, key)).status_code == 200
+    assert (lab.router.limits.requests, lab.router.limits.held) == (0, {})
 
 
 async def test_who_leaves_waits_no_more(lab: Lab) -> None:

@@ -81,7 +81,9 @@ async def test_only_the_clients_address_is_added(lab: Lab) -> None:
         "content-length",
         "x-any-agent-client",
     }
-    assert received.values("x-any-agent-client") == ["127.0.0.1"]
+    (signed,) = received.values("x-any-agent-client")
+    assert lab.signer.client_in(signed) == "127.0.0.1"
+    assert lab.signer.client_in(signed.replace("127.0.0.1", "8.8.8.8")) is None
 
 
 async def test_cookies_of_one_client_are_not_anothers(lab: Lab) -> None:

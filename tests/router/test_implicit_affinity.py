@@ -13,7 +13,6 @@ import pytest
 from any_agent.auth.access import run_dir_of
 from any_agent.auth.key_store import create_key
 from any_agent.protocol.conversation_key import rank_tag, task_of
-from router import implicit_affinity as conversations
 from router.affinity import home_of
 from router.implicit_affinity import ImplicitAffinity, LongBodies
 from tests.router.conftest import StartLab
@@ -183,8 +182,9 @@ async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) 
     assert bodies(tight).total == 0
 
 
-async def test_an_upload_has_its_time(tight: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(conversations, "_UPLOAD_TIMEOUT", 0.05)
+async def test_an_upload_has_its_time(start_lab: StartLab) -> None:
+    settings = ("server.max_body_bytes=200000", "server.body_timeout=0.05")
+    tight = await start_lab(*IMPLICIT, *settings, ranks=2)
     for length in ("content-length: 190000", "transfer-encoding: chunked"):
         wire = await tight.connect()
         await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())

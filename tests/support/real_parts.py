@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import resource
 import subprocess
 import sys
 import time
@@ -33,8 +34,13 @@ def await_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
 
 
 @contextlib.contextmanager
-def process(log: Path, *arguments: str, **more: str) -> Iterator[subprocess.Popen[bytes]]:
-    """``python -m ...`` with more in its environment, ended with the context."""
+def process(
+    log: Path, *arguments: str, open_files: int | None = None, **more: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    """``python -m ...`` with more in its environment, ended with the context.
+
+    ``open_files``: the most files that it may open, which it cannot raise.
+    """
     with open(log, "ab") as out:
         child = subprocess.Popen(
             [sys.executable, "-m", *arguments],
@@ -43,6 +49,8 @@ def process(log: Path, *arguments: str, **more: str) -> Iterator[subprocess.Pope
             stderr=subprocess.STDOUT,
             env=environment(**more),
         )
+    if open_files is not None:
+        resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
     try:
         yield child
     finally:

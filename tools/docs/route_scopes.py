@@ -54,7 +54,9 @@ tenant's own, too: two tenants' `group_id` may be the same.
   answer. A session's key with the id of a session that was not opened under it gets 400
   `session_mismatch`, whether or not that session exists; the key's earlier sessions may be named.
 - 404 `not_found`: no such route. LiteLLM's own routes answer so, too, for every key, except """
-TABLE_HEAD = """
+TABLE_HEAD = """  LiteLLM's app, which a rank imports then, answers these to the holder of a key;
+  the rank itself answers others.
+
 ## Routes
 
 Every path works at the service's URL and at each rank's. Sessions' and tenants' keys give access to
@@ -70,9 +72,10 @@ only the trainer and the operator may export.
 
 `<trial>/audit/rank-<n>.jsonl`, `router.jsonl` (at most 8 files of 4 MB each) and `keys.jsonl`:
 the time, the caller (the key's id, never the key), route, sessions, status, and the client's
-address: `client` as the part itself sees it, `for` as the router reports it. Refused keys and
-failures are written, too. In a flood of refusals five a second are written, and the next line has
-the number of missing ones (`suppressed`), so that a flood does not displace other lines.
+address: `client` as the part itself sees it, `for` as the router reports it, signed
+with the run's secret, so that a client that reaches a rank directly cannot forge it. Refused keys
+and failures are written, too. In a flood of refusals five a second are written, and the next line
+has the number of missing ones (`suppressed`), so that a flood does not displace other lines.
 `any_agent_keys_refused_total` counts all refusals. Lines are written concurrently with the
 requests, so a line of the last moment may be lost with its process, and
 `any_agent_audit_lines_lost_total` counts lines that the disk refused. A new key's line in

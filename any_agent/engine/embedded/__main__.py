@@ -11,6 +11,7 @@ import sys
 
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.open_files import raise_open_files_limit
 
 log = logging.getLogger(__name__)
 
@@ -78,6 +79,7 @@ async def _serve(args: argparse.Namespace) -> None:
 def main() -> int:
     args = _parser().parse_args()
     set_up_logging(args.log_level, args.log_format, part=args.log_part)
+    raise_open_files_limit()
     # The event loop and the generation loop share the interpreter: a step may take less than 5 ms.
     sys.setswitchinterval(0.0002)
     return guarded(lambda: _run(args))

@@ -108,13 +108,13 @@ async def get_content(session_id: str, request: Request, service: Anyone) -> Res
     return Response(await content_of(service.sessions, session), media_type="application/json")
 
 
-@router.post("/sessions/{session_id}/heartbeat", response_model=Heartbeat)
-async def heartbeat(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
-    """Keep an open session from expiring while nothing else happens in it."""
-    session = await service.auth.session(request, session_id)
-    answer = session.heartbeat()
-    await receipt.store(answer)
-    return receipt.response(answer)
+@router.post("/sessions/{session_id}/heartbeat")
+async def heartbeat(session_id: str, request: Request, service: Anyone) -> Heartbeat:
+    """Keep an open session from expiring while nothing else happens in it.
+
+    An `Idempotency-Key` has no effect: a repeated heartbeat is one more, and nothing is stored.
+    """
+    return (await service.auth.session(request, session_id)).heartbeat()
 
 
 @router.post("/sessions/{session_id}/abort", response_model=SessionInfo)

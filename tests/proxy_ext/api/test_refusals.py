@@ -445,8 +445,13 @@ async def test_admin_key_mode(start: Start) -> None:
 
 
 async def test_allowlist(proxy: Proxy) -> None:
-    response = await proxy.http.get("/health/liveliness")
+    key = {"authorization": f"Bearer {(await proxy.open())['api_key']}"}
+    response = await proxy.http.get("/health/liveliness", headers=key)
     assert (response.status_code, response.text) == (200, "litellm /health/liveliness")
+    # Nobody without a key makes a rank import it.
+    for stranger in ({}, {"authorization": "Bearer sk-v1.0.forged"}, {"x-api-key": "DUMMY"}):
+        response = await proxy.http.get("/health/liveness", headers=stranger)
+        assert (response.status_code, response.json()) == (200, "I'm alive!")
     for path in (
         "/settings",
         "/routes",

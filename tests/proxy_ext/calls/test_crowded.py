@@ -10,7 +10,8 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.errors import StoreBusy, StoreFull
+from any_agent.errors import StoreBusy, StoreFull, TooManyRequests
+from proxy_ext.calls.concurrency_limit import CallOwner, ConcurrencyLimit
 from proxy_ext.journal import Statement
 from tests.support.proxy import HELLO, Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
@@ -29,10 +30,11 @@ async def held_calls(
     proxy: Proxy, engine: ScriptedEngine, keys: list[str], **fields: Any
 ) -> AsyncIterator[list[asyncio.Task[httpx.Response]]]:
     """One call of each key that the engine does not answer until the context ends."""
+    before = len(engine.running)
     events = [engine.hold(1) for _ in keys]
     calls = [asyncio.create_task(proxy.call(key, **fields)) for key in keys]
     try:
-        await until(lambda: len(engine.running) == len(keys))
+        await until(lambda: len(engine.running) == before + len(keys))
         yield calls
     finally:
         for event in events:
@@ -121,6 +123,80 @@ async def test_a_refused_call_costs_nothing(start: Start, engine: ScriptedEngine
     async with held_calls(proxy, engine, keys[:1]):
         garbage = await proxy.post("/v1/chat/completions", b"{" * 100, keys[1])
         turned_away(garbage, 429, "too_many_calls")
+
+
+async def test_a_session_gets_half_of_the_slots_while_others_call(
+    start: Start, engine: ScriptedEngine
+) -> None:
+    proxy = await start("server.max_inflight_calls=4")
+    greedy, modest = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
+    await proxy.complete(modest)
+    async with held_calls(proxy, engine, [greedy] * 2):
+        refused = await proxy.call(greedy)
+        turned_away(refused, 429, "too_many_calls")
+        assert "this session has 2 of the 4 model calls" in refused.json()["error"]["message"]
+        async with held_calls(proxy, engine, [modest] * 2):
+            # The others fill the rest, and then there is none.
+            refused = await proxy.call(modest)
+            turned_away(refused, 429, "too_many_calls")
+            assert "this rank has 4" in refused.json()["error"]["message"]
+    await until(lambda: proxy.service.calls.concurrency.in_use == 0)
+
+
+def owned(*owners: CallOwner, limit: int = 4) -> tuple[ConcurrencyLimit, list[float]]:
+    """Slots at a time that the test sets, with a call of each owner under way."""
+    now = [1000.0]
+    slots = ConcurrencyLimit(limit, lambda: now[0])
+    for owner in owners:
+        slots.require_free(owner)
+        slots.acquire(owner)
+    return slots, now
+
+
+ALICE, BOB = CallOwner("a", "alice"), CallOwner("b", "bob")
+
+
+def test_who_is_alone_gets_every_slot() -> None:
+    slots, now = owned(ALICE, ALICE, ALICE, ALICE)
+    assert slots.in_use == 4
+    with pytest.raises(TooManyRequests, match="this rank has 4"):
+        slots.require_free(BOB)
+    # From now on another one calls, too, and gets what is given back.
+    slots.free(1, ALICE)
+    with pytest.raises(TooManyRequests, match="this session has 3"):
+        slots.require_free(ALICE)
+    slots.require_free(BOB)
+    slots.acquire(BOB)
+    slots.free(1, BOB)
+    now[0] += 61
+    slots.acquire(ALICE)
+
+
+def test_sessions_of_one_tenant_share() -> None:
+    sessions = [CallOwner(f"s{k}", "alice") for k in range(4)]
+    slots, _ = owned(BOB, *sessions[:2])
+    with pytest.raises(TooManyRequests, match="this tenant has 2"):
+        slots.acquire(sessions[2])
+    slots.free(1, BOB)
+    with pytest.raises(TooManyRequests, match="this tenant has 2"):
+        slots.acquire(sessions[2])
+    # The operator's sessions belong to no tenant.
+    slots.acquire(CallOwner("s9"))
+    slots.acquire(CallOwner("s8"))
+
+
+def test_a_call_of_many_choices_is_taken_alone() -> None:
+    slots, _ = owned(BOB)
+    slots.free(1, BOB)
+    slot = slots.acquire(ALICE)
+    slot.grow(3)
+    assert slots.in_use == 3
+    with pytest.raises(TooManyRequests, match="this session has 3"):
+        slots.acquire(ALICE)
+    slots.acquire(BOB)
+    slot.release()
+    assert slots.in_use == 1
+    slots.acquire(ALICE)
 
 
 async def test_an_engine_that_refuses_or_is_away(start: Start, engine: ScriptedEngine) -> None:
@@ -213,6 +289,24 @@ async def test_too_many_requests_at_once(proxy: Proxy) -> None:
     bounds.max_requests = 10
     assert (await proxy.http.get("/healthz")).status_code == 200
     assert bounds.requests == 0
+
+
+async def test_one_key_gets_half_of_the_requests_and_bytes(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    bounds = proxy.front.limits
+    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
+    async with held_calls(proxy, engine, [keys[0]] * 2):
+        bounds.max_requests = 4
+        turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
+        await proxy.complete(keys[1])
+        bounds.max_requests, bounds.max_bytes = 8192, 2 * bounds.bytes
+        turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
+        await proxy.complete(keys[1])
+        # The operator's own requests belong to no key.
+        assert (await proxy.http.get("/rl/v1/sessions")).status_code == 200
+    await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
+    assert not bounds.held
 
 
 async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> None:

@@ -114,3 +114,39 @@ async def test_more_values_than_can_be_read_at_once_are_refused(
     refusal(response, 413, "too_many_values", "2000 values")
     padded = b'{"prompt": "a", "max_tokens": 2' + b" " * 5000 + b"}"
     assert (await proxy.post("/v1/completions", padded, key)).status_code == 200
+
+
+@pytest.mark.parametrize("length", [b"%d", b"  %d", b"%d  ", b" \t%d \t "])
+async def test_blanks_around_the_length_are_legal(proxy: Proxy, length: bytes) -> None:
+    key = (await proxy.open())["api_key"]
+    body = b'{"reward": 1}'
+    host, port = proxy.url.removeprefix("http://").split(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(
+        b"POST /rl/v1/set_reward HTTP/1.1\r\nHost: %s\r\nAuthorization: Bearer %s\r\n"
+        b"Connection: close\r\nContent-Length:%s\r\n\r\n%s"
+        % (host.encode(), key.encode(), length % len(body), body)
+    )
+    async with asyncio.timeout(60):
+        answer = await reader.read()
+    writer.close()
+    # The body was read: there is no call yet that the reward could belong to.
+    assert b" 422 " in answer and b"no_interactions" in answer, answer
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "body", "field"),
+    [
+        ("PUT", "/rl/v1/run", {"state": "training", "checkpoint": "x" * 1_000_000}, "checkpoint"),
+        ("POST", "/rl/v1/version", {"version": 1, "path": "x" * 1_000_000, "step": 1}, "path"),
+    ],
+)
+async def test_long_paths_are_refused(
+    proxy: Proxy, method: str, path: str, body: dict[str, Any], field: str
+) -> None:
+    before = (await proxy.http.get("/rl/v1/run")).json()
+    response = await proxy.http.request(method, path, json=body)
+    refusal(response, 400, "invalid_request", "4096 characters")
+    assert response.json()["error"]["param"] == field
+    assert len(response.content) < 1000
+    assert (await proxy.http.get("/rl/v1/run")).json() == before

@@ -99,18 +99,59 @@ async def test_a_head_must_come(
 
 
 async def test_a_body_may_take_its_time(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    timers: list[asyncio.TimerHandle | None] = []
-    expect = BoundedProtocol._expect_head
+    timers: dict[float, asyncio.TimerHandle | None] = {}
+    close_after = BoundedProtocol._close_after
 
-    def noted(connection: BoundedProtocol) -> None:
-        expect(connection)
-        timers.append(connection._timer)
+    def noted(connection: BoundedProtocol, seconds: float) -> None:
+        close_after(connection, seconds)
+        timers[seconds] = connection._timer
 
-    monkeypatch.setattr(BoundedProtocol, "_expect_head", noted)
+    monkeypatch.setattr(BoundedProtocol, "_close_after", noted)
     reader, writer = await asyncio.open_connection("127.0.0.1", port)
     writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 4\r\n\r\nab")
-    await until(lambda: timers and all(timer and timer.cancelled() for timer in timers))
+    await until(lambda: len(timers) == 2)
+    head, body = timers.values()
+    assert list(timers) == [75.0, 125.0]
+    assert head is not None and head.cancelled() and body is not None and not body.cancelled()
     writer.write(b"cd")
     async with asyncio.timeout(LIMIT):
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
+    assert body.cancelled()
     writer.transport.abort()
+
+
+async def test_the_body_of_a_refused_request_has_an_end(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its answer may be sent already: whoever goes on sending is disconnected."""
+    monkeypatch.setattr(connections, "_ANSWER_SECONDS", 0.2)
+    monkeypatch.setattr(BoundedProtocol, "body_seconds", 0.1)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(b"POST / HTTP/1.1\r\nHost: localhost\r\nContent-Length: 40000\r\n\r\n")
+    async with asyncio.timeout(LIMIT):
+        while not reader.at_eof() and not writer.is_closing():
+            writer.write(b"a")
+            await asyncio.sleep(0.02)
+    writer.transport.abort()
+
+
+async def test_connections_above_the_bound_are_for_health(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(BoundedProtocol.limit, "most", BoundedProtocol.limit.open + 1)
+    first = await asyncio.open_connection("127.0.0.1", port)
+    first[1].write(GET)
+    async with asyncio.timeout(LIMIT):
+        assert b" 200 " in await first[0].readuntil(b"\r\n\r\n")
+        for path, status in ((b"/v1/models", b" 503 "), (b"/healthz", b" 200 ")):
+            reader, writer = await asyncio.open_connection("127.0.0.1", port)
+            writer.write(GET.replace(b"/ ", path + b" ", 1))
+            answer = await reader.read()
+            assert status in answer.split(b"\r\n")[0]
+            if status == b" 503 ":
+                assert b"retry-after: 2" in answer.lower() and b"too_many_connections" in answer
+            writer.close()
+        # Those that were there before are served on.
+        first[1].write(GET)
+        assert b" 200 " in await first[0].readuntil(b"\r\n\r\n")
+    first[1].close()

@@ -109,14 +109,21 @@ class Target:
 
 
 @contextmanager
-def running_target(folder: Path, model: Path) -> Iterator[Target]:
+def running_target(
+    folder: Path,
+    model: Path,
+    *,
+    open_files: int | None = None,
+    server: dict[str, Any] | None = None,
+    max_wait: float = 0.1,
+) -> Iterator[Target]:
     """All parts as processes of their own, their logs in the run's folder."""
     config = write_config(
         folder,
         model,
-        server={"ranks": 1, "client_timeout": CLIENT_TIMEOUT},
+        server={"ranks": 1, "client_timeout": CLIENT_TIMEOUT} | (server or {}),
         # An open that asks to wait for ever waits for so long.
-        sessions={"group_size": 1, "max_wait": 0.1},
+        sessions={"group_size": 1, "max_wait": max_wait},
     )
     with ExitStack() as stack:
         engine = stack.enter_context(engine_in_thread(model))
@@ -130,7 +137,9 @@ def running_target(folder: Path, model: Path) -> Iterator[Target]:
                 arguments += ["--public-url", parts["router"].url]
             log = folder / f"{name}.log"
             environment = {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN_KEY}
-            child = stack.enter_context(process(log, name, *arguments, **environment))
+            child = stack.enter_context(
+                process(log, name, *arguments, open_files=open_files, **environment)
+            )
             await_url(f"{url}/healthz", child, log)
             parts[name] = Part(name.removesuffix("_ext"), url, child.pid)
         headers = {"Authorization": f"Bearer {ADMIN_KEY}"}

@@ -1,0 +1,134 @@
+"""Bounds on the requests under way in a process: their number and the bytes of their bodies, of
+which the holder of one key gets half, and the time in which a body arrives."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+
+from any_agent.errors import InvalidRequest, ServiceUnavailable, TooManyRequests
+
+MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
+MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
+_RETRY_AFTER = 2.0  # seconds
+
+
+@dataclass(slots=True)
+class _Held:
+    """The part of the limits that the requests of one key hold."""
+
+    requests: int = 0
+    bytes: int = 0
+
+
+@dataclass(slots=True, eq=False)
+class Reservation:
+    """One request's part of the limits, until it is answered."""
+
+    limits: RequestLimits
+    size: int = 0
+    """Bytes of its body so far."""
+    _key: str | None = None
+    _held: _Held | None = None
+
+    def charge_to(self, key: str) -> None:
+        """Count the request for its key; TooManyRequests if those of the key are half of all.
+
+        The operator's and the run's own requests are charged to no key.
+        """
+        held = self.limits.held.setdefault(key, _Held())
+        if held.requests >= max(1, self.limits.max_requests // 2):
+            raise self._too_much(f"{held.requests} requests")
+        held.requests += 1
+        self._key, self._held = key, held
+
+    def add(self, size: int) -> None:
+        """Count more bytes of the body.
+
+        ServiceUnavailable if all bodies together are too large, TooManyRequests if those of the key
+        are. A request that is alone is bounded by the limit of bodies only.
+        """
+        limits, held = self.limits, self._held
+        if limits.bytes + size > limits.max_bytes and limits.bytes > self.size:
+            raise ServiceUnavailable(
+                f"requests of {limits.bytes} bytes are under way here; try again",
+                code="too_many_bytes",
+                retry_after=_RETRY_AFTER,
+            )
+        if held is not None:
+            if held.bytes + size > limits.max_bytes // 2 and held.bytes > self.size:
+                raise self._too_much(f"requests of {held.bytes} bytes")
+            held.bytes += size
+        limits.bytes += size
+        self.size += size
+
+    def release(self) -> None:
+        self.limits.bytes -= self.size
+        self.limits.requests -= 1
+        if self._held is not None and self._key is not None:
+            self._held.requests -= 1
+            self._held.bytes -= self.size
+            if not self._held.requests:
+                del self.limits.held[self._key]
+
+    def _too_much(self, what: str) -> TooManyRequests:
+        return TooManyRequests(
+            f"{what} of this key are under way here, and one key gets half of what all may have; "
+            "wait for some of them and try again",
+            code="too_many_of_key",
+            retry_after=_RETRY_AFTER,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class RequestLimits:
+    """The requests under way in one process.
+
+    The parts behind have narrower bounds; these hold before them, as when very many clients wait or
+    send large bodies at once. The answer to a refused request says when to retry.
+    """
+
+    max_requests: int = MAX_REQUESTS
+    max_bytes: int = MAX_BYTES
+    requests: int = 0
+    bytes: int = 0
+    held: dict[str, _Held] = field(default_factory=dict)
+    """The parts that are held by each key's requests."""
+
+    def acquire(self) -> Reservation:
+        """Count a new request; ServiceUnavailable if there are too many."""
+        if self.requests >= self.max_requests:
+            raise ServiceUnavailable(
+                f"{self.requests} requests are under way here; try again",
+                code="too_many_requests",
+                retry_after=_RETRY_AFTER,
+            )
+        self.requests += 1
+        return Reservation(self)
+
+
+class BodyTimeout:
+    """The seconds in which each part of a body must arrive, and all of it together."""
+
+    __slots__ = ("_deadline", "_part", "_whole")
+
+    def __init__(self, *, part: float, whole: float) -> None:
+        self._part = part
+        self._whole = whole
+        self._deadline: float | None = None
+
+    def next_part(self) -> asyncio.Timeout:
+        """Bound the wait for the next part; the first wait begins the time of the whole."""
+        now = asyncio.get_running_loop().time()
+        if self._deadline is None:
+            self._deadline = now + self._whole
+        return asyncio.timeout_at(min(now + self._part, self._deadline))
+
+    def error(self) -> InvalidRequest:
+        """Return the error of a body that took too long."""
+        assert self._deadline is not None
+        if asyncio.get_running_loop().time() < self._deadline:
+            message = f"no part of the body arrived for {self._part:g} s"
+        else:
+            message = f"the body did not arrive within server.body_timeout ({self._whole:g} s)"
+        return InvalidRequest(f"{message}; send it again", code="body_timeout")

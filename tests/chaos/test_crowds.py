@@ -1,0 +1,157 @@
+"""Crowds that a single key, or nobody's key, can send: the others are served meanwhile."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from contextlib import AsyncExitStack, suppress
+from pathlib import Path
+
+import pytest
+
+from any_agent.rundir.registry import read_stamp
+from tests.chaos.conftest import Figure
+from tests.support.chaos.hostile import (
+    LIMIT,
+    Part,
+    Reply,
+    Wire,
+    connected,
+    exchange,
+    request,
+    running_target,
+)
+
+CHAT = "/v1/chat/completions"
+BODY = b'{"messages": [{"role": "user", "content": "Say a number."}], "max_tokens": 4}'
+
+
+async def until(condition: Callable[[], object], what: str) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not condition():
+        assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
+        await asyncio.sleep(0.05)
+
+
+# -- bodies that come byte by byte -----------------------------------------------------------------
+
+
+async def drip(wire: Wire, ended: asyncio.Event) -> None:
+    """Send a byte a moment, as a slow body, until the other side closes or the test ends."""
+    while await wire.send(b" "):
+        with suppress(TimeoutError):
+            async with asyncio.timeout(0.2):
+                await ended.wait()
+                return
+
+
+@pytest.mark.parametrize("name", ["router", "proxy"])
+async def test_slow_bodies_of_one_session_hold_no_place(
+    tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
+) -> None:
+    """As many as the rank has places, and some more; every other session's call is answered."""
+    settings = {"client_timeout": 60.0, "max_inflight_calls": 64}
+    with running_target(tmp_path, tiny_model_dir, server=settings) as target:
+        part: Part = getattr(target, name)
+        _, key = target.open()
+        # Too long for the router to wait for the whole of it before a rank gets it.
+        head = request("POST", CHAT, BODY, key=key).replace(
+            b"Content-Length: %d" % len(BODY), b"Content-Length: 100000"
+        )
+        ended = asyncio.Event()
+        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+            for _ in range(70):
+                wire = await stack.enter_async_context(connected(part))
+                await wire.send(head[:-1])
+                group.create_task(drip(wire, ended))
+            await asyncio.sleep(1.0)
+            for _ in range(20):
+                await asyncio.to_thread(target.alive)
+            # The key that sends them is served, too.
+            assert (await exchange(part, request("POST", CHAT, BODY, key=key))).status == 200
+            ended.set()
+    figure("70 slow bodies of one session: 20 other sessions opened, called and finalized")
+
+
+@pytest.mark.parametrize("length", [100, 100_000])
+@pytest.mark.parametrize("name", ["router", "proxy"])
+async def test_a_body_has_one_deadline(
+    tmp_path: Path, tiny_model_dir: Path, name: str, length: int
+) -> None:
+    """However regular its parts are; and nobody holds a connection for longer."""
+    settings = {"client_timeout": 60.0, "body_timeout": 2.0}
+    with running_target(tmp_path, tiny_model_dir, server=settings) as target:
+        part: Part = getattr(target, name)
+        _, key = target.open()
+        for path in (CHAT, "/rl/v1/set_reward"):
+            head = request("POST", path, b"{", key=key).replace(
+                b"Content-Length: 1", b"Content-Length: %d" % length
+            )
+            ended = asyncio.Event()
+            async with connected(part) as wire, asyncio.TaskGroup() as group:
+                await wire.send(head)
+                group.create_task(drip(wire, ended))
+                reply = await wire.reply()
+                assert reply.status == 400, reply
+                assert reply.error["code"] == "body_timeout"
+                assert "server.body_timeout" in reply.error["message"]
+                await wire.rest()
+                ended.set()
+
+
+# -- more connections than descriptors -------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["router", "proxy"])
+async def test_waiting_opens_do_not_spend_every_descriptor(
+    tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
+) -> None:
+    """Where the limit of open files cannot be raised: heartbeat, journal and health go on."""
+    with running_target(tmp_path, tiny_model_dir, open_files=300, max_wait=60.0) as target:
+        part: Part = getattr(target, name)
+        own = "router" if name == "router" else "rank-0"
+        registry = registry_in(tmp_path)
+        data = request("POST", "/rl/v1/start_session", b'{"wait": 60}')
+        async with AsyncExitStack() as stack:
+            # A session that is there already is served on its connection.
+            agent = await stack.enter_async_context(connected(part))
+            _, key = target.open()
+            await agent.send(request("POST", CHAT, BODY, key=key))
+            assert (await agent.reply()).status == 200
+            wires = [await stack.enter_async_context(connected(part)) for _ in range(600)]
+            asking = [asyncio.create_task(_ask(wire, data)) for wire in wires]
+            await until(lambda: sum(task.done() for task in asking) > 400, "most are refused")
+            for _ in range(3):
+                # The heartbeat goes on, ...
+                await until(has_beaten(registry, own), "a heartbeat")
+                # ... so does health, on a new connection, and the journal.
+                assert (await exchange(part, request("GET", "/healthz", key=None))).status == 200
+                await agent.send(request("POST", CHAT, BODY, key=key))
+                assert (await agent.reply()).status == 200
+            refused = [task.result() for task in asking if task.done()]
+            for task in asking:
+                task.cancel()
+        told = [reply for reply in refused if reply.status]
+        assert told and {reply.status for reply in told} == {503}
+        assert {reply.error["code"] for reply in told} == {"too_many_connections"}
+        assert all(int(reply.headers["retry-after"]) >= 1 for reply in told)
+        await until(lambda: part.connections < 16, "the connections' end")
+        await asyncio.to_thread(target.alive)
+    figure(f"{name}: of 600 opens with 300 descriptors {len(refused)} are refused at once")
+
+
+def registry_in(folder: Path) -> Path:
+    (found,) = folder.glob("runs/*/*/*/registry")
+    return found
+
+
+def has_beaten(registry: Path, part: str) -> Callable[[], bool]:
+    """True once the part has written its entry again."""
+    before = read_stamp(registry, part)
+    return lambda: read_stamp(registry, part) != before
+
+
+async def _ask(wire: Wire, data: bytes) -> Reply:
+    await wire.send(data)
+    return await wire.reply()
