@@ -26,31 +26,31 @@ def main() -> int:
     parser.add_argument(
         "--host", default="127.0.0.1", help="address at which other machines read the metrics"
     )
+    parser.add_argument(
+        "--parent", type=int, help="id of the process that starts several to train together"
+    )
     args = parser.parse_args()
+    if args.parent is not None:
+        # The processes are in sessions of their own, so nothing else ends them with their parent.
+        die_with_parent(args.parent, signal.SIGKILL)
     try:
         config = load_resolved(args.config)
         set_up_logging(
             config.log_level, config.log_format, part="trainer", secrets=config.secrets()
         )
         raise_open_files_limit()
-        return _train(config, args.host)
+        return _train(config, args.host, args.parent or os.getpid())
     except AnyAgentError as error:
         logging.getLogger(__name__).error("%s", error.message)
         return 2 if isinstance(error, ConfigError) else 1
 
 
-def _train(config: Config, host: str) -> int:
+def _train(config: Config, host: str, launched: int) -> int:
     import transformers
 
     from trainer.parallel.trainer_group import follow, join_processes, lead
-    from trainer.world import started_together
 
     transformers.utils.logging.disable_progress_bar()
-    launched = os.getpid()
-    if started_together() > 1:
-        # The processes are in sessions of their own, so nothing else ends them with their parent.
-        launched = os.getppid()
-        die_with_parent(launched, signal.SIGKILL)
     world = join_processes(config.train)
     if world is not None and not world.leads:
         follow(world, config.train)

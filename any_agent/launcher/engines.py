@@ -186,11 +186,8 @@ def _sglang(config: Config, arguments: list[str], name: str) -> Command:
         variables["SGLANG_USE_CPU_ENGINE"] = "1"
     else:
         arguments += ["--tp-size", str(engine.gpus)]
-    # At SIGTERM SGLang first ends its requests; without a launcher nothing would kill it after
-    # that. Its other processes end with the first one.
-    return Command(
-        [*arguments, *engine.arguments], engine.python, variables, orphaned=signal.SIGKILL
-    )
+    # SGLang's other processes end with the first one.
+    return Command([*arguments, *engine.arguments], engine.python, variables)
 
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"

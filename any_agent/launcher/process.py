@@ -44,11 +44,18 @@ class Command:
     """The signal that ends it at once; a process that drains at SIGTERM needs another one."""
     drain: int = signal.SIGTERM
     """The signal at which it finishes its work and ends."""
-    orphaned: int | None = None
-    """The signal that it gets when the launcher is killed; None: ``quick``."""
     before: Sequence[str] = ()
     """A program that runs the command on another machine, such as srun. It passes signals on, and
     ends the command if it is killed itself."""
+
+    @property
+    def orphaned(self) -> int:
+        """The signal that it gets when the launcher is killed.
+
+        A process may handle any other signal late, or never while it is stopped, and whatever is
+        acknowledged is on disk. On another machine ``quick`` also ends what the command started.
+        """
+        return self.quick if self.before else signal.SIGKILL
 
 
 class SupervisedProcess:
@@ -68,7 +75,6 @@ class SupervisedProcess:
         command = self._command
         self.log.parent.mkdir(parents=True, exist_ok=True)
         parent = os.getpid()
-        orphaned = command.quick if command.orphaned is None else command.orphaned
         # Slurm sends a step's signals to all of its processes; children ignore the signals that
         # this process handles.
         handled = [number for number in _USER_SIGNALS if callable(signal.getsignal(number))]
@@ -76,7 +82,7 @@ class SupervisedProcess:
         def prepare() -> None:
             for number in handled:
                 signal.signal(number, signal.SIG_IGN)
-            die_with_parent(parent, orphaned)
+            die_with_parent(parent, command.orphaned)
 
         python = command.python or sys.executable
         with open(self.log, "ab") as out:

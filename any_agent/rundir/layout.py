@@ -34,6 +34,7 @@ import re
 import secrets
 import stat
 import tempfile
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -46,6 +47,7 @@ from any_agent.runtime.atomic_files import fsync, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
 _STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
+_PREDECESSOR_TIMEOUT = 5.0  # seconds for the processes of a killed service to end
 FORMAT = 2  # the version of the folder's layout and of the meaning of its files
 
 
@@ -194,13 +196,17 @@ class RunDir:
     def lock(self) -> Iterator[int]:
         """Lock the folder for one service; StartupError if another service has it.
 
-        Yields the locked file's descriptor; processes that inherit it keep the lock.
+        Yields the locked file's descriptor; processes that inherit it keep the lock. Those of a
+        killed service are waited for, as they may take a moment to end.
         """
         with open(self.path / "lock", "w") as file:
-            if not locked(file):
-                raise StartupError(
-                    f"another service is using {self.path}; stop it, or choose another trial"
-                )
+            deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
+            while not locked(file):
+                if time.monotonic() >= deadline:
+                    raise StartupError(
+                        f"another service is using {self.path}; stop it, or choose another trial"
+                    )
+                time.sleep(0.1)
             yield file.fileno()
 
     def next_epoch(self) -> int:

@@ -59,9 +59,9 @@ from any_agent.rundir import RunDir
 
 run = RunDir(Path(sys.argv[1]))
 with run.lock() as lock:
-    orphaned = int(sys.argv[2]) if len(sys.argv) > 2 else None
     log = run.path / "child.log"
-    child = SupervisedProcess("child", Command(["stubborn"], orphaned=orphaned), log, lock=lock)
+    command = Command(["stubborn"], before=sys.argv[2:])
+    child = SupervisedProcess("child", command, log, lock=lock)
     child.start()
     while "ready" not in child.log.read_text():
         time.sleep(0.01)
@@ -84,8 +84,9 @@ def test_the_lock_is_held_until_the_last_child_is_gone(
     module("stubborn", STUBBORN)
     folder = RunDir(tmp_path / "run")
     folder.path.mkdir()
+    # Only what starts a command on another machine may take its time.
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(folder.path)],
+        [sys.executable, "-c", LAUNCHER, str(folder.path), "env"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -105,13 +106,14 @@ def test_the_lock_is_held_until_the_last_child_is_gone(
     until(lambda: is_free(folder))
 
 
+@pytest.mark.parametrize("stopped", [False, True])
 def test_one_that_heeds_no_order_ends_with_its_launcher_all_the_same(
-    module: Callable[[str, str], str], tmp_path: Path
+    stopped: bool, module: Callable[[str, str], str], tmp_path: Path
 ) -> None:
     module("stubborn", STUBBORN)
     (tmp_path / "run").mkdir()
     launcher = subprocess.Popen(
-        [sys.executable, "-c", LAUNCHER, str(tmp_path / "run"), str(int(signal.SIGKILL))],
+        [sys.executable, "-c", LAUNCHER, str(tmp_path / "run")],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         text=True,
@@ -119,6 +121,8 @@ def test_one_that_heeds_no_order_ends_with_its_launcher_all_the_same(
     assert launcher.stdout is not None and launcher.stdin is not None
     child = psutil.Process(int(launcher.stdout.readline()))
     try:
+        if stopped:
+            child.suspend()
         launcher.kill()
         launcher.wait()
         until(lambda: not is_alive(child))

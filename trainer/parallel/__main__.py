@@ -63,7 +63,9 @@ def main() -> int:
         monitor_interval=0.2,
     )
     try:
-        elastic_launch(config, sys.executable)("-m", "trainer", *args.arguments)
+        # Processes that it has just started must not miss its death.
+        parent = ("--parent", str(os.getpid()))
+        elastic_launch(config, sys.executable)("-m", "trainer", *args.arguments, *parent)
     except SignalException:
         return _STOPPED
     except ChildFailedError as error:
