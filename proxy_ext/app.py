@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import gc
 import logging
 from collections.abc import AsyncIterator, Callable
@@ -19,7 +20,13 @@ from starlette.types import ASGIApp
 from any_agent.chat import ChatFormat
 from any_agent.config import Config
 from any_agent.engine.model_fingerprint import ModelFingerprint
-from any_agent.errors import AnyAgentError, InvalidRequest, NotFound, ServiceUnavailable
+from any_agent.errors import (
+    AnyAgentError,
+    EngineUnavailable,
+    InvalidRequest,
+    NotFound,
+    ServiceUnavailable,
+)
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim
@@ -38,6 +45,8 @@ from proxy_ext.web.exchange import error_response
 
 log = logging.getLogger(__name__)
 
+_ENGINE_ANSWERS_WITHIN = 3.0  # seconds
+
 
 class Health(BaseModel):
     """The load of one rank; the router answers with those of its ranks."""
@@ -53,6 +62,8 @@ class Health(BaseModel):
     """Number of live sessions that are not open: most wait for the trainer, or it has them."""
     calls: int
     """Number of model calls under way."""
+    engine_up: bool
+    """False while the rank's engine is dead or hangs."""
 
 
 class Readiness(BaseModel):
@@ -80,6 +91,7 @@ async def healthz(service: Anyone) -> Health:
         open_train=sum(session.mode is SessionMode.TRAIN for session in opened),
         buffered=len(live) - len(opened),
         calls=len(service.calls),
+        engine_up=not service.engine.away,
     )
 
 
@@ -92,7 +104,13 @@ async def readyz(service: Anyone) -> Readiness:
             code="store_full",
             retry_after=10,
         )
-    await service.engine.info()
+    try:
+        async with asyncio.timeout(0 if service.engine.away else _ENGINE_ANSWERS_WITHIN):
+            await service.engine.info()
+    except TimeoutError:
+        raise EngineUnavailable(
+            "the engine does not answer: calls wait for it; try again", retry_after=2
+        ) from None
     return Readiness(version=service.run.version)
 
 

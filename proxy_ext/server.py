@@ -35,6 +35,8 @@ def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
         url=url,
         pid=os.getpid(),
         engine_url=service.engine.url,
+        engine_up=not service.engine.away,
+        engine_silence=service.engine.silence,
         version=service.run.version,
         load=PartLoad(
             open=sum(counts[mode, SessionState.OPEN] for mode in SessionMode),

@@ -216,13 +216,15 @@ async def open_service(
             await service.recover()
             sweeper = asyncio.create_task(_sweep(service))
             archiver = asyncio.create_task(service.archive.run())
+            watcher = asyncio.create_task(engine.watch(hung_after=config.engine.hung_after))
             try:
                 async with watch_loop_lag(service.loop_lag):
                     yield service
             finally:
                 sweeper.cancel()
                 archiver.cancel()
-                await asyncio.wait([archiver])
+                watcher.cancel()
+                await asyncio.wait([archiver, watcher])
                 await service.close()
         finally:
             await asyncio.to_thread(service.audit.close)

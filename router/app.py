@@ -32,6 +32,7 @@ from any_agent.config import Config
 from any_agent.errors import (
     AnyAgentError,
     Draining,
+    EngineUnavailable,
     InvalidRequest,
     PayloadTooLarge,
     ReplyLost,
@@ -94,7 +95,7 @@ class Router:
         self.replies = ClientResponder(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies, access.signer)
         self._conversations = ImplicitAffinity(config, forwarder)
-        opens = OpenRoute(affinity, forwarder)
+        opens = OpenRoute(affinity, forwarder, access.signer)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
             ("POST", START): opens.open,
@@ -226,13 +227,19 @@ class Router:
             ranks[str(rank)] = {"state": "ready" if self.ranks.url(rank) else "away"}
             if entry := self.ranks.entry(rank):
                 ranks[str(rank)] |= {"version": entry.version, "load": entry.load.model_dump()}
+                ranks[str(rank)] |= {"engine_up": entry.engine_up}
         return await self.replies.json(request, {"status": "ok", "ranks": ranks})
 
     async def _readyz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
-        """Answer with the ranks that can be reached and take writes; 503 without any."""
-        live = self.ranks.live
+        """Answer with the ranks that answer, with an engine, and take writes; 503 without any."""
+        live = [rank for rank in self.ranks.live if not self.ranks.stalled(rank)]
         if not live:
             raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
+        live = [rank for rank in live if self.ranks.engine_up(rank)]
+        if not live:
+            raise EngineUnavailable(
+                "no engine answers: calls wait for one, then get 503; try again", retry_after=2
+            )
         ready = [rank for rank in live if not self._is_full(rank)]
         if not ready:
             raise ServiceUnavailable(

@@ -174,7 +174,7 @@ class Forwarder:
         return headers
 
     async def _next_rank(self, deadline: float) -> int:
-        live = self.ranks.live or await self.ranks.reach_any(deadline)
+        live = self.ranks.fit or await self.ranks.reach_any(deadline)
         self._turn += 1
         return live[self._turn % len(live)]
 

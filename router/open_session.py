@@ -1,33 +1,61 @@
 """Routing of `start_session`: to the group's home, to the key's rank, else to a rank with a slot.
 
+A rank that stalls, as a stopped process does, is given up: another one is asked, or the client gets
+503. If the stalled one opens a session after all, the router aborts it.
+
 An open with an Idempotency-Key that nothing else binds to a rank goes to the key's home, like a
 group, and to no other rank: only that one knows how it answered an earlier equal request.
 """
 
 from __future__ import annotations
 
+import asyncio
+import logging
 import time
 from collections import Counter
+from functools import partial
 
+import orjson
 from aiohttp import web
+from aiohttp.hdrs import AUTHORIZATION
+from multidict import CIMultiDict
 
-from any_agent.errors import Draining, ServiceUnavailable, StoreBusy, from_response
-from router.affinity import SessionAffinity, home_of
+from any_agent.errors import (
+    AnyAgentError,
+    Draining,
+    ServiceUnavailable,
+    StoreBusy,
+    from_response,
+)
+from any_agent.keys import KeySigner
+from router.affinity import SESSIONS_PATH, SessionAffinity, home_of
 from router.body import BodyFields, RequestBody, seconds
 from router.forward import IDEMPOTENCY_KEY, Forwarder
 from router.upstream import UpstreamResponse
 
+log = logging.getLogger(__name__)
+
 START = "/rl/v1/start_session"
+_LATE = 120.0
+"""Seconds for which the answer of a rank that was given up is awaited, longer than the launcher
+lets a stalled one live."""
 MAX_BYTES = 1 << 20  # size of the bodies of `/rl` routes that the router reads
+
+
+class RankStalled(ServiceUnavailable):
+    """The rank took the request and does not answer."""
 
 
 class OpenRoute:
     """Opens sessions for agents."""
 
-    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder) -> None:
+    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder, signer: KeySigner) -> None:
         self._affinity = affinity
         self._ranks = forwarder.ranks
         self._forwarder = forwarder
+        self._signer = signer
+        self._late: set[asyncio.Task[None]] = set()
+        """Wait for the answers of ranks that were given up."""
         self._turns: Counter[str] = Counter()
         self._queued: Counter[int] = Counter()
         """Number of opens that this router lets wait for a slot, by rank."""
@@ -47,8 +75,10 @@ class OpenRoute:
         if home is None and key is not None and request.method == "POST":
             home = home_of(f"key {key}", self._affinity.ranks)
         if home is not None:
-            return await self._forwarder.pass_on(request, home, body, content=fields.content)
-        answer = await self._open_anywhere(request, fields, "train" if train else "eval")
+            deadline = time.monotonic() + self._ranks.wait
+            answer = await self._exchange(request, home, fields.content, deadline=deadline)
+        else:
+            answer = await self._open_anywhere(request, fields, "train" if train else "eval")
         return await self._forwarder.answer_with(request, answer)
 
     async def _open_anywhere(
@@ -62,13 +92,17 @@ class OpenRoute:
         at_once = (fields.content, None) if not wait else _with_wait(request, fields, 0)
         self._turns[mode] += 1
         turn = self._turns[mode]
+        given_up: set[int] = set()
         while True:
-            live = await self._ranks.reach_any(give_up)
+            await self._ranks.reach_any(give_up)
+            live = [rank for rank in self._ranks.fit if rank not in given_up]
+            if not live:
+                raise ServiceUnavailable("no rank opens a session now; try again", retry_after=2)
             full: list[int] = []
             refusal: UpstreamResponse | None = None
             for k in range(len(live)):
                 rank = live[(turn + k) % len(live)]
-                answer = await self._ask(request, rank, *at_once)
+                answer = await self._ask(request, rank, given_up, *at_once)
                 if answer is None:
                     continue
                 if answer.status == 429:
@@ -88,7 +122,7 @@ class OpenRoute:
             self._queued[rank] += 1
             try:
                 waiting = _with_wait(request, fields, round(remaining, 3))
-                answer = await self._ask(request, rank, *waiting)
+                answer = await self._ask(request, rank, given_up, *waiting)
             finally:
                 self._queued[rank] -= 1
             if answer is not None:
@@ -100,13 +134,72 @@ class OpenRoute:
         return max(self._queued[rank], entry.load.waiting if entry else 0)
 
     async def _ask(
-        self, request: web.BaseRequest, rank: int, content: bytes, target: str | None
+        self,
+        request: web.BaseRequest,
+        rank: int,
+        given_up: set[int],
+        content: bytes,
+        target: str | None,
     ) -> UpstreamResponse | None:
-        """Return a rank's answer; None if it is away."""
+        """Return a rank's answer; None if it is away, or stalls and is given up."""
         try:
-            return await self._forwarder.ask(request, rank, content=content, target=target)
+            return await self._exchange(request, rank, content, target)
+        except RankStalled:
+            given_up.add(rank)
+            return None
         except ServiceUnavailable:
             return None
+
+    async def _exchange(
+        self,
+        request: web.BaseRequest,
+        rank: int,
+        content: bytes,
+        target: str | None = None,
+        deadline: float = 0.0,
+    ) -> UpstreamResponse:
+        """Return a rank's answer; RankStalled if the rank stalls before, ServiceUnavailable if it
+        is away at the deadline."""
+        asking = asyncio.create_task(
+            self._forwarder.ask(request, rank, content=content, target=target, deadline=deadline)
+        )
+        with self._ranks.stall(rank) as end:
+            asking.add_done_callback(partial(_finish, end))
+            try:
+                await end
+            except asyncio.CancelledError:
+                asking.cancel()
+                raise
+        if asking.done():
+            return asking.result()
+        if IDEMPOTENCY_KEY in request.headers:
+            # A retry with the key gets the session.
+            asking.cancel()
+        else:
+            task = asyncio.create_task(self._abort_late(asking, rank))
+            self._late.add(task)
+            task.add_done_callback(self._late.discard)
+        raise RankStalled(
+            f"rank {rank}, where this session must be, does not answer; try again", retry_after=2
+        )
+
+    async def _abort_late(self, asking: asyncio.Task[UpstreamResponse], rank: int) -> None:
+        """Abort the session that a rank opens though its client was sent elsewhere."""
+        try:
+            async with asyncio.timeout(_LATE):
+                answer = await asking
+                session = orjson.loads(answer.body)["session_id"] if answer.status == 200 else None
+                if session is not None:
+                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {self._signer.run_key}"})
+                    path = f"{SESSIONS_PATH}{session}/abort"
+                    await self._forwarder.exchange(rank, "POST", path, headers, b"")
+        except (AnyAgentError, TimeoutError, ValueError, KeyError) as error:
+            log.info("rank %d was given up for an open: %s", rank, type(error).__name__)
+
+
+def _finish(end: asyncio.Future[None], _: object) -> None:
+    if not end.done():
+        end.set_result(None)
 
 
 def _with_wait(request: web.BaseRequest, fields: BodyFields, wait: float) -> tuple[bytes, str]:

@@ -212,7 +212,8 @@ class _Proxies(Registry):
         ):
             if health is not None:
                 name = rank_name(health["rank"])
-                entry = RegistryEntry(name=name, boot_id=url, url=url, pid=0)
+                up = health.get("engine_up") is not False
+                entry = RegistryEntry(name=name, boot_id=url, url=url, pid=0, engine_up=up)
                 self._seen[name] = RegistrySnapshot((0, 0, b""), time.monotonic(), entry)
 
     def require_all(self) -> bool:

@@ -6,8 +6,8 @@ import asyncio
 import logging
 import math
 import time
-from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager, suppress
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, contextmanager, suppress
 
 from any_agent.errors import ServiceUnavailable
 from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
@@ -15,6 +15,10 @@ from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 log = logging.getLogger(__name__)
 
 _REFRESH = 0.5
+STALLED_AFTER = 3.5
+"""Seconds without a registry entry after which a rank that takes connections opens no session."""
+_STALL_GRACE = 2.0
+"""Seconds that a rank which is stalled already has for the answer to an open."""
 _MAX_WAITING = 1024  # requests that may wait for ranks at once; further ones get 503
 
 
@@ -41,6 +45,13 @@ class RankHealth:
         """Set in order to read the registry at once."""
         self.live: list[int] = []
         """The ranks that serve now, in order."""
+        self.fit: list[int] = []
+        """The best of them for new sessions: if possible with a heartbeat and an engine."""
+        self._stalled: frozenset[int] = frozenset()
+        self._read_at = 0.0
+        """The time of the last look into the registry."""
+        self._asked: dict[asyncio.Future[None], tuple[int, float]] = {}
+        """The futures of :meth:`stall` that are not done, each with its rank and its time."""
 
     async def refresh(self) -> None:
         """Read the registry again, and wake requests that wait for a rank that it shows.
@@ -48,20 +59,30 @@ class RankHealth:
         A thread reads it, so that no stream waits for the disk.
         """
         failed = [rank for rank, at in enumerate(self._failed_at) if at == math.inf]
+        now = time.monotonic()
         await asyncio.to_thread(self._registry.refresh)
+        self._read_at = now
         for rank in failed:
             self._failed_at[rank] = time.monotonic()
         self._update()
 
     def _update(self) -> None:
         urls = [self._url(rank) for rank in range(self.count)]
+        self.live = [rank for rank, url in enumerate(urls) if url]
+        heard = {rank: self._registry.heard(rank_name(rank)) for rank in self.live}
+        # Compared with the last look: while the registry's disk hangs nobody is heard.
+        self._stalled = frozenset(
+            rank for rank, at in heard.items() if self._read_at - at > STALLED_AFTER
+        )
+        awake = [rank for rank in self.live if rank not in self._stalled]
+        self.fit = [rank for rank in awake if self.engine_up(rank)] or awake or self.live
+        self._report_stalls()
         if urls == self._urls:
             return
         for rank, (before, now) in enumerate(zip(self._urls, urls, strict=True)):
             if before != now:
                 log.info("rank %d serves at %s" if now else "rank %d does not answer%s", rank, now)
         self._urls = urls
-        self.live = [rank for rank, url in enumerate(urls) if url]
         self._changed.set()
         self._changed = asyncio.Event()
 
@@ -73,6 +94,31 @@ class RankHealth:
 
     def entry(self, rank: int) -> RegistryEntry | None:
         return self._registry.get(rank_name(rank))
+
+    def engine_up(self, rank: int) -> bool:
+        """Return False if the rank's engine is dead or hangs."""
+        entry = self.entry(rank)
+        return entry is None or entry.engine_up
+
+    def stalled(self, rank: int) -> bool:
+        """Return whether a rank that takes connections has sent no heartbeat for a while."""
+        return rank in self._stalled
+
+    @contextmanager
+    def stall(self, rank: int) -> Iterator[asyncio.Future[None]]:
+        """Yield a future that is done if the rank stalls inside the block."""
+        future = asyncio.get_running_loop().create_future()
+        self._asked[future] = rank, time.monotonic()
+        try:
+            yield future
+        finally:
+            del self._asked[future]
+
+    def _report_stalls(self) -> None:
+        latest = time.monotonic() - _STALL_GRACE
+        for future, (rank, since) in self._asked.items():
+            if rank in self._stalled and since < latest and not future.done():
+                future.set_result(None)
 
     @property
     def trainer(self) -> RegistryEntry | None:

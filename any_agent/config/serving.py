@@ -251,6 +251,10 @@ class EngineConfig(Section):
     between GPUs, gloo otherwise); or tensors, which are copied within a GPU that trainer and engine
     share. auto: the folder without GPUs, tensors if trainer and engines share GPUs of one machine,
     otherwise a process group."""
+    hung_after: float = Field(30.0, ge=5)
+    """Seconds without an answer of the engine's HTTP process after which it hangs: an engine that
+    the service started is restarted, and running calls wait for it as for a dead one. New sessions
+    go to another rank, and `/readyz` tells it, after about 4 seconds."""
     load_timeout: float = Field(600.0, gt=0, le=1500)
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)

@@ -96,6 +96,8 @@ class RemoteEngine:
         self.url = url.rstrip("/")
         self.resubmitted: Counter[str] = Counter()
         """Calls sent again with the tokens they had, by reason: `update` or `death`."""
+        self.silence = 0.0
+        """Seconds for which the engine has left every question of :meth:`watch` unanswered."""
 
     @property
     def version(self) -> int:
@@ -110,7 +112,7 @@ class RemoteEngine:
 
     @property
     def away(self) -> bool:
-        """The engine died, and has not answered since."""
+        """The engine died or hangs, and has not answered since."""
         return False
 
     def generate(self, request: ModelRequest, *, stream: bool) -> AsyncGenerator[GenerationChunk]:
@@ -153,6 +155,12 @@ class RemoteEngine:
 
     def release(self, version: int | None = None) -> None:
         """Let calls continue under ``version``; None: under the version the engine reports."""
+
+    async def watch(self, *, hung_after: float) -> None:
+        """Ask the engine whether it lives, until cancelled; it is `away` while it does not answer.
+
+        After ``hung_after`` silent seconds its running calls are cut off as by its death.
+        """
 
     async def close(self) -> None:
         """Close the connections; calls that still run end as EngineUnavailable."""

@@ -98,7 +98,9 @@ class Node:
         """The parts by name, in the order of starting."""
         self.gpus: GpuAssignment
         """The GPUs of this machine's parts."""
-        self._monitor = RegistryMonitor(self.dir.registry, self.parts, self.options.say)
+        self._monitor = RegistryMonitor(
+            self.dir.registry, self.parts, self.options.say, hung_after=config.engine.hung_after
+        )
         self._stack = ExitStack()
         self._lock: int | None = None
         """The run's locked file, which every child inherits."""

@@ -8,7 +8,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.launcher.component import Component
-from any_agent.rundir.registry import HEARTBEAT, SILENT_AFTER, Registry, Stamp, read_stamp
+from any_agent.rundir.registry import (
+    HEARTBEAT,
+    SILENT_AFTER,
+    Registry,
+    Stamp,
+    rank_name,
+    read_stamp,
+)
 
 SILENCE_TIMEOUT = 30.0  # seconds without a heartbeat after which a part is killed
 
@@ -23,15 +30,18 @@ class _Heartbeat:
 
 @dataclass(eq=False)
 class RegistryMonitor:
-    """Kills a ready part that no longer writes its registry entry; engines write none.
+    """Kills a ready part that no longer writes its registry entry, and an engine that hangs.
 
-    It also prints a line when the disk of a part is full, and when it has space again.
+    Engines write no entry: each one's rank writes for how long it has not answered. It also prints
+    a line when the disk of a part is full, and when it has space again.
     """
 
     folder: Path
     """The run's registry."""
     parts: Mapping[str, Component]
     say: Callable[[str], None]
+    hung_after: float = SILENCE_TIMEOUT
+    """Seconds without an answer after which an engine is killed."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -39,6 +49,7 @@ class RegistryMonitor:
         self._polled_at = self.clock()
         self._heartbeats: dict[str, _Heartbeat] = {}
         self._full: set[str] = set()
+        self._hung: set[str] = set()
 
     def poll(self) -> None:
         """Check every entry, at most once per heartbeat; call it several times a second."""
@@ -56,6 +67,8 @@ class RegistryMonitor:
             for name in silent:
                 del self._heartbeats[name]
                 self.parts[name].kill(f"has sent no heartbeat for {SILENCE_TIMEOUT:g} s")
+        self._registry.refresh()
+        self._check_engines()
         self._check_disks()
 
     def _measure_silence(self, part: Component, passed: float) -> None:
@@ -69,8 +82,20 @@ class RegistryMonitor:
         else:
             beat.silence += passed
 
+    def _check_engines(self) -> None:
+        for name, engine in self.parts.items():
+            if not name.startswith("engine-"):
+                continue
+            rank = rank_name(int(name.rpartition("-")[2]))
+            entry = self._registry.get(rank)
+            if entry is None or entry.engine_silence < self.hung_after:
+                self._hung.discard(name)
+            # Killed once: the entry is a moment older than the engine's next start.
+            elif name not in self._hung and engine.state == "ready" and self._registry.alive(rank):
+                self._hung.add(name)
+                engine.kill(f"has not answered for {self.hung_after:g} s")
+
     def _check_disks(self) -> None:
-        self._registry.refresh()
         for entry in self._registry.entries():
             label = f"{entry.name.replace('-', ' '):<9}"
             full = "its disk is full: calls get 507 until there is space"

@@ -61,6 +61,10 @@ class RegistryEntry(BaseModel):
     state: Literal["starting", "ready", "stopping"] = "ready"
     engine_url: str | None = None
     """The URL of the rank's engine."""
+    engine_up: bool = True
+    """False while the rank's engine is dead or does not answer."""
+    engine_silence: float = 0.0
+    """Seconds for which the rank's engine has not answered, though something listens there."""
     version: int = 0
     """The weight version that the rank serves."""
     load: PartLoad = PartLoad()

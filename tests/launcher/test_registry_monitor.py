@@ -148,3 +148,25 @@ def test_a_trainer_that_waits_for_space_is_said_once(tmp_path: Path) -> None:
         "trainer   disk full: the checkpoint waits",
         "trainer   its disk has space again",
     ]
+
+
+def test_an_engine_that_its_rank_hears_nothing_of_is_killed_once(lab: Lab) -> None:
+    entry = RegistryEntry(name="rank-0", boot_id="b", url="http://x", pid=1)
+    engine = lab.parts["engine-0"]
+
+    def rank_says(silence: float, seconds: float = 3) -> None:
+        for _ in range(round(seconds)):
+            publish(lab.registry, entry.model_copy(update={"engine_silence": silence}))
+            lab.pass_(1, lab.trainer)
+
+    rank_says(TIMEOUT - 1, 60)
+    assert lab.killed == []
+    engine.state = "starting"
+    rank_says(TIMEOUT + 1)
+    assert lab.killed == []
+    engine.state = "ready"
+    rank_says(TIMEOUT + 1, 20)
+    assert engine.killed == [f"has not answered for {TIMEOUT:g} s"]
+    rank_says(0.0)
+    rank_says(TIMEOUT + 1)
+    assert lab.killed == ["engine-0"] * 2

@@ -315,6 +315,7 @@ async def test_health_shows_the_ranks(pair: Lab) -> None:
         "state": "ready",
         "version": 7,
         "load": {"open": 0, "waiting": 0, "calls": 0},
+        "engine_up": True,
     }
     assert (await pair.get("/readyz")).json()["ranks"] == [1]
 
@@ -338,6 +339,30 @@ async def test_ranks_without_room_are_not_ready(pair: Lab, monkeypatch: pytest.M
     assert response.status_code == 503
     assert response.json()["error"]["code"] == "store_full"
     assert response.headers["retry-after"]
+
+
+async def test_ranks_without_an_engine_are_not_ready(pair: Lab) -> None:
+    for up, ready in ((False, [1]), (True, [0, 1])):
+        pair.ranks[0].engine_up = up
+        await until(lambda up=up: pair.router.ranks.engine_up(0) is up, "the entry is read")
+        assert (await pair.get("/readyz")).json()["ranks"] == ready
+        assert (await pair.get("/healthz")).json()["ranks"]["0"]["engine_up"] is up
+    for rank in pair.ranks:
+        rank.engine_up = False
+    await until(lambda: not pair.router.ranks.engine_up(1), "the entry is read")
+    response = await pair.get("/readyz")
+    assert response.status_code == 503
+    assert response.json()["error"]["code"] == "engine_unavailable"
+    assert response.headers["retry-after"]
+
+
+async def test_ranks_that_stall_are_not_ready(pair: Lab) -> None:
+    pair.silent.add(0)
+    await until(lambda: pair.router.ranks.stalled(0), "the rank is missed")
+    assert (await pair.get("/readyz")).json()["ranks"] == [1]
+    pair.silent.clear()
+    await until(lambda: not pair.router.ranks.stalled(0), "the rank is heard")
+    assert (await pair.get("/readyz")).json()["ranks"] == [0, 1]
 
 
 async def test_its_own_answers_name_their_version(pair: Lab) -> None:

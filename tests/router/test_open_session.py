@@ -396,3 +396,103 @@ async def test_a_query_is_bounded(pair: Lab) -> None:
     response = await pair.post(f"{START}?{'a=1&' * 3000}", b"")
     assert response.status_code == 400
     assert opened(pair) == [0, 0]
+
+
+# -- ranks that stall and ranks without an engine ----------------------------------------------
+
+
+async def hang(received: Received) -> None:
+    """Take a request and never answer, as a stopped process does."""
+    await asyncio.Event().wait()
+
+
+def stall(lab: Lab, rank: FakeRank) -> None:
+    rank.handler = hang
+    lab.silent.add(rank.number)
+
+
+async def test_an_open_goes_elsewhere_when_its_rank_stalls(pair: Lab) -> None:
+    stall(pair, pair.ranks[0])
+    slots(pair.ranks[1], 10)
+    answers = await asyncio.gather(*(pair.post(START, {}) for _ in range(4)))
+    assert [answer.json()["rank"] for answer in answers] == [1] * 4
+    assert len(pair.ranks[0].received) == 2, "ranks take turns"
+    # It still takes connections, and gets no further opens.
+    assert [(await pair.post(START, {})).json() for _ in range(4)] == [{"rank": 1}] * 4
+    assert len(pair.ranks[0].received) == 2
+
+
+async def test_one_that_waits_for_a_slot_goes_elsewhere_too(pair: Lab) -> None:
+    for rank in pair.ranks:
+        slots(rank)
+    call = asyncio.create_task(pair.post(START, {"wait": 60}))
+    await until(lambda: sum(opened(pair)) == 3, "it waits at a rank")
+    waits = max(pair.ranks, key=lambda rank: len(rank.received))
+    pair.silent.add(waits.number)
+    slots(pair.ranks[1 - waits.number], 1)
+    assert (await call).json() == {"rank": 1 - waits.number}
+
+
+async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(pair: Lab) -> None:
+    late, other = pair.ranks
+    go_on = asyncio.Event()
+
+    async def wake_up_later(received: Received) -> None:
+        if received.target == START:
+            await go_on.wait()
+        await received.answer({"session_id": "ses-0-late"})
+
+    late.handler = wake_up_later
+    pair.silent.add(0)
+    slots(other, 10)
+    for _ in range(2):
+        assert (await pair.post(START, {})).json() == {"rank": 1}
+    assert [received.target for received in late.received] == [START]
+    go_on.set()
+    await until(lambda: len(late.received) == 2, "the session is aborted")
+    aborted = late.received[1]
+    assert (aborted.method, aborted.target) == ("POST", "/rl/v1/sessions/ses-0-late/abort")
+    assert aborted.values("authorization") == [f"Bearer {pair.signer.run_key}"]
+
+
+@pytest.mark.parametrize("bound", ["group", "key"])
+async def test_an_open_that_is_bound_to_a_stalled_rank_is_refused_in_time(
+    pair: Lab, bound: str
+) -> None:
+    """A retry under the key gets the session that the first request may yet open."""
+    group = bound == "group"
+    home = pair.ranks[home_of("g" if group else "key g", 2)]
+    stall(pair, home)
+    body, headers = ({"group_id": "g"}, {}) if group else ({}, {"Idempotency-Key": "g"})
+    answer = await pair.post(START, body, **headers)
+    assert answer.status_code == 503
+    assert answer.headers["retry-after"] == "2"
+    assert f"rank {home.number}" in answer.json()["error"]["message"]
+    assert opened(pair)[1 - home.number] == 0
+    if not group:
+        await asyncio.wait_for(home.left.wait(), 10)
+
+
+async def test_a_service_whose_ranks_all_stall_refuses_in_time(pair: Lab) -> None:
+    for rank in pair.ranks:
+        stall(pair, rank)
+    answer = await pair.post(START, {"wait": 60})
+    assert (answer.status_code, answer.headers["retry-after"]) == (503, "2")
+    assert opened(pair) == [1, 1], "each one is asked once"
+
+
+async def test_sessions_are_opened_where_an_engine_is(pair: Lab) -> None:
+    for rank in pair.ranks:
+        slots(rank, 100)
+    pair.ranks[0].engine_up = False
+    await until(lambda: pair.router.ranks.fit == [1], "the entry is read")
+    for _ in range(4):
+        assert (await pair.post(START, {})).json() == {"rank": 1}
+    pair.ranks[0].engine_up = True
+    await until(lambda: pair.router.ranks.fit == [0, 1], "the entry is read")
+    assert {(await pair.post(START, {})).json()["rank"] for _ in range(4)} == {0, 1}
+    # Without any engine sessions wait for one, as their calls do.
+    for rank in pair.ranks:
+        rank.engine_up = False
+    await until(lambda: not pair.router.ranks.engine_up(1), "the entry is read")
+    assert (await pair.post(START, {})).status_code == 200

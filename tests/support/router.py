@@ -89,6 +89,7 @@ class FakeRank:
         self.boots = 0
         self.load = PartLoad()
         self.version = 0
+        self.engine_up = True
         self._server: asyncio.Server | None = None
         self._writers: set[asyncio.StreamWriter] = set()
 
@@ -125,6 +126,7 @@ class FakeRank:
             pid=1,
             version=self.version,
             load=self.load,
+            engine_up=self.engine_up,
         )
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import socket
 from array import array
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import aclosing, suppress
 from dataclasses import replace
 from typing import Any, Literal
+from weakref import WeakSet
 
 import aiohttp
 import numpy as np
@@ -29,6 +31,7 @@ from any_agent.engine.sglang.requests import (
     version_number,
 )
 from any_agent.engine.sglang.responses import ChunkReader, events
+from any_agent.engine.sglang.watch import silences
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest
 
@@ -83,10 +86,13 @@ class SGLangEngine(RemoteEngine):
         self._version = 0
         self._logged = ""
         """The last logged error of an engine that returned with another model."""
+        self._sockets: WeakSet[socket.socket] = WeakSet()
         # No limit on connections: the proxy bounds the running calls, and a full pool would be a
         # hidden queue. No total time-out: a long completion is not an error.
         self._http = aiohttp.ClientSession(
-            connector=aiohttp.TCPConnector(limit=0, keepalive_timeout=_KEEPALIVE),
+            connector=aiohttp.TCPConnector(
+                limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._make_socket
+            ),
             timeout=aiohttp.ClientTimeout(total=None, sock_connect=5, sock_read=request_timeout),
             json_serialize=lambda data: orjson.dumps(data).decode(),
         )
@@ -110,6 +116,30 @@ class SGLangEngine(RemoteEngine):
             await asyncio.wait(self._aborts, timeout=2)
         await self._outage.close()
         await self._http.close()
+
+    async def watch(self, *, hung_after: float) -> None:
+        hung = False
+        async with aclosing(silences(self._control)) as silent:
+            async for seconds in silent:
+                self.silence = seconds or 0.0
+                if seconds != 0.0:
+                    self._begin_outage("is gone" if seconds is None else "does not answer")
+                hangs = self.silence >= hung_after
+                if hangs and not hung:
+                    log.warning("the engine at %s hangs; its calls are cut off", self.url)
+                    self._cut_connections()
+                hung = hangs
+
+    def _make_socket(self, info: aiohttp.AddrInfoType) -> socket.socket:
+        made = socket.socket(*info[:3])
+        self._sockets.add(made)
+        return made
+
+    def _cut_connections(self) -> None:
+        """End all requests as the engine's death does; its calls wait like new ones."""
+        for each in tuple(self._sockets):
+            with suppress(OSError):
+                each.shutdown(socket.SHUT_RDWR)
 
     async def info(self) -> dict[str, Any]:
         """Return the engine's `/model_info`; EngineUnavailable if it does not answer."""
@@ -272,11 +302,14 @@ class SGLangEngine(RemoteEngine):
         # A living engine's refusal (such as a full queue) is an answer for the caller.
         if not isinstance(error, _EngineDied) and await self._outage.is_over():
             return False
+        self._begin_outage("is gone")
+        return True
+
+    def _begin_outage(self, what: str) -> None:
         if not self.away:
-            log.warning("the engine at %s is gone; calls wait for it", self.url)
+            log.warning("the engine at %s %s; calls wait for it", self.url, what)
         self._outage.begin()
         self._capabilities = None
-        return True
 
     def _update_version(self, chunk: GenerationChunk, closings: int) -> None:
         """Take the version of a call that no update cut: a restarted engine may have another."""

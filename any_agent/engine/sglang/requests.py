@@ -191,6 +191,18 @@ class SGLangControl:
             return False
         return True
 
+    async def answers(self, path: str, *, within: float) -> bool:
+        """Return whether a GET gets any answer in time; EngineUnavailable if nothing listens."""
+        try:
+            timeout = aiohttp.ClientTimeout(total=within)
+            async with self._http.get(self._url + path, timeout=timeout) as response:
+                await response.read()
+        except TimeoutError:
+            return False
+        except aiohttp.ClientError as error:
+            raise EngineUnavailable("the inference engine is gone", retry_after=2) from error
+        return True
+
     async def request(
         self, method: str, path: str, body: dict[str, Any] | None = None, *, limit: float = _TIMEOUT
     ) -> dict[str, Any]:

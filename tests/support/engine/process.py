@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from contextlib import ExitStack
 from pathlib import Path
@@ -46,3 +47,8 @@ class EngineProcess:
         assert self._child is not None
         self._child.kill()
         self._child.wait()
+
+    def signal(self, number: signal.Signals) -> None:
+        """SIGSTOP hangs it, with its sockets open; SIGCONT lets it go on."""
+        assert self._child is not None
+        self._child.send_signal(number)

@@ -1,0 +1,157 @@
+"""An engine that hangs: a real process that is stopped, with its sockets open."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import time
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from any_agent.engine import SGLangEngine
+from any_agent.engine.sglang.requests import SGLangControl
+from any_agent.engine.sglang.watch import silences
+from any_agent.errors import EngineUnavailable
+from tests.support.engine.process import EngineProcess
+from tests.support.engine.sglang import BOTH, all_of, joined, request, until
+from tests.support.scripted_engine import ScriptedEngine
+
+pytestmark = pytest.mark.service
+
+HUNG_AFTER = 6.0
+LENGTH = 1200
+"""Tokens, more than the engine samples before it is stopped."""
+
+
+@pytest.fixture(scope="module")
+def process(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[EngineProcess]:
+    with EngineProcess(tmp_path_factory.mktemp("engine")) as process:
+        process.start(tiny_model_dir)
+        try:
+            yield process
+        finally:
+            process.kill()
+
+
+@pytest.fixture(autouse=True)
+def goes_on(process: EngineProcess) -> Iterator[None]:
+    yield
+    process.signal(signal.SIGCONT)
+
+
+@asynccontextmanager
+async def watching(
+    url: str, *, hung_after: float = HUNG_AFTER, update_wait: float = 60.0
+) -> AsyncIterator[SGLangEngine]:
+    client = SGLangEngine(url, decode=lambda ids: " ".join(map(str, ids)), update_wait=update_wait)
+    watch = asyncio.create_task(client.watch(hung_after=hung_after))
+    try:
+        yield client
+        assert not watch.done()
+    finally:
+        watch.cancel()
+        with suppress(asyncio.CancelledError):
+            await watch
+        await client.close()
+
+
+async def test_a_stopped_engine_is_noticed_without_a_call_and_comes_back_by_itself(
+    process: EngineProcess,
+) -> None:
+    async with watching(process.url) as client:
+        await asyncio.sleep(1.5)
+        assert (client.away, client.silence) == (False, 0.0)
+        process.signal(signal.SIGSTOP)
+        at = time.monotonic()
+        await until(lambda: client.away)
+        assert time.monotonic() - at < 5
+        await until(lambda: client.silence > HUNG_AFTER)
+        process.signal(signal.SIGCONT)
+        await until(lambda: not client.away and client.silence == 0.0)
+        ids, _, _ = joined(await all_of(client, request(), stream=True))
+        assert len(ids) == 10
+
+
+@BOTH
+async def test_its_calls_are_cut_off_and_go_on_when_it_does(
+    process: EngineProcess, stream: bool
+) -> None:
+    """Nothing that came is sampled again, and nothing is missing."""
+    wanted = request("long", max_new_tokens=LENGTH, temperature=1.0, ignore_eos=True)
+    async with watching(process.url) as client:
+        call = asyncio.create_task(all_of(client, wanted, stream=stream))
+        await asyncio.sleep(0.5)
+        process.signal(signal.SIGSTOP)
+        assert not call.done()
+        await until(lambda: client.silence >= HUNG_AFTER)
+        process.signal(signal.SIGCONT)
+        ids, logprobs, versions = joined(await asyncio.wait_for(call, 100))
+        assert (len(ids), len(logprobs), len(versions)) == (LENGTH,) * 3
+        assert client.resubmitted == {"death": 1}
+
+
+@BOTH
+async def test_its_calls_are_refused_if_it_stays_away(process: EngineProcess, stream: bool) -> None:
+    async with watching(process.url, update_wait=3.0) as client:
+        call = asyncio.create_task(
+            all_of(client, request("long", max_new_tokens=LENGTH, ignore_eos=True), stream=stream)
+        )
+        await asyncio.sleep(0.5)
+        process.signal(signal.SIGSTOP)
+        with pytest.raises(EngineUnavailable, match="try again later") as raised:
+            await asyncio.wait_for(call, 60)
+        assert raised.value.retry_after
+        # A call that comes now does not reach it.
+        with pytest.raises(EngineUnavailable, match="try again later"):
+            await asyncio.wait_for(all_of(client, request("new"), stream=stream), 30)
+
+
+async def test_a_dead_engine_is_noticed_without_a_call() -> None:
+    scripted = ScriptedEngine()
+    async with scripted.serve(), watching(scripted.url) as client:
+        await scripted.die()
+        await until(lambda: client.away)
+        assert client.silence == 0.0, "it is dead, and does not hang"
+        await scripted.revive()
+        await until(lambda: not client.away)
+
+
+async def test_any_answer_is_one_and_the_watchers_own_hanging_is_no_silence(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """An engine that is sick, or wants a key, has a living HTTP process."""
+    monkeypatch.setattr("any_agent.engine.sglang.watch._INTERVAL", 0.01)
+    monkeypatch.setattr("any_agent.engine.sglang.watch._ANSWER_WITHIN", 0.2)
+    monkeypatch.setattr("any_agent.engine.sglang.watch._LATE", 0.1)
+
+    class Control(SGLangControl):
+        def __init__(self) -> None:
+            self.hangs = False
+
+        async def answers(self, path: str, *, within: float) -> bool:
+            if self.hangs:
+                # A step of this very process, in which the limit passed unseen.
+                time.sleep(within + 0.2)  # noqa: ASYNC251
+            return False
+
+    scripted = ScriptedEngine()
+    async with scripted.serve(), watching(scripted.url) as client:
+        scripted.ill = True
+        async for silence in silences(client._control):
+            assert silence == 0.0
+            assert await client._control.answers("/nothing", within=5)
+            break
+    control = Control()
+    seen = []
+    async for silence in silences(control):
+        seen.append(silence)
+        control.hangs = True
+        if len(seen) == 4:
+            break
+    assert seen[0]
+    assert seen == [seen[0]] * 4
