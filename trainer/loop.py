@@ -205,7 +205,7 @@ class TrainingLoop:
         """Tell every rank, whose journal may be full."""
         self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
 
-    def _write(self, work: Callable[[], T], what: str, needed: Callable[[], int] = lambda: 0) -> T:
+    def _write(self, work: Callable[[], T], what: str, needed: Callable[[], int] = int) -> T:
         return self.disk.write(work, self.dir.path, what, needed)
 
     def _finish(self) -> None:

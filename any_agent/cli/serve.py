@@ -102,12 +102,13 @@ def _describe_auth(config: Config) -> str:
 
 
 def _served_weights(config: Config) -> SavedWeights | None:
-    """Return the trial's latest checkpoint; None for a model that is served unchanged."""
+    """Return the trial's latest whole checkpoint; None for a model that is served unchanged."""
     from any_agent.launcher.trial import latest_weights, trial_dir
+    from any_agent.rundir.checksums import sound
 
-    found = latest_weights(config)
-    if found is not None:
-        return found
+    while (found := latest_weights(config)) is not None:
+        if sound(found.path):
+            return found
     if not config.model.path:
         raise ConfigError(
             f"there is no run {config.experiment}/{config.trial} of the user {config.user} in "

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, StoreFull
 from any_agent.protocol.training import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.capacity_keeper import CapacityKeeper
@@ -209,7 +209,7 @@ class LeaseExecutor:
             self._queue.fail(error or RuntimeError("a task of the executor ended"))
 
     async def _poll(self, client: RLClient) -> None:
-        failed = 0
+        failed, full = 0, False
         while True:
             try:
                 packed = await client.lease(owner=self._owner, wait=_POLL_LENGTH)
@@ -221,10 +221,13 @@ class LeaseExecutor:
                 failed = 0 if error.retryable else failed + 1
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
                     raise
-                log.warning("cannot lease episodes, and will try again: %s", error.message)
+                if not isinstance(error, StoreFull) or not full:
+                    log.warning("cannot lease episodes, and will try again: %s", error.message)
+                # The wait for space has no bound, so it is logged once.
+                full = isinstance(error, StoreFull)
                 await asyncio.sleep(_POLL_RETRY_DELAY)
                 continue
-            failed = 0
+            failed, full = 0, False
             # A session that is leased twice had an expired lease.
             fresh = [t for t in episode if t.session_id not in self._leased]
             self._leased.update(t.session_id for t in fresh)

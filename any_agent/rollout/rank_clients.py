@@ -208,6 +208,7 @@ class AckSender:
         Repeating it changes nothing, so that a full store, for example, ends no run.
         """
         backoff = Backoff(math.inf, first=0.25, longest=5.0)
+        said = ""
         while True:
             try:
                 await client.ack(owner=self._owner, trained=trained, rejected=rejected, step=step)
@@ -215,5 +216,9 @@ class AckSender:
             except AnyAgentError as error:
                 if not error.retryable:
                     raise
-                log.warning("cannot acknowledge sessions, and will try again: %s", error.message)
+                if error.message != said:
+                    log.warning(
+                        "cannot acknowledge sessions, and will try again: %s", error.message
+                    )
+                said = error.message
             await backoff.wait()

@@ -13,7 +13,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import checkpoint_problem
 from any_agent.runtime.atomic_files import fsync
 
@@ -46,31 +46,49 @@ def damage(folder: Path) -> str | None:
     Of a folder without checksums, which an earlier version wrote, only the form of its files is
     checked.
     """
-    while True:
-        before = _inode(folder)
-        problem = _damage(folder)
-        # A writer that replaces the whole folder meanwhile damages nothing.
-        if _inode(folder) == before:
+    manifest = folder / MANIFEST
+    try:
+        data: Any = json.loads(manifest.read_bytes()) if manifest.exists() else {}
+        sums = data.get("crc32")
+        # A model's folder may have a file of this name that is no manifest of ours.
+        if "files" in data and (problem := checkpoint_problem(folder)) is not None:
             return problem
-
-
-def set_aside(folder: Path, problem: str) -> Path:
-    """Rename a damaged folder to `damaged-...`, for people to look at, and log it."""
-    number = 0
-    while (target := _aside(folder, number)).exists():
-        number += 1
-    folder.rename(target)
-    fsync(folder.parent)
-    log.error("%s is damaged (%s): it is set aside as %s", folder, problem, target.name)
-    return target
+        if sums is None:
+            log.info("%s has no checksums, as an earlier version wrote it", folder)
+            return next(filter(None, map(_malformed, sorted(folder.rglob("*")))), None)
+        if sums.keys() != data["files"].keys():
+            return f"{MANIFEST} does not have a checksum for each file"
+        found = _checksums([folder / name for name in sums])
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        return f"it cannot be read ({error})"
+    wrong = [name for name, now in zip(sums, found, strict=True) if sums[name] != now]
+    return f"{', '.join(wrong)}: the content is not what was written" if wrong else None
 
 
 def sound(folder: Path) -> bool:
     """Return True if a folder is there and undamaged; a damaged one is set aside."""
     problem = damage(folder) if folder.is_dir() else None
-    if problem is not None and folder.is_dir():
+    if problem is not None:
         set_aside(folder, problem)
     return folder.is_dir()
+
+
+def set_aside(folder: Path, problem: str) -> None:
+    """Rename a damaged folder to `damaged-...`, for people to look at, and log it."""
+    name, number = f"{_DAMAGED}{folder.name}", 1
+    while (target := folder.with_name(name)).exists():
+        name, number = f"{_DAMAGED}{folder.name}-{number}", number + 1
+    try:
+        folder.rename(target)
+        fsync(folder.parent)
+    except FileNotFoundError:
+        return  # It was removed while it was read.
+    except OSError as error:
+        raise StartupError(
+            f"{folder} is damaged ({problem}), and it cannot be renamed ({error.strerror}): "
+            "remove it, or make its folder writable"
+        ) from error
+    log.error("%s is damaged (%s): it is set aside as %s", folder, problem, name)
 
 
 def require_sound(folder: Path) -> None:
@@ -83,41 +101,7 @@ def require_sound(folder: Path) -> None:
 
 def damaged_folders(root: Path) -> list[str]:
     """Return the names of the folders in ``root`` that were set aside."""
-    return sorted(p.name for p in root.glob(f"{_DAMAGED}*")) if root.is_dir() else []
-
-
-def _aside(folder: Path, number: int) -> Path:
-    return folder.with_name(f"{_DAMAGED}{folder.name}{f'-{number}' if number else ''}")
-
-
-def _inode(folder: Path) -> int:
-    try:
-        return (folder / MANIFEST).stat().st_ino
-    except OSError:
-        return 0
-
-
-def _damage(folder: Path) -> str | None:
-    manifest = folder / MANIFEST
-    try:
-        data: Any = json.loads(manifest.read_bytes()) if manifest.exists() else {}
-    except (OSError, ValueError) as error:
-        return f"{MANIFEST} cannot be read ({error})"
-    if manifest.exists() and (problem := checkpoint_problem(folder)) is not None:
-        return problem
-    sums = data.get("crc32")
-    if sums is None:
-        log.info("%s has no checksums, as an earlier version wrote it", folder)
-        files = sorted(p for p in folder.rglob("*") if p.is_file())
-        return next((problem for path in files if (problem := _malformed(path))), None)
-    try:
-        if sums.keys() != data["files"].keys():
-            return f"{MANIFEST} does not have a checksum for each file"
-        found = _checksums([folder / name for name in sums])
-    except (OSError, AttributeError) as error:
-        return str(error)
-    wrong = [name for name, now in zip(sums, found, strict=True) if sums[name] != now]
-    return f"{', '.join(wrong)}: the content is not what was written" if wrong else None
+    return sorted(path.name for path in root.glob(f"{_DAMAGED}*"))
 
 
 def _checksums(files: list[Path]) -> list[str]:
@@ -142,11 +126,11 @@ def _malformed(path: Path) -> str | None:
         elif path.suffix == ".safetensors":
             with open(path, "rb") as file:
                 length = int.from_bytes(file.read(8), "little")
-                size = path.stat().st_size - 8 - length
-                header = json.loads(file.read(length) if size >= 0 else b"")
-            ends = (v["data_offsets"][1] for k, v in header.items() if k != "__metadata__")
-            if max(ends, default=0) != size:
-                return f"{path.name} has {size} bytes of tensors, its header says otherwise"
+                rest = path.stat().st_size - 8 - length
+                header = json.loads(file.read(length) if rest >= 0 else b"")
+            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
+            if max(ends, default=0) != rest:
+                return f"{path.name} has {rest} bytes of tensors, its header says otherwise"
     except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         return f"{path.name} cannot be read ({error})"
     return None

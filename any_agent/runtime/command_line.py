@@ -12,7 +12,8 @@ from functools import partial
 from types import TracebackType
 from typing import Any
 
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, StartupError
+from any_agent.runtime.disk_space import is_disk_full
 
 _LISTS = ("ids", "overrides")
 _SHORT = {
@@ -47,6 +48,11 @@ def guarded(run: Callable[[], int]) -> int:
         return run()
     except AnyAgentError as error:
         return _print_error(error)
+    except OSError as error:
+        if not is_disk_full(error):
+            raise
+        where = f" of {error.filename}" if error.filename else ""
+        return _print_error(StartupError(f"the disk{where} is full: free some space"))
     except KeyboardInterrupt:
         return 130
 

@@ -81,7 +81,7 @@ class DiskSpace:
         self._stopping = True
 
     def write(
-        self, work: Callable[[], T], folder: Path, what: str, needed: Callable[[], int] = lambda: 0
+        self, work: Callable[[], T], folder: Path, what: str, needed: Callable[[], int] = int
     ) -> T:
         """Return ``work()``, which has no effect when it fails for want of space in ``folder``.
 
@@ -89,24 +89,22 @@ class DiskSpace:
         even tried, so that other parts can use what is left.
         """
         wait = DiskWait(what, folder, needed())
-        delay = _POLL_INTERVAL
+        delay = 0.0
         try:
-            if _free(folder) < wait.needed:
-                self._wait(wait, 0)
             while True:
+                if delay or _free(folder) < wait.needed:
+                    self._wait(wait, delay)
                 try:
                     return work()
                 except Exception as error:
                     if not is_disk_full(error):
                         raise
                     log.debug("%s", wait, exc_info=True)
-                self._wait(wait, delay)
-                delay = min(2 * delay, _MAX_DELAY)
+                delay = min(max(_POLL_INTERVAL, 2 * delay), _MAX_DELAY)
         finally:
             if self.waiting is not None:
                 self.waiting = None
-                if not self._stopping:
-                    log.warning("the disk has space again: %s goes on", what)
+                log.warning("the wait for disk space has ended: %s", what)
 
     def _wait(self, wait: DiskWait, delay: float) -> None:
         """Sleep for ``delay`` seconds, and then until there is space."""
@@ -118,8 +116,6 @@ class DiskSpace:
             if self._stopping:
                 raise DiskWaitEnded(str(wait))
             time.sleep(_POLL_INTERVAL)
-        if self._stopping:
-            raise DiskWaitEnded(str(wait))
 
 
 def _free(folder: Path) -> int:

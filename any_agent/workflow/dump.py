@@ -34,6 +34,7 @@ from urllib.parse import quote
 import numpy as np
 
 from any_agent.config import Config
+from any_agent.runtime.atomic_files import append_line
 from any_agent.types import Row
 
 log = logging.getLogger(__name__)
@@ -84,8 +85,8 @@ class TrajectoryDump:
         folder = self._folder / ("eval-rollout" if is_eval else "rollout")
         path = folder / str(max(line["tail_version"] for line in lines)) / file_name(task_id)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with open(path, "a", encoding="utf-8", errors="backslashreplace") as file:
-            file.write("".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines))
+        text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
+        append_line(path, text.encode(errors="backslashreplace").decode())
         return path
 
     def _line(self, row: Row, task_id: int | str, sample_idx: int) -> dict[str, Any]:

@@ -11,13 +11,17 @@ import yaml
 from any_agent.auth.key_store import create_key
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
+from any_agent.launcher import trial
 from any_agent.launcher.trial import (
+    ServedModel,
     TrialWeights,
+    find_weights,
     latest_weights,
     newest_weights,
     resolve_config,
     trial_dir,
 )
+from any_agent.rundir.checksums import damaged_folders, write_manifest
 
 
 @pytest.fixture(autouse=True)
@@ -205,3 +209,45 @@ def test_published_weights_before_the_first_checkpoint(config: Config) -> None:
     assert newest_weights(config) is None
     path = publish(config, 1, 2)
     assert newest_weights(config) == TrialWeights(path, 2)
+
+
+def damaged_at_equal_size(folder: Path) -> None:
+    write_manifest(folder)
+    path = next(p for p in folder.rglob("*") if p.is_file() and p.name != "manifest.json")
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def test_an_engine_starts_with_the_newest_undamaged_weights(
+    config: Config, checkpoint: Path
+) -> None:
+    write_manifest(checkpoint)
+    for version in (8, 9, 10):
+        folder = publish(config, version)
+        (folder / "model.safetensors").write_bytes(b"weights")
+        write_manifest(folder)
+    damaged_at_equal_size(folder)
+    assert ServedModel(config, None).weights() == (str(folder.with_name("v00000009")), 9)
+    for version in (8, 9):
+        damaged_at_equal_size(folder.with_name(f"v0000000{version}"))
+    trial._checked.clear()
+    assert ServedModel(config, None).weights() == (str(checkpoint), 5)
+    assert damaged_folders(folder.parent) == [
+        "damaged-v00000008",
+        "damaged-v00000009",
+        "damaged-v00000010",
+    ]
+    # Without any whole weights nothing else is served in their place.
+    damaged_at_equal_size(checkpoint)
+    trial._checked.clear()
+    with pytest.raises(ConfigError, match=r"no weights in .* are whole.*restore one from a copy"):
+        ServedModel(config, None).weights()
+
+
+def test_weights_that_were_asked_for_by_name_are_not_replaced(
+    config: Config, checkpoint: Path
+) -> None:
+    damaged_at_equal_size(checkpoint)
+    for wanted in ({"step": 20}, {"version": 5}, {}):
+        with pytest.raises(ConfigError, match=r"step-00000020 is damaged: .*restore it"):
+            find_weights(config, **wanted)
+    assert checkpoint.is_dir()

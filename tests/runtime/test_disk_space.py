@@ -76,7 +76,7 @@ def test_a_write_is_repeated_until_it_succeeds(
     assert len(tried) == 4 and disk.waiting is None
     # Once for the wait, once for its end.
     assert [record.levelname for record in caplog.records] == ["WARNING", "WARNING"]
-    assert "the manifest waits for space in" in caplog.text and "goes on" in caplog.text
+    assert "the manifest waits for space in" in caplog.text and "has ended" in caplog.text
 
 
 def test_other_errors_are_raised(free: SimpleNamespace, tmp_path: Path) -> None:

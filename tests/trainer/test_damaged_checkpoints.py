@@ -83,7 +83,7 @@ DAMAGES = (
     *(garbage_generators, another_tokenizer, garbage_manifest, other_checksums),
 )
 STRUCTURAL = (random_header, garbage_state, zeroed_optimizer, garbage_generators, garbage_manifest)
-"""Those that are found without checksums."""
+"""The damages that are found without checksums."""
 
 
 @pytest.fixture

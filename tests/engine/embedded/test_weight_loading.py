@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,6 +17,7 @@ from safetensors.torch import load_file, save_file
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model_loader import load_model
 from any_agent.errors import Conflict, InvalidRequest
+from any_agent.rundir.checksums import write_manifest
 from tests.support.engine.embedded import (
     LIMIT,
     Gate,
@@ -196,3 +198,30 @@ async def test_shards(own_engine: EmbeddedEngine, other_model_dir: Path, tmp_pat
     await own_engine.update_weights(str(tmp_path), "3")
     for name, value in own_engine.loaded.model.state_dict().items():
         assert torch.equal(value, other.state_dict()[name])
+
+
+@pytest.mark.parametrize("how", ["zeroed", "header", "manifest"])
+async def test_weights_that_are_not_what_was_written_are_refused(
+    other_model_dir: Path, own_engine: EmbeddedEngine, tmp_path: Path, how: str
+) -> None:
+    folder = Path(shutil.copytree(other_model_dir, tmp_path / "v00000001"))
+    write_manifest(folder)
+    path = folder / ("manifest.json" if how == "manifest" else "model.safetensors")
+    with path.open("r+b") as file:
+        file.seek(-4096 if how == "zeroed" else 0, os.SEEK_END if how == "zeroed" else os.SEEK_SET)
+        file.write(bytes(64) if how == "manifest" else bytes(4096))
+    before = {name: t.clone() for name, t in own_engine.loaded.model.state_dict().items()}
+    with pytest.raises(InvalidRequest, match="are damaged: "):
+        await own_engine.update_weights(str(folder), "1")
+    now = own_engine.loaded.model.state_dict()
+    assert all(torch.equal(now[name], t) for name, t in before.items())
+    assert own_engine.version == 0
+
+
+async def test_a_file_of_the_same_name_that_is_no_manifest_of_ours(
+    other_model_dir: Path, own_engine: EmbeddedEngine, tmp_path: Path
+) -> None:
+    folder = Path(shutil.copytree(other_model_dir, tmp_path / "model"))
+    (folder / "manifest.json").write_text('{"name": "a model"}')
+    await own_engine.update_weights(str(folder), "1")
+    assert own_engine.version == 1

@@ -8,6 +8,7 @@ import resource
 import signal
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from itertools import count
 from pathlib import Path
 from queue import Queue
 from typing import Any
@@ -16,9 +17,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+import trainer.sharded_optimizer
 from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
+from any_agent.runtime.disk_space import DiskSpace
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, random_rows
@@ -285,6 +288,42 @@ class Cramped(Follower):
             super()._save(folder)
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (before, most))
+
+
+def waiting(world: World, model: str, root: str) -> tuple[list[int], float] | None:
+    """The checkpoints, and a later loss, where the disk is full for one process, then another."""
+    torch.set_num_threads(1)
+    trainer.sharded_optimizer.save_shard = _failing_at(1 if world.leads else 0)
+    if not world.leads:
+        Follower(world, CONFIG, TRAIN).follow()
+        return None
+    leader = Leader(world)
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy.train(random_rows(0, dtype=torch.float32), 60)
+    tries = []
+
+    def save() -> Path:
+        tries.append(1)
+        return save_checkpoint(Path(root), policy, Path(model), {})
+
+    DiskSpace().write(save, Path(root), "the checkpoint")
+    assert len(tries) == 3
+    loss = policy.train(random_rows(1, dtype=torch.float32), 60).stats.loss
+    leader.stop()
+    return list(complete_checkpoints(Path(root))), loss
+
+
+def _failing_at(number: int) -> Callable[[Policy, Path], None]:
+    """`save_shard`, which finds a full disk in this call of it."""
+    calls = count()
+    real = trainer.sharded_optimizer.save_shard
+
+    def save(policy: Policy, folder: Path) -> None:
+        if next(calls) == number:
+            raise TrainingError("the share cannot be written: [Errno 28] No space left on device")
+        real(policy, folder)
+
+    return save
 
 
 def silent(world: World) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from tests.support.trainer.world_cases import (
     split,
     trained,
     under,
+    waiting,
     weights_of,
 )
 from tests.support.trainer.world_cases import killed as one_killed
@@ -155,6 +157,13 @@ def test_where_the_disk_is_full_for_another_process_nothing_half_is_kept(
     assert first == [] and later == [2]
     assert "nothing to train on" in empty
     load_checkpoint(tmp_path / "step-00000002", CONFIG)
+
+
+def test_a_full_disk_of_either_process_is_waited_out(tiny_model_dir: Path, tmp_path: Path) -> None:
+    checkpoints, loss = together(2, waiting, str(tiny_model_dir), str(tmp_path))[0]
+    assert checkpoints == [1]
+    assert math.isfinite(loss)
+    load_checkpoint(tmp_path / "step-00000001", CONFIG)
 
 
 def test_a_run_that_is_killed_or_stopped_goes_on_as_if_nothing_had_been(

@@ -19,6 +19,7 @@ from aiohttp import web
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
 from any_agent.rollout import RankClients
+from any_agent.rundir.checksums import sound, write_manifest
 from any_agent.rundir.registry import RegistryEntry
 from any_agent.runtime.ports import free_port
 from trainer.sync import NewWeights, base
@@ -137,10 +138,12 @@ HERE: ContextVar[asyncio.AbstractEventLoop] = ContextVar("HERE")
 SEVEN = NewWeights(7, 3, Path("/weights/v7"), write=lambda: None, buckets=lambda: iter(()))
 
 
-def update(fleet: Fleet, *, load_timeout: float = 30.0) -> asyncio.Task[None]:
+def update(
+    fleet: Fleet, *, load_timeout: float = 30.0, new: NewWeights = SEVEN
+) -> asyncio.Task[None]:
     HERE.set(asyncio.get_running_loop())
     sync = DiskSync(on_this_loop, load_timeout=load_timeout)
-    return asyncio.create_task(asyncio.to_thread(sync.update, fleet, SEVEN))
+    return asyncio.create_task(asyncio.to_thread(sync.update, fleet, new))
 
 
 WHOLE = ["pause", "v7", "resume"]
@@ -255,3 +258,34 @@ async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
         with pytest.raises(ServiceUnavailable):
             await asyncio.to_thread(sync.repair, fleet, SEVEN)
     assert [client.events for client in fleet.clients] == [[], WHOLE]
+
+
+async def test_a_folder_that_engines_find_damaged_is_written_anew(
+    engines: tuple[Engine, Engine], tmp_path: Path
+) -> None:
+    folder = tmp_path / "v7"
+    written: list[int] = []
+
+    def write() -> None:
+        if not sound(folder):
+            written.append(1)
+            folder.mkdir()
+            (folder / "model.safetensors").write_bytes(b"weights")
+            write_manifest(folder)
+
+    write()
+    (folder / "model.safetensors").write_bytes(b"strange")
+    engines[0].answers = [400, 200]
+    engines[0].says = "the weights are damaged"
+    fleet = Fleet(*engines)
+    new = NewWeights(7, 3, folder, write=write, buckets=lambda: iter(()))
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet, new=new)
+    assert len(written) == 2 and (tmp_path / "damaged-v7").is_dir()
+    assert fleet.clients[0].events == ["pause", "resume", *WHOLE]
+    # A refusal of whole weights is no reason to write them again.
+    engines[0].answers = [400]
+    async with engines[0].serve(), engines[1].serve():
+        with pytest.raises(TrainingError, match="refused version 7"):
+            await update(fleet, new=new)
+    assert len(written) == 2
