@@ -43,13 +43,26 @@ class MixedSession(Session):
     ) -> None:
         super().__init__(fam, echo, seed, tally, meddles=meddles)
         self._apis = HABITS[habit]
+        self._api = self._apis[0]
         self._names = habit in ("named", "all")
+
+    def _sent(self, thread: Thread) -> list[Message]:
+        """Return the thread's messages without the reasoning that the API's body has no place for:
+        that of answers which another API gave, or which were changed."""
+        if self._api.name == "chat":
+            return thread.messages
+        return [
+            m
+            if isinstance(m, Given) and m.api == self._api.name
+            else {k: v for k, v in m.items() if k != "reasoning_content"}
+            for m in thread.messages
+        ]
 
     async def _complete(
         self, thread: Thread, stop: list[str], *, stream: bool
     ) -> tuple[Completion, Message]:
         rng = self.rng
-        api = rng.choice(self._apis)
+        self._api = api = rng.choice(self._apis)
         if stop and api is RESPONSES:
             stop.clear()
         asked = Asked(

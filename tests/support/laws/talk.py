@@ -166,10 +166,15 @@ class Session:
             tally.expected += 1
         if node.continuation is Continuation.EXACT:
             tally.exact += 1
-            check_conversation(self.tree, node, thread.messages, thread.tools)
-            check_continuation(self.fam, self.tree, node, thread.messages, thread.tools)
+            messages = self._sent(thread)
+            check_conversation(self.tree, node, messages, thread.tools)
+            check_continuation(self.fam, self.tree, node, messages, thread.tools)
         elif thread.answers:
             tally.reasons[node.branch_reason or "found no parent"] += 1
+
+    def _sent(self, thread: Thread) -> list[Message]:
+        """Return the messages that the last request of the thread has sent."""
+        return thread.messages
 
     async def _complete(
         self, thread: Thread, stop: list[str], *, stream: bool

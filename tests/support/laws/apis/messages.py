@@ -81,16 +81,14 @@ ERRORS = {
 
 
 def turns_of(messages: Sequence[Message]) -> list[Any]:
-    """Messages with blocks that say what chat messages do; results and what follows them are one
-    user's message."""
+    """Return messages with blocks that say what chat messages do; tool results and the text after
+    them are one user's message, other texts of users stay apart."""
     out: list[Any] = []
     for message in messages:
         role = "assistant" if message["role"] == "assistant" else "user"
         said = _blocks(message)
-        if role == "user" and out and out[-1]["role"] == "user":
-            before = out[-1]["content"]
-            if isinstance(before, str):
-                before = [{"type": "text", "text": before}]
+        before = out[-1]["content"] if role == "user" and out else None
+        if isinstance(before, list) and out[-1]["role"] == "user":
             if isinstance(said, str):
                 said = [{"type": "text", "text": said}]
             out[-1] = {"role": "user", "content": [*before, *said]}
