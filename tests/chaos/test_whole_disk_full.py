@@ -7,7 +7,9 @@ space again training goes on by itself, exactly.
 from __future__ import annotations
 
 import asyncio
+import os
 import secrets
+import signal
 import time
 from collections.abc import Callable
 from functools import partial
@@ -27,9 +29,9 @@ from tests.support.e2e.crowd import Crowd
 from tests.support.small_disk import Disk, small_disk
 
 DISK = 96 << 20
-LIMIT = 420.0
+LIMIT = 1500.0
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = pytest.mark.timeout(1800)
 
 
 class FullDisk(Chaos):
@@ -50,6 +52,9 @@ class FullDisk(Chaos):
             for _ in range(self.times):
                 await self._until_step(self._step() + 2, work)
                 await self._fill_up(node, service)
+            assert all(part.restarts == 0 for part in node.parts.values())
+            assert len(self.pids) == 1, "a part has another process now"
+            await self._kill_while_full(node)
             await self._until_step(self._step() + 4, work)
             crowd.leave()
             await work
@@ -68,6 +73,21 @@ class FullDisk(Chaos):
         else:
             raise AssertionError(f"the trainer never met the full disk: {self.said}")
         await self._until(lambda: self._says("trainer", "has space again"))
+
+    async def _kill_while_full(self, node: Node) -> None:
+        """Kill a rank, which cannot start on a full disk: that costs none of its attempts."""
+        part = node.parts["rank-1"]
+        began = time.monotonic()
+        try:
+            self.disk.fill()
+            os.kill(part.pid, signal.SIGKILL)
+            while time.monotonic() - began < self.hold:
+                self.disk.fill()
+                await asyncio.sleep(0.1)
+        finally:
+            self.disk.make_room()
+        await self._until(lambda: part.state == "ready")
+        assert len(part._history._deaths) <= 2
 
     async def _stay_full(self, node: Node, service: RLClient) -> bool:
         """Keep the disk full; return False if the trainer has nothing to write meanwhile."""
@@ -144,8 +164,6 @@ def test_nothing_dies_and_training_goes_on(tmp_path: Path, long: bool, figure: F
         options = NodeOptions(say=chaos.said.append)
         with Node(config, options) as node:
             asyncio.run(chaos.drive(node))
-            assert all(part.restarts == 0 for part in node.parts.values())
-            assert len(chaos.pids) == 1, "a part has another process now"
         chaos.audit(run)
         left = [str(p.relative_to(run.path)) for p in run.path.rglob(".partial-*")]
         ledger = chaos.outcome.ledger
@@ -155,5 +173,5 @@ def test_nothing_dies_and_training_goes_on(tmp_path: Path, long: bool, figure: F
     figure(
         f"the whole disk full {times} times, {chaos.waited:.0f} s in all: "
         f"{len(list(ledger.answers()))} answers acknowledged, lost 0, "
-        f"restarted 0, {chaos.outcome.figures['history']}"
+        f"restarted none but the one killed, {chaos.outcome.figures['history']}"
     )

@@ -178,6 +178,15 @@ def test_killed_at_each_boundary(
     assert different == []
 
 
+def zero_tensors(path: Path) -> None:
+    """Damage a file's tensors and leave its size and its header as they were."""
+    size = path.stat().st_size
+    with path.open("r+b") as file:
+        file.seek(size - 4096)
+        file.write(bytes(4096))
+    assert path.stat().st_size == size
+
+
 async def archive(config: Config) -> dict[str, SessionRow]:
     """What the ranks' sweeps do in time; every session then."""
     found = {}
@@ -194,7 +203,10 @@ async def archive(config: Config) -> dict[str, SessionRow]:
 def test_the_oldest_checkpoint_is_enough_after_retention(
     whole: Config, uninterrupted: Outcome, tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    """The newest checkpoint is lost, and what only it could do without is in archives."""
+    """The newest checkpoint is damaged, and what only it could do without is in archives.
+
+    So is what the engines served last: they begin with other weights that are whole.
+    """
     config = config_for(tmp_path / "runs", tiny_model_dir)
     shutil.copytree(trial_dir(whole).path, trial_dir(config).path)
     rows = asyncio.run(archive(config))
@@ -207,10 +219,16 @@ def test_the_oldest_checkpoint_is_enough_after_retention(
     assert sorted(path.name for path in checkpoints.glob("step-*")) == [
         f"step-{step:08d}" for step in (STEPS - 2, STEPS)
     ]
-    (checkpoints / f"step-{STEPS:08d}" / "manifest.json").unlink()
-    with Node(config, NodeOptions(say=lambda _: None)) as node:
+    served = trial_dir(config).weights / f"v{STEPS:08d}"
+    for folder in (checkpoints / f"step-{STEPS:08d}", served):
+        zero_tensors(folder / "model.safetensors")
+    said: list[str] = []
+    with Node(config, NodeOptions(say=said.append)) as node:
         asyncio.run(drive(node))
         assert node.parts["trainer"].restarts == 0
+    assert f"model     {served.with_name(f'v{STEPS - 1:08d}')}, version {STEPS - 1}" in said
+    assert (checkpoints / f"damaged-step-{STEPS:08d}").is_dir()
+    assert served.with_name(f"damaged-{served.name}").is_dir()
     again = outcome(config)
     assert (again.rewards, again.consumed) == (uninterrupted.rewards, uninterrupted.consumed)
     for name, tensor in uninterrupted.tensors.items():
