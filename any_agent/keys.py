@@ -6,6 +6,7 @@
     sk-admin.<id>.<secret>       created by `any-agent keys create`, stored as a hash
     sk-trainer.<id>.<secret>     the same; with "run" as id the run's own key, derived, not stored
     sk-tenant.<id>.<secret>      created by `any-agent keys create`, stored as a hash
+    sk-engine.<hmac>             the key of a run's engines, derived, in a file for their clients
 
 A session's key names a lane on a rank and nothing else, so that a router reads the rank, and a rank
 checks the key, without a table.
@@ -26,7 +27,8 @@ from any_agent.errors import SessionMismatch
 SESSION_KEY_PREFIX = "sk-v1."
 KEPT_SCOPES = ("admin", "trainer", "tenant")
 KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
-KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES)
+_ENGINE_KEY = "sk-engine."
+KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES, _ENGINE_KEY)
 """Prefixes of all keys of this service, genuine or forged."""
 _RUN_KEY = "sk-trainer.run."
 PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
@@ -130,6 +132,12 @@ def _run_key(secret: bytes) -> str:
 def _client_mac(secret: bytes, address: str) -> str:
     text = f"any-agent: a client of the router at {address}"
     return hmac.digest(secret, text.encode("utf-8", "surrogatepass"), "sha256").hex()[:32]
+
+
+def engine_key(secret: bytes) -> str:
+    """Return the key of engines whose run has this secret."""
+    mac = hmac.digest(secret, b"any-agent: the key of the run's engines", "sha256")
+    return f"{_ENGINE_KEY}{mac.hex()}"
 
 
 _KEPT_KEY = re.compile(r"sk-(admin|trainer|tenant)\.([0-9a-f]{8})\.([0-9a-f]{48})")

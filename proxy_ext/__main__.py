@@ -13,6 +13,7 @@ import time
 import uuid
 
 from any_agent.auth.access import require_key
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.config import Config, load_resolved
 from any_agent.config.model_list import resolved
 from any_agent.engine import HALF_LOADED, open_engine
@@ -63,14 +64,15 @@ def _start(args: argparse.Namespace) -> int:
     return _serve(config, args, listener)
 
 
-async def _check_engine(kind: str, url: str, wait: float, shape: ModelFingerprint) -> None:
+async def _check_engine(config: Config, url: str, wait: float, shape: ModelFingerprint) -> None:
     """Check the engine before the slow imports.
 
     StartupError if it does not answer in time, ConfigError if it serves another model or has a
     public address.
     """
     await asyncio.to_thread(require_private_url, url)
-    engine = open_engine(kind, url, decode=lambda _: "", shape=shape)
+    kind, key = config.engine.kind, key_of_engines(config)
+    engine = open_engine(kind, url, decode=lambda _: "", shape=shape, key=key)
     deadline = time.monotonic() + wait
     try:
         while True:
@@ -111,7 +113,7 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
     asyncio.run(require_passing(chat, config, training=args.training))
     asyncio.run(check_grader(config.sessions))
     shape = shape_of(args.model_path or config.model.path)
-    asyncio.run(_check_engine(config.engine.kind, args.engine_url, args.engine_wait, shape))
+    asyncio.run(_check_engine(config, args.engine_url, args.engine_wait, shape))
     app = create_app(
         config,
         chat,

@@ -11,6 +11,7 @@ from functools import partial
 
 from any_agent.auth.access import Access, run_dir_of
 from any_agent.auth.audit_log import AuditLog
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.completions.completer import Completer
 from any_agent.config import Config
@@ -196,6 +197,7 @@ async def open_service(
         update_wait=config.engine.update_wait,
         request_timeout=config.engine.request_timeout,
         shape=shape,
+        key=key_of_engines(config),
     )
     journal = open_journal(journal_url or run_dir.journal_url(rank))
     try:

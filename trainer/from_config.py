@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 from any_agent import load_hf_tokenizer
 from any_agent.auth.access import signer_of
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.config import Config, TrainConfig
 from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool
@@ -118,6 +119,7 @@ def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor
         update_mode=c.engine.update_mode,
         update_wait=c.engine.update_wait,
         request_timeout=c.engine.request_timeout,
+        key=key_of_engines(c),
     )
     return WorkflowExecutor(
         pool,

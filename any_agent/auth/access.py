@@ -173,20 +173,26 @@ class Access:
 
 
 def require_loopback_client(
-    *, hosts: Iterable[str], origins: Iterable[str], fetch_sites: Iterable[str]
+    *,
+    hosts: Iterable[str],
+    origins: Iterable[str],
+    fetch_sites: Iterable[str],
+    key: str = "an admin key",
+    do: str = "set server.admin_key",
 ) -> None:
     """Raise Forbidden unless these values of `Host`, `Origin` and `Sec-Fetch-Site` are those of a
     local program: without a key, a web page in the operator's browser must not be able to call us.
+
+    ``key`` and ``do`` are the words of the error for the key that is missing.
     """
     for site in fetch_sites:
         if site not in ("none", "same-origin"):
-            raise Forbidden("without an admin key no web page is served; set server.admin_key")
+            raise Forbidden(f"without {key} no web page is served; {do}")
     for name, values in (("host", hosts), ("origin", origins)):
         for value in values:
             if value and not _is_loopback(value):
                 raise Forbidden(
-                    f"without an admin key only loopback is served, not {name} {value[:80]!r}; "
-                    "set server.admin_key"
+                    f"without {key} only loopback is served, not {name} {value[:80]!r}; {do}"
                 )
 
 

@@ -6,10 +6,12 @@ from any_agent.config.base import Name as Name
 from any_agent.config.cluster import ClusterConfig as ClusterConfig
 from any_agent.config.load import ENV_PREFIX as ENV_PREFIX
 from any_agent.config.load import SECRET_VARIABLES as SECRET_VARIABLES
+from any_agent.config.load import SECRETS as SECRETS
 from any_agent.config.load import import_plugins as import_plugins
 from any_agent.config.load import known_keys as known_keys
 from any_agent.config.load import load_config as load_config
 from any_agent.config.load import load_resolved as load_resolved
+from any_agent.config.load import secret_variables as secret_variables
 from any_agent.config.schema import Config as Config
 from any_agent.config.serving import EngineConfig as EngineConfig
 from any_agent.config.serving import FrozenConfig as FrozenConfig

@@ -25,7 +25,8 @@ from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_by_setting
 
 ENV_PREFIX = "ANY_AGENT_"
-SECRET_VARIABLES = (f"{ENV_PREFIX}SERVER__ADMIN_KEY",)
+SECRETS = ("server.admin_key", "engine.key")
+SECRET_VARIABLES = tuple(ENV_PREFIX + name.upper().replace(".", "__") for name in SECRETS)
 """Variables of the settings that pass from process to process by the environment only."""
 
 _WHOLE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
@@ -114,7 +115,7 @@ def load_config(
     data = {} if path is None else _read_yaml(Path(path), changed)
     elsewhere.translate(data, own)
     for key, value in changes.items():
-        if "${" in str(value) and key != "server.admin_key":
+        if "${" in str(value) and key not in SECRETS:
             _refuse_reference(str(value), key)
         elsewhere.put(data, key, value)
     elsewhere.settle(data, own)
@@ -122,6 +123,13 @@ def load_config(
         return kind.model_validate(data)
     except ValidationError as error:
         raise ConfigError(_explain(error, path, kind)) from None
+
+
+def secret_variables(config: Config) -> dict[str, str]:
+    """Return the variables that pass the secrets of these settings to another process."""
+    keys = (config.server.admin_key, config.engine.key)
+    named = zip(SECRET_VARIABLES, keys, strict=True)
+    return {name: key.get_secret_value() for name, key in named if key is not None}
 
 
 def load_resolved(path: str | Path, environ: Mapping[str, str] | None = None) -> Config:

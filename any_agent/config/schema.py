@@ -100,11 +100,12 @@ class Config(Section):
 
     def dump(self) -> dict[str, Any]:
         """Return plain data for files and logs, without secrets and without a subclass's fields."""
-        data = self.model_dump(mode="json", exclude={"server": {"admin_key"}})
+        secret = {"server": {"admin_key"}, "engine": {"key"}}
+        data = self.model_dump(mode="json", exclude=secret)
         return {key: value for key, value in data.items() if key in Config.model_fields}
 
     def secrets(self) -> list[str]:
         """Return the secrets, which must appear in no log."""
-        key = self.server.admin_key
-        own = [key.get_secret_value()] if key is not None else []
+        keys = (self.server.admin_key, self.engine.key)
+        own = [key.get_secret_value() for key in keys if key is not None]
         return own + secrets_of(self.frozen.model_list, os.environ)

@@ -44,8 +44,10 @@ _REASONS: Mapping[str, str] = {
         "an engine is on one machine; set server.ranks for more engines"
     ),
     "--api-key --admin-api-key": (
-        "others could read it in the list of processes; engines are private without"
+        "the service gives its engines a key of its own, in a file that only its owner reads"
     ),
+    "--tokenizer-worker-num": "an SGLang with several of them takes no key",
+    "--grpc-port --grpc-mode --smg-grpc-mode": "gRPC would need no key",
     "--skip-tokenizer-init": "without its tokenizer an engine finds no stop strings",
     "--config": "a file could set any of the options that the service sets",
 }
@@ -221,6 +223,9 @@ class EngineConfig(Section):
     urls: Texts = ()
     """URLs of running engines (SGLang's native HTTP contract), one per rank, on private addresses.
     Empty: the service starts engines."""
+    key: SecretStr | None = None
+    """The key that the engines of `engine.urls` require, sent as `Authorization: Bearer`; SGLang
+    gets it by its option `--api-key`. Engines that the service starts have a key of the run."""
     python: str | None = None
     """The interpreter of SGLang's own environment. None: the service's interpreter."""
     arguments: EngineOptions = ()
@@ -259,6 +264,18 @@ class EngineConfig(Section):
     """Seconds that the engine may take to load new weights."""
     request_timeout: float = Field(600.0, gt=0)
     """Seconds without a byte from the engine after which a call fails."""
+
+    @field_validator("key")
+    @classmethod
+    def _sendable_key(cls, key: SecretStr | None) -> SecretStr | None:
+        if key is not None and not re.fullmatch(r"[!-~]+", key.get_secret_value()):
+            raise ValueError("engine.key must be printable ASCII characters without spaces")
+        return key
+
+    @property
+    def secret_key(self) -> str | None:
+        """The text of :attr:`key`."""
+        return None if self.key is None else self.key.get_secret_value()
 
     @model_validator(mode="after")
     def _fits_kind(self) -> Self:

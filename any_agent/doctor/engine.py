@@ -63,13 +63,14 @@ async def engine_laws(
     config: Config,
     chat: ChatFormat | None,
     *,
+    key: str | None = None,
     run: RunDir | None,
     published: int | None,
 ) -> list[Verdict]:
     """Check every law; ``chat`` is None without a tokenizer, ``published`` is the newest version
-    of ``run``."""
+    of ``run``, ``key`` the engine's."""
     prompt = chat.render([probes.USER], None) if chat is not None else _PLAIN_PROMPT
-    async with probe_engine(url) as engine:
+    async with probe_engine(url, key=key) as engine:
         try:
             info = await engine.info()
         except AnyAgentError as error:

@@ -15,6 +15,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 
 from any_agent.auth.access import run_dir_of
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.chat.load import RendererMismatch
 from any_agent.config import LOOPBACK, Config, load_config
@@ -40,7 +41,8 @@ class Subject:
     config: Config
     run: RunDir | None = None
     """The trial's folder, if a trial is named and was started."""
-    engines: list[str] = field(default_factory=list)
+    engines: dict[str, str | None] = field(default_factory=dict)
+    """The engines' URLs and keys."""
     url: str | None = None
     key: str | None = None
     quick: bool = False
@@ -79,7 +81,8 @@ def _subject(arguments: argparse.Namespace) -> Subject:
         raise ConfigError(f"model path {path!r} is neither a folder nor a name on the hub")
     run = run_dir_of(config) if of_trial else None
     run = run if run is not None and run.path.is_dir() else None
-    engines = list(arguments.engine or config.engine.urls or (_engines_of(run) if run else ()))
+    known = _engines_of(run) if run else []
+    engines = list(arguments.engine or config.engine.urls or known)
     for url in (*engines, *filter(None, [arguments.url])):
         _check_url(url)
     if not (config.model.path or engines or arguments.url):
@@ -92,7 +95,10 @@ def _subject(arguments: argparse.Namespace) -> Subject:
     if arguments.quick and not config.model.path:
         raise ConfigError("--quick checks a model's chat format: give the model's folder")
     key = arguments.key or next(filter(None, map(os.environ.get, _KEYS)), None)
-    return Subject(config, run, engines, arguments.url, key, arguments.quick)
+    # A run's key is for its own engines: another address may be anybody's.
+    own = key_of_engines(config) if any(url in known for url in engines) else None
+    keys = {url: own if url in known else config.engine.secret_key for url in engines}
+    return Subject(config, run, keys, arguments.url, key, arguments.quick)
 
 
 def _config(arguments: argparse.Namespace, settings: list[str], *, of_trial: bool) -> Config:
@@ -125,7 +131,8 @@ async def _check(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
     names: dict[str, str] = {}
     verdicts: list[Verdict] = []
     if not subject.config.model.path and subject.engines:
-        subject.config = await _with_model_of(subject.engines[0], subject.config)
+        url, key = next(iter(subject.engines.items()))
+        subject.config = await _with_model_of(url, key, subject.config)
     model = subject.config.model
     known: ChatFormat | None = None
     if model.path:
@@ -148,10 +155,12 @@ async def _check(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
     if subject.quick:
         return names, verdicts
     several = len(subject.engines) > 1
-    for number, url in enumerate(subject.engines):
+    for number, (url, key) in enumerate(subject.engines.items()):
         shown = _without_passwords(url)
         names[f"engine {number}" if several else "engine"] = shown
-        found = await engine_laws(url, subject.config, known, run=subject.run, published=published)
+        found = await engine_laws(
+            url, subject.config, known, key=key, run=subject.run, published=published
+        )
         if several:
             place = shown.partition("://")[2]
             found = [replace(verdict, case=f"{verdict.case} ({place})") for verdict in found]
@@ -159,9 +168,9 @@ async def _check(subject: Subject) -> tuple[dict[str, str], list[Verdict]]:
     return names, verdicts
 
 
-async def _with_model_of(url: str, config: Config) -> Config:
+async def _with_model_of(url: str, key: str | None, config: Config) -> Config:
     """Set the model that the engine reports, if its folder is on this machine."""
-    async with probe_engine(url) as engine:
+    async with probe_engine(url, key=key) as engine:
         with suppress(AnyAgentError):
             path = (await engine.info()).get("model_path")
             if isinstance(path, str) and await asyncio.to_thread(Path(path).is_dir):

@@ -63,7 +63,7 @@ async def verify_weights(config: Config, urls: Sequence[str]) -> list[Verdict]:
 
 
 async def _verify(config: Config, url: str, loaded: dict[Path, Forward]) -> Verdict:
-    async with probe_engine(url) as engine:
+    async with probe_engine(url, key=config.engine.secret_key) as engine:
         version = reported_version(await engine.info())
         if version is None:
             return LAW.failed(CASE, "the engine does not report its version", OTHER_WEIGHTS)

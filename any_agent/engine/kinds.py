@@ -40,13 +40,14 @@ def open_engine(
     update_mode: Literal["resume", "in_place"] = "resume",
     update_wait: float = 120.0,
     request_timeout: float = 600.0,
+    key: str | None = None,
 ) -> RemoteEngine:
     """Make the client of an engine that runs at ``url``; nothing is sent yet.
 
     ``decode`` turns token ids into text; stop strings across a weight update need it. ``shape`` is
     that of the model that the engine should have. Calls wait at most ``update_wait`` seconds for a
     weight update, or for an engine that is away; ``request_timeout`` is in seconds without a byte.
-    Raises ConfigError, with the known kinds, for another kind.
+    ``key`` is sent with every request. Raises ConfigError, with the known kinds, for another kind.
     """
     return _KINDS.find(kind)(
         url,
@@ -55,6 +56,7 @@ def open_engine(
         update_mode=update_mode,
         update_wait=update_wait,
         request_timeout=request_timeout,
+        key=key,
     )
 
 

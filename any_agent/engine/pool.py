@@ -55,6 +55,7 @@ class EnginePool:
         update_mode: Literal["resume", "in_place"] = "resume",
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
+        key: str | None = None,
     ) -> None:
         if not engines:
             raise ConfigError("an engine pool needs at least one engine or URL")
@@ -70,6 +71,7 @@ class EnginePool:
             update_mode=update_mode,
             update_wait=update_wait,
             request_timeout=request_timeout,
+            key=key,
         )
         self._members: list[_Member] = []
         self._homes: OrderedDict[str, _Member] = OrderedDict()

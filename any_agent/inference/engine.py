@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import os
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
 from contextlib import ExitStack, aclosing
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from any_agent.chat import ChatFormat
-from any_agent.config import Config, RolloutConfig
+from any_agent.config import SECRET_VARIABLES, Config, RolloutConfig
 from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.base import CrossLoopEngine
@@ -101,6 +102,7 @@ class RemoteSGLangEngine:
         kind: Literal["embedded", "sglang"] | None = None,
         python: str | None = None,
         device: Literal["auto", "cpu", "cuda"] | None = None,
+        key: str | None = None,
     ) -> Self:
         """Load a trial's latest checkpoint, or that of a ``step`` or a ``version``; return self.
 
@@ -109,7 +111,8 @@ class RemoteSGLangEngine:
         engine, in this process, or by an SGLang (``kind="sglang"``, from the environment of the
         interpreter ``python``) that is started and ended with this object. With ``url``, or several
         ``urls``, nothing is started: these engines must have the vocabulary and, as far as they
-        report them, the weights of the named model; without a name any engine is accepted.
+        report them, the weights of the named model; without a name any engine is accepted. They get
+        ``key``, by default `engine.key`, else ``ANY_AGENT_ENGINE__KEY``.
         ``tokenizer`` is one of transformers or the path of one; default: the model's. Blocks until
         everything is loaded.
 
@@ -143,9 +146,12 @@ class RemoteSGLangEngine:
             for one in there:
                 require_private_url(one)
             engines: list[str | InferenceEngine] = [*there]
+            key = key or self._settings.engine.secret_key or os.environ.get(SECRET_VARIABLES[1])
             if kept is not None and not there:
-                engines = [own_engine(chosen(kept, kind, python, device), kind or python, stack)]
-            self._open(engines, kept, tokenizer, stack)
+                wanted = chosen(kept, kind, python, device)
+                engine, key = own_engine(wanted, kind or python, stack)
+                engines = [engine]
+            self._open(engines, key, kept, tokenizer, stack)
             self._stack = stack.pop_all()
         return self
 
@@ -172,6 +178,7 @@ class RemoteSGLangEngine:
     def _open(
         self,
         engines: Sequence[str | InferenceEngine],
+        key: str | None,
         kept: WeightsSource | None,
         tokenizer: Any,
         stack: ExitStack,
@@ -186,6 +193,7 @@ class RemoteSGLangEngine:
             update_mode=settings.engine.update_mode,
             update_wait=settings.engine.update_wait,
             request_timeout=settings.engine.request_timeout,
+            key=key,
         )
         whole = self._given is not None
         executor = WorkflowExecutor(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import logging
+import secrets
 import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
+from any_agent.auth.engine_key import write_key_file
 from any_agent.config import LOOPBACK, Config
 from any_agent.engine import InferenceEngine, load_engine_in_process
 from any_agent.errors import ConfigError, StartupError
 from any_agent.inference.weights_source import WeightsSource
+from any_agent.keys import engine_key
 from any_agent.launcher.engines import (
     engine_command,
     engine_ready,
@@ -49,18 +52,21 @@ def chosen(
     return WeightsSource(kept.config.model_copy(update={"engine": engine}), kept.weights)
 
 
-def own_engine(kept: WeightsSource, asked: str | None, stack: ExitStack) -> str | InferenceEngine:
-    """Start an SGLang and return its URL, or return the embedded engine."""
+def own_engine(
+    kept: WeightsSource, asked: str | None, stack: ExitStack
+) -> tuple[str | InferenceEngine, str | None]:
+    """Start an SGLang and return its URL and key, or return the embedded engine."""
     if _can_start(kept.config, asked=asked is not None):
         return stack.enter_context(_started(kept.config, kept.weights))
     engine, weights = kept.config.engine, kept.weights
-    return load_engine_in_process(
+    loaded = load_engine_in_process(
         str(weights.path),
         device=engine.device,
         dtype=kept.config.model.dtype,
         context_length=engine.context_length,
         weight_version=weights.version,
     )
+    return loaded, None
 
 
 def _can_start(config: Config, *, asked: bool) -> bool:
@@ -84,9 +90,12 @@ def _can_start(config: Config, *, asked: bool) -> bool:
 
 
 @contextmanager
-def _started(config: Config, weights: TrialWeights) -> Iterator[str]:
-    """Yield SGLang's URL once it has loaded the weights; StartupError shows the end of its log."""
-    host = LOOPBACK[0]
+def _started(config: Config, weights: TrialWeights) -> Iterator[tuple[str, str]]:
+    """Yield SGLang's URL and key once it has loaded the weights.
+
+    StartupError shows the end of its log.
+    """
+    host, key = LOOPBACK[0], engine_key(secrets.token_bytes(32))
     # Children end with the thread that started them, so this thread lives as long as the engine.
     keeper = LoopThread(_NAME)
     with (
@@ -94,14 +103,17 @@ def _started(config: Config, weights: TrialWeights) -> Iterator[str]:
         reserve(host, 0) as reserved,
     ):
         port = int(reserved.getsockname()[1])
-        command = engine_command(config, str(weights.path), weights.version, host, port, _NAME)
+        write_key_file(key_file := Path(folder) / "engine-key.yaml", key)
+        command = engine_command(
+            config, str(weights.path), weights.version, host, port, _NAME, key_file=key_file
+        )
         process = SupervisedProcess(_NAME, command, Path(folder) / "engine.log")
         keeper.start()
         try:
             keeper.call(_start(process))
             url = url_of(host, port)
             _until_ready(process, config, url)
-            yield url
+            yield url, key
         finally:
             process.stop(grace=_GRACE)
             keeper.stop()

@@ -14,7 +14,7 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
-from any_agent.config import Config
+from any_agent.config import Config, secret_variables
 from any_agent.errors import ConfigError
 from any_agent.launcher.process import Command, answers
 from any_agent.runtime.private_address import require_private_url
@@ -55,10 +55,12 @@ def engine_command(
     port: int,
     name: str,
     *,
+    key_file: Path,
     gpus: Sequence[str] | None = None,
 ) -> Command:
     """Return the command of an engine that serves these weights as this version.
 
+    ``key_file`` has the key that the engine requires, so that no list of processes shows it.
     ``gpus``: the GPUs that it sees; None: all.
     """
     arguments = ["--model-path", path, "--weight-version", str(version)]
@@ -68,6 +70,7 @@ def engine_command(
     arguments += ["--incremental-streaming-output", "--log-level", config.log_level]
     if config.engine.context_length:
         arguments += ["--context-length", str(config.engine.context_length)]
+    arguments += ["--config" if _is_sglang(config) else "--key-file", str(key_file)]
     command = (_sglang if _is_sglang(config) else _embedded)(config, arguments, name)
     variables = {**command.variables, **config.engine.environment}
     if gpus is not None:
@@ -134,6 +137,7 @@ def require_weights(config: Config, settings: Path, say: Callable[[str], None]) 
             capture_output=True,
             text=True,
             timeout=_COMPARE_TIMEOUT,
+            env={**os.environ, **secret_variables(config)},
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )
         results = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]

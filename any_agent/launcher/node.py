@@ -26,7 +26,8 @@ from typing import Any, Self
 import yaml
 
 from any_agent.auth.access import require_key
-from any_agent.config import SECRET_VARIABLES, Config
+from any_agent.auth.engine_key import write_engine_key
+from any_agent.config import SECRET_VARIABLES, Config, secret_variables
 from any_agent.errors import StartupError
 from any_agent.launcher import journal_storage
 from any_agent.launcher.component import Component
@@ -263,7 +264,8 @@ class Node:
 
         def command() -> Command:
             weights = self._model.weights()
-            return engine_command(self.config, *weights, host, port, name, gpus=gpus)
+            key = self.dir.engine_key
+            return engine_command(self.config, *weights, host, port, name, key_file=key, gpus=gpus)
 
         self._add(
             name,
@@ -271,7 +273,7 @@ class Node:
             ready=lambda _: engine_ready(self.config, url),
             timeout=start_timeout(self.config),
             where=f" at {url}",
-            secret=False,
+            secrets=(),
         )
 
     def _start_proxy(self, rank: int, engine: str) -> None:
@@ -331,21 +333,23 @@ class Node:
             progress=lambda: _size(self.dir.metrics),
             finishes=True,
             # The trainer has a key of its own, derived from the run's signing secret.
-            secret=False,
+            secrets=SECRET_VARIABLES[1:],
         )
 
     def _add(
-        self, name: str, command: Callable[[], Command], *, secret: bool = True, **options: Any
+        self,
+        name: str,
+        command: Callable[[], Command],
+        *,
+        secrets: Sequence[str] = SECRET_VARIABLES,
+        **options: Any,
     ) -> None:
-        """Start a part that runs ``command``; with ``secret`` it gets the admin key."""
-        key = self.config.server.admin_key if secret else None
-        secrets = {SECRET_VARIABLES[0]: key.get_secret_value()} if key else {}
+        """Start a part that runs ``command`` with these secret variables."""
+        given = {k: v for k, v in secret_variables(self.config).items() if k in secrets}
         log = self.dir.logs / f"{name}.log"
 
         def make() -> SupervisedProcess:
-            return SupervisedProcess(
-                name, replace(command(), secrets=secrets), log, lock=self._lock
-            )
+            return SupervisedProcess(name, replace(command(), secrets=given), log, lock=self._lock)
 
         part = Component(name, make, say=self.options.say, starved=self._starved, **options)
         self.parts[name] = part
@@ -397,6 +401,7 @@ class Node:
             for old in self.dir.registry.iterdir():
                 old.unlink()
             write_atomic(self.dir.resolved, settings)
+            write_engine_key(self.dir)
         except OSError as error:
             raise StartupError(
                 f"cannot write in {self.dir.path}: {error.strerror}; choose another root"

@@ -5,6 +5,7 @@
     config.yaml       the settings of the last start of training, without secrets
     resolved.yaml     the settings of the last start, for its processes
     secret.key        signs session keys, one secret a line, the first one signs; mode 0600
+    engine-key.yaml   the key of the engines of this start; mode 0600
     keys.json         the keys of operators, trainers and tenants, hashed; mode 0600
     audit/            changes to the run and to sessions, and refusals, with their callers
     trainer.epoch     the number of starts of the trainer
@@ -123,6 +124,7 @@ class RunDir:
     archive = _Below("archive")
     _format = _Below("format")
     secret = _Below("secret.key")
+    engine_key = _Below("engine-key.yaml")
     keys = _Below("keys.json")
     audit = _Below("audit")
 

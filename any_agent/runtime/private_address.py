@@ -1,4 +1,4 @@
-"""Checks that engines have private addresses: every client that reaches an engine may use it."""
+"""Checks that engines have private addresses, so that more than their key protects them."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def require_private_url(url: str) -> None:
     for address in _addresses(host):
         if not is_private(address):
             raise ConfigError(
-                f"the engine {host} has the public address {address}: every client that reaches "
-                "an engine may use it and change its weights, so have it listen on a private one "
+                f"the engine {host} has the public address {address}: only its key would keep "
+                "strangers from its weights, so have it listen on a private one "
                 "(loopback, 10/8, 172.16/12, 192.168/16, link-local, fc00::/7)"
             )
 
@@ -53,8 +53,8 @@ def require_private_host(host: str) -> None:
     addresses = _addresses(host)
     if not addresses or not all(map(is_private, addresses)):
         raise ConfigError(
-            f"an engine must not listen on {host}: every client that reaches it may use it and "
-            "change its weights; give it a private address of this machine, such as 127.0.0.1"
+            f"an engine must not listen on {host}: only its key would keep strangers from its "
+            "weights; give it a private address of this machine, such as 127.0.0.1"
         )
 
 

@@ -45,7 +45,9 @@ def test_options_with_several_values() -> None:
         ("--max_running_requests 3", "engine.max_running_requests"),
         ("--weight-v 3", "counts its versions"),
         ("{dtype: half}", "model.dtype"),
-        ("--api-key s3cret", "list of processes"),
+        ("--api-key s3cret", "a key of its own"),
+        ("--tokenizer-worker-num 2", "takes no key"),
+        ("--grpc-port 9", "no key"),
     ],
 )
 def test_what_the_service_says_itself_is_refused_by_name(given: str, fix: str) -> None:

@@ -194,7 +194,8 @@ def test_camel_agents_on_the_direct_client(service: Service, tmp_path: Path) -> 
     code = "".join(text.renamed(text.cut(1, *lines)) for lines in parts).replace(ELLIPSIS, FILLED)
     code += "found = await workflow.arun_episode(engine, data)\n"
     (tmp_path / "blocks.py").write_text(BLOCKS.format(code=code), encoding="utf-8")
-    said = run_script(camel(), CAMEL, tmp_path, str(service.model), *service.engines)
+    key = {"ANY_AGENT_ENGINE__KEY": service.engine_key}
+    said = run_script(camel(), CAMEL, tmp_path, str(service.model), *service.engines, **key)
     assert "interactions [True]" in said
 
 

@@ -101,7 +101,7 @@ async def test_inference_by_experiment_and_trial(
 async def test_step_1_as_it_is_written(code: str, service: Service) -> None:
     """The excerpt runs on LiteLLM's app; its functions are called as FastAPI would."""
     rollout = RemoteSGLangEngine()
-    rollout.initialize(url=service.engines[0], tokenizer=str(service.model))
+    rollout.initialize(url=service.engines[0], key=service.engine_key, tokenizer=str(service.model))
     numbers = iter(range(100))
     try:
         found = await running(

@@ -12,6 +12,8 @@ from typing import Any
 
 import httpx
 
+from any_agent.auth.engine_key import read_key_file
+
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT, TRIAL, USER = "my-model", "2025-10-23-run-1", "username"
 """The names that the proposal's last phase loads the trained model by."""
@@ -36,6 +38,11 @@ class Service:
         """The engines' URLs, one per rank."""
         entries = sorted((self.run / "registry").glob("rank-*.json"))
         return [json.loads(entry.read_text())["engine_url"] for entry in entries]
+
+    @property
+    def engine_key(self) -> str:
+        """The key that the engines require."""
+        return read_key_file(self.run / "engine-key.yaml")
 
     def sessions(self, **query: Any) -> list[dict[str, Any]]:
         """The service's sessions, newest first."""

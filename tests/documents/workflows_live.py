@@ -63,6 +63,7 @@ def tokenizer(taught_model: Path) -> Any:
 @pytest.fixture(scope="module")
 def config(service: Service) -> GRPOConfig:
     given = [f"model.path={service.model}", f"engine.urls=[{','.join(service.engines)}]"]
+    given += [f"engine.key={service.engine_key}"]
     given += ["rollout.batch_size=4", "sessions.group_size=4", "sampling.max_new_tokens=16"]
     return load_expr_config(given, GRPOConfig)[0]
 
@@ -71,7 +72,7 @@ def config(service: Service) -> GRPOConfig:
 def rollout(service: Service, config: GRPOConfig) -> Iterator[RemoteSGLangEngine]:
     """The setup code that the text leaves to the reader, on the service's two engines."""
     engine = RemoteSGLangEngine(config.rollout)
-    engine.initialize(urls=service.engines, tokenizer=str(service.model))
+    engine.initialize(urls=service.engines, key=service.engine_key, tokenizer=str(service.model))
     yield engine
     engine.close()
 
@@ -423,7 +424,7 @@ def test_the_multi_turn_workflow(
     default: bool, eta: int, service: Service, tokenizer: Any, config: GRPOConfig
 ) -> None:
     rollout = RemoteSGLangEngine(config.rollout)
-    rollout.initialize(urls=service.engines, tokenizer=str(service.model))
+    rollout.initialize(urls=service.engines, key=service.engine_key, tokenizer=str(service.model))
     names: dict[str, Any] = {
         **{name: getattr(any_agent, name) for name in ("LLMRequest", "RolloutWorkflow")},
         "GenerationHyperparameters": GenerationHyperparameters,

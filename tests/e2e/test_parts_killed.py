@@ -16,6 +16,7 @@ import openai
 import psutil
 import pytest
 
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
@@ -183,7 +184,8 @@ def test_a_killed_engine_serves_what_was_published_last(node: Node) -> None:
             os.kill(engine.pid, signal.SIGKILL)
             await until(lambda: is_back(engine, restarts))
             url = entry(node, "rank-0").engine_url
-            told = (await http.get(f"{url}/model_info")).json()
+            key = {"Authorization": f"Bearer {key_of_engines(node.config)}"}
+            told = (await http.get(f"{url}/model_info", headers=key)).json()
             version = entry(node, "rank-0").version
             assert told["weight_version"] == str(version)
             assert told["model_path"] == str(node.dir.weights / f"v{version:08d}")

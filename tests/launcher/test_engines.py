@@ -15,6 +15,7 @@ from any_agent.launcher.process import Command
 from tests.support.launcher.stand_ins import Lab, kill_and_wait
 
 PLACE = ("/weights", 7, "10.0.0.5", 3000, "engine-1")
+KEY = Path("/run/engine-key.yaml")
 
 
 def settings(*overrides: str) -> Config:
@@ -43,7 +44,7 @@ def test_sglang(gpus: list[bool]) -> None:
         "engine.context_length=512",
         "model.dtype=bfloat16",
     )
-    command = engines.engine_command(config, *PLACE, gpus=("2", "3"))
+    command = engines.engine_command(config, *PLACE, key_file=KEY, gpus=("2", "3"))
     assert command.python == "/sgl/bin/python"
     assert command.arguments[0] == "sglang.launch_server"
     wanted = {
@@ -51,6 +52,7 @@ def test_sglang(gpus: list[bool]) -> None:
         "--weight-version": "7",
         "--host": "10.0.0.5",
         "--port": "3000",
+        "--config": str(KEY),
         "--dtype": "bfloat16",
         "--tp-size": "2",
         "--context-length": "512",
@@ -65,15 +67,16 @@ def test_sglang(gpus: list[bool]) -> None:
 
 def test_sglang_without_a_gpu(gpus: list[bool]) -> None:
     gpus[0] = False
-    command = engines.engine_command(settings("engine.kind=sglang"), *PLACE)
+    command = engines.engine_command(settings("engine.kind=sglang"), *PLACE, key_file=KEY)
     assert option(command, "--device") == "cpu"
     assert command.variables == {"SGLANG_USE_CPU_ENGINE": "1"}
     assert command.python is None
 
 
 def test_our_own() -> None:
-    command = engines.engine_command(settings("engine.environment={A: b}"), *PLACE)
+    command = engines.engine_command(settings("engine.environment={A: b}"), *PLACE, key_file=KEY)
     assert command.arguments[0] == "any_agent.engine.embedded"
+    assert option(command, "--key-file") == str(KEY)
     assert (option(command, "--log-part"), option(command, "--device")) == ("engine-1", "auto")
     assert command.variables == {"A": "b"}
 

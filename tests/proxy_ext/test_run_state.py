@@ -152,7 +152,7 @@ async def test_an_engine_that_is_half_loaded_waits_for_its_trainer(
     again = SGLangEngine(engine.url, decode=client._decode, shape=ModelFingerprint(100))
     monkeypatch.setattr(proxy.service.run, "_engine", again)
     try:
-        await _check_engine("sglang", engine.url, 0, ModelFingerprint(100))
+        await _check_engine(proxy.service.config, engine.url, 0, ModelFingerprint(100))
         await again.info()
         await proxy.service.run.recover()
         await until(lambda: again.paused)

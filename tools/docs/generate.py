@@ -56,7 +56,7 @@ A setting has a dotted name. Its value comes from the first of these that has on
 `experiment`, `trial`, `server.host` and `server.port`. Unknown names are refused with the nearest
 known one. `any-agent config` prints the resulting settings. Without `--config`, `any-agent serve`
 and `any-agent train` use the settings of the last start of the same experiment and trial;
-`server.admin_key` is never written to a file, so give it again.
+`server.admin_key` and `engine.key` are never written to a file, so give them again.
 """
 
 ALIASES_HEAD = """## AReaL's names

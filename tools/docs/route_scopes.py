@@ -19,6 +19,8 @@ itself |
 | tenant | `sk-tenant.<id>.<secret>` | `any-agent keys create --scope tenant --tenant NAME` | \
 opening sessions, and everything about its own |
 | session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session |
+| none | `sk-engine.<hmac>` | derived at each start of the service | the run's engines, by its \
+ranks, its trainer and the doctor |
 
 A key is sent as `Authorization: Bearer <key>` or `x-api-key: <key>`; a session's key also as the
 first part of the path, `/<key>/v1/...`. Behind such a prefix other keys in the headers are ignored
@@ -38,7 +40,20 @@ before its first start, and a running service follows within two seconds. A key 
 hash is kept. A revoked tenant's key opens no more sessions; sessions that it opened continue with
 their own keys until they end. `rotate` puts a new secret before the others in `secret.key`: it
 signs new session keys, and earlier ones stay valid until `rotate --drop-old`. The run's own
-trainer and router use a key derived from that secret and follow automatically.
+trainer and router use a key derived from that secret and follow automatically; the engines' key,
+in `engine-key.yaml` (mode 0600), is derived from it at each start of the service.
+
+## Engines
+
+Engines that the service starts require its key on every route, those that change weights included:
+another user of the machine can neither sample nor replace weights. They listen on loopback, or on
+a node's private address in a job of several nodes. No command line shows the key: the embedded
+engine reads it from its file (`--key-file`), SGLang from the same file (`--config`, as its
+`api-key`, which SGLang requires on its routes for operators, too). Without a key there are only
+`GET /health` of the embedded engine, whose answer is empty, and SGLang's `/health`,
+`/health_generate` and `/metrics`. For engines that run already (`engine.urls`) set `engine.key`,
+best as `ANY_AGENT_ENGINE__KEY`. An embedded engine that is started without a key listens on
+loopback only and answers only to its names, so that no web page reaches it.
 
 A tenant's limits (`--open-sessions`, `--requests-per-second`, `--tokens-per-second`) are for the
 whole service, over all of its keys; `server.tenant_*` are the defaults. Each rank enforces its

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Literal, TypeAlias
 from urllib.parse import urlsplit
 
+from any_agent.auth.engine_key import key_of_engines
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import SHARED_GPUS
@@ -35,10 +36,10 @@ def make_sync(
     ``cuda``: the policy is on a GPU. ``engines``: the engines' URLs as far as they are known.
     """
     engine = config.engine
-    in_place = engine.update_mode == "in_place"
+    in_place, key = engine.update_mode == "in_place", key_of_engines(config)
     way = way_of(config, cuda=cuda, engines=engines)
     if way == "disk":
-        return DiskSync(call, load_timeout=engine.load_timeout, in_place=in_place)
+        return DiskSync(call, load_timeout=engine.load_timeout, in_place=in_place, key=key)
     transport: Transport = TensorTransport()
     if way == "distributed":
         transport = GroupTransport(timeout=engine.load_timeout, cuda=cuda)
@@ -48,6 +49,7 @@ def make_sync(
         load_timeout=engine.load_timeout,
         dtype=config.model.dtype,
         in_place=in_place,
+        key=key,
     )
 
 

@@ -77,9 +77,17 @@ class WeightSync:
     stamps their version on every token, so nothing is recorded under a wrong version.
     """
 
-    def __init__(self, call: EngineCall, *, load_timeout: float, in_place: bool = False) -> None:
-        """``in_place``: calls keep their cache over an update."""
+    def __init__(
+        self,
+        call: EngineCall,
+        *,
+        load_timeout: float,
+        in_place: bool = False,
+        key: str | None = None,
+    ) -> None:
+        """``in_place``: calls keep their cache over an update; ``key`` is the engines'."""
         self.load_timeout = load_timeout
+        self.key = key
         self.in_place = in_place
         self._call = call
 

@@ -48,9 +48,10 @@ class BucketSync(WeightSync):
         load_timeout: float,
         dtype: str,
         in_place: bool = False,
+        key: str | None = None,
     ) -> None:
         """``dtype`` is the type of the tensors that are sent."""
-        super().__init__(call, load_timeout=load_timeout, in_place=in_place)
+        super().__init__(call, load_timeout=load_timeout, in_place=in_place, key=key)
         self.transport = transport
         self.verifier = WeightVerifier()
         self.dtype = dtype
@@ -136,7 +137,8 @@ class UpdateAttempt:
                 # An earlier attempt has left it half loaded.
                 self._between.add(rank)
             url = engine_url(self._ranks, rank)
-            engine = EngineClient(rank, url, self._http, timeout=self._sync.load_timeout)
+            limit, key = self._sync.load_timeout, self._sync.key
+            engine = EngineClient(rank, url, self._http, timeout=limit, key=key)
             await engine.fetch_info()
             self._open[rank] = engine
 

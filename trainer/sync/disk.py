@@ -78,7 +78,7 @@ class DiskSync(WeightSync):
         # SGLang does not flush while calls are kept, whose cache is in use.
         flush = {"flush_cache": not self.in_place}
         async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
-            engine = EngineClient(rank, url, http, timeout=self.load_timeout)
+            engine = EngineClient(rank, url, http, timeout=self.load_timeout, key=self.key)
             try:
                 await _load_and_flush(engine, body | flush, new.loading)
             except TrainingError as error:

@@ -18,6 +18,7 @@ from typing import Any
 import httpx
 import orjson
 
+from any_agent.engine.sglang.requests import JSON_HEADERS, WRONG_KEY, bearer
 from any_agent.errors import EngineUnavailable, NotFound, TrainingError
 from trainer.sync.base import NewWeights
 
@@ -48,9 +49,18 @@ class EngineInfo:
 class EngineClient:
     """One engine's control routes. Errors name the engine; EngineUnavailable may be retried."""
 
-    def __init__(self, rank: int, url: str, http: httpx.AsyncClient, *, timeout: float) -> None:
+    def __init__(
+        self,
+        rank: int,
+        url: str,
+        http: httpx.AsyncClient,
+        *,
+        timeout: float,
+        key: str | None = None,
+    ) -> None:
         self.rank, self.url = rank, url
         self._http, self._timeout = http, timeout
+        self._headers = JSON_HEADERS | bearer(key)
         self.info = EngineInfo(False, False, "auto", 1)
 
     @property
@@ -119,7 +129,7 @@ class EngineClient:
                     method,
                     self.url + path,
                     content=content,
-                    headers={"Content-Type": "application/json"},
+                    headers=self._headers,
                 )
         except (httpx.TransportError, TimeoutError) as error:
             raise EngineUnavailable(
@@ -133,6 +143,8 @@ class EngineClient:
         message = str(reply.get("message") or response.text)[:300]
         if response.status_code == 404:
             raise NotFound(f"the engine at {self.url} has no route {path}")
+        if response.status_code == 401:
+            raise TrainingError(f"{WRONG_KEY}, at {self.url}")
         if response.status_code >= 500:
             raise EngineUnavailable(f"the engine at {self.url} failed at {path}: {message}")
         if response.status_code != 200 or reply.get("success") is False:

@@ -8,6 +8,7 @@ import logging
 import os
 import signal
 import sys
+from pathlib import Path
 
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import set_up_logging
@@ -25,6 +26,12 @@ def _parser() -> argparse.ArgumentParser:
     add("--model-path", required=True, help="a directory, or a name on the Hugging Face hub")
     add("--host", default="127.0.0.1")
     add("--port", type=int, default=30000, help="0: any free one")
+    add(
+        "--key-file",
+        type=Path,
+        help='JSON with the key that requests must carry: {"api-key": "..."}; without it, programs '
+        "of this machine alone may use the engine",
+    )
     add("--device", default="auto", help="cpu, cuda, cuda:1, ...; auto: a GPU if there is one")
     add("--dtype", default="auto", choices=["auto", "float32", "bfloat16", "float16"])
     add("--context-length", type=int, help="default: the model's")
@@ -41,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-async def _serve(args: argparse.Namespace) -> None:
+async def _serve(args: argparse.Namespace, key: str | None) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
     from any_agent.engine.embedded.server import EngineServer, listen
     from any_agent.errors import StartupError
@@ -61,7 +68,7 @@ async def _serve(args: argparse.Namespace) -> None:
     for name in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(name, stop.set)
     async with EmbeddedEngine.load(args.model_path, options) as engine:
-        server = EngineServer(engine, incremental=args.incremental_streaming_output)
+        server = EngineServer(engine, incremental=args.incremental_streaming_output, key=key)
         try:
             runner, port = await listen(server, args.host, args.port)
         except OSError as exc:
@@ -86,10 +93,20 @@ def main() -> int:
 
 
 def _run(args: argparse.Namespace) -> int:
+    from any_agent.auth.engine_key import read_key_file
+    from any_agent.config import LOOPBACK
+    from any_agent.errors import ConfigError
     from any_agent.runtime.private_address import require_private_host
 
     require_private_host(args.host)
-    asyncio.run(_serve(args))
+    if args.key_file is None and args.host not in LOOPBACK:
+        raise ConfigError(
+            f"{args.host} is reachable from other machines, so the engine needs a key: give "
+            "--key-file, and its key to the service as engine.key; without one only loopback may "
+            "be bound"
+        )
+    key = read_key_file(args.key_file) if args.key_file is not None else None
+    asyncio.run(_serve(args, key))
     return 0
 
 

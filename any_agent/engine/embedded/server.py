@@ -5,12 +5,13 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
 import orjson
 from aiohttp import web
 
+from any_agent.auth.access import require_loopback_client
 from any_agent.engine.embedded.engine import EmbeddedEngine, Generation
 from any_agent.engine.embedded.generate_schema import AnswerWriter, json_object, parse_generate
 from any_agent.engine.embedded.weight_updates import WeightRoutes
@@ -20,7 +21,9 @@ from any_agent.errors import (
     Forbidden,
     InvalidRequest,
     PayloadTooLarge,
+    Unauthenticated,
 )
+from any_agent.keys import SecretHash
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 logger = logging.getLogger(__name__)
@@ -29,6 +32,7 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 _HEALTH_TIMEOUT = 20.0
 _LOGGED = 300  # characters of an error that are logged
 _DONE = b"data: [DONE]\n\n"
+_KEYLESS = {"key": "a key", "do": "start the engine with --key-file"}
 
 
 def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) -> web.Response:
@@ -40,8 +44,6 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
-        if "Origin" in request.headers or "Sec-Fetch-Site" in request.headers:
-            raise Forbidden("the engine serves the proxy, never a web page: call the service")
         return await handler(request)
     except AnyAgentError as exc:
         return _json(exc.body(), exc.status, exc.headers())
@@ -60,9 +62,14 @@ async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
 class EngineServer:
     """The HTTP routes of one engine."""
 
-    def __init__(self, engine: EmbeddedEngine, *, incremental: bool = False) -> None:
+    def __init__(
+        self, engine: EmbeddedEngine, *, incremental: bool = False, key: str | None = None
+    ) -> None:
+        """``key``: the key that every request must carry, except `GET /health`, which only tells
+        that the engine lives; None: programs of this machine need none."""
         self.engine = engine
         self.incremental = incremental
+        self._key = SecretHash(key) if key is not None else None
         self._weights = WeightRoutes(engine)
         self._health_checks = 0
         self._started = time.time()
@@ -70,7 +77,7 @@ class EngineServer:
         self._decode = {skip: decoder(skip_special_tokens=skip) for skip in (False, True)}
 
     def app(self, *, max_body: int = 32 * 2**20) -> web.Application:
-        app = web.Application(client_max_size=max_body, middlewares=[_errors])
+        app = web.Application(client_max_size=max_body, middlewares=[_errors, self._authorize])
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort_request)
         app.router.add_post("/pause_generation", self.pause_generation)
@@ -86,6 +93,21 @@ class EngineServer:
         for path in ("/server_info", "/get_server_info"):
             app.router.add_get(path, self.server_info)
         return app
+
+    @web.middleware
+    async def _authorize(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        headers = request.headers
+        if "Origin" in headers or "Sec-Fetch-Site" in headers:
+            raise Forbidden("the engine serves the proxy, never a web page: call the service")
+        if self._key is None:
+            hosts = headers.getall("Host", ())
+            require_loopback_client(hosts=hosts, origins=(), fetch_sites=(), **_KEYLESS)
+        elif request.path != "/health" and not self._key.matches(_bearer(headers)):
+            raise Unauthenticated(
+                "this engine needs its key (Authorization: Bearer <key>): its own service has it; "
+                "for engine.urls set engine.key"
+            )
+        return await handler(request)
 
     async def generate(self, http: web.Request) -> web.StreamResponse:
         try:
@@ -223,6 +245,11 @@ class EngineServer:
                 "steps": self.engine.loop.steps,
             }
         )
+
+
+def _bearer(headers: Mapping[str, str]) -> str:
+    scheme, _, key = headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
 
 
 def _log_failure(error: AnyAgentError) -> None:

@@ -24,6 +24,7 @@ from any_agent.engine.sglang.requests import (
     JSON_HEADERS,
     EngineBusy,
     SGLangControl,
+    bearer,
     capabilities_of,
     failure,
     generate_body,
@@ -59,7 +60,7 @@ class SGLangEngine(RemoteEngine):
     engine's death, and end after it need it. Calls wait at most ``update_wait`` seconds for an
     update, and as long for an engine that is away. ``shape`` describes the expected model: token
     ids that it lacks are never sent, and an engine that returns with another model counts as away.
-    Open it inside a running event loop; ``close`` it.
+    ``key`` is the key that the engine requires. Open it inside a running event loop; ``close`` it.
 
     With ``in_place``, SGLang's stream reports the current version: a token that was being sampled
     at the pause gets the version after it. Whole replies, and ``resume``, are exact.
@@ -74,6 +75,7 @@ class SGLangEngine(RemoteEngine):
         update_wait: float = 120.0,
         request_timeout: float = 600.0,
         shape: ModelFingerprint | None = None,
+        key: str | None = None,
     ) -> None:
         super().__init__(url)
         self._shape = shape or ModelFingerprint()
@@ -90,6 +92,7 @@ class SGLangEngine(RemoteEngine):
         # No limit on connections: the proxy bounds the running calls, and a full pool would be a
         # hidden queue. No total time-out: a long completion is not an error.
         self._http = aiohttp.ClientSession(
+            headers=bearer(key),
             connector=aiohttp.TCPConnector(
                 limit=0, keepalive_timeout=_KEEPALIVE, socket_factory=self._make_socket
             ),
@@ -370,7 +373,7 @@ class SGLangEngine(RemoteEngine):
         async def send() -> None:
             try:
                 await self._control.request("POST", "/abort_request", {"rid": rid})
-            except EngineUnavailable:
+            except (EngineUnavailable, ConfigError):
                 log.debug("cannot abort request %s: the engine is away", rid)
 
         task = asyncio.get_running_loop().create_task(send())

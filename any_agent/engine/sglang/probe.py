@@ -16,6 +16,7 @@ from any_agent.engine.sglang.client import SGLangEngine
 from any_agent.engine.sglang.requests import (
     JSON_HEADERS,
     EngineRefused,
+    describe,
     failure,
     generate_body,
     version_number,
@@ -77,7 +78,7 @@ class EngineProbe(SGLangEngine):
             )
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise EngineUnavailable(
-                f"the engine's answer cannot be read ({error!r}): {str(event)[:200]}"
+                f"the engine's answer cannot be read ({type(error).__name__}; {describe(event)})"
             ) from None
 
     async def stream(
@@ -109,9 +110,9 @@ class EngineProbe(SGLangEngine):
 
 
 @asynccontextmanager
-async def probe_engine(url: str) -> AsyncIterator[EngineProbe]:
-    """Connect to an engine; nothing is sent yet."""
-    engine = EngineProbe(url, decode=lambda _: "")
+async def probe_engine(url: str, *, key: str | None = None) -> AsyncIterator[EngineProbe]:
+    """Connect to an engine; nothing is sent yet. ``key`` is the one that it requires."""
+    engine = EngineProbe(url, decode=lambda _: "", key=key)
     try:
         yield engine
     finally:

@@ -2,17 +2,29 @@
 
 from __future__ import annotations
 
+import hashlib
 from typing import Any
 
 import aiohttp
 import orjson
 
 from any_agent.engine.base import Capabilities
-from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
+from any_agent.errors import (
+    AnyAgentError,
+    ConfigError,
+    EngineMismatch,
+    EngineUnavailable,
+    InvalidRequest,
+)
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 JSON_HEADERS = {"Content-Type": "application/json"}
 _MAX_SHOWN = 500  # characters of an engine's error message that are passed on
+
+
+def bearer(key: str | None) -> dict[str, str]:
+    """Return the header that carries an engine's key; {} without one."""
+    return {} if key is None else {"Authorization": f"Bearer {key}"}
 
 
 def generate_body(request: ModelRequest, *, stream: bool) -> bytes:
@@ -112,13 +124,7 @@ def capabilities_of(info: dict[str, Any]) -> Capabilities:
 async def failure(response: aiohttp.ClientResponse) -> AnyAgentError:
     """Return the error of a response with a status other than 200."""
     raw = await response.read()
-    try:
-        body = orjson.loads(raw)
-    except orjson.JSONDecodeError:
-        body = None
-    if not isinstance(body, dict):
-        body = {"message": raw[:_MAX_SHOWN].decode(errors="replace")}
-    return refusal(response.status, body.get("error", body))
+    return refusal(response.status, _error_in(raw))
 
 
 def refusal(status: Any, given: Any) -> AnyAgentError:
@@ -127,7 +133,9 @@ def refusal(status: Any, given: Any) -> AnyAgentError:
     A grammar's error has the parameter ``grammar``, which the caller maps to the agent's parameter.
     """
     error = given if isinstance(given, dict) else {"message": given}
-    message = str(error.get("message") or error.get("detail") or given)[:_MAX_SHOWN]
+    message = _message_of(error)
+    if status == 401:
+        return EngineUnavailable(WRONG_KEY, retry_after=2)
     if error.get("code") == EngineMismatch.default_code:
         return EngineMismatch(message)
     if status == 400:
@@ -139,8 +147,40 @@ def refusal(status: Any, given: Any) -> AnyAgentError:
     return EngineUnavailable(f"the engine answered {status}: {message}", retry_after=2)
 
 
+def describe(answer: Any) -> str:
+    """Return the size and digest of an answer that cannot be read.
+
+    It is quoted nowhere, because it may hold a conversation, which must reach no log.
+    """
+    raw = answer if isinstance(answer, bytes) else orjson.dumps(answer)
+    return f"{len(raw)} bytes, sha256 {hashlib.sha256(raw).hexdigest()[:16]}"
+
+
+def _error_in(raw: bytes) -> dict[str, Any]:
+    """Return the error in a body, with its message; bodies of other forms are described."""
+    try:
+        body = orjson.loads(raw)
+    except orjson.JSONDecodeError:
+        body = None
+    error = body.get("error", body) if isinstance(body, dict) else None
+    if isinstance(error, str):
+        error = {"message": error}
+    return error if isinstance(error, dict) else {"message": f"in an unknown form, {describe(raw)}"}
+
+
+def _message_of(error: dict[str, Any]) -> str:
+    message = error.get("message") or error.get("detail")
+    # A validator's detail quotes the request.
+    known = isinstance(message, str)
+    return str(message)[:_MAX_SHOWN] if known else f"in an unknown form, {describe(error)}"
+
+
 _TIMEOUT = 30.0
 _FULL = (429, 503)
+WRONG_KEY = (
+    "the engine refuses the key, or needs one (401): set engine.key to the key that it was started "
+    "with (SGLang: --api-key); only engines that the service starts have one of the run"
+)
 
 
 class EngineRefused(EngineUnavailable):
@@ -149,9 +189,11 @@ class EngineRefused(EngineUnavailable):
     answered: int
 
 
-def _refused(status: int, path: str, raw: bytes) -> EngineRefused:
-    message = raw[:300].decode(errors="replace")
-    error = EngineRefused(f"the engine answered {path} with {status}: {message}", retry_after=2)
+def _refused(status: int, path: str, raw: bytes) -> AnyAgentError:
+    if status == 401:
+        return ConfigError(WRONG_KEY)
+    message = f"the engine answered {path} with {status}: {_message_of(_error_in(raw))}"
+    error = EngineRefused(message, retry_after=2)
     error.answered = status
     return error
 
@@ -208,7 +250,8 @@ class SGLangControl:
     ) -> dict[str, Any]:
         """Return the JSON object of the answer, {} for anything else.
 
-        Raises EngineRefused for a status other than 200, EngineUnavailable without an answer.
+        Raises EngineRefused for a status other than 200, ConfigError for a wrong key,
+        EngineUnavailable without an answer.
         """
         timeout = aiohttp.ClientTimeout(total=limit)
         try:

@@ -14,7 +14,7 @@ from typing import Any
 import aiohttp
 import orjson
 
-from any_agent.engine.sglang.requests import refusal, version_number
+from any_agent.engine.sglang.requests import describe, refusal, version_number
 from any_agent.errors import EngineMismatch, EngineUnavailable, InvalidRequest
 from any_agent.types import GenerationChunk, ModelRequest, StopReason
 
@@ -47,12 +47,15 @@ class ChunkReader:
         if isinstance(event, dict) and isinstance(event.get("error"), dict):
             raise refusal(_status_of(event["error"]), event["error"])
         if not isinstance(event, dict) or "error" in event or "meta_info" not in event:
-            raise EngineUnavailable(f"the engine failed: {str(event)[:300]}", retry_after=2)
+            raise EngineUnavailable(
+                f"the engine's answer has an unknown form ({describe(event)})", retry_after=2
+            )
         try:
             return self._read(event, event["meta_info"])
         except (KeyError, TypeError, ValueError, IndexError, OverflowError) as error:
             raise EngineUnavailable(
-                f"the engine's answer cannot be read ({error!r}): {str(event)[:300]}", retry_after=2
+                f"the engine's answer cannot be read ({type(error).__name__}; {describe(event)})",
+                retry_after=2,
             ) from None
 
     def _read(self, event: dict[str, Any], meta: dict[str, Any]) -> GenerationChunk:
@@ -75,8 +78,9 @@ class ChunkReader:
             raise EngineMismatch("the engine's ids and log-probabilities disagree")
         prompt = meta.get("prompt_tokens")
         if prompt != self._prompt and not (prompt is None and reason == "abort"):
+            read = int(prompt or 0)  # not as it came: an answer is quoted nowhere
             raise EngineMismatch(
-                f"the engine read {prompt} prompt tokens instead of {self._prompt}: it truncates "
+                f"the engine read {read} prompt tokens instead of {self._prompt}: it truncates "
                 "prompts, or adds to them; check the options that it was started with"
             )
         for token in ids:

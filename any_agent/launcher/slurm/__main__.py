@@ -16,7 +16,7 @@ from collections.abc import Callable, Container, Sequence
 from pathlib import Path
 
 from any_agent.auth.access import require_key
-from any_agent.config import Config, load_config
+from any_agent.config import SECRET_VARIABLES, SECRETS, Config, load_config
 from any_agent.config.foreign_settings import SCHEDULER
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.local import SERVICE_SCRIPT, find_script, is_service
@@ -99,11 +99,12 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             "can; a script with a GRPOTrainer of its own runs on one machine: `python` in a job's "
             "script"
         )
-    if any(text.startswith("server.admin_key=") for text in args.overrides):
-        raise ConfigError(
-            "server.admin_key would be readable in the job's script and its processes' arguments: "
-            "set ANY_AGENT_SERVER__ADMIN_KEY instead, which sbatch passes on"
-        )
+    for name, variable in zip(SECRETS, SECRET_VARIABLES, strict=True):
+        if any(text.startswith(f"{name}=") for text in args.overrides):
+            raise ConfigError(
+                f"{name} would be readable in the job's script and its processes' arguments: set "
+                f"{variable} instead, which sbatch passes on"
+            )
     job = current_job()
     if job is None:
         # Checked first: without Slurm no other error matters.

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from any_agent.engine.sglang.requests import refusal
+from any_agent.engine.sglang.requests import _refused, failure, refusal
 from any_agent.engine.sglang.responses import ChunkReader
 from any_agent.errors import AnyAgentError, EngineMismatch, EngineUnavailable, InvalidRequest
 from tests.support.engine.sglang import request
@@ -19,8 +19,9 @@ from tests.support.engine.sglang import request
         (400, {"message": "no", "param": "top_p"}, InvalidRequest, ": no", "top_p"),
         (400, "Invalid grammar request", InvalidRequest, ": Invalid grammar", "grammar"),
         (400, {"detail": "gone"}, InvalidRequest, ": gone", None),
-        (400, None, InvalidRequest, ": None", None),
-        (400, ["odd"], InvalidRequest, "odd", None),
+        (400, None, InvalidRequest, "refused the request: in an unknown form, ", None),
+        (400, ["odd"], InvalidRequest, "refused the request: in an unknown form, ", None),
+        (401, "Unauthorized", EngineUnavailable, "set engine.key", None),
         (400, {"message": "x" * 9000, "param": "y" * 900}, InvalidRequest, "x" * 500, "y" * 64),
         (500, {"message": "m", "code": "engine_mismatch"}, EngineMismatch, "m", None),
         (500, {"message": "m"}, EngineUnavailable, "the engine answered 500: m", None),
@@ -49,3 +50,69 @@ def test_refusals(
 def test_errors_amid_a_stream(error: Any, kind: type[AnyAgentError]) -> None:
     with pytest.raises(kind, match="m"):
         ChunkReader(request()).read({"error": error})
+
+
+SECRET = "the conversation's own words"
+
+
+@pytest.mark.parametrize(
+    "event",
+    [
+        {"text": SECRET, "output_ids": [1]},
+        {"error": SECRET},
+        [SECRET],
+        SECRET,
+        {"text": SECRET, "meta_info": {}},
+        {"text": SECRET, "meta_info": {"completion_tokens": SECRET}},
+        {"meta_info": {"completion_tokens": 1, "finish_reason": {"type": SECRET}}},
+        {"meta_info": {"completion_tokens": 1, "prompt_tokens": SECRET, "finish_reason": None}},
+        {
+            "output_ids": [1],
+            "meta_info": {
+                "completion_tokens": 1,
+                "finish_reason": None,
+                "prompt_tokens": SECRET,
+                "output_token_logprobs": [[-1.0, 1, SECRET]],
+                "weight_version": SECRET,
+            },
+        },
+        {
+            "output_ids": [1],
+            "meta_info": {
+                "completion_tokens": 1,
+                "finish_reason": None,
+                "prompt_tokens": 3,
+                "output_token_logprobs": [[-1.0, 1, SECRET]],
+                "weight_version": SECRET,
+            },
+        },
+    ],
+)
+def test_an_unreadable_answer_is_quoted_nowhere(event: Any) -> None:
+    with pytest.raises(AnyAgentError) as caught:
+        ChunkReader(request()).read(event)
+    assert SECRET not in caught.value.message
+    assert "sha256" in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("status", "told"),
+    [
+        (500, SECRET.encode()),
+        (500, b'["' + SECRET.encode() + b'"]'),
+        (422, b'{"detail": [{"input": "' + SECRET.encode() + b'"}]}'),
+        (400, b'{"error": {"input": "' + SECRET.encode() + b'"}}'),
+        (502, b"<html>" + SECRET.encode()),
+    ],
+)
+async def test_an_unreadable_error_is_quoted_nowhere(status: int, told: bytes) -> None:
+    class Answer:
+        def __init__(self) -> None:
+            self.status = status
+
+        async def read(self) -> bytes:
+            return told
+
+    for error in (await failure(Answer()), _refused(status, "/generate", told)):  # type: ignore[arg-type]
+        assert SECRET not in error.message
+        assert "sha256" in error.message

@@ -1,0 +1,48 @@
+"""A service on an engine that runs already, and requires a key: `engine.urls` and `engine.key`."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from any_agent.auth.engine_key import write_key_file
+from any_agent.errors import ConfigError
+from any_agent.inference import RemoteSGLangEngine
+from any_agent.launcher import Node, NodeOptions
+from any_agent.types import GenerationHyperparameters
+from tests.support.e2e.live_run import drive, live_config
+from tests.support.engine.process import EngineProcess
+
+KEY = "the-engines-own-key"
+
+
+def test_an_engine_that_requires_a_key(
+    tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_key_file(tmp_path / "key.json", KEY)
+    settings = {"server.ranks": 1, "train.steps": 1, "rollout.batch_size": 4}
+    settings |= {"rollout.max_concurrent": 8, "sampling.max_new_tokens": 12}
+    with EngineProcess(tmp_path) as engine:
+        engine.start(tiny_model_dir, "--key-file", str(tmp_path / "key.json"))
+        settings["engine.urls"] = engine.url
+        for given in ({}, {"engine.key": "another-key"}):
+            config = live_config(tmp_path / "refused", tiny_model_dir, **settings, **given)
+            with (
+                pytest.raises(ConfigError, match=r"engine\.key"),
+                Node(config, NodeOptions(say=lambda _: None)),
+            ):
+                pass
+        config = live_config(tmp_path, tiny_model_dir, **settings, **{"engine.key": KEY})
+        with Node(config, NodeOptions(say=lambda _: None)) as node:
+            # Sessions, a step, and its weights in the engine.
+            assert asyncio.run(drive(node, agents=4)) >= 4
+        assert KEY not in node.dir.resolved.read_text()
+        for log in node.dir.logs.iterdir():
+            assert KEY not in log.read_text(errors="replace")
+        monkeypatch.setenv("ANY_AGENT_ENGINE__KEY", KEY)
+        with RemoteSGLangEngine().initialize(url=engine.url, tokenizer=str(tiny_model_dir)) as own:
+            wanted = GenerationHyperparameters(max_new_tokens=4, ignore_eos=True)
+            assert len(own.generate([5, 6, 7], wanted).output_tokens) == 4
+            assert own.version >= 1

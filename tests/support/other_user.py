@@ -1,0 +1,95 @@
+"""What another user of this machine can reach: the program of `tests/e2e/test_two_users.py`.
+
+``python other_user.py UID`` reads a JSON object from standard input, becomes that user, tries
+everything that the object names, and writes what it got as JSON. It imports nothing of ours: the
+other user may not even be able to read our sources.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import encodings.idna  # noqa: F401 - imported now: later the files of Python may be out of reach
+import http.client
+import json
+import os
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+_TIMEOUT = 20.0
+_SILENCE = 1.0
+_MOST = 100_000
+
+
+def request(host: str, port: int, method: str, path: str, headers: dict[str, str]) -> int | str:
+    """Return the status of an answer, or the name of the error."""
+    connection = http.client.HTTPConnection(host, port, timeout=_TIMEOUT)
+    try:
+        connection.request(method, path, body=b"{}" if method != "GET" else None, headers=headers)
+        return connection.getresponse().status
+    except (OSError, http.client.HTTPException) as error:
+        return type(error).__name__
+    finally:
+        connection.close()
+
+
+def speak(host: str, port: int, said: bytes) -> str:
+    """Return what a port answers to these bytes: "refused", "closed", "silent", or the answer."""
+    try:
+        with socket.create_connection((host, port), timeout=_TIMEOUT) as connection:
+            connection.sendall(said)
+            connection.settimeout(_SILENCE)
+            answer = connection.recv(4096)
+    except TimeoutError:
+        return "silent"
+    except OSError:
+        return "refused"
+    return answer.decode("latin-1") if answer else "closed"
+
+
+def open_files(root: str) -> Iterator[str]:
+    """Yield everything below a folder that this user can read, list or write."""
+    todo = [Path(root)]
+    seen = 0
+    while todo and seen < _MOST:
+        path = todo.pop()
+        seen += 1
+        with contextlib.suppress(OSError):
+            todo += [Path(entry.path) for entry in os.scandir(path)]
+            yield f"list {path}"
+        with contextlib.suppress(OSError), open(path, "rb"):
+            yield f"read {path}"
+        with contextlib.suppress(OSError), open(path, "ab"):
+            yield f"write {path}"
+
+
+def named_files(paths: list[str]) -> Iterator[str]:
+    """Yield the files, whose names this user was told, that it can read or write."""
+    for path in paths:
+        for mode, does in (("rb", "read"), ("ab", "write")):
+            with contextlib.suppress(OSError), open(path, mode):
+                yield f"{does} {path}"
+
+
+def main() -> None:
+    user = int(sys.argv[1])
+    work: dict[str, Any] = json.load(sys.stdin)
+    os.setgroups([])
+    os.setgid(user)
+    os.setuid(user)
+    assert os.getuid() == os.geteuid() == user
+    requests = [[*one, request(*one)] for one in work["requests"]]
+    spoken = [
+        [host, port, name, speak(host, port, bytes.fromhex(said))]
+        for host, port in work["ports"]
+        for name, said in work["said"].items()
+    ]
+    files = sorted({found for root in work["folders"] for found in open_files(root)})
+    files += sorted(named_files(work["files"]))
+    json.dump({"requests": requests, "spoken": spoken, "files": files}, sys.stdout)
+
+
+if __name__ == "__main__":
+    main()
