@@ -112,7 +112,7 @@ def _started(config: Config, weights: TrialWeights) -> Iterator[tuple[str, str]]
         try:
             keeper.call(_start(process))
             url = url_of(host, port)
-            _until_ready(process, config, url)
+            _until_ready(process, config, url, key_file)
             yield url, key
         finally:
             process.stop(grace=_GRACE)
@@ -123,10 +123,10 @@ async def _start(process: SupervisedProcess) -> None:
     process.start()
 
 
-def _until_ready(process: SupervisedProcess, config: Config, url: str) -> None:
+def _until_ready(process: SupervisedProcess, config: Config, url: str, key_file: Path) -> None:
     patience = start_timeout(config)
     deadline = time.monotonic() + patience
-    while not engine_ready(config, url):
+    while not engine_ready(config, url, process, key_file=key_file):
         code = process.poll()
         if code is not None or time.monotonic() > deadline:
             did = f"ended with {code}" if code is not None else f"took more than {patience:g} s"

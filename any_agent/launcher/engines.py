@@ -14,9 +14,10 @@ from functools import partial
 from pathlib import Path
 from typing import Literal
 
+from any_agent.auth.engine_key import read_key_file
 from any_agent.config import Config, secret_variables
 from any_agent.errors import ConfigError
-from any_agent.launcher.process import Command, answers
+from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.runtime.private_address import require_private_url
 from any_agent.runtime.signals import die_with_parent
 
@@ -78,12 +79,16 @@ def engine_command(
     return replace(command, variables=variables)
 
 
-def engine_ready(config: Config, url: str) -> bool:
+def engine_ready(config: Config, url: str, process: SupervisedProcess, *, key_file: Path) -> bool:
     """Return whether the engine that was started at the URL has its weights and samples."""
-    if _is_sglang(config):
-        # SGLang takes up to 20 seconds to report a failure.
-        return answers(f"{url}/health_generate", within=25.0)
-    return answers(f"{url}/health")
+    if not _is_sglang(config):
+        return answers(f"{url}/health")
+    # SGLang takes up to 20 seconds to report a failure.
+    ready = answers(f"{url}/health_generate", within=25.0)
+    if ready:
+        # At its start SGLang writes all of its settings to its log.
+        process.mask(read_key_file(key_file))
+    return ready
 
 
 def start_timeout(config: Config) -> float:

@@ -270,7 +270,7 @@ class Node:
         self._add(
             name,
             command,
-            ready=lambda _: engine_ready(self.config, url),
+            ready=lambda one: engine_ready(self.config, url, one, key_file=self.dir.engine_key),
             timeout=start_timeout(self.config),
             where=f" at {url}",
             secrets=(),

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
+from any_agent.runtime.logs import Redactor
 from any_agent.runtime.signals import die_with_parent
 
 _PYTHON_VARIABLES = (
@@ -143,7 +144,7 @@ class SupervisedProcess:
             self._signal(signal.SIGKILL)
 
     def last_lines(self, count: int = 15) -> str:
-        """Return the end of its log, indented."""
+        """Return the end of its log, indented, without keys."""
         try:
             with open(self.log, "rb") as file:
                 file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
@@ -151,7 +152,19 @@ class SupervisedProcess:
         except OSError:
             lines = []
         shown = lines[-count:] or ["(its log is empty)"]
-        return "\n".join(f"    {line}" for line in shown) + f"\n  log: {self.log}"
+        text = "\n".join(f"    {line}" for line in shown)
+        return f"{Redactor().text(text)}\n  log: {self.log}"
+
+    def mask(self, secret: str) -> None:
+        """Overwrite a secret in its log, which another's program writes with its settings."""
+        with open(self.log, "r+b") as file:
+            written, sought = file.read(), secret.encode()
+            at = written.find(sought)
+            while at >= 0:
+                # In place, because the program appends to the same file.
+                file.seek(at)
+                file.write(b"*" * len(sought))
+                at = written.find(sought, at + len(sought))
 
     def _environment(self) -> dict[str, str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}

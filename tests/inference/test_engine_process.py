@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from any_agent import RemoteSGLangEngine
+from any_agent.auth.engine_key import read_key_file
 from any_agent.errors import ConfigError, StartupError
 from any_agent.inference import engine_process as started
 from tests.support.trials import save_trial
@@ -34,6 +35,8 @@ async def main():
     engine = ScriptedEngine()
     engine.weight_version = option("--weight-version")
     engine.told = {"argv": sys.argv[1:]}
+    # As SGLang does at its start.
+    print("server_args=", open(option("--config")).read(), flush=True)
     async with engine.serve(int(option("--port"))):
         await asyncio.Event().wait()
 
@@ -67,6 +70,14 @@ def test_it_is_started_and_ended(root: Path) -> None:
     argv = httpx.get(f"{sglang.url}/server_info").json()["argv"]
     assert argv[argv.index("--model-path") + 1].endswith("step-00000020")
     assert "--incremental-streaming-output" in argv and argv[argv.index("--device") + 1] == "cpu"
+    # The key is in a file of the owner's; neither the list of processes nor a log shows it.
+    path = Path(argv[argv.index("--config") + 1])
+    key = read_key_file(path)
+    assert sglang._http.headers["Authorization"] == f"Bearer {key}"
+    assert path.stat().st_mode & 0o777 == 0o600 and path.suffix == ".yaml"
+    assert key not in " ".join(argv)
+    log = (path.parent / "engine.log").read_text()
+    assert "server_args=" in log and key not in log and len(key) * "*" in log
     engine.close()
     with pytest.raises(httpx.TransportError):
         httpx.get(f"{sglang.url}/health")

@@ -249,3 +249,15 @@ def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     log.write_bytes(b"first\n" + b"\xff" * 200_000 + b"\nlast but one\nlast\n")
     said = process.last_lines(2)
     assert said.splitlines() == ["    last but one", "    last", f"  log: {log}"]
+
+
+def test_a_key_in_a_log_is_masked_and_not_shown(tmp_path: Path) -> None:
+    process = SupervisedProcess("x", Command(["any"]), tmp_path / "x.log")
+    key = "sk-engine." + 64 * "a"
+    process.log.write_text(f"api_key={key}, again {key}\nthe end")
+    assert key not in process.last_lines() and "the end" in process.last_lines()
+    size = process.log.stat().st_size
+    process.mask(key)
+    text = process.log.read_text()
+    assert key not in text and text.endswith("the end")
+    assert process.log.stat().st_size == size

@@ -51,7 +51,8 @@ a node's private address in a job of several nodes. No command line shows the ke
 engine reads it from its file (`--key-file`), SGLang from the same file (`--config`, as its
 `api-key`, which SGLang requires on its routes for operators, too). Without a key there are only
 `GET /health` of the embedded engine, whose answer is empty, and SGLang's `/health`,
-`/health_generate` and `/metrics`. For engines that run already (`engine.urls`) set `engine.key`,
+`/health_generate` and `/metrics`. SGLang writes its settings to its log: the service masks the key
+there. For engines that run already (`engine.urls`) set `engine.key`,
 best as `ANY_AGENT_ENGINE__KEY`. An embedded engine that is started without a key listens on
 loopback only and answers only to its names, so that no web page reaches it.
 
