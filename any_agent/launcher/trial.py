@@ -253,7 +253,10 @@ def find_weights(
         found = next((saved for saved in _checkpoints(config) if saved.step == step), None)
         problem = f"has no checkpoint of step {step}"
     else:
-        found = latest_weights(config)
+        newest = latest_weights(config)
+        # Not an earlier one in its place: nobody would notice.
+        latest = latest_step(run_dir_of(config).checkpoints)
+        found = newest if newest is not None and newest.step == latest else None
         problem = f"has no complete checkpoint yet in {run_dir_of(config).checkpoints}"
     if found is None:
         name = f"{config.experiment}/{config.trial}"
