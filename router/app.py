@@ -95,7 +95,7 @@ class Router:
         self.replies = ClientResponder(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies, access.signer)
         self._conversations = ImplicitAffinity(config, forwarder)
-        opens = OpenRoute(affinity, forwarder, access.signer)
+        opens = OpenRoute(affinity, forwarder)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
             ("POST", START): opens.open,

@@ -27,7 +27,6 @@ from any_agent.errors import (
     StoreBusy,
     from_response,
 )
-from any_agent.keys import KeySigner
 from router.affinity import SESSIONS_PATH, SessionAffinity, home_of
 from router.body import BodyFields, RequestBody, seconds
 from router.forward import IDEMPOTENCY_KEY, Forwarder
@@ -49,11 +48,10 @@ class RankStalled(ServiceUnavailable):
 class OpenRoute:
     """Opens sessions for agents."""
 
-    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder, signer: KeySigner) -> None:
+    def __init__(self, affinity: SessionAffinity, forwarder: Forwarder) -> None:
         self._affinity = affinity
         self._ranks = forwarder.ranks
         self._forwarder = forwarder
-        self._signer = signer
         self._late: set[asyncio.Task[None]] = set()
         """Wait for the answers of ranks that were given up."""
         self._turns: Counter[str] = Counter()
@@ -188,11 +186,13 @@ class OpenRoute:
         try:
             async with asyncio.timeout(_LATE):
                 answer = await asking
-                session = orjson.loads(answer.body)["session_id"] if answer.status == 200 else None
-                if session is not None:
-                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {self._signer.run_key}"})
-                    path = f"{SESSIONS_PATH}{session}/abort"
-                    await self._forwarder.exchange(rank, "POST", path, headers, b"")
+                if answer.status == 200:
+                    session = orjson.loads(answer.body)
+                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {session['api_key']}"})
+                    path = f"{SESSIONS_PATH}{session['session_id']}/abort"
+                    done = await self._forwarder.exchange(rank, "POST", path, headers, b"")
+                    if done.status != 200:
+                        log.warning("rank %d opened a session in vain: %d", rank, done.status)
         except (AnyAgentError, TimeoutError, ValueError, KeyError) as error:
             log.info("rank %d was given up for an open: %s", rank, type(error).__name__)
 

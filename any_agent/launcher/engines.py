@@ -188,7 +188,8 @@ def _embedded(config: Config, arguments: list[str], name: str) -> Command:
 
 def _sglang(config: Config, arguments: list[str], name: str) -> Command:
     engine = config.engine
-    arguments = ["sglang.launch_server", *arguments]
+    # Its log of requests would grow by a line a second, as its rank asks it all the time.
+    arguments = ["sglang.launch_server", *arguments, "--log-level-http", "warning"]
     variables = {}
     if engine.device == "cpu" or (engine.device == "auto" and not sees_gpu()):
         arguments += ["--device", "cpu"]

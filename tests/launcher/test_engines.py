@@ -47,6 +47,7 @@ def test_sglang(gpus: list[bool]) -> None:
     command = engines.engine_command(config, *PLACE, key_file=KEY, gpus=("2", "3"))
     assert command.python == "/sgl/bin/python"
     assert command.arguments[0] == "sglang.launch_server"
+    assert option(command, "--log-level-http") == "warning"
     wanted = {
         "--model-path": "/weights",
         "--weight-version": "7",

@@ -440,7 +440,7 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(pair: La
     async def wake_up_later(received: Received) -> None:
         if received.target == START:
             await go_on.wait()
-        await received.answer({"session_id": "ses-0-late"})
+        await received.answer({"session_id": "ses-0-late", "api_key": "sk-late"})
 
     late.handler = wake_up_later
     pair.silent.add(0)
@@ -452,7 +452,7 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(pair: La
     await until(lambda: len(late.received) == 2, "the session is aborted")
     aborted = late.received[1]
     assert (aborted.method, aborted.target) == ("POST", "/rl/v1/sessions/ses-0-late/abort")
-    assert aborted.values("authorization") == [f"Bearer {pair.signer.run_key}"]
+    assert aborted.values("authorization") == ["Bearer sk-late"]
 
 
 @pytest.mark.parametrize("bound", ["group", "key"])

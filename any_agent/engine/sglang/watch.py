@@ -9,8 +9,8 @@ from collections.abc import AsyncGenerator
 from any_agent.engine.sglang.requests import SGLangControl
 from any_agent.errors import EngineUnavailable
 
-_INTERVAL = 0.5
-_ANSWER_WITHIN = 2.5
+_INTERVAL = 1.0
+_ANSWER_WITHIN = 2.0
 """Seconds; with the interval and a rank's heartbeat, the router knows within five."""
 _LATE = 1.0
 """Seconds after its time limit at which a request ends because this process hung itself."""
