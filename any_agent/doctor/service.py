@@ -135,7 +135,8 @@ class _ServiceConversation:
         if response.status_code != 200:
             raise Failed(_error_of(response))
         self._answered += 1
-        lines = [line for line in response.text.split("\n\n") if line]
+        # A slow engine's stream has comments between its events.
+        lines = [line for line in response.text.split("\n\n") if line and line[0] != ":"]
         if lines[-1:] != ["data: [DONE]"]:
             raise Failed("the stream ends without [DONE]")
         events = [json.loads(line.removeprefix("data: ")) for line in lines[:-1]]

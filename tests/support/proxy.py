@@ -170,7 +170,7 @@ class Proxy:
             async for line in response.aiter_lines():
                 if line == "data: [DONE]":
                     return events, True
-                if line:
+                if line.startswith("data: "):
                     events.append(orjson.loads(line.removeprefix("data: ")))
         return events, False
 

@@ -96,7 +96,7 @@ async def stream_of(
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 return events, True
-            if line:
+            if line.startswith("data: "):
                 events.append(orjson.loads(line.removeprefix("data: ")))
             if len(events) >= most:
                 break

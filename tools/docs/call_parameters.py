@@ -35,8 +35,8 @@ run's `sampling.max_new_tokens` limits them, too.
 
 A parameter by which tokens are not drawn from the plain distribution makes an interaction
 untrainable, with the reason in the last column, unless the run replaces the parameter. The other
-interactions of the session are trained on. `any_agent_untrainable_interactions_total` counts
-untrainable ones by reason.
+interactions of the session are trained on. The answer's header `x-any-agent-untrainable` has the
+reason, and `any_agent_untrainable_interactions_total` counts untrainable interactions by reason.
 
 A parameter that the engine does not support (`any-agent doctor` lists them) is a 400 that names it.
 """

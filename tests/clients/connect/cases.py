@@ -38,6 +38,7 @@ PYTHON: dict[str, tuple[Environment, ...]] = {
     "anthropic": (_pinned("anthropic", "anthropic"),),
     "camel": (_pinned("camel", "camel"),),
     "claude-agent-sdk": (_pinned("claude-agent", "claude_agent"),),
+    "instructor": (_pinned("instructor", "forced_tools", "instructor.txt"),),
     "langchain": (_pinned("langchain", "langchain"),),
     "langgraph": (_pinned("langgraph", "connect", "langgraph.txt"),),
     "llama-index": (_pinned("llama-index", "connect", "llama-index.txt"),),
@@ -47,6 +48,7 @@ PYTHON: dict[str, tuple[Environment, ...]] = {
         _pinned("openai-3", "openai", "openai-3.txt"),
     ),
     "pydantic-ai": (_pinned("pydantic-ai", "connect", "pydantic-ai.txt"),),
+    "smolagents": (_pinned("smolagents", "forced_tools", "smolagents.txt"),),
 }
 """Pages whose Python needs an environment; the others' runs in this one."""
 
@@ -61,6 +63,8 @@ CASES: dict[str, Case] = {
     "claude-agent-sdk/agent": Case(says=(CALL % "mcp__sums__add", "It is 42."), prints="1.0"),
     "claude-agent-sdk/session": _ONCE,
     "curl/session": _ONCE,
+    # What follows the opening of a forced call.
+    "instructor/session": Case(says=(' {"total": 42}}\n</tool_call>',), prints="42"),
     "langchain/agent": _WITH_TOOL,
     "langchain/anthropic": _ONCE,
     "langchain/session": _ONCE,
@@ -83,4 +87,5 @@ CASES: dict[str, Case] = {
     "pydantic-ai/agent": _WITH_TOOL,
     "pydantic-ai/program": Case(prints="42.\n1"),
     "pydantic-ai/session": _ONCE,
+    "smolagents/session": Case(says=(' {"answer": "42."}}\n</tool_call>',)),
 }

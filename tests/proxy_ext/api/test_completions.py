@@ -43,7 +43,7 @@ async def events_of(
         async for line in response.aiter_lines():
             if line == "data: [DONE]":
                 return events, True
-            if line:
+            if line.startswith("data: "):
                 events.append(orjson.loads(line.removeprefix("data: ")))
     return events, False
 

@@ -39,7 +39,7 @@ async def lines_of(proxy: Proxy, key: str, **fields: Any) -> AsyncIterator[Async
 
         async def events() -> AsyncIterator[Any]:
             async for line in response.aiter_lines():
-                if line and line != "data: [DONE]":
+                if line.startswith("data: {"):
                     yield orjson.loads(line.removeprefix("data: "))
 
         yield events()

@@ -38,7 +38,8 @@ def valid_response(body: bytes | dict[str, Any]) -> Response:
 def valid_events(stream: bytes) -> list[dict[str, Any]]:
     """The events of a stream, each by the SDK's own model, numbered without a gap."""
     events = []
-    for k, text in enumerate(stream.decode().removesuffix("\n\n").split("\n\n")):
+    said = [text for text in stream.decode().split("\n\n") if text and text[0] != ":"]
+    for k, text in enumerate(said):
         name, data = text.split("\n")
         event = orjson.loads(data.removeprefix("data: "))
         assert name == f"event: {event['type']}"

@@ -79,7 +79,7 @@ def events_of(data: bytes) -> list[tuple[str | None, Any]]:
     """Server-sent events, with their names."""
     out: list[tuple[str | None, Any]] = []
     for block in data.split(b"\n\n"):
-        if not block.strip():
+        if not block.strip() or block.startswith(b":"):
             continue
         name, said = None, []
         for line in block.split(b"\n"):
