@@ -70,11 +70,28 @@ class StoredKey(_Model):
         return hmac.compare_digest(bytes.fromhex(self.hash), secret_hash(key))
 
 
+_DEADLINES: dict[tuple[str, float], float] = {}
+"""The end of each key that this process has seen, on its monotonic clock."""
+
+
+def _is_live(key: StoredKey) -> bool:
+    if key.expires_at is None:
+        return key.revoked_at is None
+    return key.revoked_at is None and time.monotonic() < _DEADLINES[key.id, key.expires_at]
+
+
 class StoredKeys(_Model):
     """The content of the file: all keys at one moment."""
 
     format: Literal[1] = 1
     keys: tuple[StoredKey, ...] = ()
+
+    def model_post_init(self, _: object) -> None:
+        # Seen now: a wall clock that is set later neither ends a key nor revives it.
+        for key in self.keys:
+            if key.expires_at is not None:
+                left = key.expires_at - time.time()
+                _DEADLINES.setdefault((key.id, key.expires_at), time.monotonic() + left)
 
     @cached_property
     def by_id(self) -> dict[str, StoredKey]:
@@ -83,14 +100,12 @@ class StoredKeys(_Model):
     def find(self, text: str) -> StoredKey | None:
         """Return the live key with this text; None without one."""
         key = self.by_id.get(key_id(text) or "")
-        found = key is not None and key.matches(text) and key.state(time.time()) == "live"
-        return key if found else None
+        return key if key is not None and key.matches(text) and _is_live(key) else None
 
     @property
     def has_admin(self) -> bool:
         """True if there is a live admin key."""
-        now = time.time()
-        return any(key.state(now) == "live" for key in self._admins)
+        return any(map(_is_live, self._admins))
 
     @cached_property
     def wants_admin(self) -> bool:
