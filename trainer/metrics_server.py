@@ -7,6 +7,7 @@ import logging
 import os
 import secrets
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler
@@ -109,7 +110,9 @@ class _Server(TCPServer):
         super().__init__((host, 0), _Handler)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        log.exception("a scrape of the trainer's metrics failed")
+        # A router that gave up, perhaps while this process was stopped, is no fault of its own.
+        if not isinstance(sys.exception(), ConnectionError):
+            log.exception("a scrape of the trainer's metrics failed")
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import socket
+import struct
 import threading
 import time
 from collections.abc import Callable
@@ -154,3 +156,20 @@ def test_a_client_that_says_nothing_is_not_waited_for_long(
         port = int(presence.url.rpartition(":")[2])
         with socket.create_connection(("127.0.0.1", port)):
             assert get(f"{presence.url}/metrics").status_code == 200
+
+
+def test_a_scraper_that_gave_up_is_no_fault(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """This process was stopped for longer than the router waits."""
+    left = threading.Event()
+    monkeypatch.setattr(presence_module._Handler, "_authorize", lambda _: left.wait(60))
+    with opened(tmp_path) as presence:
+        port = int(presence.url.rpartition(":")[2])
+        with socket.create_connection(("127.0.0.1", port)) as scraper:
+            scraper.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            scraper.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        left.set()
+        # One at a time: by now the first one is over.
+        assert get(f"{presence.url}/metrics").status_code == 200
+    assert [record for record in caplog.records if record.levelno >= logging.ERROR] == []
