@@ -337,8 +337,10 @@ class Cluster:
         await asyncio.to_thread(rank.start)
 
     def beat(self) -> None:
-        """What the ranks would write to the registry."""
+        """What the ranks that live would write to the registry."""
         for number, rank in enumerate(self.ranks):
+            if not rank.alive:
+                continue
             entry = RegistryEntry(
                 name=rank_name(number), boot_id=f"life-{rank.lives}", url=rank.url, pid=1
             )

@@ -1,13 +1,17 @@
-"""One rank's proxy killed -9 again and again under agents and a trainer: nothing that was said is
-lost, nothing is trained on twice, and every session is accounted for."""
+"""One rank's proxy, or the router, killed -9 again and again under agents and a trainer.
+
+Nothing that was said is lost, nothing is trained on twice, and every session is accounted for.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import random
+import threading
 import time
 from collections import Counter
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +24,10 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, SessionClosed
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
+from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from any_agent.types import SessionState
 from tests.chaos.conftest import Figure
-from tests.support.chaos.killable import KillableProxy, engine_in_thread
+from tests.support.chaos.killable import Killable, KillableProxy, KillableRouter, engine_in_thread
 from tests.support.e2e import audit
 from tests.support.e2e.ledger import Answer, Ledger, Told
 from tests.support.proxy import config_for
@@ -40,6 +45,8 @@ class Load:
 
     proxy: KillableProxy
     seed: int
+    url: str
+    """Agents call here; the trainer calls the proxy."""
     ledger: Ledger = field(default_factory=Ledger)
     trained: Counter[str] = field(default_factory=Counter)
     """By session: how often it was handed out after its ack was acknowledged, plus that ack."""
@@ -47,8 +54,8 @@ class Load:
 
     async def agent(self, number: int) -> None:
         rng = random.Random(f"{self.seed}-{number}")
-        sdk = openai.AsyncOpenAI(api_key="none", base_url=f"{self.proxy.url}/v1", max_retries=6)
-        async with RLClient(self.proxy.url, retry_for=60) as service, sdk:
+        sdk = openai.AsyncOpenAI(api_key="none", base_url=f"{self.url}/v1", max_retries=6)
+        async with RLClient(self.url, retry_for=60) as service, sdk:
             turn = 0
             while not self.leaving:
                 turn += 1
@@ -181,8 +188,10 @@ class Load:
                 await asyncio.sleep(0.1)
 
 
-async def under_fire(load: Load, *, agents: int, kills: int, rng: random.Random) -> list[float]:
-    """Kill the proxy at random moments of its lives; how long each was away, in seconds."""
+async def under_fire(
+    load: Load, victim: Killable, *, agents: int, kills: int, rng: random.Random
+) -> list[float]:
+    """Kill the victim at random moments of its lives; how long each was away, in seconds."""
     away = []
     async with asyncio.TaskGroup() as tasks:
         for number in range(agents):
@@ -191,31 +200,75 @@ async def under_fire(load: Load, *, agents: int, kills: int, rng: random.Random)
         for _ in range(kills):
             await asyncio.sleep(rng.uniform(0.05, 1.2))
             began = time.monotonic()
-            await asyncio.to_thread(load.proxy.kill)
-            await asyncio.to_thread(load.proxy.start)
+            await asyncio.to_thread(victim.kill)
+            await asyncio.to_thread(victim.start)
             away.append(time.monotonic() - began)
         await asyncio.sleep(1.0)
         load.leaving = True
     return away
 
 
+SETTINGS = ("sessions.ttl=40", "sessions.group_timeout=25", "rollout.max_concurrent=64")
+
+
 @pytest.mark.timeout(1800)
 def test_a_proxy_killed_under_load_keeps_its_word(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:
-    kills, agents = (100, 32) if long else (8, 16)
-    settings = ("sessions.ttl=40", "sessions.group_timeout=25", "rollout.max_concurrent=64")
+    kills, agents = (200, 32) if long else (8, 16)
     with engine_in_thread(tiny_model_dir) as engine:
         engine.pace = PACE
-        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *settings)
+        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
         try:
             proxy.start()
-            load = Load(proxy, seed=0)
-            away = asyncio.run(under_fire(load, agents=agents, kills=kills, rng=random.Random(0)))
+            load, rng = Load(proxy, 0, proxy.url), random.Random(0)
+            away = asyncio.run(under_fire(load, proxy, agents=agents, kills=kills, rng=rng))
             counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         finally:
             proxy.close()
         judge(load, engine, counters, tmp_path, away, figure)
+
+
+@pytest.mark.timeout(1800)
+def test_a_router_killed_under_load_keeps_the_services_word(
+    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    kills, agents = (200, 32) if long else (8, 16)
+    run = trial_dir(config_for(tmp_path))
+    with engine_in_thread(tiny_model_dir) as engine, ExitStack() as stack:
+        engine.pace = PACE
+        proxy = KillableProxy(tmp_path, tiny_model_dir, engine.url, *SETTINGS)
+        stack.callback(proxy.close)
+        proxy.start()
+        entry = RegistryEntry(name=rank_name(0), boot_id="one", url=proxy.url, pid=proxy.pid)
+        stack.enter_context(heartbeats(run.registry, entry))
+        router = KillableRouter(config_for(tmp_path, "server.ranks=1"))
+        stack.callback(router.close)
+        router.start()
+        load, rng = Load(proxy, 0, router.url), random.Random(0)
+        away = asyncio.run(under_fire(load, router, agents=agents, kills=kills, rng=rng))
+        counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
+        stack.close()
+        judge(load, engine, counters, tmp_path, away, figure)
+
+
+@contextmanager
+def heartbeats(registry: Path, entry: RegistryEntry) -> Iterator[None]:
+    """The rank's entry, written again and again as the rank itself does."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.5):
+            publish(registry, entry)
+
+    publish(registry, entry)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
 
 
 def judge(

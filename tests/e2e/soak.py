@@ -57,7 +57,7 @@ def soak_config(root: Path, disk: Path, seed: int, admin_key: str) -> Config:
     """The chaos run's settings, but nothing is kept that a long run does not need."""
     plain = chaos_config(root, seed, admin_key).model_dump()
     plain["experiment"] = "soak"
-    plain["server"]["journal_dir"] = disk
+    plain["root"] = disk / "runs"
     plain["sessions"] |= {"keep_hours": 1 / 60}
     plain["train"] |= {"checkpoint_every": 5, "keep_checkpoints": 2, "keep_weights": 4}
     return Config.model_validate(plain)
@@ -153,6 +153,8 @@ class Soak(Chaos):
         self._check("kinds of faults left out", sorted(missing))
         super().audit(run)
         self._audit_flatness()
+        if self.outcome.problems["tracebacks in logs"]:
+            self._say(audit.last_traceback(run))
 
     def _read_records(self, run: RunDir) -> dict[str, audit.Record]:
         records = super()._read_records(run)

@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import json
 import shutil
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,7 @@ from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
 from any_agent.errors import RunFinished
 from any_agent.keys import rank_of_session
-from any_agent.launcher import Node, NodeOptions
+from any_agent.launcher import Node, NodeOptions, component
 from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
@@ -33,14 +33,18 @@ from tests.support.archives import Exported, Rank
 from tests.support.e2e.live_run import live_config
 
 STEPS = 6
-DEATHS = ("lease=1", "step=2", "send=3", "checkpoint=4", "ack=5")
+# A step that is made again has no checkpoint of its own, so those that have one die at that only.
+DEATHS = (
+    *("lease=1", "before-publish=1", "checkpoint=2", "step=3", "send=3", "before-checkpoint=4"),
+    *("manifest=5", "before-ack=5", "ack=5"),
+)
 LIMIT = 500.0
 
 pytestmark = pytest.mark.timeout(600)
 
 
 def config_for(root: Path, model: Path, **more: Any) -> Config:
-    settings = {
+    settings: dict[str, Any] = {
         "rollout.deterministic": "true",
         "rollout.eta": 0,
         "rollout.batch_size": 4,
@@ -53,7 +57,7 @@ def config_for(root: Path, model: Path, **more: Any) -> Config:
         "train.keep_checkpoints": 2,
         "train.seed": 3,
     }
-    return live_config(root, model, **settings, **more)
+    return live_config(root, model, **(settings | more))
 
 
 async def agent(service: RLClient, number: int) -> None:
@@ -74,7 +78,7 @@ async def agent(service: RLClient, number: int) -> None:
     await service.finalize(session.api_key, (sum(map(ord, said)) % 101) / 100)
 
 
-async def drive(node: Node, first: int = 0) -> None:
+async def drive(node: Node, first: int = 0, *, limit: float = LIMIT) -> None:
     """One agent after the other until training has ended."""
 
     async def watch() -> None:
@@ -83,7 +87,7 @@ async def drive(node: Node, first: int = 0) -> None:
             await asyncio.sleep(0.05)
 
     async with (
-        asyncio.timeout(LIMIT),
+        asyncio.timeout(limit),
         RLClient(node.url, retry_for=60) as service,
         asyncio.TaskGroup() as tasks,
     ):
@@ -110,7 +114,7 @@ class Outcome:
 def outcome(config: Config) -> Outcome:
     run = trial_dir(config)
     checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
-    assert checkpoint.name == f"step-{STEPS:08d}"
+    assert checkpoint.name == f"step-{config.train.steps:08d}"
     state = json.loads((checkpoint / "trainer" / "state.json").read_text())
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert {line["staleness_max"] for line in lines} == {0}, "with eta 0 everything is on-policy"
@@ -153,20 +157,32 @@ def test_killed_at_each_boundary(
     tiny_model_dir: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    # The other run's weights went by folders.
+    config = config_for(tmp_path / "runs", tiny_model_dir, **{"engine.weight_sync": "distributed"})
+    run_dying(config, DEATHS, tmp_path / "marks", monkeypatch)
+    assert_same(outcome(config), uninterrupted)
+
+
+def run_dying(
+    config: Config, deaths: Sequence[str], marks: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Train to the end while the trainer dies at the given boundaries, which it does at each."""
     monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parents[2]))
-    dying = ["tests.support.e2e.dying_trainer", str(tmp_path / "marks"), *DEATHS, "--"]
+    dying = ["tests.support.e2e.dying_trainer", str(marks), *deaths, "--"]
     real = launching.trainer_arguments
     monkeypatch.setattr(launching, "trainer_arguments", lambda *given: [*dying, *real(*given)[1:]])
-    # The other run's weights went by folders.
-    way = {"engine.weight_sync": "distributed"}
-    config = config_for(tmp_path / "runs", tiny_model_dir, **way)
-    marks = tmp_path / "marks"
+    # A part that dies so often ends a service, which is another promise.
+    for limit in ("_MAX_RESTARTS", "_MAX_FAILURES", "_MAX_DEATHS"):
+        monkeypatch.setattr(component, limit, 1000)
     marks.mkdir()
     with Node(config, NodeOptions(say=lambda _: None)) as node:
-        asyncio.run(drive(node))
-        assert node.parts["trainer"].restarts == len(DEATHS)
-    assert sorted(mark.name for mark in marks.iterdir()) == sorted(DEATHS)
-    again = outcome(config)
+        asyncio.run(drive(node, limit=LIMIT + 60 * len(deaths)))
+        assert sorted(mark.name for mark in marks.iterdir()) == sorted(deaths)
+        assert node.parts["trainer"].restarts == len(deaths)
+
+
+def assert_same(again: Outcome, uninterrupted: Outcome) -> None:
+    """Weights, optimizer and generators bit for bit, sessions, and rewards."""
     assert again.rewards == uninterrupted.rewards
     assert again.consumed == uninterrupted.consumed
     assert again.tensors.keys() == uninterrupted.tensors.keys()

@@ -22,6 +22,8 @@ from any_agent.launcher.trial import latest_weights
 from tests.support.e2e.live_run import drive, live_config
 from tests.support.e2e.serving import Served, serve
 
+STREAMS, TOKENS = 100, 300
+
 
 def steps_of(node: Node) -> list[int]:
     metrics = node.dir.metrics
@@ -86,9 +88,10 @@ def test_sigterm_lets_streams_end_and_open_sessions_are_found_again(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
     arguments = ["--no-train", "--model", str(tiny_model_dir), "model.enable_thinking=false"]
-    arguments += ["server.port=0", "server.ranks=1", "sampling.max_new_tokens=600"]
+    arguments += ["server.port=0", "server.ranks=1", f"sampling.max_new_tokens={TOKENS}"]
+    arguments += [f"rollout.max_concurrent={STREAMS}", f"engine.max_running_requests={STREAMS}"]
     with serve(*arguments, cwd=tmp_path) as served:
-        talks = [Talk(served.url) for _ in range(8)]
+        talks = [Talk(served.url) for _ in range(STREAMS)]
         begun = threading.Barrier(len(talks) + 1, timeout=240)
         threads = [
             threading.Thread(target=_read, args=(talk, served, begun), daemon=True)
@@ -100,7 +103,7 @@ def test_sigterm_lets_streams_end_and_open_sessions_are_found_again(
         assert served.signal(signal.SIGTERM, 240) == 0
         for thread in threads:
             thread.join(120)
-        assert all(len(talk.messages) == 3 for talk in talks)
+        assert [len(talk.messages) for talk in talks] == [3] * STREAMS
         assert "Traceback" not in served.output.read_text()
     with serve(*arguments, cwd=tmp_path) as served:
         for talk in talks[:2]:
@@ -114,7 +117,7 @@ def test_sigterm_lets_streams_end_and_open_sessions_are_found_again(
 
 
 def _read(talk: Talk, served: Served, begun: threading.Barrier) -> None:
-    words = talk.stream(served.url, max_tokens=600)
+    words = talk.stream(served.url, max_tokens=TOKENS)
     next(words)
     begun.wait()
     list(words)

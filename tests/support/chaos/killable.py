@@ -1,5 +1,6 @@
-"""A proxy that can be killed -9 and is back within a third of a second: forked from a process that
-has imported what it needs. LiteLLM's own app, which takes long to import, is a stand-in here.
+"""A proxy and a router that can be killed -9 and are back within a third of a second: forked from a
+process that has imported what they need. LiteLLM's own app, which takes long to import, is a
+stand-in here.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from pathlib import Path
 import httpx
 
 from any_agent.chat import load_chat_format
-from any_agent.config import load_config
+from any_agent.config import Config, load_config
 from tests.support.in_thread import served_in_thread
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -26,6 +27,7 @@ _CONTEXT = multiprocessing.get_context("forkserver")
 _CONTEXT.set_forkserver_preload(
     [
         "proxy_ext.app",
+        "router.app",
         "tests.support.chaos.killable",
         "tests.support.proxy",
         "uvloop",
@@ -36,37 +38,31 @@ _CONTEXT.set_forkserver_preload(
 )
 
 
-class KillableProxy:
-    """One rank's proxy on a port that it keeps over all of its lives."""
+class Killable:
+    """A process on a port that it keeps over all of its lives."""
 
-    def __init__(
-        self, root: Path, model: Path, engine_url: str, *settings: str, rank: int = 0
-    ) -> None:
-        self._settings = (f"root={root}", *settings)
-        self._model = str(model)
-        self._engine_url = engine_url
-        self._rank = rank
-        self._listener = socket.socket()
-        self._listener.bind(("127.0.0.1", 0))
-        # Here and not in the child: who calls while it is dead waits for its next life.
-        self._listener.listen(2048)
-        self.url = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
+    def __init__(self) -> None:
+        self._listener = listener(0)
+        self._port = self._listener.getsockname()[1]
+        self.url = f"http://127.0.0.1:{self._port}"
         self._process: BaseProcess | None = None
         self.lives = 0
 
+    def _make(self) -> BaseProcess:
+        raise NotImplementedError
+
     def start(self) -> None:
         """Begin a life; returns when it answers."""
-        self._process = _CONTEXT.Process(
-            target=serve_proxy,
-            args=(self._listener, self._settings, self._model, self._engine_url, self._rank),
-        )
+        if self._listener.fileno() < 0:
+            self._listener = listener(self._port)
+        self._process = self._make()
         self._process.start()
         self.lives += 1
         deadline = time.monotonic() + START_LIMIT
         with httpx.Client(trust_env=False, timeout=START_LIMIT) as http:
             while True:
-                assert self._process.is_alive(), f"the proxy ended: {self._process.exitcode}"
-                assert time.monotonic() < deadline, "the proxy did not start"
+                assert self._process.is_alive(), f"it ended: {self._process.exitcode}"
+                assert time.monotonic() < deadline, "it did not start"
                 try:
                     if http.get(f"{self.url}/healthz").status_code == 200:
                         return
@@ -82,14 +78,64 @@ class KillableProxy:
         # Connections that nobody had accepted are still in the queue: the next life takes them.
 
     def close(self) -> None:
-        if self._process is not None and self._process.is_alive():
+        """Kill it; who calls now is refused, until it starts again."""
+        if self.alive:
             self.kill()
         self._listener.close()
+
+    @property
+    def alive(self) -> bool:
+        return self._process is not None and self._process.is_alive()
 
     @property
     def pid(self) -> int:
         assert self._process is not None and self._process.pid is not None
         return self._process.pid
+
+
+def listener(port: int) -> socket.socket:
+    """Listens here and not in the child: who calls while it is dead waits for its next life."""
+    made = socket.socket()
+    made.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    made.bind(("127.0.0.1", port))
+    made.listen(2048)
+    return made
+
+
+class KillableProxy(Killable):
+    """One rank's proxy."""
+
+    def __init__(
+        self, root: Path, model: Path, engine_url: str, *settings: str, rank: int = 0
+    ) -> None:
+        super().__init__()
+        self._settings = (f"root={root}", *settings)
+        self._model = str(model)
+        self._engine_url = engine_url
+        self._rank = rank
+
+    def _make(self) -> BaseProcess:
+        arguments = (self._listener, self._settings, self._model, self._engine_url, self._rank)
+        return _CONTEXT.Process(target=serve_proxy, args=arguments)
+
+
+class KillableRouter(Killable):
+    """The router of a run."""
+
+    def __init__(self, config: Config) -> None:
+        super().__init__()
+        self._config = config
+
+    def _make(self) -> BaseProcess:
+        return _CONTEXT.Process(target=serve_router, args=(self._listener, self._config))
+
+
+def serve_router(listener: socket.socket, config: Config) -> None:
+    """The life of a router, in its own process."""
+    from router.app import running_router, serve
+
+    url = f"http://127.0.0.1:{listener.getsockname()[1]}"
+    serve(lambda: running_router(config, listener, url), config.server.drain_timeout)
 
 
 def serve_proxy(

@@ -243,12 +243,25 @@ def leaks(run: RunDir, secrets: Iterable[str]) -> list[str]:
     return out
 
 
+_TRACEBACK = re.compile(r"^Traceback .*\n(?:[ \t].*\n)*(.*)", re.MULTILINE)
+"""A traceback ends with the first line that is not indented."""
+
+
 def complaints(run: RunDir) -> list[str]:
     """Tracebacks in the parts' logs by their last lines: no kill elsewhere may surprise a part."""
     counts: Counter[str] = Counter()
     for path in run.logs.glob("*.log"):
         text = path.read_text(encoding="utf-8", errors="replace")
-        # A traceback ends with the first line that is not indented.
-        for last in re.findall(r"^Traceback .*\n(?:[ \t].*\n)*(.*)", text, re.MULTILINE):
-            counts[f"{path.name}: {last[:160]}"] += 1
+        for found in _TRACEBACK.finditer(text):
+            counts[f"{path.name}: {found[1][:160]}"] += 1
     return [f"{count}x {what}" for what, count in counts.most_common()]
+
+
+def last_traceback(run: RunDir) -> str:
+    """The last one of any log, with the lines before it."""
+    shown = ""
+    for path in run.logs.glob("*.log"):
+        text = path.read_text(encoding="utf-8", errors="replace")
+        for found in _TRACEBACK.finditer(text):
+            shown = text[max(0, found.start() - 500) : found.end()]
+    return shown

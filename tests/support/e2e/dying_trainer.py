@@ -17,34 +17,44 @@ from typing import Any
 
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
+from trainer.manifests import ManifestStore
 from trainer.sync.bucketed import UpdateAttempt
 
 
-def _made(loop: TrainingLoop) -> int:
+def _made(loop: TrainingLoop, *_: Any) -> int:
     return loop.policy.steps
 
 
-BOUNDARIES: dict[str, tuple[type, str, Callable[[Any], int]]] = {
-    "lease": (TrainingLoop, "_wait", lambda loop: _made(loop) + 1),
+BOUNDARIES: dict[str, tuple[type, str, Callable[..., int]]] = {
+    "lease": (TrainingLoop, "_wait", lambda loop, *_: _made(loop) + 1),
+    "manifest": (ManifestStore, "write", lambda _, taken, *__: taken.step),
     "step": (TrainingLoop, "_optimize", _made),
     # The engines have all of the weights, and do not know it.
-    "send": (UpdateAttempt, "_send", lambda attempt: attempt._new.step),
+    "send": (UpdateAttempt, "_send", lambda attempt, *_: attempt._new.step),
     "publish": (TrainingLoop, "_publish", _made),
     "ack": (TrainingLoop, "_settle", _made),
     "checkpoint": (TrainingLoop, "_save", _made),
 }
-"""The method after which it dies, and the number of the step that its object is at by then."""
+"""The method at whose end it dies, or at whose beginning for a name like `before-ack`, and the
+number of the step that its object is at by then."""
 
 
 def arm(boundary: str, step: int, mark: Path) -> None:
-    owner, name, step_of = BOUNDARIES[boundary]
+    before = boundary.startswith("before-")
+    owner, name, step_of = BOUNDARIES[boundary.removeprefix("before-")]
     method: Callable[..., Any] = getattr(owner, name)
 
-    def dying(self: Any, *args: Any) -> Any:
-        result = method(self, *args)
-        if step_of(self) == step and not mark.exists():
+    def die(self: Any, *args: Any) -> None:
+        if step_of(self, *args) == step and not mark.exists():
             mark.touch()
             os.kill(os.getpid(), signal.SIGKILL)
+
+    def dying(self: Any, *args: Any, **named: Any) -> Any:
+        if before:
+            die(self, *args)
+        result = method(self, *args, **named)
+        if not before:
+            die(self, *args)
         return result
 
     setattr(owner, name, dying)
