@@ -3,6 +3,7 @@
 ::
 
     sk-v1.<rank>.<lane>.<hmac>   a session's key, derived from the run's signing secret, not stored
+    sk-judge.<rank>.<lane>.<hmac>   the key of its judge, derived likewise: it can only reward it
     sk-admin.<id>.<secret>       created by `any-agent keys create`, stored as a hash
     sk-trainer.<id>.<secret>     the same; with "run" as id the run's own key, derived, not stored
     sk-tenant.<id>.<secret>      created by `any-agent keys create`, stored as a hash
@@ -25,16 +26,18 @@ from functools import lru_cache
 from any_agent.errors import SessionMismatch
 
 SESSION_KEY_PREFIX = "sk-v1."
+JUDGE_KEY_PREFIX = "sk-judge."
+LANE_KEY_PREFIXES = (SESSION_KEY_PREFIX, JUDGE_KEY_PREFIX)
 KEPT_SCOPES = ("admin", "trainer", "tenant")
 KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
 _ENGINE_KEY = "sk-engine."
-KEY_PREFIXES = (SESSION_KEY_PREFIX, *KEPT_PREFIXES, _ENGINE_KEY)
+KEY_PREFIXES = (*LANE_KEY_PREFIXES, *KEPT_PREFIXES, _ENGINE_KEY)
 """Prefixes of all keys of this service, genuine or forged."""
 _RUN_KEY = "sk-trainer.run."
 PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
 """A text in the place of a key, in the base URL of agents that must be given another one."""
 SESSION_ID_PREFIX = "ses-"
-_KEY = re.compile(r"sk-v1\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
+_KEY = re.compile(r"sk-(?:v1|judge)\.(0|[1-9][0-9]{0,3})\.([0-9a-f]{24})\.([0-9a-f]{32})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,24 +64,24 @@ class KeySigner:
         lane = Lane(rank, secrets.token_hex(12))
         return lane, self.key_of(lane)
 
-    def key_of(self, lane: Lane) -> str:
-        """Return the key of a lane by the first secret."""
-        return next(self.keys_of(lane))
+    def key_of(self, lane: Lane, prefix: str = SESSION_KEY_PREFIX) -> str:
+        """Return the key of a lane, or of its judge, by the first secret."""
+        return next(self.keys_of(lane, prefix))
 
-    def keys_of(self, lane: Lane) -> Iterator[str]:
-        """Yield the key of a lane by each secret."""
+    def keys_of(self, lane: Lane, prefix: str = SESSION_KEY_PREFIX) -> Iterator[str]:
+        """Yield the key of a lane, or of its judge, by each secret."""
         for secret in self._secrets(None):
-            yield f"{SESSION_KEY_PREFIX}{lane.rank}.{lane.id}.{_mac(secret, lane)}"
+            yield f"{prefix}{lane.rank}.{lane.id}.{_mac(secret, lane, prefix)}"
 
-    def verify(self, key: str) -> Lane | None:
-        """Return the lane of a genuine key; None for any other text."""
+    def verify(self, key: str, prefix: str = SESSION_KEY_PREFIX) -> Lane | None:
+        """Return the lane of a genuine key with this prefix; None for any other text."""
         lane = lane_in(key)
-        if lane is None:
+        if lane is None or not key.startswith(prefix):
             return None
         mac = key.rpartition(".")[2]
 
         def genuine(secret: bytes) -> bool:
-            return hmac.compare_digest(mac, _mac(secret, lane))
+            return hmac.compare_digest(mac, _mac(secret, lane, prefix))
 
         return lane if self._any(genuine) else None
 
@@ -114,13 +117,15 @@ class KeySigner:
 
 
 def lane_in(key: str) -> Lane | None:
-    """Return the lane that a session's key names, genuine or not; None for another form."""
+    """Return the lane that a session's or judge's key names, genuine or not; None for another
+    form."""
     match = _KEY.fullmatch(key)
     return None if match is None else Lane(int(match[1]), match[2])
 
 
-def _mac(secret: bytes, lane: Lane) -> str:
-    return hmac.digest(secret, f"v1.{lane.rank}.{lane.id}".encode(), "sha256").hex()[:32]
+def _mac(secret: bytes, lane: Lane, prefix: str) -> str:
+    text = f"{prefix.removeprefix('sk-')}{lane.rank}.{lane.id}"
+    return hmac.digest(secret, text.encode(), "sha256").hex()[:32]
 
 
 def _run_key(secret: bytes) -> str:

@@ -15,6 +15,7 @@ entered them.
 from __future__ import annotations
 
 import functools
+import json
 import logging
 import math
 import threading
@@ -245,18 +246,25 @@ def _array(key: str, value: Any) -> npt.NDArray[Any]:
 
 
 def _gathered(own: Mapping[str, _Sums], group: Any) -> dict[str, _Sums]:
+    import torch
     import torch.distributed as dist
 
-    everywhere: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(
-        everywhere,
-        {k: (s.kind.value, s.total, s.count, s.low, s.high) for k, s in own.items()},
-        group=group,
-    )
+    figures = {k: (s.kind.value, s.total, s.count, s.low, s.high) for k, s in own.items()}
+    text = json.dumps(figures).encode()
+    device = "cuda" if dist.get_backend(group) == "nccl" else "cpu"
+
+    def everywhere(tensor: Any) -> list[Any]:
+        found = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(found, tensor, group=group)
+        return found
+
+    # As text in tensors: the library would pickle objects.
+    sizes = [int(size) for size in everywhere(torch.tensor([len(text)], device=device))]
+    padded = torch.frombuffer(bytearray(text.ljust(max(sizes))), dtype=torch.uint8).to(device)
     out: dict[str, _Sums] = {}
-    for theirs in everywhere:
-        for key, (kind, *figures) in theirs.items():
-            out.setdefault(key, _Sums(ReduceType(kind))).add(*figures)
+    for theirs in everywhere(padded):
+        for key, (kind, *sums) in json.loads(bytes(theirs.cpu().numpy())).items():
+            out.setdefault(key, _Sums(ReduceType(kind))).add(*sums)
     return out
 
 

@@ -9,7 +9,7 @@ from starlette.requests import Request
 from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
-from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.keys import JUDGE_KEY_PREFIX, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, no_session
 from proxy_ext.web.quotas import TenantQuotas
@@ -81,7 +81,7 @@ class Authenticator:
         if caller is NOBODY:
             raise Unauthenticated(_NO_SESSION, code="no_session")
         own = None
-        if caller.scope is Scope.SESSION:
+        if caller.scope in (Scope.SESSION, Scope.JUDGE):
             own = await self._own(request)
             self._require_no_other(request, own)
             # Only now is the tenant known.
@@ -100,13 +100,13 @@ class Authenticator:
 
         For routes that any rank answers: if only ``named`` names a session, it is not looked up.
         """
-        if self.caller(request).scope is Scope.SESSION:
+        if self.caller(request).scope in (Scope.SESSION, Scope.JUDGE):
             await self.session_or_none(request, named)
         elif request.headers.get(SESSION_HEADER) not in (None, "", named):
             raise SessionMismatch(_DIFFERENT)
 
     async def _own(self, request: Request) -> RecordedSession:
-        """Return the session of the caller's session key or path prefix."""
+        """Return the session of the caller's own key or path prefix."""
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         return await self._find(bearer_of(request) if prefix is None else prefix)
 
@@ -150,9 +150,11 @@ class Authenticator:
 
     async def _find(self, name: str) -> RecordedSession:
         """Return a session by its key or id; Unauthenticated or NotFound if there is none."""
-        if not name.startswith(SESSION_KEY_PREFIX):
+        if not name.startswith(LANE_KEY_PREFIXES):
             return await self._sessions.by_id(name)
-        lane = self.access.signer.verify(name)
+        judge = name.startswith(JUDGE_KEY_PREFIX)
+        prefix = JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX
+        lane = self.access.signer.verify(name, prefix)
         session = await self._sessions.by_lane(lane.id) if lane is not None else None
         if session is None:
             raise Unauthenticated(_NOT_VALID)

@@ -20,7 +20,6 @@ import zlib
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
-from typing import Any
 from weakref import WeakValueDictionary
 
 import orjson
@@ -30,7 +29,7 @@ from starlette.responses import Response
 
 from any_agent.auth.access import Caller
 from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unprocessable
-from any_agent.keys import KeySigner, Lane
+from any_agent.keys import JUDGE_KEY_PREFIX, SESSION_KEY_PREFIX, KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
 from proxy_ext.journal.base import KeepAnswer, no_receipt
@@ -125,7 +124,8 @@ class Receipt:
 
 
 class IdempotencyStore:
-    """The stored answers of one rank. Session keys are not stored in them, but derived again."""
+    """The stored answers of one rank. Keys of sessions and of their judges are not stored in them,
+    but derived again."""
 
     def __init__(self, journal: Journal, signer: KeySigner) -> None:
         self.journal = journal
@@ -210,6 +210,8 @@ class IdempotencyStore:
         if lane is None:
             return b"0" + zlib.compress(orjson.dumps(data), 1)
         seal = {"rank": lane.rank, "lane": lane.id, "print": _fingerprint(data["api_key"])}
+        if data.get("judge_key") is not None:
+            data["judge_key"] = _fingerprint(data["judge_key"])
         return b"1" + zlib.compress(orjson.dumps(data | {"api_key": seal}), 1)
 
     def unpack(self, body: bytes) -> bytes:
@@ -218,11 +220,16 @@ class IdempotencyStore:
         if kind == b"0":
             return content
         data = orjson.loads(content)
-        return orjson.dumps(data | {"api_key": self._key(data["api_key"])})
+        seal = data["api_key"]
+        lane = Lane(seal["rank"], seal["lane"])
+        data["api_key"] = self._key(lane, SESSION_KEY_PREFIX, seal["print"])
+        if data.get("judge_key") is not None:
+            data["judge_key"] = self._key(lane, JUDGE_KEY_PREFIX, data["judge_key"])
+        return orjson.dumps(data)
 
-    def _key(self, seal: dict[str, Any]) -> str:
-        for key in self._signer.keys_of(Lane(seal["rank"], seal["lane"])):
-            if _fingerprint(key) == seal["print"]:
+    def _key(self, lane: Lane, prefix: str, fingerprint: str) -> str:
+        for key in self._signer.keys_of(lane, prefix):
+            if _fingerprint(key) == fingerprint:
                 return key
         raise Conflict(
             "the session's key was signed with a secret that is retired; open another session with "

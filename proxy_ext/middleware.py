@@ -130,7 +130,7 @@ class EntryMiddleware:
         if KeyScope.NONE not in rule.scopes:
             caller = self._auth().caller(request)
             authorize(rule.scopes, caller)
-            if caller.scope in (KeyScope.SESSION, KeyScope.TENANT):
+            if caller.scope in (KeyScope.SESSION, KeyScope.JUDGE, KeyScope.TENANT):
                 reservation.charge_to(caller.identity)
 
     def _log_refusal(self, request: Request, template: str, error: AnyAgentError) -> None:

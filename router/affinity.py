@@ -14,6 +14,8 @@ from multidict import CIMultiDictProxy, istr
 
 from any_agent.errors import Conflict, InvalidRequest, NotFound, SessionMismatch
 from any_agent.keys import (
+    JUDGE_KEY_PREFIX,
+    LANE_KEY_PREFIXES,
     SESSION_KEY_PREFIX,
     KeySigner,
     bearer_of,
@@ -74,7 +76,7 @@ class SessionAffinity:
             # With a prefix other bearers ("DUMMY") mean nothing.
             return self._common_rank([prefix, *named]), True
         bearer = key_in(headers)
-        if bearer.startswith(SESSION_KEY_PREFIX):
+        if bearer.startswith(LANE_KEY_PREFIXES):
             named.append(bearer)
         if path.startswith(SESSIONS_PATH):
             named.append(path[len(SESSIONS_PATH) :].partition("/")[0])
@@ -83,7 +85,7 @@ class SessionAffinity:
     def rank_of(self, name: str) -> int | None:
         """Return the rank of a session key or id; None if it is neither. Errors as in `locate`."""
         rank: int | None
-        if name.startswith(SESSION_KEY_PREFIX):
+        if name.startswith(LANE_KEY_PREFIXES):
             try:
                 rank = self._rank_of_key(name)
             except _Forged:
@@ -99,7 +101,8 @@ class SessionAffinity:
         return rank
 
     def _verified_rank(self, key: str) -> int:
-        lane = self._signer.verify(key)
+        judge = key.startswith(JUDGE_KEY_PREFIX)
+        lane = self._signer.verify(key, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX)
         if lane is None:
             raise _Forged
         return lane.rank

@@ -174,7 +174,7 @@ class Router:
             own = self._pass_on_by_body
         caller = self._caller(path, request.headers)
         scope = caller.scope
-        if scope in (Scope.NONE, Scope.SESSION, Scope.TENANT):
+        if scope in (Scope.NONE, Scope.SESSION, Scope.JUDGE, Scope.TENANT):
             reservation.charge_to(caller.identity)
         if scope is Scope.NONE:
             # A rank refuses it by its head, so the router does not wait for its body.
@@ -183,7 +183,7 @@ class Router:
             if not named and self._conversations.applies(request.method, path, scope):
                 return await self._conversations.pass_on(request, path, body)
             return await self.forwarder.pass_on(request, rank, body)
-        if path not in _KEYLESS and scope in (Scope.NONE, Scope.SESSION):
+        if path not in _KEYLESS and scope in (Scope.NONE, Scope.SESSION, Scope.JUDGE):
             # Any rank refuses it.
             return await self.forwarder.pass_on(request, None, body)
         return await own(request, body)

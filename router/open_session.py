@@ -188,7 +188,8 @@ class OpenRoute:
                 answer = await asking
                 if answer.status == 200:
                     session = orjson.loads(answer.body)
-                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {session['api_key']}"})
+                    key = session.get("judge_key") or session["api_key"]
+                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {key}"})
                     path = f"{SESSIONS_PATH}{session['session_id']}/abort"
                     done = await self._forwarder.exchange(rank, "POST", path, headers, b"")
                     if done.status != 200:

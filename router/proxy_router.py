@@ -26,7 +26,14 @@ from any_agent.errors import (
     ServiceUnavailable,
     StartupError,
 )
-from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane, lane_in
+from any_agent.keys import (
+    JUDGE_KEY_PREFIX,
+    LANE_KEY_PREFIXES,
+    SESSION_KEY_PREFIX,
+    KeySigner,
+    Lane,
+    lane_in,
+)
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
 from any_agent.runtime.ports import reserve, url_of
 from router.app import Router, listening, serve
@@ -268,9 +275,10 @@ class _UncheckedAccess(Access):
 
     def caller(self, bearer: str) -> Caller:
         _sender_key.set(bearer)
-        if bearer.startswith(SESSION_KEY_PREFIX):
+        if bearer.startswith(LANE_KEY_PREFIXES):
             lane = lane_in(bearer)
-            return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}" if lane else "")
+            scope = Scope.JUDGE if bearer.startswith(JUDGE_KEY_PREFIX) else Scope.SESSION
+            return Caller(scope, scope.value, identity=f"lane {lane.id}" if lane else "")
         if bearer:
             return ADMIN
         return NOBODY if self._closed else ANYONE
@@ -284,5 +292,5 @@ class _UncheckedSigner(KeySigner):
         """The sender's own key, as this router has no key of the run."""
         return _sender_key.get()
 
-    def verify(self, key: str) -> Lane | None:
+    def verify(self, key: str, prefix: str = SESSION_KEY_PREFIX) -> Lane | None:
         return lane_in(key)

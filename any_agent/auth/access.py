@@ -13,6 +13,7 @@ from any_agent.auth.key_store import StoredKeys, TenantLimits, parse_keys, read_
 from any_agent.config import LOOPBACK, Config
 from any_agent.errors import ConfigError, Forbidden, StartupError, Unauthenticated
 from any_agent.keys import (
+    JUDGE_KEY_PREFIX,
     KEPT_PREFIXES,
     PLACEHOLDER_SESSION,
     SESSION_KEY_PREFIX,
@@ -30,6 +31,7 @@ class Scope(StrEnum):
     TRAINER = "trainer"
     TENANT = "tenant"
     SESSION = "session"
+    JUDGE = "judge"
     NONE = "none"
 
 
@@ -146,6 +148,11 @@ class Access:
                 placeholder = bearer == PLACEHOLDER_SESSION
                 raise Unauthenticated(_PLACEHOLDER if placeholder else _INVALID_SESSION_KEY)
             return Caller(Scope.SESSION, "session", identity=f"lane {lane.id}")
+        if bearer.startswith(JUDGE_KEY_PREFIX):
+            lane = self.signer.verify(bearer, JUDGE_KEY_PREFIX)
+            if lane is None:
+                raise Unauthenticated(_INVALID_KEY)
+            return Caller(Scope.JUDGE, "judge", identity=f"judge of lane {lane.id}")
         if bearer.startswith(KEPT_PREFIXES):
             return self._stored_caller(bearer)
         if self.open_mode:

@@ -30,7 +30,7 @@ def write_engine_key(run: RunDir) -> None:
 
 def write_key_file(path: Path, key: str) -> None:
     """Write a key for an engine to read at its start."""
-    write_atomic(path, json.dumps({_SETTING: key}) + "\n", mode=0o600)
+    write_atomic(path, json.dumps({_SETTING: key}) + "\n")
 
 
 def read_key_file(path: Path) -> str:

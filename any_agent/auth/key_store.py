@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import fcntl
 import hmac
-import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -22,7 +21,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_valida
 from any_agent.config import NAME_PATTERN, Name
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import key_id, new_key, secret_hash
-from any_agent.runtime.atomic_files import write_atomic
+from any_agent.runtime.atomic_files import make_folder, owner_only, write_atomic
 
 KeptScope = Literal["admin", "trainer", "tenant"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -232,14 +231,14 @@ def _locked_keys(path: Path) -> Iterator[StoredKeys]:
 
 def _write_keys(path: Path, keys: tuple[StoredKey, ...]) -> None:
     content = StoredKeys(keys=keys).model_dump_json(indent=1, exclude_none=True)
-    write_atomic(path, content + "\n", mode=0o600)
+    write_atomic(path, content + "\n")
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Lock a file, and the files beside it, against other writers."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path.with_name(f"{path.name}.lock"), "w") as file:
-        os.chmod(file.fileno(), 0o600)
+    path.parent.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(path.parent)
+    with open(path.with_name(f"{path.name}.lock"), "w", opener=owner_only) as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -81,6 +81,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "the score of a run that fails (default: left out)",
         type=number,
     )
+    parser.add_argument(
+        "--rewards",
+        choices=("agent", "judge", "both"),
+        default="judge",
+        help="the source of scores: what the agent returns (judge, the default), rewards that it "
+        "posts under its session's key (agent), or both",
+    )
     add("--limit N", "take the first N items only", type=_count)
     add("--concurrency N", "concurrent runs (default 32)", type=_count, default=32)
     add("--timeout SECONDS", "time limit of a run (default 600)", type=seconds, default=600.0)
@@ -153,6 +160,7 @@ def _evaluate(arguments: argparse.Namespace) -> int:
         retries=arguments.retries,
         threshold=arguments.pass_at,
         failed_score=arguments.reward_on_failure,
+        rewards=arguments.rewards,
         results=arguments.out,
         version=arguments.version if arguments.version is not None else "current",
     )

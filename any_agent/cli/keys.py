@@ -200,7 +200,7 @@ def _rotate(arguments: argparse.Namespace, run_dir: RunDir) -> int:
             )
         _audit(run_dir, "keys rotate", None, dropped_old=arguments.drop_old)
         text = "\n".join([secrets.token_hex(32), *old]) + "\n"
-        write_atomic(run_dir.secret, text, mode=0o600)
+        write_atomic(run_dir.secret, text)
     if arguments.json:
         print(json.dumps({"secrets": len(old) + 1}))
     else:
@@ -238,9 +238,9 @@ def _audit(run_dir: RunDir, event: str, key: StoredKey | None, **fields: Any) ->
     """Write a line of the audit log, on disk before the change that it records."""
     import getpass
 
-    from any_agent.runtime.atomic_files import append_line, fsync
+    from any_agent.runtime.atomic_files import append_line, fsync, make_folder
 
-    run_dir.audit.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(run_dir.audit)
     about = {"id": key.id, "scope": key.scope, "tenant": key.tenant} if key is not None else {}
     line = {"at": _time(time.time()), "event": event, "who": getpass.getuser(), **about, **fields}
     path = run_dir.audit / "keys.jsonl"

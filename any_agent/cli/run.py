@@ -21,6 +21,7 @@ from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.command_line import count, option, printable, seconds
 
 if TYPE_CHECKING:
+    from any_agent.sdk.find_service import ServiceAddress
     from any_agent.sdk.program.reward import RewardSource
     from any_agent.sdk.program.run import ProgramGroup, ProgramRun
 
@@ -32,6 +33,10 @@ _DESCRIPTION = (
     "Run a program as a session: its OpenAI or Anthropic client finds the service in its "
     "environment, its reward is recorded, and the session is finalized, or aborted if the program "
     "failed. Each program's output goes to a file (with --n 1 it is shown, too)."
+)
+_REWARDS = (
+    "the source of rewards: the program's own key may set them (agent), may not (judge), or may "
+    "until the judge does (both); default: judge with --reward-cmd and --grader, else agent"
 )
 _EPILOG = (
     "The key that opens sessions (a tenant's) is read from ANY_AGENT_API_KEY or OPENAI_API_KEY, "
@@ -79,6 +84,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--grader MODULE.FUNCTION",
         "a Python function that takes the session and returns the reward, as sessions.grader",
     )
+    parser.add_argument("--rewards", choices=("agent", "judge", "both"), help=_REWARDS)
     add(
         "--reward-on-failure REWARD",
         "the reward of a run that fails or takes too long (default: its session is aborted)",
@@ -118,9 +124,13 @@ def _run(arguments: argparse.Namespace) -> int:
 
 
 def _group(arguments: argparse.Namespace, folder: Path) -> ProgramGroup:
+    from any_agent.runtime.signals import hide_from_others
     from any_agent.sdk.find_service import service_of_options
     from any_agent.sdk.program.run import ProgramGroup
 
+    # Before the key is read: programs and reward commands run under the same user.
+    hide_from_others()
+    service = service_of_options(arguments.url, arguments.api_key_file)
     program = arguments.program[arguments.program[:1] == ["--"] :]
     if not program:
         raise ConfigError("name the program after --, as in: any-agent run -- python my_agent.py")
@@ -134,16 +144,17 @@ def _group(arguments: argparse.Namespace, folder: Path) -> ProgramGroup:
         )
     return ProgramGroup(
         command=program,
-        service=service_of_options(arguments.url, arguments.api_key_file),
+        service=service,
         folder=folder,
         n=n,
         concurrency=concurrency,
         task_id=arguments.task,
         mode=arguments.mode,
         metadata=_metadata(arguments.metadata),
+        rewards=arguments.rewards,
         limit=arguments.timeout,
         wait=arguments.wait,
-        source=_source(arguments),
+        source=_source(arguments, service),
         failure_reward=_failure_reward(arguments.reward_on_failure),
         environ=dict(os.environ),
         echo=n == 1,
@@ -151,7 +162,7 @@ def _group(arguments: argparse.Namespace, folder: Path) -> ProgramGroup:
     )
 
 
-def _source(arguments: argparse.Namespace) -> RewardSource:
+def _source(arguments: argparse.Namespace, service: ServiceAddress) -> RewardSource:
     from any_agent.sdk.program.reward import RewardSource
     from any_agent.sdk.program.run import without_ours
 
@@ -160,7 +171,7 @@ def _source(arguments: argparse.Namespace) -> RewardSource:
         file=arguments.reward_file,
         grader=arguments.grader,
         limit=arguments.reward_timeout,
-        env=without_ours(os.environ),
+        env=without_ours(os.environ, service.api_key),
     )
 
 

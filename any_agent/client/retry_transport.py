@@ -15,7 +15,7 @@ from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
 from any_agent.errors import from_response
-from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.keys import LANE_KEY_PREFIXES, SESSION_KEY_PREFIX
 
 _COUNT = "x-stainless-retry-count"
 """The header by which SDKs mark a repeated call: the service does not sample it twice."""
@@ -112,7 +112,7 @@ def retrying_client(*, patience: float = 300.0) -> SharedClient:
 def _has_session_key(request: httpx.Request) -> bool:
     bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
     key = bearer or request.headers.get("x-api-key", "")
-    return bool(key.startswith(SESSION_KEY_PREFIX))
+    return bool(key.startswith(LANE_KEY_PREFIXES))
 
 
 def _redirect_moved(request: httpx.Request) -> httpx.Request:

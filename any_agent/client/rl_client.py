@@ -203,7 +203,7 @@ class RLClient:
         group, which is one smaller otherwise."""
         path = f"/sessions/{session.session_id}/abort"
         body = Abort(reason=reason, keep_place=keep_place)
-        return await self._call(SessionInfo, "POST", path, body, key=session.api_key, once=True)
+        return await self._call(SessionInfo, "POST", path, body, key=session.end_key, once=True)
 
     async def session_info(self, session_id: str, api_key: str | None = None) -> SessionInfo:
         """Return a session's state; without its own ``api_key`` an admin key is needed, if any is

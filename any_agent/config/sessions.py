@@ -45,6 +45,10 @@ class SessionConfig(Section):
     late_reward: Literal["reject", "zero", "grade"] = "reject"
     """The treatment of a session that has no reward at its deadline: it is rejected and never
     trained on, gets the reward 0, or gets the grade of `sessions.grader`."""
+    rewards: Literal["agent", "judge", "both"] | None = None
+    """The source of rewards of sessions whose opening names none: `agent` (the session's own key
+    may set them), `judge` (it may not) or `both`. null: `judge` where the service's own grader
+    rewards (`late_reward: grade`, `implicit`), else `agent`."""
     store_content: bool = True
     """Store the texts of sessions. If false, messages, tools and recorded parameters are dropped
     when a call is answered, in memory and before anything is written; token ids, log-probabilities,

@@ -22,7 +22,7 @@ from pathlib import Path
 
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir, read_json, write_json
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import create_empty, fsync, make_folder
 
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|ncpfs|afs|auristorfs|coda|lustre|gpfs|mmfs|beegfs|beegfs_nodev|ceph|"
@@ -72,7 +72,7 @@ def fetch_journals(
     if run.journals is None:
         return
     run.make_journals()
-    (run.path / "journal").mkdir(mode=0o700, exist_ok=True)
+    make_folder(run.path / "journal")
     for rank in ranks:
         local, copy, note = run.journal(rank), _copy(run, rank), _note(run, rank)
         noted = read_json(note, {})
@@ -126,6 +126,7 @@ def _store(run: RunDir, rank: int, home: str) -> None:
     # The backup includes the write-ahead log. It is made here: SQLite needs a local disk for it.
     backup = local.with_name(f".partial-{local.name}")
     _remove(backup)
+    create_empty(backup)
     try:
         with closing(sqlite3.connect(local)) as old, closing(sqlite3.connect(backup)) as new:
             old.backup(new)
@@ -146,10 +147,11 @@ def _note(run: RunDir, rank: int) -> Path:
 
 
 def _copy_durably(source: Path, target: Path) -> None:
-    target.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+    make_folder(target.parent)
     partial = target.with_name(f".partial-{target.name}")
+    partial.unlink(missing_ok=True)
+    create_empty(partial)
     shutil.copyfile(source, partial)
-    partial.chmod(0o600)
     fsync(partial)
     partial.replace(target)
     fsync(target.parent)

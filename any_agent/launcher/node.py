@@ -232,7 +232,7 @@ class Node:
         if place.router:
             self._start_router()
             # Agents find the service by this file.
-            write_atomic(self.dir.url, f"{self.url}\n", mode=0o644)
+            write_atomic(self.dir.url, f"{self.url}\n")
             if options.train:
                 # Not earlier: a failed start must not bind the trial to a mistyped model.
                 saved = options.configured or config

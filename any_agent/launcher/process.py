@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import ENV_PREFIX
+from any_agent.runtime.atomic_files import make_folder, owner_only
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.signals import die_with_parent
 
@@ -74,7 +75,7 @@ class SupervisedProcess:
 
     def start(self) -> None:
         command = self._command
-        self.log.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.log.parent)
         parent = os.getpid()
         # Slurm sends a step's signals to all of its processes; children ignore the signals that
         # this process handles.
@@ -86,7 +87,7 @@ class SupervisedProcess:
             die_with_parent(parent, command.orphaned)
 
         python = command.python or sys.executable
-        with open(self.log, "ab") as out:
+        with open(self.log, "ab", opener=owner_only) as out:
             self._popen = subprocess.Popen(
                 [*command.before, python, "-m", *command.arguments],
                 stdin=subprocess.DEVNULL,
@@ -95,6 +96,7 @@ class SupervisedProcess:
                 env=self._environment(),
                 pass_fds=self._inherited,
                 start_new_session=True,
+                umask=0o077,  # for what libraries write
                 preexec_fn=prepare,
             )
 

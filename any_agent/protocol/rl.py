@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections.abc import Mapping
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, TypeAlias
 
 from pydantic import (
     AfterValidator,
@@ -115,6 +115,10 @@ def _storable(value: dict[str, Any]) -> dict[str, Any]:
 Metadata = Annotated[dict[str, Any], AfterValidator(_storable)]
 
 
+Rewards: TypeAlias = Literal["agent", "judge", "both"]
+"""The callers that may reward a session: its own key, only others, or both."""
+
+
 class StrictBody(BaseModel):
     """A request's body; no text passes for a number, and no number for a bool."""
 
@@ -128,6 +132,9 @@ class StartSession(StrictBody):
     mode: Literal["train", "eval"] = "train"
     metadata: Metadata = Field(default_factory=dict)
     ttl: float | None = Field(None, gt=0)
+    rewards: Rewards | None = None
+    """The source of its rewards; default: `sessions.rewards`, and with `api_key` that of the key's
+    session before."""
     version: Annotated[int, Field(ge=0)] | Literal["current"] | None = None
     """The weight version of every token of an eval session; other calls are refused."""
     wait: float = Field(0.0, ge=0)
@@ -162,6 +169,14 @@ class SessionStarted(BaseModel):
     """Seconds until its ttl is over."""
     idle_in: float | None = None
     """Seconds until it expires if nothing happens in it."""
+    judge_key: str | None = Field(None, repr=False)
+    """The key that may reward and end the session, and nothing else; None where `rewards` is
+    `agent`."""
+
+    @property
+    def end_key(self) -> str:
+        """The key for its rewards and its end."""
+        return self.judge_key or self.api_key
 
 
 class SetReward(StrictBody):
@@ -258,6 +273,8 @@ class _Session(BaseModel):
 class SessionInfo(_Session):
     opened_by: str | None
     """The holder of the key that opened it."""
+    rewarded_by: Rewards
+    """The source of its rewards: its own key (`agent`), others (`judge`), or both."""
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
     rewarded: bool | None

@@ -1,12 +1,12 @@
-"""The folder of a run: ``<root>/<user>/<experiment>/<trial>/``.
+"""The folder of a run: ``<root>/<user>/<experiment>/<trial>/``, which only its owner can read.
 
 ::
 
     config.yaml       the settings of the last start of training, without secrets
     resolved.yaml     the settings of the last start, for its processes
-    secret.key        signs session keys, one secret a line, the first one signs; mode 0600
-    engine-key.yaml   the key of the engines of this start; mode 0600
-    keys.json         the keys of operators, trainers and tenants, hashed; mode 0600
+    secret.key        signs session keys, one secret a line, the first one signs
+    engine-key.yaml   the key of the engines of this start
+    keys.json         the keys of operators, trainers and tenants, hashed
     audit/            changes to the run and to sessions, and refusals, with their callers
     trainer.epoch     the number of starts of the trainer
     lock              a file that is locked while a service uses the folder
@@ -15,12 +15,12 @@
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
     journal/          the durable record of each rank's sessions, unless `server.journal_dir` is
-                      another place; mode 0700
-    archive/          sessions that ended long ago, compressed; `any-agent export` reads them; 0700
+                      another place
+    archive/          sessions that ended long ago, compressed; `any-agent export` reads them
     manifests/        what each training step consumed, written before the step
     weights/          published versions, v00000001 ...
     checkpoints/      step-00000010 ..., and `latest`
-    logs/             one file per process; mode 0700
+    logs/             one file per process
     shared            a token by which a job's nodes recognise the folder
     waiting.txt       the condition that the trainer has been waiting for, after a minute
     url               the URL for agents of the service that runs now, or ran last
@@ -44,7 +44,7 @@ from typing import IO, Any
 from urllib.parse import quote
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.runtime.atomic_files import fsync, write_atomic
+from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
 _STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
@@ -147,14 +147,18 @@ class RunDir:
     def create(self) -> None:
         """Create what is missing; ConfigError for a folder of another layout."""
         self.check_format()
-        for folder in (self.weights, self.checkpoints, self.manifests, self.registry):
-            folder.mkdir(parents=True, exist_ok=True)
-        # Other users of this machine cannot read agents' and models' texts unless the owner allows.
+        self._make()
+        folders = (self.weights, self.checkpoints, self.manifests, self.registry)
+        for folder in (*folders, self.archive, self.logs):
+            make_folder(folder)
         self.make_journals()
-        for folder in (self.archive, self.logs):
-            folder.mkdir(mode=0o700, exist_ok=True)
         if not self._format.exists():
-            _create_once(self._format, f"{FORMAT}\n", mode=0o644)
+            _create_once(self._format, f"{FORMAT}\n")
+
+    def _make(self) -> None:
+        # Users may share the folders above.
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
 
     def make_journals(self) -> None:
         """Create the journals' folder.
@@ -201,7 +205,7 @@ class RunDir:
         Yields the locked file's descriptor; processes that inherit it keep the lock. Those of a
         killed service are waited for, as they may take a moment to end.
         """
-        with open(self.path / "lock", "w") as file:
+        with open(self.path / "lock", "w", opener=owner_only) as file:
             deadline = time.monotonic() + _PREDECESSOR_TIMEOUT
             while not locked(file):
                 if time.monotonic() >= deadline:
@@ -218,7 +222,7 @@ class RunDir:
         journals, too, or continue above the numbers in them.
         """
         path = self.path / "trainer.epoch"
-        with open(self.path / "trainer.lock", "w") as file:
+        with open(self.path / "trainer.lock", "w", opener=owner_only) as file:
             # Even two trainers that run at once get two numbers.
             fcntl.flock(file, fcntl.LOCK_EX)
             text = path.read_text(encoding="utf-8") if path.exists() else "0"
@@ -231,12 +235,12 @@ class RunDir:
     def signing_secrets(self) -> Sequence[bytes]:
         """Return the secrets behind session keys: the first one signs, all of them verify.
 
-        The first call creates one, in a file that only its owner can read.
+        The first call creates one.
         """
         if not self.secret.exists():
-            self.path.mkdir(parents=True, exist_ok=True)
+            self._make()
             # Written completely or not at all: keys signed with half a secret could be forged.
-            _create_once(self.secret, secrets.token_hex(32), mode=0o600)
+            _create_once(self.secret, secrets.token_hex(32))
         try:
             return parse_secrets(self.secret.read_bytes())
         except ValueError:
@@ -250,12 +254,11 @@ class RunDir:
         return self.signing_secrets()[0]
 
 
-def _create_once(path: Path, text: str, *, mode: int) -> None:
+def _create_once(path: Path, text: str) -> None:
     """Create a file completely or not at all; of several processes, the first one writes it."""
     descriptor, temporary = tempfile.mkstemp(prefix=f"{path.stem}.", dir=path.parent)
     try:
         with os.fdopen(descriptor, "w") as file:
-            os.fchmod(descriptor, mode)
             file.write(text)
             file.flush()
             os.fsync(descriptor)

@@ -27,6 +27,7 @@ from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
+from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.disk_space import is_disk_full
 
 HEARTBEAT = 1.0  # seconds between a part's writes of its own entry
@@ -89,7 +90,8 @@ def publish(folder: Path, entry: RegistryEntry) -> None:
     # The temporary name is the process's own: an earlier process may still be writing.
     temporary = folder / f".{entry.name}.{os.getpid()}"
     try:
-        temporary.write_bytes(content)
+        with open(temporary, "wb", opener=owner_only) as file:
+            file.write(content)
         temporary.replace(target)
     except OSError as error:
         temporary.unlink(missing_ok=True)

@@ -1,6 +1,7 @@
-"""Folders and files that are written completely or not at all, even after a crash.
+"""Folders and files of a run: its owner's alone, and written completely or not at all.
 
-One process writes into a parent folder at a time: leftovers of a killed writer are removed.
+Their permissions do not depend on the umask: 0700 and 0600. One process writes into a parent folder
+at a time: leftovers of a killed writer are removed.
 """
 
 from __future__ import annotations
@@ -15,6 +16,26 @@ from pathlib import Path
 
 _PREFIX = ".partial-"
 
+owner_only = partial(os.open, mode=0o600)
+"""An ``opener`` for `open`: a file that it creates can be read by its owner alone."""
+
+
+def make_folder(path: Path) -> None:
+    """Create a folder, and the missing ones above it, for their owner alone.
+
+    One that exists keeps its permissions: an owner who shares it has a reason.
+    """
+    try:
+        path.mkdir(mode=0o700, exist_ok=True)
+    except FileNotFoundError:
+        make_folder(path.parent)
+        path.mkdir(mode=0o700, exist_ok=True)
+
+
+def create_empty(path: Path) -> None:
+    """Create an empty file for its owner alone; SQLite gives its log the same permissions."""
+    os.close(owner_only(path, os.O_CREAT | os.O_EXCL | os.O_WRONLY))
+
 
 @contextmanager
 def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
@@ -22,19 +43,23 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
 
     On leaving, every file and folder is fsynced, then renamed, then the parent is fsynced. An
     exception in the body leaves the old state. An existing ``target`` is replaced at the very end
-    if ``replace``; otherwise FileExistsError is raised.
+    if ``replace``; otherwise FileExistsError is raised. Other users may read as much of it as of
+    the parent, which :func:`make_folder` creates for nobody else.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
+    make_folder(target.parent)
+    shared = target.parent.stat().st_mode & 0o055
     for leftover in target.parent.glob(f"{_PREFIX}*"):
         if leftover.is_dir():
             shutil.rmtree(leftover)
     temporary = target.with_name(f"{_PREFIX}{target.name}")
-    temporary.mkdir()
+    temporary.mkdir(mode=0o700)
     try:
         yield temporary
         for folder, _, files in os.walk(temporary):
             for name in files:
+                os.chmod(Path(folder, name), 0o600 | shared & 0o044)
                 fsync(Path(folder, name))
+            os.chmod(folder, 0o700 | shared)
             fsync(Path(folder))
         if target.exists() and not replace:
             raise FileExistsError(f"{target} exists")
@@ -58,19 +83,13 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     fsync(target.parent)
 
 
-def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None) -> None:
-    """Write a temporary file, fsync it and rename it; text is written as UTF-8.
-
-    ``mode``: the file's permissions from the start, independent of the process's umask.
-    """
+def write_atomic(target: Path, content: str | bytes) -> None:
+    """Write a temporary file, fsync it and rename it; text is written as UTF-8."""
     temporary = target.with_name(f"{_PREFIX}{target.name}")
-    created_with = 0o666 if mode is None else mode
     # A leftover of a killed writer may have other permissions, and be open elsewhere.
     temporary.unlink(missing_ok=True)
     try:
-        with open(temporary, "xb", opener=partial(os.open, mode=created_with)) as file:
-            if mode is not None:
-                os.fchmod(file.fileno(), mode)
+        with open(temporary, "xb", opener=owner_only) as file:
             file.write(content.encode() if isinstance(content, str) else content)
         fsync(temporary)
         temporary.replace(target)
@@ -82,7 +101,7 @@ def write_atomic(target: Path, content: str | bytes, *, mode: int | None = None)
 
 def append_line(target: Path, line: str) -> None:
     """Append a line, whole or not at all; first end one that a killed writer left incomplete."""
-    with open(target, "ab+", buffering=0) as file:
+    with open(target, "ab+", buffering=0, opener=owner_only) as file:
         size = file.seek(0, os.SEEK_END)
         file.seek(max(0, size - 1))
         torn = file.read(1) not in (b"", b"\n")

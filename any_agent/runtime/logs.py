@@ -20,6 +20,8 @@ from types import TracebackType
 from typing import Any, Literal
 from urllib.parse import quote
 
+from any_agent.runtime.atomic_files import owner_only
+
 LogFormat = Literal["text", "json"]
 
 _SESSION_KEY = re.compile(r"sk-[A-Za-z0-9._%-]{8,}")
@@ -167,7 +169,7 @@ def logging_to(
 
     If it does not, their warnings also go to standard error.
     """
-    with open(file, "a", encoding="utf-8") as out:
+    with open(file, "a", encoding="utf-8", opener=owner_only) as out:
         handlers: list[logging.Handler] = [_Handler(out)]
         if not logging.getLogger().handlers:
             handlers.append(_Handler())

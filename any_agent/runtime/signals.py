@@ -1,4 +1,5 @@
-"""Signals: run until one arrives, handle them inside a block, end a child with its parent."""
+"""Processes and signals: run until one arrives, handle them inside a block, end a child with its
+parent, hide a process's memory."""
 
 from __future__ import annotations
 
@@ -76,9 +77,19 @@ def interrupt(number: int, frame: FrameType | None = None) -> NoReturn:
 
 
 _PR_SET_PDEATHSIG = 1
+_PR_SET_DUMPABLE = 4
 # Looked up at import: after a fork, a lock of the library loader that another thread holds is never
 # released.
 _prctl = getattr(ctypes.CDLL(None), "prctl", None)
+
+
+def hide_from_others() -> None:
+    """Keep this process's memory and environment from other processes of its user.
+
+    Linux only, and not from root. A program that it starts is visible again.
+    """
+    if _prctl is not None:
+        _prctl(_PR_SET_DUMPABLE, 0)
 
 
 def die_with_parent(parent: int, number: int) -> None:

@@ -12,7 +12,7 @@ import os
 import pickle
 import signal
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from any_agent.runtime.signals import die_with_parent
@@ -29,14 +29,8 @@ class Failure:
     trace: str
 
 
-def begin(parent: int, secrets: Sequence[str]) -> None:
-    """Start a worker that ends with its parent and ignores the Ctrl-C that is meant for it.
-
-    It drops the variables ``secrets``: code that it runs, such as an agent's tools, has no use for
-    an operator's secrets.
-    """
-    for name in secrets:
-        os.environ.pop(name, None)
+def begin(parent: int) -> None:
+    """Start a worker that ends with its parent and ignores the Ctrl-C that is meant for it."""
     die_with_parent(parent, signal.SIGKILL)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 

@@ -5,20 +5,22 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
-import multiprocessing
 import os
 import pickle
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
+from multiprocessing.context import SpawnContext, SpawnProcess
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
+from any_agent.runtime.environment import environment_with
 from any_agent.runtime.worker_main import Failure, begin, call
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
+_starting = threading.Lock()
 _ENDED = "the processes of all calls were ended"
 _NOT_STARTED = (
     "each worker imports the script that was started, so keep what the script does under "
@@ -42,13 +44,36 @@ class WorkerCrashed(WorkerFailed):
     """The worker of the call died."""
 
 
+class _CleanProcess(SpawnProcess):
+    """A process that starts without some environment variables: one that a process drops after its
+    start stays in its `/proc/PID/environ`."""
+
+    secrets: Sequence[str] = ()
+
+    @staticmethod
+    def _Popen(process_obj: Any) -> Any:
+        with _starting, environment_with(dict.fromkeys(process_obj.secrets)):
+            return SpawnProcess._Popen(process_obj)
+
+
+class _CleanContext(SpawnContext):
+    def __init__(self, secrets: Sequence[str]) -> None:
+        super().__init__()
+        self._secrets = secrets
+
+    def Process(self, *args: Any, **kwargs: Any) -> _CleanProcess:  # type: ignore[override]
+        process = _CleanProcess(*args, **kwargs)
+        process.secrets = self._secrets
+        return process
+
+
 class WorkerPool:
     """Processes that run functions, each one call at a time.
 
     They are started when they are first needed, by ``spawn`` (a fork of a process with threads may
     hang), so functions and arguments are pickled: functions must be at the top level of a module. A
-    worker that hangs or dies is replaced. All workers end with this process. They do not inherit
-    the environment variables ``secrets``.
+    worker that hangs or dies is replaced. All workers end with this process. They start without
+    the environment variables ``secrets``, which agents and graders have no use for.
     """
 
     def __init__(self, max_workers: int, *, secrets: Sequence[str] = ()) -> None:
@@ -126,8 +151,8 @@ class WorkerPool:
                 self._pool = ProcessPool(
                     max_workers=self.max_workers,
                     initializer=begin,
-                    initargs=(os.getpid(), self._secrets),
-                    context=multiprocessing.get_context("spawn"),
+                    initargs=(os.getpid(),),
+                    context=_CleanContext(self._secrets),
                 )
             return self._pool
 

@@ -16,7 +16,7 @@ from any_agent.client.environment import PLACEHOLDER_KEY, is_placeholder
 from any_agent.client.rl_client import RLClient
 from any_agent.client.service_url import UrlFile, checked_url, names_file, url_file
 from any_agent.errors import ConfigError
-from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.keys import LANE_KEY_PREFIXES
 
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0  # seconds for a reply, on top of those that a request asks to wait
@@ -81,7 +81,7 @@ def find_service(
     key = (key or "").strip() or None
     if key == PLACEHOLDER_KEY:
         key = None
-    if key is not None and key.startswith(SESSION_KEY_PREFIX):
+    if key is not None and key.startswith(LANE_KEY_PREFIXES):
         raise ConfigError(
             f"{key_from} is the key of one session, which cannot open others: give a tenant's key "
             "(any-agent keys create --scope tenant). A program of `any-agent run` is in a session "

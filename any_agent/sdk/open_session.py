@@ -25,7 +25,7 @@ from any_agent.errors import (
     Unauthenticated,
     Unprocessable,
 )
-from any_agent.protocol.rl import SessionStarted, StartSession
+from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
 from any_agent.protocol.training import RunInfo
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.find_service import ServiceAddress, find_service, shared_client
@@ -71,7 +71,9 @@ class AgentSession:
 
     ``url`` and ``api_key`` are by default those of the environment (`find_service`). Fields of
     :class:`any_agent.protocol.StartSession`: ``task_id``, ``group_id``, ``group_size``, ``mode``,
-    ``metadata``, ``version``, ``ttl`` (seconds). ``wait``: seconds to wait for a slot.
+    ``metadata``, ``version``, ``ttl`` (seconds), ``rewards`` (``"judge"``: only this object's
+    methods reward the session; the key that the agent gets may not). ``wait``: seconds to wait for
+    a slot.
     ``retry_for``: seconds to try again while the service is away (default: 60; 900 where its URL
     stands in a file, as it may be moving). ``idempotency_key``: a repeated open with the same key
     gets the same session again. ``on_missing_reward``: the effect of leaving the block normally
@@ -88,6 +90,7 @@ class AgentSession:
         metadata: dict[str, Any] | None = None,
         version: int | Literal["current"] | None = None,
         ttl: float | None = None,
+        rewards: Rewards | None = None,
         url: str | None = None,
         api_key: str | None = None,
         wait: float = 300.0,
@@ -106,6 +109,7 @@ class AgentSession:
             "metadata": metadata or {},
             "version": version,
             "ttl": ttl,
+            "rewards": rewards,
         }
         _validate(self._fields)
         self._wait = wait
@@ -191,7 +195,10 @@ class AgentSession:
             raise
         finally:
             self._opening = False
-        self._session = AsyncSession(self.service, started, retry_for=self._retry_for)
+        judged = self._fields["rewards"] in ("judge", "both")
+        self._session = AsyncSession(
+            self.service, started, retry_for=self._retry_for, judged=judged
+        )
         heartbeats.add(self.service, started)
         return self._session
 

@@ -208,7 +208,7 @@ class ResultsLog:
             return
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
-            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o644)
+            self._file = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o600)
         except OSError as error:
             raise ConfigError(f"cannot write results to {self.path}: {error.strerror}") from None
         if not _lock(self._file):

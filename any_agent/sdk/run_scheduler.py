@@ -15,6 +15,7 @@ from any_agent.client.backoff import jittered
 from any_agent.client.retry_transport import SharedClient
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import AgentFailed, AnyAgentError, ConfigError, Conflict, RunFinished
+from any_agent.protocol.rl import Rewards
 from any_agent.sdk.agent_callable import AgentCallable
 from any_agent.sdk.attempts import (
     Attempt,
@@ -57,6 +58,7 @@ class RunnerSettings:
     mode: Literal["train", "eval"] = "train"
     version: int | Literal["current"] | None = None
     ttl: float | None = None
+    rewards: Rewards | None = None
     wait: float = 3600.0
     retry_for: float | None = None
     url: str | None = None
@@ -224,6 +226,7 @@ class RunScheduler:
             metadata={"run": plan.header.run, **run._asdict(), "attempt": number},
             version=settings.version,
             ttl=settings.ttl,
+            rewards=settings.rewards,
             url=settings.service.named,
             api_key=settings.service.api_key,
             wait=settings.wait,

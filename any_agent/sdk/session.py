@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any, Concatenate, Literal, ParamSpec, TypeAlia
 from any_agent.client.aiohttp_transport import tls_context
 from any_agent.client.environment import environment
 from any_agent.errors import AnyAgentError, ConfigError, Unprocessable
-from any_agent.protocol.rl import RewardSet, SessionInfo, SessionStarted
+from any_agent.protocol.rl import RewardSet, SessionContent, SessionInfo, SessionStarted
 from any_agent.rewards.returned import give_rewards, rewards_of
 from any_agent.sdk import session_context as ambient
 from any_agent.sdk.find_service import ServiceAddress, shared_client
@@ -39,8 +39,12 @@ calls are marked, and are not sampled twice."""
 class SessionBase:
     """An opened session's identity and addresses."""
 
-    def __init__(self, service: ServiceAddress, started: SessionStarted) -> None:
+    def __init__(
+        self, service: ServiceAddress, started: SessionStarted, *, judged: bool = False
+    ) -> None:
         self._service = service
+        self._judged = judged
+        """True if the opener is the judge: the agent's own end only ends the session's calls."""
         self._started = started
         self.session_id = started.session_id
         self.task_id = started.task_id
@@ -105,9 +109,14 @@ class AsyncSession(SessionBase):
     """An open session. Methods raise the AnyAgentError that the service answered."""
 
     def __init__(
-        self, service: ServiceAddress, started: SessionStarted, *, retry_for: float
+        self,
+        service: ServiceAddress,
+        started: SessionStarted,
+        *,
+        retry_for: float,
+        judged: bool = False,
     ) -> None:
-        super().__init__(service, started)
+        super().__init__(service, started, judged=judged)
         self._retry_for = retry_for
         self._loop = asyncio.get_running_loop()
         self._process = os.getpid()
@@ -141,13 +150,17 @@ class AsyncSession(SessionBase):
         the same one replaces its reward."""
         async with self._client() as client:
             return await client.set_reward(
-                self.api_key, reward, completion_id=completion_id, session_id=self.session_id
+                self._started.end_key,
+                reward,
+                completion_id=completion_id,
+                session_id=self.session_id,
             )
 
     async def set_final_reward(self, reward: Reward) -> RewardSet:
         """Reward the whole session; can be revised until a trainer has it."""
         async with self._client() as client:
-            return await client.set_final_reward(self.api_key, reward, session_id=self.session_id)
+            key = self._started.end_key
+            return await client.set_final_reward(key, reward, session_id=self.session_id)
 
     async def set_returned(self, returned: Any, name: str = "the agent") -> None:
         """Set the rewards that the agent function ``name`` returned: a number (of the last
@@ -180,7 +193,7 @@ class AsyncSession(SessionBase):
         try:
             async with self._client() as client:
                 info = await client.finalize(
-                    self.api_key,
+                    self._started.end_key,
                     final_reward,
                     await_reward=await_reward,
                     deadline=deadline,
@@ -218,6 +231,11 @@ class AsyncSession(SessionBase):
         except (AnyAgentError, TimeoutError) as error:
             log.info("session %s could not be aborted: %s", self.session_id, error)
 
+    async def content(self) -> SessionContent:
+        """Return the session's messages, as graders get them."""
+        async with self._client() as client:
+            return await client.session_content(self.session_id, self._started.end_key)
+
     async def info(self) -> SessionInfo:
         """Return the session's present state."""
         async with self._client() as client:
@@ -229,10 +247,10 @@ class AsyncSession(SessionBase):
         return self.ended or (self._membership is not None and self._membership.asked_to_end)
 
     async def end_state(self) -> SessionInfo | None:
-        """Return the state of a session that any caller has ended; None while it is open, and if
-        it has expired."""
+        """Return the state of a session that any caller has ended; None while it is open, or
+        awaits the reward of its opener, and if it has expired."""
         info = await self.info()
-        if info.state in ("open", "expired"):
+        if info.state in ("open", "expired") or (self._judged and info.state == "awaiting_reward"):
             return None
         self.ended = True
         return info

@@ -17,7 +17,7 @@ import httpx
 
 from any_agent.client.service_url import moved, names_file, url_file
 from any_agent.completions.apis import all_apis
-from any_agent.keys import SESSION_KEY_PREFIX, session_prefix
+from any_agent.keys import LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, session_prefix
 
 _PORTS = {"http": 80, "https": 443}
 _REWARDS = ("set_reward", "finalize", "end_session")
@@ -157,8 +157,8 @@ def _names_session(headers: Mapping[str, Any]) -> bool:
         return True
     bearer = _text(headers.get("authorization"))
     return (
-        bearer[:7].lower() == "bearer " and bearer[7:].strip().startswith(SESSION_KEY_PREFIX)
-    ) or _text(headers.get("x-api-key")).startswith(SESSION_KEY_PREFIX)
+        bearer[:7].lower() == "bearer " and bearer[7:].strip().startswith(LANE_KEY_PREFIXES)
+    ) or _text(headers.get("x-api-key")).startswith(LANE_KEY_PREFIXES)
 
 
 def _text(value: Any) -> str:

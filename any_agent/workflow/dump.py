@@ -34,7 +34,7 @@ from urllib.parse import quote
 import numpy as np
 
 from any_agent.config import Config
-from any_agent.runtime.atomic_files import append_line
+from any_agent.runtime.atomic_files import append_line, make_folder
 from any_agent.types import Row
 
 log = logging.getLogger(__name__)
@@ -84,7 +84,7 @@ class TrajectoryDump:
             return None
         folder = self._folder / ("eval-rollout" if is_eval else "rollout")
         path = folder / str(max(line["tail_version"] for line in lines)) / file_name(task_id)
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         text = "\n".join(json.dumps(line, ensure_ascii=False) for line in lines)
         append_line(path, text.encode(errors="backslashreplace").decode())
         return path

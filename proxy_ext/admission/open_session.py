@@ -17,8 +17,8 @@ from any_agent.errors import (
     Unauthenticated,
     VersionGone,
 )
-from any_agent.keys import KeySigner, Lane
-from any_agent.protocol.rl import SessionStarted, StartSession
+from any_agent.keys import JUDGE_KEY_PREFIX, KeySigner, Lane
+from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, no_receipt
@@ -40,6 +40,7 @@ class _OpenTarget:
     lane: Lane
     key: str
     tenant: str | None
+    rewards: Rewards
     ids: Generator[str] | None
     """The ids of the task's sessions, under the names of the AReaL documents."""
     grant_only: bool
@@ -64,6 +65,8 @@ class SessionOpener:
         self._endings = endings
         self._signer = signer
         self._config = sessions.config
+        graded = self._config.late_reward == "grade" or self._config.implicit
+        self._default_rewards: Rewards = self._config.rewards or ("judge" if graded else "agent")
         self._run = run
         self._quotas = quotas
         self._largest_group = largest_group
@@ -98,8 +101,9 @@ class SessionOpener:
         try:
             self._require_room(body, caller, on_grant=areal_task is not None)
             ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
-            lane, key, tenant = await self._resolve_key(body.api_key, caller)
-            target = _OpenTarget(caller, lane, key, tenant, ids, grant_only, implicit)
+            lane, key, tenant, before = await self._resolve_key(body.api_key, caller)
+            rewards = body.rewards or before or self._default_rewards
+            target = _OpenTarget(caller, lane, key, tenant, rewards, ids, grant_only, implicit)
             self._quotas.begin_open(tenant)
             self._opening.add(lane.id)
             try:
@@ -155,6 +159,9 @@ class SessionOpener:
             task_id=row.task_id,
             expires_in=row.expires_at - row.created_at,
             idle_in=self._sessions.idle_timeout(row),
+            judge_key=None
+            if row.rewarded_by == "agent"
+            else self._signer.key_of(target.lane, JUDGE_KEY_PREFIX),
         )
         # Shielded: if the client leaves now, memory and journal must still agree.
         insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
@@ -193,6 +200,7 @@ class SessionOpener:
             tenant=target.tenant,
             opened_by=f"{IMPLICITLY if target.implicit else ''}{target.caller.name}",
             pinned_version=pinned,
+            rewarded_by=target.rewards,
             clock=clock_stamp(),
         )
         return RecordedSession(row, self._sessions.idle_timeout(row))
@@ -247,11 +255,12 @@ class SessionOpener:
 
     async def _resolve_key(
         self, api_key: str | None, caller: Caller
-    ) -> tuple[Lane, str, str | None]:
-        """Return the lane, the key and the tenant of the session that is to be opened."""
+    ) -> tuple[Lane, str, str | None, Rewards | None]:
+        """Return the lane, the key and the tenant of the session that is to be opened, and the
+        source of rewards of the session before it."""
         if api_key is None:
             lane, key = self._signer.mint(self._sessions.rank)
-            return lane, key, caller.tenant
+            return lane, key, caller.tenant, None
         lane = self._lane(api_key)
         current = await self._sessions.by_lane(lane.id)
         tenant = current.row.tenant if current is not None else caller.tenant
@@ -265,7 +274,7 @@ class SessionOpener:
             )
         if lane.id in self._opening:
             raise Conflict("another open with this key is under way", code="lane_busy")
-        return lane, api_key, tenant
+        return lane, api_key, tenant, current.row.rewarded_by if current is not None else None
 
     def _lane(self, api_key: str) -> Lane:
         lane = self._signer.verify(api_key)

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 
 import orjson
 
-from any_agent.runtime.atomic_files import fsync, write_atomic
+from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
 
 FORMAT = 1
 _NAME = re.compile(r"rank-(\d+)-(\d+)-(\d+)-[0-9a-f]+\.jsonl\.gz")
@@ -59,11 +59,11 @@ class ArchiveWriter:
     """Writes one file under a temporary name, until :meth:`finish` moves it to its place."""
 
     def __init__(self, folder: Path, rank: int, about: dict[str, Any]) -> None:
-        folder.mkdir(parents=True, exist_ok=True)
+        make_folder(folder)
         self._folder = folder
         self._rank = rank
         self.partial = folder / f"{_PARTIAL}rank-{rank}-new"
-        self._file = open(self.partial, "wb")  # noqa: SIM115
+        self._file = open(self.partial, "wb", opener=owner_only)  # noqa: SIM115
         self._token = secrets.token_hex(4)
         self._numbers: list[int] = []
         self.raw = 0

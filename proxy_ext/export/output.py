@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import fsync, owner_only
 
 _STANDARD = ("-", "/dev/stdout")
 
@@ -90,7 +90,7 @@ def output(name: str) -> Iterator[ExportOutput]:
 @contextmanager
 def _opened(name: str, path: Path) -> Iterator[BinaryIO]:
     try:
-        file = open(path, "wb")  # noqa: SIM115
+        file = open(path, "wb", opener=owner_only)  # noqa: SIM115
     except OSError as error:
         where = f" (in {path.parent})" if str(path) != name else ""
         raise StartupError(f"cannot write {name}{where}: {error.strerror}") from error

@@ -13,6 +13,7 @@ from urllib.parse import urlsplit
 from pydantic import BaseModel
 
 from any_agent.errors import ConfigError
+from any_agent.protocol.rl import Rewards
 from any_agent.runtime.metrics import Histogram
 from any_agent.types import Interaction, SessionState
 
@@ -51,6 +52,8 @@ class SessionRow:
     step: int | None = None
     """The optimizer step that consumed the session."""
     ended_at: float | None = None
+    rewarded_by: Rewards = "agent"
+    """The source of its rewards."""
     content: Literal["stored", "archived", "deleted"] = "stored"
     """The store that has the interactions: the journal, an archive, or none."""
 

@@ -9,6 +9,7 @@ import sqlite3
 from pathlib import Path
 
 from any_agent.errors import StartupError
+from any_agent.runtime.atomic_files import make_folder
 from proxy_ext.journal import salvage, schema
 from proxy_ext.journal.wal import has_lost_commits
 
@@ -30,7 +31,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
         StartupError: it cannot be used; the message says what to do.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         salvage.finish(path)
         if not path.exists():
             schema.create(path)
@@ -38,8 +39,9 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
         connection = _connect(path)
         try:
             schema.configure(connection)
-            if schema.version_of(connection, path) < schema.VERSION:
-                schema.migrate(connection)
+            version = schema.version_of(connection, path)
+            if version < schema.VERSION:
+                schema.migrate(connection, version)
         except BaseException:
             connection.close()
             raise
@@ -53,7 +55,7 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
 def mark_damaged(path: Path) -> None:
     """Let the next start salvage the journal, even if its check finds no damage."""
     with contextlib.suppress(OSError):
-        _mark(path).touch()
+        _mark(path).touch(0o600)
 
 
 def _mark(path: Path) -> Path:

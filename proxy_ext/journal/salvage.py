@@ -21,7 +21,7 @@ import orjson
 
 from any_agent.errors import StartupError
 from any_agent.record import unpack_interaction
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import create_empty, fsync, make_folder
 from any_agent.types import TERMINAL_STATES, SessionState
 from proxy_ext.journal import schema
 
@@ -161,6 +161,7 @@ def salvage(source: sqlite3.Connection, path: Path, *, commits_lost: bool) -> Da
         tables, indexes, version = _schema(source)
     except (sqlite3.DatabaseError, UnicodeDecodeError) as error:
         raise unusable(path, error) from error
+    create_empty(new)
     target = sqlite3.connect(new, isolation_level=None)
     try:
         schema.set_file_format(target)
@@ -216,7 +217,7 @@ def _set_aside(path: Path, quarantine: Path) -> None:
     damaged = [path.with_name(path.name + end) for end in ("-wal", "-shm", "")]
     if not any(file.exists() for file in damaged):
         return
-    quarantine.mkdir(parents=True, exist_ok=True)
+    make_folder(quarantine)
     for file in damaged:
         if file.exists():
             file.rename(quarantine / file.name)

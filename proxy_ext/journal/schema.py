@@ -1,4 +1,4 @@
-"""The tables of a SQLite journal, their migration from version 1, and its settings."""
+"""The tables of a SQLite journal, their migration from earlier versions, and its settings."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import zlib
 from pathlib import Path
 
 from any_agent.errors import StartupError
-from any_agent.runtime.atomic_files import fsync
+from any_agent.runtime.atomic_files import create_empty, fsync
 
-VERSION = 2
+VERSION = 3
 TABLES = """
 CREATE TABLE sessions (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, lane TEXT NOT NULL, mode TEXT NOT NULL,
@@ -17,7 +17,8 @@ CREATE TABLE sessions (
     metadata BLOB NOT NULL, created_at REAL NOT NULL, expires_at REAL NOT NULL,
     final_reward REAL, reason TEXT, owner TEXT, tenant TEXT, opened_by TEXT,
     pinned_version INTEGER, clock TEXT, awaits_until REAL, step INTEGER, ended_at REAL,
-    content TEXT NOT NULL DEFAULT 'stored', recorded INTEGER
+    content TEXT NOT NULL DEFAULT 'stored', recorded INTEGER,
+    rewarded_by TEXT NOT NULL DEFAULT 'agent'
 ) STRICT;
 CREATE INDEX sessions_by_state ON sessions (state, mode);
 CREATE INDEX sessions_by_group ON sessions (group_id);
@@ -70,10 +71,16 @@ INSERT INTO meta SELECT key, value FROM meta_1;
 DROP TABLE sessions_1;
 DROP TABLE interactions_1;
 DROP TABLE meta_1;
-PRAGMA user_version = 2;
+PRAGMA user_version = 3;
 COMMIT;
 """
 """Version 1 did not store the end of a session, which is its expiry at the latest."""
+_FROM_2 = """
+BEGIN IMMEDIATE;
+ALTER TABLE sessions ADD COLUMN rewarded_by TEXT NOT NULL DEFAULT 'agent';
+PRAGMA user_version = 3;
+COMMIT;
+"""
 _PAGE_BYTES = 16_384
 """SQLite begins a new page for a row that does not fit into the last one: with its default of 4 KB,
 every turn of some hundred tokens would take a page of its own."""
@@ -86,6 +93,7 @@ def create(path: Path) -> None:
     """Create a journal atomically: after a crash it is complete or does not exist."""
     new = path.with_name(f".new-{path.name}")
     new.unlink(missing_ok=True)
+    create_empty(new)
     connection = sqlite3.connect(new, isolation_level=None)
     try:
         set_file_format(connection)
@@ -120,11 +128,11 @@ def version_of(connection: sqlite3.Connection, path: Path) -> int:
     return int(version)
 
 
-def migrate(connection: sqlite3.Connection) -> None:
-    """Migrate a journal of version 1 to this version in one transaction."""
+def migrate(connection: sqlite3.Connection, version: int) -> None:
+    """Migrate a journal of an earlier version to this one in one transaction."""
     connection.create_function("checksum_of", 1, zlib.crc32, deterministic=True)
     try:
-        connection.executescript(_FROM_1)
+        connection.executescript(_FROM_1 if version == 1 else _FROM_2)
     except BaseException:
         if connection.in_transaction:
             connection.execute("ROLLBACK")

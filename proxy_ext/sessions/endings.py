@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from contextlib import asynccontextmanager
 from dataclasses import replace
 
+from any_agent.auth.access import Caller
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.record import CallCounts, InteractionTree
@@ -21,7 +22,7 @@ from proxy_ext.journal import (
 )
 from proxy_ext.journal.base import NO_PLACE, KeepAnswer, no_receipt
 from proxy_ext.sessions.delivery import UNDELIVERED, undelivered, unreceived
-from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook
+from proxy_ext.sessions.rewards import NO_PARTS, Parts, RewardBook, author, judge_only
 from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
@@ -85,11 +86,13 @@ class SessionEnder:
         *,
         by: str,
         keep: KeepAnswer = no_receipt,
+        for_judge: bool = False,
     ) -> SessionInfo:
         """End a session's calls; its rewards may still come for so many seconds.
 
         Like :meth:`finalize`, but no reward is needed. A session that already awaits its reward
-        keeps its deadline. InvalidRequest for a deadline that is too far away.
+        keeps its deadline. InvalidRequest for a deadline that is too far away. ``for_judge``: the
+        default deadline is not before the end of its ttl.
         """
         longest = self._config.reward_deadline
         if seconds is not None and seconds > longest:
@@ -104,8 +107,31 @@ class SessionEnder:
             row, rewards = await self._with_final_reward(session, final, by)
             self._require_calls(session)
             until = session.row_time(time.monotonic() + (seconds or longest))
+            if for_judge and seconds is None:
+                until = max(until, row.expires_at)
             row = replace(row, state=state, awaits_until=until)
             return await self._close(session, row, rewards, keep)
+
+    async def end_by_agent(
+        self,
+        session: RecordedSession,
+        caller: Caller,
+        final: Parts,
+        *,
+        deadline: float | None = None,
+        keep: KeepAnswer,
+    ) -> SessionInfo:
+        """End the calls of a session that others reward, at its agent's request; then it awaits
+        them.
+
+        Forbidden (`judge_only`) for a reward that is not the agent's to give, and for a deadline
+        before which the judge would have to come; `sessions.grader` decides at any deadline.
+        """
+        by = author(session.row, caller, final)
+        if deadline is not None and self._config.late_reward != "grade":
+            raise judge_only(session.row, "set the reward's deadline of")
+        ending = self.await_reward(session, deadline, final, by=by, keep=keep, for_judge=True)
+        return await ending
 
     async def abort(
         self,

@@ -13,7 +13,7 @@ from typing import Any
 
 import orjson
 
-from any_agent.config import SessionConfig
+from any_agent.config import SECRET_VARIABLES, SessionConfig
 from any_agent.errors import ConfigError, Conflict
 from any_agent.protocol.rl import as_reward
 from any_agent.rewards import grader as grading
@@ -94,7 +94,7 @@ class Grader:
         self.free = asyncio.Semaphore(_WORKERS)
         """Idle workers. A caller acquires one before it grades: so the time-out counts the grader's
         time alone, and a session is read only when its turn has come."""
-        self._pool = WorkerPool(_WORKERS)
+        self._pool = WorkerPool(_WORKERS, secrets=SECRET_VARIABLES)
 
     async def check(self) -> None:
         """Raise GraderFailed if there is no such function, or if importing it takes too long."""

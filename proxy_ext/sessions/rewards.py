@@ -1,5 +1,7 @@
 """Rewards of interactions and of whole sessions, unnamed or by name, each with its author and time.
 
+A session's `rewards` say who may set them: its own key (`agent`), only others (`judge`), or both.
+
 An interaction's own reward, and the final reward, is the unnamed one + the sum of weight * value
 over the named ones (`sessions.reward_weights`). All of them can be revised until the session is
 handed to training. The journal keeps every reward that was ever set.
@@ -14,8 +16,9 @@ from dataclasses import asdict, replace
 from types import MappingProxyType
 from typing import TypeAlias
 
+from any_agent.auth.access import ANYONE, Caller, Scope
 from any_agent.completions.call_types import completion_of
-from any_agent.errors import InvalidRequest, NotFound, Unprocessable
+from any_agent.errors import Forbidden, InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, Statement, no_receipt
@@ -28,6 +31,8 @@ Parts: TypeAlias = Mapping[str | None, float]
 """The parts of a reward: values by name, None for the unnamed one."""
 NO_PARTS: Parts = MappingProxyType({})
 
+JUDGE_ONLY = "judge_only"  # the code of refusals
+_AGENT = "session"  # the author of rewards by the agent where both may set them, or its beginning
 _MAX_NAMES = 64  # names of one reward
 _MAX_GIVEN = 10_000  # rewards of one session: each revision is kept, and read at the next one
 _MAX_SHOWN = 256  # newest rewards in a session's history
@@ -42,6 +47,46 @@ def parts_of(
     if isinstance(value, Mapping):
         return dict(value.items())
     return {name: value}
+
+
+def is_agent(row: SessionRow, caller: Caller) -> bool:
+    """Return whether a caller counts as the agent of a session that others reward.
+
+    Besides the session's own key these are the callers whose key an agent has, too: those without
+    a key in the open mode, and a tenant's where such a call opened the session.
+    """
+    if row.rewarded_by == "agent":
+        return False
+    own = caller.scope is Scope.SESSION or caller is ANYONE
+    return own or (row.implicit and caller.scope is Scope.TENANT)
+
+
+def author(row: SessionRow, caller: Caller, parts: Parts) -> str:
+    """Return the name under which a caller's reward is recorded; Forbidden if only others may."""
+    if not is_agent(row, caller):
+        return caller.name
+    if row.rewarded_by == "judge" and parts:
+        raise judge_only(row, "reward")
+    return _AGENT if caller.scope is Scope.SESSION else f"{_AGENT}: {caller.name}"
+
+
+def require_judge(row: SessionRow, caller: Caller, action: str) -> None:
+    """Raise Forbidden if a session's own key may not do this, as it would evade its judge."""
+    if caller.scope is Scope.SESSION and is_agent(row, caller):
+        raise judge_only(row, action)
+
+
+def judge_only(row: SessionRow, action: str) -> Forbidden:
+    """Return the error for what a session's agent may not do."""
+    return Forbidden(
+        f"only its judge may {action} session {row.id} (rewards: {row.rewarded_by}): send the "
+        "judge_key that start_session returned, or the key of its tenant or an admin",
+        code=JUDGE_ONLY,
+    )
+
+
+def _by_agent(by: str) -> bool:
+    return by == _AGENT or by.startswith(f"{_AGENT}: ")
 
 
 class RewardBook:
@@ -94,7 +139,7 @@ class RewardBook:
         before = session.row.final_reward
         if before is None or not parts:
             return not parts
-        known, _ = await self._sessions.journal.reward_parts(session.id, None)
+        known, _, _ = await self._parts(session, None)
         if not known:
             # Set before histories were kept, or its history is archived.
             return self._combined(parts) == before
@@ -142,14 +187,20 @@ class RewardBook:
         before = interaction.reward if interaction is not None else session.row.final_reward
         known: dict[str | None, float] = {}
         if before is not None:
-            known, given = await self._sessions.journal.reward_parts(session.id, interaction_id)
+            known, given, judged = await self._parts(session, interaction_id)
+            if session.row.rewarded_by == "both":
+                if judged and _by_agent(by):
+                    raise judge_only(session.row, "revise its own rewards of")
+                if not judged and not _by_agent(by):
+                    known, before = {}, None
             if given >= _MAX_GIVEN:
                 raise Unprocessable(
                     f"the session was given {given} rewards, revisions included; it takes no more",
                     code="too_many_rewards",
                 )
-            # A reward from before histories were kept.
-            known = known or {None: before}
+            if before is not None:
+                # A reward from before histories were kept.
+                known = known or {None: before}
         known |= parts
         if len(known) > _MAX_NAMES:
             raise Unprocessable(
@@ -161,6 +212,23 @@ class RewardBook:
             SetReward(session.id, interaction_id, name, value, by, at, combined)
             for name, value in parts.items()
         ], combined
+
+    async def _parts(
+        self, session: RecordedSession, interaction_id: str | None
+    ) -> tuple[dict[str | None, float], int, bool]:
+        """Return the parts of a reward that count, the number of the session's rewards, and, where
+        both may reward, whether the parts are a judge's, which replace the agent's."""
+        journal = self._sessions.journal
+        known, given = await journal.reward_parts(session.id, interaction_id)
+        if session.row.rewarded_by != "both":
+            return known, given, False
+        rewards = await journal.rewards(session.id)
+        judges = {
+            r.name: r.value
+            for r in rewards
+            if r.interaction_id == interaction_id and not _by_agent(r.by)
+        }
+        return judges or known, given, bool(judges)
 
     def _require_known(self, parts: Parts) -> None:
         if not self._weights:

@@ -199,6 +199,7 @@ class RecordedSession:
         return SessionInfo(
             **public_fields(row),
             opened_by=row.opened_by,
+            rewarded_by=row.rewarded_by,
             interactions=len(tree),
             rewards=rewards,
             rewarded=True if rewards or row.final_reward is not None else unrewarded,

@@ -82,6 +82,7 @@ class StateRule:
 
 
 _OWNERS = "the session's key, its tenant, an admin"
+_JUDGES = "the session's key, its judge, its tenant, an admin"
 _TRAINER = "the trainer, an admin"
 _SERVICE = "the service"
 EVENTS = {
@@ -96,27 +97,29 @@ EVENTS = {
         "records an interaction; renews the idle time",
     ),
     Event.REWARD: StateRule(
-        _OWNERS,
+        _JUDGES,
         "POST /rl/v1/set_reward",
-        "sets or revises a reward, of an interaction or the final one; renews the idle time",
+        "sets or revises a reward, of an interaction or the final one; renews the idle time; "
+        "refused with 403 `judge_only` if only a judge may",
     ),
     Event.HEARTBEAT: StateRule(
-        _OWNERS,
+        _JUDGES,
         "POST /rl/v1/sessions/{id}/heartbeat",
         "renews the idle time",
     ),
     Event.AWAIT: StateRule(
-        _OWNERS,
+        _JUDGES,
         'POST /rl/v1/finalize {"await_reward": true}',
         "aborts calls under way and waits for rewards until the deadline; refused with 422 "
         "`no_interactions` for a train session without a call",
     ),
     Event.FINALIZE: StateRule(
-        _OWNERS,
+        _JUDGES,
         "POST /rl/v1/finalize",
         "aborts calls under way and ends the session; refused with 422 `no_reward` or "
         "`no_interactions` if nothing could be learned from it; a second one returns the "
-        "session's present state",
+        "session's present state; where a judge rewards, the session's key makes it "
+        "`await_reward`",
     ),
     Event.DEADLINE: StateRule(
         _SERVICE,
@@ -130,7 +133,7 @@ EVENTS = {
         "ends a session whose ttl, idle time or group's time ran out; aborts calls under way",
     ),
     Event.ABORT: StateRule(
-        _OWNERS,
+        _JUDGES,
         "POST /rl/v1/sessions/{id}/abort",
         "discards the session; aborts calls under way; with `keep_place` another session may "
         "take its place in its group",

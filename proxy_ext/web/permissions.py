@@ -19,6 +19,8 @@ from any_agent.errors import StartupError
 EVERYBODY = frozenset(Scope)
 KEYS = EVERYBODY - {Scope.NONE}  # callers with any key
 AGENTS = frozenset({Scope.ADMIN, Scope.TENANT, Scope.SESSION})
+JUDGES = AGENTS | {Scope.JUDGE}
+"""Callers that reward and end sessions; `proxy_ext.sessions.rewards` says which."""
 OPENERS = frozenset({Scope.ADMIN, Scope.TENANT})
 TRAINERS = frozenset({Scope.ADMIN, Scope.TRAINER})
 STARTERS = OPENERS | TRAINERS
@@ -50,14 +52,14 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     # Sessions.
     "POST /rl/v1/start_session": (STARTERS, ""),
     "GET /rl/v1/start_session": (OPENERS, ""),
-    "POST /rl/v1/set_reward": (AGENTS, ""),
-    "POST /rl/v1/finalize": (AGENTS, ""),
+    "POST /rl/v1/set_reward": (JUDGES, ""),
+    "POST /rl/v1/finalize": (JUDGES, ""),
     "GET /rl/v1/sessions": (OPENERS, ""),
-    "GET /rl/v1/sessions/{session_id}": (AGENTS, ""),
-    "GET /rl/v1/sessions/{session_id}/content": (AGENTS, ""),
+    "GET /rl/v1/sessions/{session_id}": (JUDGES, ""),
+    "GET /rl/v1/sessions/{session_id}/content": (JUDGES, ""),
     "DELETE /rl/v1/sessions/{session_id}": (AGENTS, _AUDITED),
-    "POST /rl/v1/sessions/{session_id}/heartbeat": (AGENTS, ""),
-    "POST /rl/v1/sessions/{session_id}/abort": (AGENTS, _AUDITED),
+    "POST /rl/v1/sessions/{session_id}/heartbeat": (JUDGES, ""),
+    "POST /rl/v1/sessions/{session_id}/abort": (JUDGES, _AUDITED),
     "POST /rl/v1/sessions/{session_id}/veto": (AGENTS, _AUDITED),
     # The run.
     "GET /rl/v1/run": (KEYS, ""),
@@ -74,8 +76,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "POST /rl/v1/export_trajectories": (TRAINERS, _AUDITED),
     # AReaL's names.
     "POST /rl/start_session": (STARTERS, ""),
-    "POST /rl/set_reward": (AGENTS, ""),
-    "POST /rl/end_session": (AGENTS, ""),
+    "POST /rl/set_reward": (JUDGES, ""),
+    "POST /rl/end_session": (JUDGES, ""),
     "POST /grant_capacity": (TRAINERS, ""),
     "POST /export_trajectories": (TRAINERS, _AUDITED),
     "GET /health": (EVERYBODY, ""),

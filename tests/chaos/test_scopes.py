@@ -49,6 +49,9 @@ SCOPE_OF = {
     "id as prefix": None,
     "other session": Scope.SESSION,
     "ended session": Scope.SESSION,
+    "judge": Scope.JUDGE,
+    "other judge": Scope.JUDGE,
+    "forged judge": None,
     "tenant": Scope.TENANT,
     "other tenant": Scope.TENANT,
     "trainer": Scope.TRAINER,
@@ -57,7 +60,7 @@ SCOPE_OF = {
     "admin": Scope.ADMIN,
 }
 """Every kind of key, and what it is good for; None: nothing."""
-STRANGERS = ("other session", "other tenant")
+STRANGERS = ("other session", "other tenant", "other judge")
 """Genuine keys to which the session that is asked for is not there."""
 
 
@@ -74,15 +77,15 @@ class Service:
     http: aiohttp.ClientSession
     opened: Counter[str] = field(default_factory=Counter)
 
-    async def open(self, tenant: str = "tenant") -> dict[str, Any]:
+    async def open(self, tenant: str = "tenant", **body: str) -> dict[str, Any]:
         """A session of a tenant."""
         url = f"{self.proxy}/rl/v1/start_session"
-        async with self.http.post(url, json={}, headers=bearer(self.keys[tenant])) as answer:
+        async with self.http.post(url, json=body, headers=bearer(self.keys[tenant])) as answer:
             assert answer.status == 200, await answer.text()
             return dict(await answer.json())
 
-    async def ended(self) -> dict[str, Any]:
-        session = await self.open()
+    async def ended(self, rewards: str) -> dict[str, Any]:
+        session = await self.open(rewards=rewards)
         url = f"{self.proxy}/rl/v1/sessions/{session['session_id']}/abort"
         async with self.http.post(url, headers=bearer(ADMIN)) as answer:
             assert answer.status == 200
@@ -224,7 +227,7 @@ def body_of(method: str, template: str, session: dict[str, Any]) -> dict[str, An
 def concerns_a_session(template: str) -> bool:
     """A route that answers for one session, named by a key, a header or the path."""
     rules = [rule for (_, path), rule in scopes.RULES.items() if path == template]
-    return any(rule.scopes == scopes.AGENTS for rule in rules)
+    return any(rule.scopes in (scopes.AGENTS, scopes.JUDGES) for rule in rules)
 
 
 async def ask(
@@ -233,7 +236,9 @@ async def ask(
     """The answer to this kind of key, about a session of its own making, and that session's id."""
     own = concerns_a_session(template)
     exports = template.endswith("export_trajectories")
-    session = await (service.ended() if kind == "ended session" or exports else service.open())
+    rewards = "judge" if kind == "judge" else "agent"
+    ended = kind == "ended session" or exports
+    session = await (service.ended(rewards) if ended else service.open(rewards=rewards))
     id = session["session_id"]
     if absent:
         id = id[:-4] + ("0000" if id[-4:] != "0000" else "1111")
@@ -247,13 +252,17 @@ async def ask(
             key = flipped(session["api_key"])
         case "other session":
             key = (await service.open())["api_key"]
+        case "judge" | "other judge" | "forged judge":
+            judged = session if kind == "judge" else await service.open(rewards="judge")
+            key = flipped(judged["judge_key"]) if "forged" in kind else judged["judge_key"]
         case "session as prefix":
             key, path = "DUMMY", f"/{session['api_key']}{path}"
         case "id as prefix":
             key, path = "", f"/{id}{path}"
         case _:
             key = service.keys[kind]
-    named_by_key = kind in ("session", "ended session", "session as prefix", "id as prefix")
+    keys = ("session", "ended session", "judge", "session as prefix", "id as prefix")
+    named_by_key = kind in keys
     if own and not named_by_key and "{session_id}" not in template:
         headers["X-Any-Agent-Session"] = id
     answer = await send(
@@ -370,12 +379,16 @@ async def litellms_routes_are_not_there(
 ) -> None:
     """404 for every key, but for its two signs of life."""
     assert len(service.litellm) > 300 and ("GET", "/settings") in service.litellm
-    session, other, ended = await service.open(), await service.open(), await service.ended()
+    session, other, ended = await service.open(), await service.open(), await service.ended("agent")
+    judged = await service.open(rewards="judge")
     keys = service.keys | {
         "session": session["api_key"],
         "other session": other["api_key"],
         "ended session": ended["api_key"],
         "forged session": flipped(session["api_key"]),
+        "judge": judged["judge_key"],
+        "other judge": (await service.open(rewards="judge"))["judge_key"],
+        "forged judge": flipped(judged["judge_key"]),
     }
     prefixes = {
         "session as prefix": f"/{session['api_key']}",

@@ -56,7 +56,7 @@ def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
         assert flag(router, "--public-url") == node.url
         assert trainer["argv"] == ["--config", settings, "--host", "127.0.0.1"]
         assert node.dir.url.read_text() == f"{node.url}\n"
-        assert node.dir.url.stat().st_mode & 0o777 == 0o644
+        assert node.dir.url.stat().st_mode & 0o777 == 0o600
         assert router["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
         assert trainer["variables"] == ["ANY_AGENT_SHARED_GPUS"], "it has the run's own key"
         assert "a-secret-key" not in Path(settings).read_text() + str(events)

@@ -14,7 +14,7 @@ from any_agent.errors import (
     NotFound,
     SessionMismatch,
 )
-from any_agent.keys import KeySigner, Lane
+from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane
 from router.affinity import SessionAffinity, home_of
 
 RANKS = 3
@@ -93,9 +93,9 @@ def test_genuine_keys_are_checked_once_and_others_are_not_kept() -> None:
     checked: list[str] = []
 
     class Signer(KeySigner):
-        def verify(self, key: str) -> Lane | None:
+        def verify(self, key: str, prefix: str = SESSION_KEY_PREFIX) -> Lane | None:
             checked.append(key)
-            return super().verify(key)
+            return super().verify(key, prefix)
 
     affinity = SessionAffinity(Signer(b"s" * 32), RANKS)
     for _ in range(2):

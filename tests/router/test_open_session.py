@@ -433,14 +433,18 @@ async def test_one_that_waits_for_a_slot_goes_elsewhere_too(pair: Lab) -> None:
     assert (await call).json() == {"rank": 1 - waits.number}
 
 
-async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(pair: Lab) -> None:
+@pytest.mark.parametrize("judge_key", [None, "sk-late"])
+async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(
+    pair: Lab, judge_key: str | None
+) -> None:
     late, other = pair.ranks
     go_on = asyncio.Event()
 
     async def wake_up_later(received: Received) -> None:
         if received.target == START:
             await go_on.wait()
-        await received.answer({"session_id": "ses-0-late", "api_key": "sk-late"})
+        keys = {"api_key": "sk-agents" if judge_key else "sk-late", "judge_key": judge_key}
+        await received.answer({"session_id": "ses-0-late", **keys})
 
     late.handler = wake_up_later
     pair.silent.add(0)

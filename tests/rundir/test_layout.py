@@ -32,9 +32,12 @@ def test_where_files_lie(run: RunDir, tmp_path: Path) -> None:
     run.create()  # again: nothing happens
 
 
-def test_what_was_said_is_its_owners(run: RunDir) -> None:
-    for folder in (run.journal(0).parent, run.archive, run.logs):
-        assert folder.stat().st_mode & 0o777 == 0o700, folder
+def test_all_of_it_is_its_owners(run: RunDir) -> None:
+    run.signing_secrets()
+    with run.lock():
+        run.next_epoch()
+    for path in (run.path, *run.path.rglob("*")):
+        assert path.stat().st_mode & 0o777 == (0o700 if path.is_dir() else 0o600), path
     run.logs.chmod(0o750)
     run.create()
     assert run.logs.stat().st_mode & 0o777 == 0o750, "an owner who shares it knows why"

@@ -11,7 +11,13 @@ from pathlib import Path
 import pytest
 
 from any_agent.runtime import atomic_files as atomic
-from any_agent.runtime.atomic_files import append_line, atomic_folder, remove_folder, write_atomic
+from any_agent.runtime.atomic_files import (
+    append_line,
+    atomic_folder,
+    make_folder,
+    remove_folder,
+    write_atomic,
+)
 from any_agent.runtime.disk_space import is_disk_full
 from tests.support.small_disk import small_disk
 
@@ -165,7 +171,7 @@ def test_a_link_in_place_of_the_temporary_file_is_not_followed(
 
     monkeypatch.setattr(Path, "unlink", unlink)
     with pytest.raises(FileExistsError):
-        write_atomic(tmp_path / "keys.json", "secret", mode=0o600)
+        write_atomic(tmp_path / "keys.json", "secret")
     assert elsewhere.read_text() == "old"
     assert [path.name for path in tmp_path.iterdir()] == ["elsewhere"]
 
@@ -174,7 +180,27 @@ def test_a_link_in_place_of_the_temporary_file_is_not_followed(
 def test_permissions_do_not_depend_on_who_started_it(tmp_path: Path, umask: int) -> None:
     before = os.umask(umask)
     try:
-        write_atomic(tmp_path / "file", "x", mode=0o644)
+        make_folder(tmp_path / "a" / "b")
+        write_atomic(tmp_path / "a" / "file", "x")
+        append_line(tmp_path / "a" / "lines", "x")
+        with atomic_folder(tmp_path / "a" / "b" / "folder") as folder:
+            (folder / "within").mkdir()
+            (folder / "within" / "file").write_text("x")
     finally:
         os.umask(before)
-    assert (tmp_path / "file").stat().st_mode & 0o777 == 0o644
+    assert modes(tmp_path / "a") == {0o700, 0o600}
+
+
+def modes(top: Path) -> set[int]:
+    return {path.stat().st_mode & 0o777 for path in (top, *top.rglob("*"))}
+
+
+def test_what_an_owner_shares_stays_shared(tmp_path: Path) -> None:
+    """An engine under another uid may read each new version once its folder is open to it."""
+    weights = tmp_path / "weights"
+    make_folder(weights)
+    weights.chmod(0o750)
+    make_folder(weights)
+    with atomic_folder(weights / "v1") as folder:
+        (folder / "file").write_text("x")
+    assert (weights.stat().st_mode & 0o777, modes(weights / "v1")) == (0o750, {0o750, 0o640})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import subprocess
 import sys
 import threading
@@ -42,6 +43,10 @@ async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -
     assert told == "x"
     assert await pool.run(functions.variable, "OF_A_CALL", timeout=60) is None
     assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
+    # Other processes of this user can read what a process was started with.
+    first = await pool.run(functions.first_environment, timeout=60)
+    assert b"PATH=" in first and SECRET_VARIABLES[0].encode() not in first
+    assert os.environ[SECRET_VARIABLES[0]]
     await asyncio.to_thread(pool.close)
 
 

@@ -18,7 +18,10 @@ derived | slots, leases, acks, exports, versions, metrics; opening sessions of a
 itself |
 | tenant | `sk-tenant.<id>.<secret>` | `any-agent keys create --scope tenant --tenant NAME` | \
 opening sessions, and everything about its own |
-| session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session |
+| session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session; with `rewards: judge` \
+neither its rewards nor its [end](sessions.md#who-rewards) |
+| judge | `sk-judge.<rank>.<lane>.<hmac>` | `start_session` with `rewards` of `judge` or `both` | \
+the rewards and the end of one session |
 | none | `sk-engine.<hmac>` | derived at each start of the service | the run's engines, by its \
 ranks, its trainer and the doctor |
 
@@ -35,7 +38,7 @@ address is bound.
 
 ## Create, revoke, rotate
 
-`any-agent keys create|list|revoke|rotate` work on the trial's folder (`keys.json`, mode 0600), also
+`any-agent keys create|list|revoke|rotate` work on the trial's folder (`keys.json`), also
 before its first start, and a running service follows within two seconds. A key is shown once; its
 hash is kept. A revoked tenant's key opens no more sessions; sessions that it opened continue with
 their own keys until they end. `rotate` puts a new secret before the others in `secret.key`: it

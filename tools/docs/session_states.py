@@ -57,6 +57,37 @@ TAIL = """## Rewards
 - A session that awaits its reward makes no calls, so it does not count as running. Its tokens grow
   old meanwhile, so it counts as buffered wherever staleness is bounded.
 
+## Who rewards
+
+`start_session` takes `rewards`; without it, the run's `sessions.rewards` counts (null: `judge`
+where the service's own grader rewards, else `agent`), and with `api_key` the choice of that key's
+session before. The session keeps it; its record shows it as `rewarded_by`.
+
+| `rewards` | the session's key | others |
+|---|---|---|
+| `agent` | sets rewards, and ends the session with them | its tenant and admins likewise |
+| `judge` | sets none (403 `judge_only`) | its tenant, admins and the `judge_key` set them |
+| `both` | sets rewards, until a judge has rewarded the same object | the same as `judge` |
+
+- `start_session` returns `judge_key` (`sk-judge...`) for `judge` and `both`: it rewards, ends,
+  aborts and reads this session, and does nothing else. Never give it to the agent.
+- In both kinds `finalize` under the session's key (also AReaL's `end_session`) ends the session's
+  calls, and the session awaits the judge: until `sessions.reward_deadline`, and at least until its
+  ttl would have ended, so that no agent can outrun its judge. The judge's `finalize` ends it; at
+  the deadline `sessions.late_reward` decides. A `deadline` under the session's key is refused,
+  except with `late_reward: grade`, where the grader decides at any deadline. The session's key
+  cannot abort, veto or delete the session either, nor read its content, whose `metadata` may have
+  the answer (403 `judge_only`). A session that expires is not trained on.
+- `both`: an object is one completion, or the final reward. A judge's first reward of an object
+  replaces all that the agent gave it, under any name, and from then on the agent's are refused
+  there. Rewards of different objects add up as always, so an agent's rewards of its completions
+  count beside the judge's final one: choose `judge` for agents that may not influence their score.
+- In the open mode (no admin key) a caller without a key counts as the session's agent here: rewards
+  need the `judge_key`. Such a caller can still abort a session or open others, because every local
+  program is an operator in the open mode. Use keys for agents that you do not trust.
+- In a session that a model call opened (`sessions.implicit`) a tenant's key counts as the agent's,
+  because the agent has it.
+
 ## Requests in a URL
 
 Every field of a body may be in the query instead, by its name: `POST

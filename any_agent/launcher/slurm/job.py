@@ -91,6 +91,7 @@ def slurm_process(command: Sequence[str], within: float) -> subprocess.Completed
         timeout=within,
         stdin=subprocess.DEVNULL,
         errors="replace",
+        umask=0o077,  # sbatch passes it on to the job and to the job's log
     )
 
 

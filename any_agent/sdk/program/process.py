@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from any_agent.errors import AgentFailed
+from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.signals import die_with_parent
 
 _POLL_INTERVAL = 0.05
@@ -93,8 +94,8 @@ def _start(program: Program) -> subprocess.Popen[bytes]:
     parent = os.getpid()
     with contextlib.ExitStack() as files:
         stdin = files.enter_context(open(program.stdin, "rb"))
-        stdout = files.enter_context(open(program.stdout, "wb"))
-        stderr = files.enter_context(open(program.stderr, "wb"))
+        stdout = files.enter_context(open(program.stdout, "wb", opener=owner_only))
+        stderr = files.enter_context(open(program.stderr, "wb", opener=owner_only))
         try:
             return subprocess.Popen(
                 list(program.argv),

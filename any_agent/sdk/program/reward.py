@@ -15,6 +15,7 @@ from typing import TypeAlias
 
 from any_agent.errors import AgentFailed, ConfigError
 from any_agent.protocol.rl import SessionContent, as_reward
+from any_agent.runtime.atomic_files import create_empty
 from any_agent.sdk.program.process import Program, run_program
 
 Reward: TypeAlias = float | dict[str, float]
@@ -46,6 +47,11 @@ class RewardSource:
         if self.grader is not None:
             return f"the grader {self.grader}"
         return "the reward file"
+
+    @property
+    def judges(self) -> bool:
+        """True if the program itself has no part in the reward."""
+        return self.command is not None or self.grader is not None
 
     def file_of(self, index: int) -> Path | None:
         """Return the file for a run's reward; None if none is named."""
@@ -81,6 +87,7 @@ class RewardSource:
         else:
             assert self.grader is not None and content is not None
             argv, stdin = [*_GRADER, self.grader], beside(stem, "json")
+            create_empty(stdin)
             stdin.write_text(json.dumps(content.graded()), encoding="utf-8")
         program = self._program(argv, stem, rewarded.mark, variables, stdin)
         ended = await run_program(program, limit=self.limit)

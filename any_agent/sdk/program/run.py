@@ -27,9 +27,9 @@ from any_agent.errors import (
     Unprocessable,
     WrongService,
 )
-from any_agent.protocol.rl import SessionContent, SessionInfo
+from any_agent.protocol.rl import Rewards, SessionInfo
 from any_agent.sdk.attempts import Attempt, AttemptRunner
-from any_agent.sdk.find_service import ServiceAddress, shared_client
+from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.open_session import AgentSession, find_run
 from any_agent.sdk.program.process import OutputEcho, Program, ProgramExit, run_program
 from any_agent.sdk.program.reward import Reward, RewardFile, RewardSource, beside, last_line
@@ -43,7 +43,6 @@ _REFUSED = (*UNUSABLE, InvalidRequest, Unprocessable, Conflict, ConfigError)
 _ANSWER_TIMEOUT = 5.0
 _TTL_MARGIN = 300.0
 """Seconds that a session may live beyond the limits of its program and its reward."""
-_RETRY_FOR = 60.0
 _NO_CALL = (
     "made no model call: its client must use OPENAI_BASE_URL and OPENAI_API_KEY (or "
     "ANTHROPIC_BASE_URL and ANTHROPIC_API_KEY) of its environment"
@@ -97,6 +96,8 @@ class ProgramGroup:
     task_id: str | None = None
     mode: Literal["train", "eval"] = "train"
     metadata: dict[str, Any] = field(default_factory=dict)
+    rewards: Rewards | None = None
+    """None: `judge` where a command or a grader gives the reward, else `agent`."""
     limit: float = 3600.0
     wait: float = 300.0
     source: RewardSource = field(default_factory=RewardSource)
@@ -183,6 +184,7 @@ class ProgramGroup:
             mode=self.mode,
             metadata=self.metadata,
             ttl=self.limit + self.source.limit + _TTL_MARGIN,
+            rewards=self.rewards or ("judge" if self.source.judges else "agent"),
             url=self.service.named,
             api_key=self.service.api_key,
             wait=self.wait,
@@ -211,8 +213,9 @@ class ProgramGroup:
             "ANY_AGENT_RUN_INDEX": str(run.run),
             "ANY_AGENT_REWARD_FILE": str(file.path.absolute()),
         }
+        inherited = without_ours(self.environ, self.service.api_key)
         # A Python program's output is then visible while it runs.
-        env = {"PYTHONUNBUFFERED": "1"} | without_ours(self.environ) | session.env() | variables
+        env = {"PYTHONUNBUFFERED": "1"} | inherited | session.env() | variables
         mark = f"ANY_AGENT_SESSION_ID={session.session_id}"
         program = Program(self.command, env, mark, beside(stem, "out"), beside(stem, "err"))
         run.stdout, run.stderr = str(program.stdout), str(program.stderr)
@@ -245,7 +248,7 @@ class ProgramGroup:
         file: RewardFile,
     ) -> Reward | None:
         source = self.source
-        content = await self._content(session) if source.grader is not None else None
+        content = await session.content() if source.grader is not None else None
         if source.command is not None or source.grader is not None:
             return await source.reward(program, variables, content)
         reward = file.read()
@@ -253,15 +256,15 @@ class ProgramGroup:
             raise AgentFailed(f"did not write the reward file {file.path}", code="no_reward")
         return reward
 
-    async def _content(self, session: AsyncSession) -> SessionContent:
-        async with shared_client(self.service, retry_for=_RETRY_FOR) as client:
-            return await client.session_content(session.session_id, session.api_key)
 
-
-def without_ours(environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment of programs and reward commands: without any-agent's settings, and so
-    without an operator's or tenant's key."""
-    return {name: value for name, value in environ.items() if not name.startswith(ENV_PREFIX)}
+def without_ours(environ: Mapping[str, str], key: str | None) -> dict[str, str]:
+    """Return the environment of programs and reward commands: without any-agent's settings, and
+    without the key that opens sessions, whatever variable it is in."""
+    return {
+        name: value
+        for name, value in environ.items()
+        if not name.startswith(ENV_PREFIX) and not (key and key in value)
+    }
 
 
 async def _finalize(session: AsyncSession, reward: Reward | None) -> SessionInfo:

@@ -26,7 +26,7 @@ from any_agent.protocol.rl import (
 from any_agent.protocol.training import RunInfo
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.sessions.grading import content_of
-from proxy_ext.sessions.rewards import parts_of
+from proxy_ext.sessions.rewards import author, is_agent, parts_of, require_judge
 from proxy_ext.web.exchange import while_present
 
 router = APIRouter(prefix="/rl/v1", route_class=StrictRoute)
@@ -60,16 +60,15 @@ async def set_reward(
 ) -> Response:
     """Reward a completion (by default the last one), or the whole session; it may be repeated."""
     session = await service.auth.session(request, body.session_id)
-    by, keep = caller.name, receipt.keep
+    given = parts_of(body.reward if body.final_reward is None else body.final_reward, body.name)
+    by, keep = author(session.row, caller, given), receipt.keep
     if body.reward is None:
-        final = parts_of(body.final_reward, body.name)
         return receipt.response(
-            await service.rewards.set_final_reward(session, final, by=by, keep=keep)
+            await service.rewards.set_final_reward(session, given, by=by, keep=keep)
         )
     wanted = body.interaction_id or body.completion_id
-    parts = parts_of(body.reward, body.name)
     return receipt.response(
-        await service.rewards.set_reward(session, parts, wanted, by=by, keep=keep)
+        await service.rewards.set_reward(session, given, wanted, by=by, keep=keep)
     )
 
 
@@ -79,11 +78,16 @@ async def finalize(
 ) -> Response:
     """End a session; training gets its trajectory at once, or when its reward is given.
 
-    A repeated request, with the same final reward or none, gets the session's present state.
+    A repeated request, with the same final reward or none, gets the session's present state. Where
+    others reward the session, its own key ends its calls, and the session awaits its reward.
     """
     session = await service.auth.session(request, body.session_id)
     final, by, keep = parts_of(body.final_reward), caller.name, shaped(receipt.keep, _finalized)
-    if body.await_reward:
+    if is_agent(session.row, caller):
+        ending = service.endings.end_by_agent(
+            session, caller, final, deadline=body.deadline, keep=keep
+        )
+    elif body.await_reward:
         until = body.deadline
         ending = service.endings.await_reward(session, until, final, by=by, keep=keep)
     else:
@@ -102,9 +106,11 @@ async def get_session(session_id: str, request: Request, service: Anyone) -> Ses
 
 
 @router.get("/sessions/{session_id}/content", response_model=SessionContent)
-async def get_content(session_id: str, request: Request, service: Anyone) -> Response:
+async def get_content(session_id: str, request: Request, service: Anyone, caller: Who) -> Response:
     """Return a session's messages as graders get them."""
     session = await service.auth.session(request, session_id)
+    # Its metadata may have the answer.
+    require_judge(session.row, caller, "read the record of")
     return Response(await content_of(service.sessions, session), media_type="application/json")
 
 
@@ -119,10 +125,11 @@ async def heartbeat(session_id: str, request: Request, service: Anyone) -> Heart
 
 @router.post("/sessions/{session_id}/abort", response_model=SessionInfo)
 async def abort(
-    session_id: str, body: Stop, request: Request, service: Anyone, receipt: Once
+    session_id: str, body: Stop, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Discard a session, and abort its calls under way."""
     session = await service.auth.session(request, session_id)
+    require_judge(session.row, caller, "abort")
     ending = service.endings.abort(
         session, body.reason, keep_place=body.keep_place, keep=receipt.keep
     )
@@ -131,17 +138,21 @@ async def abort(
 
 @router.post("/sessions/{session_id}/veto", response_model=SessionInfo)
 async def veto(
-    session_id: str, body: Refuse, request: Request, service: Anyone, receipt: Once
+    session_id: str, body: Refuse, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Keep a finalized session out of training."""
     session = await service.auth.session(request, session_id)
+    require_judge(session.row, caller, "veto")
     return receipt.response(await service.endings.veto(session, body.reason, keep=receipt.keep))
 
 
 @router.delete("/sessions/{session_id}", response_model=SessionInfo)
-async def delete(session_id: str, request: Request, service: Anyone, receipt: Once) -> Response:
+async def delete(
+    session_id: str, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
     """Erase a session's texts, tokens and metadata; end the session first if it is open."""
     session = await service.auth.session(request, session_id)
+    require_judge(session.row, caller, "delete")
     return receipt.response(await service.endings.delete(session, keep=receipt.keep))
 
 

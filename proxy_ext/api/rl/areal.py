@@ -37,7 +37,7 @@ from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.base import EXPORT_OWNER, KeepAnswer, no_receipt
 from proxy_ext.leases import trajectory
 from proxy_ext.service import RankService
-from proxy_ext.sessions.rewards import parts_of
+from proxy_ext.sessions.rewards import NO_PARTS, author, is_agent, parts_of
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.slots import GrantedSlot
 from proxy_ext.web.drain import draining
@@ -252,7 +252,8 @@ async def set_reward(
     session = await service.auth.session(request, body.session_id)
     keep = shaped(receipt.keep, lambda _: ArealDone())
     parts = parts_of(body.reward)
-    await service.rewards.set_reward(session, parts, body.interaction_id, by=caller.name, keep=keep)
+    by = author(session.row, caller, parts)
+    await service.rewards.set_reward(session, parts, body.interaction_id, by=by, keep=keep)
     return receipt.response(ArealDone())
 
 
@@ -285,6 +286,8 @@ async def _end(
 ) -> ArealEnded:
     """Finalize a session; abort one without a model call, which has nothing to train on."""
     kept = shaped(keep, _ended)
+    if is_agent(session.row, caller):
+        return _ended(await service.endings.end_by_agent(session, caller, NO_PARTS, keep=kept))
     await service.sessions.load(session)
     if session.state is SessionState.OPEN and not len(session.tree) and not session.calls:
         info = await service.endings.abort(session, _EMPTY, keep=kept)

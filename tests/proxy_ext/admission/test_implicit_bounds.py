@@ -157,11 +157,17 @@ async def test_a_grader_that_misbehaves(start: Start, tmp_path: Path) -> None:
     assert now("any_agent_implicit_sessions_open") == 0
 
 
-async def test_a_reward_that_its_tenant_gives_counts(start: Start) -> None:
-    proxy = await start(*settings())
+@pytest.mark.parametrize("rewards", ["null", "agent"])
+async def test_a_reward_that_its_tenant_gives_counts_if_it_may(start: Start, rewards: str) -> None:
+    """The agent has its tenant's key, too."""
+    proxy = await start(*settings(f"sessions.rewards={rewards}"))
     await proxy.admit(5)
     _, id = await says(proxy, ONE)
     response = await proxy.post("/rl/v1/set_reward", {"final_reward": 9, "session_id": id}, KEY)
+    if rewards == "null":
+        refusal(response, 403, "judge_only", "only its judge may")
+        assert (await idle(proxy, id))["final_reward"] != 9
+        return
     assert response.status_code == 200, response.text
     ended = await idle(proxy, id)
     assert (ended["state"], ended["final_reward"]) == ("finalized", 9)

@@ -70,6 +70,21 @@ async def test_a_journal_of_version_1_is_taken_over(tmp_path: Path) -> None:
     await journal.close()
 
 
+async def test_sessions_of_version_2_are_their_agents_to_reward(tmp_path: Path) -> None:
+    path = tmp_path / "rank-0.sqlite"
+    journal = SQLiteJournal(path)
+    await journal.commit(PutSession(make_row("old", rewarded_by="judge")))
+    await journal.close()
+    with closing(sqlite3.connect(path)) as connection:
+        connection.execute("ALTER TABLE sessions DROP COLUMN rewarded_by")
+        connection.execute("PRAGMA user_version = 2")
+    journal = SQLiteJournal(path)
+    await journal.commit(PutSession(make_row("new", rewarded_by="judge")))
+    rows = [await journal.session(id) for id in ("old", "new")]
+    assert [row and row.rewarded_by for row in rows] == ["agent", "judge"]
+    await journal.close()
+
+
 async def test_a_takeover_leaves_no_second_copy(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -159,7 +174,7 @@ def test_files_that_cannot_be_used(tmp_path: Path) -> None:
     newer = tmp_path / "newer.sqlite"
     with sqlite3.connect(newer) as connection:
         connection.execute("PRAGMA user_version = 99")
-    with pytest.raises(StartupError, match="version 99, and this any-agent knows 2: use the"):
+    with pytest.raises(StartupError, match="version 99, and this any-agent knows 3: use the"):
         SQLiteJournal(newer)
     foreign = tmp_path / "foreign.sqlite"
     with sqlite3.connect(foreign) as connection:

@@ -276,7 +276,7 @@ async def test_a_reward_that_comes_while_it_is_graded_counts(start: Start, tmp_p
 
     await until(graded, "it is being graded")
     assert proxy.service.expiry.grading == 1
-    response = await proxy.post("/rl/v1/finalize", {"final_reward": 7}, session["api_key"])
+    response = await proxy.post("/rl/v1/finalize", {"final_reward": 7}, session["judge_key"])
     assert response.json()["state"] == "finalized"
     (trajectory,) = await proxy.lease()
     assert trajectory.final_reward == 7

@@ -23,7 +23,7 @@ from proxy_ext.sessions.state_machine import (
     refused_with,
     transitions,
 )
-from proxy_ext.web.permissions import AGENTS, RULES, STARTERS, TRAINERS
+from proxy_ext.web.permissions import AGENTS, JUDGES, RULES, STARTERS, TRAINERS
 from tests.support.journal import make_row
 from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
@@ -62,6 +62,7 @@ def test_an_event_leads_to_one_state_in_each_mode() -> None:
 def test_who_may_is_what_the_scopes_say() -> None:
     scopes = {
         "the session's key, its tenant, an admin": AGENTS,
+        "the session's key, its judge, its tenant, an admin": JUDGES,
         "a tenant, the trainer, an admin": STARTERS,
         "the trainer, an admin": TRAINERS,
         "the trainer": frozenset({Scope.ADMIN, Scope.TRAINER}),
@@ -358,6 +359,7 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
         "group_id": session["group_id"],
         "tenant": None,
         "opened_by": "anyone",
+        "rewarded_by": "agent",
         "content": "stored",
         "interactions": 1,
         "rewards": {completion: 2.0},

@@ -18,7 +18,7 @@ from any_agent.cli.run import as_json, exit_code, table
 from any_agent.errors import ConfigError
 from any_agent.sdk.find_service import ServiceAddress
 from any_agent.sdk.program.reward import RewardSource
-from any_agent.sdk.program.run import ProgramGroup, ProgramRun
+from any_agent.sdk.program.run import ProgramGroup, ProgramRun, without_ours
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Serve, Served
@@ -110,6 +110,65 @@ async def test_a_program_gets_its_session_and_nothing_else_of_ours(
         "ANY_AGENT_RUN_INDEX": "0",
         "ANY_AGENT_REWARD_FILE": str(tmp_path / f"{result.session_id}.reward"),
     }
+
+
+POST = 'post(os.environ["ANTHROPIC_BASE_URL"] + "/rl/v1/{}", {})'
+PAYS = f"""
+import urllib.error
+
+
+def tries(work):
+    try:
+        work()
+        print("worked")
+    except urllib.error.HTTPError as error:
+        print(error.code, json.load(error)["error"]["code"])
+
+
+ask()
+tries(lambda: reward(1000))
+tries(lambda: {POST.format("set_reward", '{"final_reward": 1000}')})
+tries(lambda: {POST.format("finalize", '{"final_reward": 1000}')})
+"""
+
+
+@pytest.mark.parametrize("ends", ["", POST.format("finalize", "{}")])
+async def test_a_program_cannot_pay_itself(
+    make: Make, served: Served, tmp_path: Path, ends: str
+) -> None:
+    """Nor escape its judge by ending its session."""
+    source = RewardSource(command="cat > /dev/null; echo 0.25")
+    result = await only(make(PAYS + ends, source=source))
+    assert (result.state, result.reward) == ("finalized", 0.25), result
+    assert (tmp_path / str(result.stdout)).read_text() == "403 judge_only\n" * 3
+    (trajectory,) = await served.proxy.lease()
+    assert trajectory.final_reward == 0.25
+    assert [i.reward for i in trajectory.interactions] == [None]
+
+
+@pytest.mark.parametrize(("rewards", "own"), [("agent", 0.5), ("both", 0.5)])
+async def test_a_program_rewards_itself_where_it_may(
+    make: Make, served: Served, rewards: str, own: float
+) -> None:
+    source = RewardSource(command="cat > /dev/null; echo 0.25")
+    result = await only(make(f"ask(); reward({own})", source=source, rewards=rewards))
+    assert (result.state, result.reward) == ("finalized", 0.25)
+    (trajectory,) = await served.proxy.lease()
+    assert [i.reward for i in trajectory.interactions] == [own]
+
+
+async def test_a_reward_command_gets_no_key_of_ours(
+    make: Make, served: Served, tmp_path: Path
+) -> None:
+    """Whatever variable has it."""
+    kept = {"OPENAI_API_KEY": served.tenant_key, "HEADER": f"Bearer {served.tenant_key}"}
+    env = without_ours({**os.environ, **kept, "ANY_AGENT_API_KEY": "x"}, served.tenant_key)
+    command = f"cat > /dev/null; env > {tmp_path / 'env'}; echo 1"
+    result = await only(make(source=RewardSource(command=command, env=env)))
+    assert result.reward == 1.0
+    told = (tmp_path / "env").read_text()
+    assert served.tenant_key not in told and "sk-" not in told
+    assert "ANY_AGENT_SESSION_ID=" in told and "PATH=" in told
 
 
 async def test_rewards_are_given_in_their_authors_environment(make: Make, served: Served) -> None:

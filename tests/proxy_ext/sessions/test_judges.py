@@ -1,0 +1,315 @@
+"""Sessions whose rewards are a judge's: the session's own key can neither set nor evade them."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Literal
+
+import httpx
+import pytest
+
+from any_agent.auth.key_store import create_key
+from any_agent.keys import lane_in
+from any_agent.launcher.trial import trial_dir
+from tests.proxy_ext.api.test_refusals import refusal
+from tests.proxy_ext.test_auth import asked
+from tests.support.proxy import HELLO, Proxy, until
+from tests.support.proxy_fixtures import Start
+
+ADMIN = "server.admin_key=operator-secret"
+GRADER = "tests.support.graders.by_length"
+
+
+def refused(response: httpx.Response, status: int, code: str, says: str = "") -> None:
+    refusal(response, status, code, says)
+
+
+@pytest.fixture
+async def closed(start: Start) -> Proxy:
+    proxy = await start(ADMIN)
+    await proxy.admit(1000)
+    return proxy
+
+
+async def played(proxy: Proxy, rewards: str | None = "judge", **fields: Any) -> dict[str, Any]:
+    """A session with one call."""
+    named = {} if rewards is None else {"rewards": rewards}
+    session = await proxy.open(**named, **fields)
+    completion = await proxy.complete(session["api_key"])
+    return {**session, "completion": completion["id"]}
+
+
+async def info(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
+    return dict((await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json())
+
+
+ATTEMPTS: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "reward": ("POST", "/rl/v1/set_reward", {"reward": 1000}),
+    "reward by name": ("POST", "/rl/v1/set_reward", {"reward": 1000, "name": "x"}),
+    "rewards by name": ("POST", "/rl/v1/set_reward", {"reward": {"x": 1000, "y": 1}}),
+    "reward of one call": ("POST", "/rl/v1/set_reward", {"reward": 1000, "completion_id": "ID"}),
+    "reward of an interaction": (
+        "POST",
+        "/rl/v1/set_reward",
+        {"reward": 1000, "interaction_id": "ID"},
+    ),
+    "final reward": ("POST", "/rl/v1/set_reward", {"final_reward": 1000}),
+    "final rewards": ("POST", "/rl/v1/set_reward", {"final_reward": {"x": 1000}}),
+    "reward in the query": ("POST", "/rl/v1/set_reward?reward=1000", {}),
+    "final reward in the query": ("POST", "/rl/v1/set_reward?final_reward=1000", {}),
+    "finalize": ("POST", "/rl/v1/finalize", {"final_reward": 1000}),
+    "finalize in the query": ("POST", "/rl/v1/finalize?final_reward=1000", {}),
+    "await": ("POST", "/rl/v1/finalize", {"final_reward": 1000, "await_reward": True}),
+    "short wait": ("POST", "/rl/v1/finalize", {"await_reward": True, "deadline": 0.001}),
+    "AReaL's reward": ("POST", "/rl/set_reward", {"reward": 1000}),
+    "AReaL's reward of one call": (
+        "POST",
+        "/rl/set_reward",
+        {"reward": 1000, "interaction_id": "ID"},
+    ),
+    "abort": ("POST", "/rl/v1/sessions/SESSION/abort", {}),
+    "veto": ("POST", "/rl/v1/sessions/SESSION/veto", {}),
+    "delete": ("DELETE", "/rl/v1/sessions/SESSION", {}),
+    "its metadata": ("GET", "/rl/v1/sessions/SESSION/content", {}),
+}
+
+
+def filled(value: Any, session: dict[str, Any]) -> Any:
+    if isinstance(value, dict):
+        return {name: filled(one, session) for name, one in value.items()}
+    if isinstance(value, str):
+        return value.replace("SESSION", session["session_id"]).replace("ID", session["completion"])
+    return value
+
+
+@pytest.mark.parametrize("how", ["bearer", "prefix", "x-api-key"])
+@pytest.mark.parametrize("attempt", ATTEMPTS)
+async def test_the_agent_cannot(closed: Proxy, attempt: str, how: str) -> None:
+    session = await played(closed, metadata={"answer": "forty-two"})
+    before = await info(closed, session)
+    method, path, body = (filled(part, session) for part in ATTEMPTS[attempt])
+    key = session["api_key"]
+    path = f"/{key}{path}" if how == "prefix" else path
+    headers = {"x-api-key": key} if how == "x-api-key" else {}
+    response = await asked(
+        closed, method, path, key if how == "bearer" else "", body or None, **headers
+    )
+    refused(response, 403, "judge_only", "only its judge may")
+    assert "forty-two" not in response.text
+    after = await info(closed, session)
+    changing = ("expires_in", "idle_in")
+    assert [after[k] for k in after if k not in changing] == [
+        before[k] for k in before if k not in changing
+    ]
+    judged = await closed.post("/rl/v1/finalize", {"final_reward": 0.25}, session["judge_key"])
+    assert (judged.json()["state"], judged.json()["final_reward"]) == ("finalized", 0.25)
+    (trajectory,) = await closed.lease()
+    assert trajectory.final_reward == 0.25
+    assert [i.reward for i in trajectory.interactions] == [None]
+
+
+@pytest.mark.parametrize("path", ["/rl/v1/finalize", "/rl/end_session"])
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_the_agents_end_awaits_the_judge(closed: Proxy, path: str, mode: str) -> None:
+    session = await played(closed, mode=mode)
+    key = session["api_key"]
+    for _ in range(2):
+        assert (await closed.post(path, {}, key)).status_code == 200
+    now = await info(closed, session)
+    assert (now["state"], now["rewarded_by"]) == ("awaiting_reward", "judge")
+    # The judge has at least the session's whole time.
+    assert now["awaits_in"] > session["expires_in"] - 60
+    refused(await closed.call(key), 410, "session_closed")
+    refused(await closed.post("/rl/v1/set_reward", {"reward": 1}, key), 403, "judge_only")
+    ended = await closed.post("/rl/v1/finalize", {"final_reward": -1}, session["judge_key"])
+    state = "finalized" if mode == "train" else "evaluated"
+    assert (ended.json()["state"], ended.json()["final_reward"]) == (state, -1.0)
+    assert (await closed.post("/rl/v1/finalize", {}, key)).json()["state"] == state
+
+
+async def test_without_a_call_there_is_nothing_to_end(closed: Proxy) -> None:
+    session = await closed.open(rewards="judge")
+    for path in ("/rl/v1/finalize", "/rl/end_session"):
+        refused(await closed.post(path, {}, session["api_key"]), 422, "no_interactions")
+    assert (await info(closed, session))["state"] == "open"
+
+
+async def test_the_judges_key_is_good_for_nothing_else(closed: Proxy) -> None:
+    session, other = await played(closed), await played(closed)
+    key = session["judge_key"]
+    assert lane_in(key) == lane_in(session["api_key"])
+    chat = {"messages": HELLO, "max_tokens": 2}
+    for method, path, body in (
+        ("POST", "/v1/chat/completions", chat),
+        ("POST", "/rl/v1/start_session", {}),
+        ("GET", "/rl/v1/sessions", None),
+        ("DELETE", f"/rl/v1/sessions/{session['session_id']}", None),
+        ("POST", "/rl/v1/export_trajectories", {"session_ids": [session["session_id"]]}),
+        ("GET", "/metrics", None),
+    ):
+        refused(await asked(closed, method, path, key, body), 403, "forbidden")
+    named = {"session_id": other["session_id"], "final_reward": 1}
+    refused(await closed.post("/rl/v1/set_reward", named, key), 400, "session_mismatch")
+    other_path = f"/rl/v1/sessions/{other['session_id']}"
+    assert (await asked(closed, "GET", other_path, key)).status_code == 404
+    forged = key[:-1] + ("0" if key[-1] != "0" else "1")
+    for wrong in (forged, session["api_key"].replace("sk-v1.", "sk-judge.")):
+        response = await closed.post("/rl/v1/set_reward", {"final_reward": 1}, wrong)
+        refused(response, 401, "invalid_api_key")
+    as_agents = key.replace("sk-judge.", "sk-v1.")
+    refused(
+        await closed.post("/rl/v1/set_reward", {"reward": 1}, as_agents), 401, "invalid_api_key"
+    )
+    content = await asked(closed, "GET", f"/rl/v1/sessions/{session['session_id']}/content", key)
+    assert content.status_code == 200
+    reward = {"reward": 0.5, "completion_id": session["completion"]}
+    assert (await closed.post("/rl/v1/set_reward", reward, key)).json()["reward"] == 0.5
+    (entry,) = (await info(closed, session))["reward_history"]
+    assert entry["by"] == "judge"
+
+
+async def test_tenants_and_operators_are_judges(closed: Proxy) -> None:
+    alice, _ = create_key(trial_dir(closed.service.config).keys, "tenant", tenant="alice")
+    body = {"rewards": "judge"}
+    session = (await asked(closed, "POST", "/rl/v1/start_session", alice, body)).json()
+    await closed.complete(session["api_key"])
+    reward = {"session_id": session["session_id"], "final_reward": 0.5}
+    assert (await asked(closed, "POST", "/rl/v1/set_reward", alice, reward)).status_code == 200
+    assert (await closed.http.post("/rl/v1/finalize", json=reward)).status_code == 200
+
+
+async def test_in_the_open_mode_no_key_is_no_judges(proxy: Proxy) -> None:
+    """Every local program is an operator there, the agent included."""
+    session = await played(proxy)
+    body = {"session_id": session["session_id"], "final_reward": 1000}
+    for path in ("/rl/v1/set_reward", "/rl/v1/finalize"):
+        refused(await asked(proxy, "POST", path, "", body), 403, "judge_only")
+    by_id = f"/{session['session_id']}/rl/v1/set_reward"
+    refused(await asked(proxy, "POST", by_id, "", {"final_reward": 1000}), 403, "judge_only")
+    end = {"session_id": session["session_id"]}
+    ended = await asked(proxy, "POST", "/rl/v1/finalize", "", end)
+    assert ended.json()["state"] == "awaiting_reward"
+    judged = await asked(
+        proxy, "POST", "/rl/v1/finalize", session["judge_key"], {"final_reward": 0}
+    )
+    assert judged.json()["state"] == "finalized"
+
+
+async def test_both_may_and_the_judges_word_replaces_the_agents(closed: Proxy) -> None:
+    session = await played(closed, "both")
+    key, judge = session["api_key"], session["judge_key"]
+    for body in ({"reward": 0.5}, {"final_reward": {"mine": 1000}}, {"final_reward": 7}):
+        assert (await closed.post("/rl/v1/set_reward", body, key)).status_code == 200
+    assert (await info(closed, session))["final_reward"] == 1007
+    for name, value in (("correct", 1), ("format", 0.25)):
+        body = {"final_reward": value, "name": name}
+        judged = await closed.post("/rl/v1/set_reward", body, judge)
+    assert judged.json()["reward"] == 1.25
+    for body in ({"final_reward": 1000}, {"final_reward": {"mine": 1000}}):
+        refused(await closed.post("/rl/v1/set_reward", body, key), 403, "judge_only")
+    # Of what the judge has not rewarded, the agent's word stands.
+    assert (await closed.post("/rl/v1/set_reward", {"reward": 0.75}, key)).status_code == 200
+    ended = await closed.post("/rl/v1/finalize", {}, key)
+    assert ended.json()["state"] == "awaiting_reward"
+    same = {"final_reward": {"correct": 1.0, "format": 0.25}}
+    assert (await closed.post("/rl/v1/finalize", same, judge)).json()["state"] == "finalized"
+    assert (await closed.post("/rl/v1/finalize", same, judge)).status_code == 200
+    (trajectory,) = await closed.lease()
+    assert trajectory.final_reward == 1.25
+    assert [i.reward for i in trajectory.interactions] == [0.75]
+
+
+async def test_both_without_a_judge_leave_the_agents(closed: Proxy) -> None:
+    session = await played(closed, "both")
+    ended = await closed.post("/rl/v1/finalize", {"final_reward": 3}, session["api_key"])
+    assert (ended.json()["state"], ended.json()["final_reward"]) == ("awaiting_reward", 3.0)
+    assert await closed.lease() == []
+    refused(
+        await closed.post(f"/rl/v1/sessions/{session['session_id']}/abort", {}, session["api_key"]),
+        403,
+        "judge_only",
+    )
+
+
+@pytest.mark.parametrize(
+    ("setting", "expected"),
+    [
+        ("sessions.rewards=judge", "judge"),
+        ("sessions.rewards=both", "both"),
+        ("sessions.max_open=100", "agent"),
+        ("sessions.late_reward=grade", "judge"),
+    ],
+)
+async def test_the_runs_default(
+    start: Start, setting: str, expected: Literal["agent", "judge", "both"]
+) -> None:
+    proxy = await start(ADMIN, setting, f"sessions.grader={GRADER}")
+    await proxy.admit(10)
+    session = await played(proxy, None)
+    assert (session["judge_key"] is not None) == (expected != "agent")
+    assert (await info(proxy, session))["rewarded_by"] == expected
+    named = await played(proxy, "agent")
+    assert (named["judge_key"], (await info(proxy, named))["rewarded_by"]) == (None, "agent")
+    response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, named["api_key"])
+    assert response.status_code == 200
+
+
+async def test_the_grader_is_the_judge(start: Start) -> None:
+    """Its agent may say when; a reward of its own it has none."""
+    proxy = await start(ADMIN, "sessions.late_reward=grade", f"sessions.grader={GRADER}")
+    await proxy.admit(10)
+    session = await played(proxy, None)
+    key = session["api_key"]
+    refused(await proxy.post("/rl/v1/set_reward", {"reward": 1000}, key), 403, "judge_only")
+    body = {"await_reward": True, "deadline": 0.01}
+    assert (await proxy.post("/rl/v1/finalize", body, key)).status_code == 200
+
+    async def graded() -> Any:
+        await proxy.service.expiry.sweep()
+        now = await info(proxy, session)
+        return now if now["state"] != "awaiting_reward" else None
+
+    now = await until(graded, "it is graded")
+    assert now["state"] == "finalized" and now["final_reward"] != 1000
+    assert [entry["by"] for entry in now["reward_history"]] == [f"grader {GRADER}"]
+
+
+async def test_the_keys_next_session_keeps_its_judge(closed: Proxy) -> None:
+    session = await played(closed)
+    await closed.post("/rl/v1/finalize", {"final_reward": 1}, session["judge_key"])
+    again = await played(closed, None, api_key=session["api_key"])
+    assert again["judge_key"] == session["judge_key"]
+    refused(
+        await closed.post("/rl/v1/set_reward", {"reward": 1}, again["api_key"]), 403, "judge_only"
+    )
+
+
+async def test_an_opening_that_is_repeated_has_the_same_keys(closed: Proxy) -> None:
+    headers = {"idempotency-key": "once"}
+    first, second = [
+        await closed.http.post("/rl/v1/start_session", json={"rewards": "judge"}, headers=headers)
+        for _ in range(2)
+    ]
+    assert first.content == second.content and first.json()["judge_key"].startswith("sk-judge.")
+    stored = b"".join(
+        path.read_bytes() for path in trial_dir(closed.service.config).path.rglob("*.sqlite*")
+    )
+    assert first.json()["judge_key"].encode() not in stored
+
+
+async def test_who_rewards_is_on_disk(start: Start) -> None:
+    proxy = await start(ADMIN)
+    await proxy.admit(10)
+    session = await played(proxy)
+    row = await proxy.service.journal.session(session["session_id"])
+    assert row is not None and row.rewarded_by == "judge"
+
+
+async def test_two_at_once_have_one_author(closed: Proxy) -> None:
+    session = await played(closed, "both")
+    bodies = [(session["api_key"], 1000), (session["judge_key"], 0.5)] * 5
+    answers = await asyncio.gather(
+        *(closed.post("/rl/v1/set_reward", {"final_reward": r}, key) for key, r in bodies)
+    )
+    assert {answer.status_code for answer in answers} <= {200, 403}
+    assert (await info(closed, session))["final_reward"] == 0.5
