@@ -163,21 +163,21 @@ class TrainingLoop:
         Returns False if it was stopped before the last step.
         """
         self._load()
-        self._epoch = self._write(self.dir.next_epoch, "the trainer's epoch")
-        self.loaded = True
-        self._executor.start()
-        with ExitStack() as stack:
-            for end in (self._executor.stop, self._publisher.close, self._source.stop):
-                stack.callback(end)
-            try:
+        try:
+            self._epoch = self._write(self.dir.next_epoch, "the trainer's epoch")
+            self.loaded = True
+            self._executor.start()
+            with ExitStack() as stack:
+                for end in (self._executor.stop, self._publisher.close, self._source.stop):
+                    stack.callback(end)
                 self._run()
-            except DiskWaitEnded as wait:
-                if self._failure is not None:
-                    raise self._failure from None
-                # As after a kill: what is not saved is made again from the manifests.
-                log.warning("stopped at step %d without a checkpoint: %s", self.policy.steps, wait)
-                return False
-            return self._done
+                return self._done
+        except DiskWaitEnded as wait:
+            if self._failure is not None:
+                raise self._failure from None
+            # As after a kill: what is not saved is made again from the manifests.
+            log.warning("stopped at step %d without a checkpoint: %s", self.policy.steps, wait)
+            return False
 
     def _run(self) -> None:
         self._catch_up()
@@ -205,8 +205,15 @@ class TrainingLoop:
         """Tell every rank, whose journal may be full."""
         self._write(lambda: announce(self._executor, state, self._status), "the ranks' journals")
 
-    def _write(self, work: Callable[[], T], what: str, needed: Callable[[], int] = int) -> T:
-        return self.disk.write(work, self.dir.path, what, needed)
+    def _write(
+        self,
+        work: Callable[[], T],
+        what: str,
+        needed: Callable[[], int] = int,
+        folder: Path | None = None,
+    ) -> T:
+        """``folder``: where it writes, as folders of the run may be links to other disks."""
+        return self.disk.write(work, folder or self.dir.path, what, needed)
 
     def _finish(self) -> None:
         self._announce_state("finished")
@@ -239,7 +246,9 @@ class TrainingLoop:
             # The manifest is on disk before the step changes anything.
             sampled = sampled_in(groups, self.config.sampling.temperature)
             self._write(
-                lambda: self._manifests.write(taken, sampled), f"the manifest of step {taken.step}"
+                lambda: self._manifests.write(taken, sampled),
+                f"the manifest of step {taken.step}",
+                folder=self.dir.manifests,
             )
         result = self._optimize(batch, taken)
         trained = time.perf_counter()
@@ -447,14 +456,14 @@ class TrainingLoop:
 
     def _save(self) -> None:
         state = self._state()
+        root = self.dir.checkpoints
 
         def save() -> Path:
             keep = self.config.train.keep_checkpoints
-            root = self.dir.checkpoints
             return save_checkpoint(root, self.policy, self._tokenizer, state, keep=keep)
 
         what = f"the checkpoint of step {self.policy.steps}"
-        self.checkpoint = self._write(save, what, lambda: checkpoint_bytes(self.policy))
+        self.checkpoint = self._write(save, what, lambda: checkpoint_bytes(self.policy), root)
         # The checkpoint that the policy came from may just have been pruned.
         self._tokenizer = self.checkpoint
         self._saved_step = self.policy.steps

@@ -113,6 +113,13 @@ class Outage:
         if self._watch is None or self._watch.done():
             self._watch = asyncio.create_task(self._poll())
 
+    def end(self) -> None:
+        """Open the gate at once: the engine was never away."""
+        if self._watch is not None:
+            self._watch.cancel()
+            self._watch = None
+        self.gate.open()
+
     async def close(self) -> None:
         """Cancel the polling."""
         tasks = [task for task in (self._watch, self._checking) if task is not None]

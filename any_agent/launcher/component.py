@@ -118,6 +118,8 @@ class Component:
         self._first_progress: object = None
         """The progress at the start of this life."""
         self._restart_at: float | None = None
+        self._waits_for_space = False
+        """The process ended by itself while its disk was full."""
         self._ready_deadline = 0.0
 
     @property
@@ -144,7 +146,7 @@ class Component:
         if self._restart_at is not None:
             if self.clock() < self._restart_at:
                 return
-            if self.starved():
+            if self._waits_for_space and self.starved():
                 self._restart_at = self.clock() + _MAX_DELAY
             else:
                 self._restart()
@@ -234,7 +236,9 @@ class Component:
             return
         if code == ConfigError.exit_code:
             raise ConfigError(f"{self.label} cannot run as it is configured:\n{self._log()}")
-        if failed and self.starved():
+        # What was killed did not end for want of space, and may serve without it.
+        self._waits_for_space = failed and not self._killed and self.starved()
+        if self._waits_for_space:
             self.say(f"{self.label:<9} {how}, its disk is full; it starts again when it has space")
             self.state = "restarting"
             self.restarts += 1

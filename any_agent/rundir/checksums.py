@@ -68,7 +68,8 @@ def damage(folder: Path) -> str | None:
 def sound(folder: Path) -> bool:
     """Return True if a folder is there and undamaged; a damaged one is set aside."""
     problem = damage(folder) if folder.is_dir() else None
-    if problem is not None:
+    # Read again: a writer that replaced the whole folder meanwhile has damaged nothing.
+    if problem is not None and (problem := damage(folder)) is not None:
         set_aside(folder, problem)
     return folder.is_dir()
 

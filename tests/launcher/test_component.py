@@ -533,6 +533,20 @@ def test_deaths_on_a_full_disk_cost_no_attempts(lab: Lab) -> None:
     )
 
 
+@pytest.mark.parametrize("hangs", [False, True])
+def test_a_part_that_is_killed_on_a_full_disk_starts_again_there(lab: Lab, hangs: bool) -> None:
+    """An engine, for example, needs no space."""
+    part = lab.part(FAILS.format(code=1), ready=serves, starved=lambda: True)
+    part.start()
+    lab.until_ready(part)
+    if hangs:
+        part.kill("has not answered for 30 s")
+        lab.until_noticed(part)
+    else:
+        lab.die(part)
+    lab.again(part)
+
+
 def test_a_start_on_a_full_disk_gets_more_time(lab: Lab) -> None:
     full = True
     part = lab.part("import signal\nsignal.pause()", ready=lambda _: False, starved=lambda: full)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -9,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish, read_entry
 from any_agent.runtime import disk_space
 from any_agent.runtime.disk_space import is_disk_full
@@ -151,6 +153,49 @@ def test_a_stop_ends_the_wait_and_the_next_start_repeats_the_step(
     again = Lab(config_of(settings, *RUN), left_for(lab), before=lab)
     assert again.trainer.train()
     assert_same(uninterrupted, outcome(again))
+
+
+def test_a_stop_ends_the_wait_for_the_first_write_of_all(
+    settings: list[str], disk: Disk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lab = Lab(config_of(settings, *RUN), episodes())
+    load = lab.trainer._load
+
+    def loaded() -> None:
+        load()
+        disk.fill()
+        lab.trainer.stop()
+
+    monkeypatch.setattr(lab.trainer, "_load", loaded)
+    assert not lab.trainer.train()
+    assert lab.trainer.disk.waiting is None
+
+
+def test_the_space_of_the_disk_counts_that_a_folder_is_linked_to(
+    settings: list[str], disk: Disk, tmp_path: Path
+) -> None:
+    """Checkpoints lie on a large disk, the rest of the run on one that has no room for any."""
+    config = config_of(settings, *RUN)
+    folder = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    folder.path.mkdir(parents=True)
+    for own in (folder.checkpoints, folder.weights, folder.manifests):
+        (tmp_path / own.name).mkdir()
+        own.symlink_to(tmp_path / own.name)
+    lab = Lab(config, episodes())
+    load = lab.trainer._load
+
+    def loaded() -> None:
+        load()
+        free = shutil.disk_usage(disk.folder).free
+        (disk.folder / "large").write_bytes(bytes(free - (200 << 10)))
+
+    lab.trainer._load = loaded  # type: ignore[method-assign]
+    timer = threading.Timer(60, lab.trainer.stop)
+    timer.start()
+    try:
+        assert lab.trainer.train()
+    finally:
+        timer.cancel()
 
 
 def test_a_registry_entry_can_be_written_on_a_full_disk(disk: Disk) -> None:

@@ -86,6 +86,8 @@ class SGLangEngine(RemoteEngine):
         self._uncuttable = Drain(max_wait=min(_MAX_DRAIN, update_wait / 2))
         self._capabilities: Capabilities | None = None
         self._version = 0
+        self._only_silent = False
+        """The engine is away only in that it left a question of :meth:`watch` unanswered."""
         self._logged = ""
         """The last logged error of an engine that returned with another model."""
         self._sockets: WeakSet[socket.socket] = WeakSet()
@@ -125,8 +127,15 @@ class SGLangEngine(RemoteEngine):
         async with aclosing(silences(self._control)) as silent:
             async for seconds in silent:
                 self.silence = seconds or 0.0
-                if seconds != 0.0:
-                    self._begin_outage("is gone" if seconds is None else "does not answer")
+                if seconds is None:
+                    self._begin_outage()
+                elif seconds:
+                    self._begin_silence()
+                elif self._only_silent and self.away:
+                    # The same process answers: it was late, and needs no more proof than that. A
+                    # sample would wait behind all the calls that may have made it late.
+                    log.info("the engine at %s answers again", self.url)
+                    self._outage.end()
                 hangs = self.silence >= hung_after
                 if hangs and not hung:
                     log.warning("the engine at %s hangs; its calls are cut off", self.url)
@@ -305,14 +314,21 @@ class SGLangEngine(RemoteEngine):
         # A living engine's refusal (such as a full queue) is an answer for the caller.
         if not isinstance(error, _EngineDied) and await self._outage.is_over():
             return False
-        self._begin_outage("is gone")
+        self._begin_outage()
         return True
 
-    def _begin_outage(self, what: str) -> None:
+    def _begin_outage(self) -> None:
         if not self.away:
-            log.warning("the engine at %s %s; calls wait for it", self.url, what)
+            log.warning("the engine at %s is gone; calls wait for it", self.url)
         self._outage.begin()
+        self._only_silent = False
         self._capabilities = None
+
+    def _begin_silence(self) -> None:
+        if not self.away:
+            log.warning("the engine at %s does not answer; calls wait for it", self.url)
+            self._outage.begin()
+            self._only_silent = True
 
     def _update_version(self, chunk: GenerationChunk, closings: int) -> None:
         """Take the version of a call that no update cut: a restarted engine may have another."""

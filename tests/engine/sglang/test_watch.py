@@ -121,6 +121,37 @@ async def test_a_dead_engine_is_noticed_without_a_call() -> None:
         await until(lambda: not client.away)
 
 
+async def test_a_late_answer_ends_the_silence_without_a_sample(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A sample waits behind all the calls that keep a busy engine from answering in time."""
+    monkeypatch.setattr("any_agent.engine.sglang.watch._INTERVAL", 0.05)
+    scripted = ScriptedEngine()
+    async with scripted.serve(), watching(scripted.url) as client:
+        answers, late = client._control.answers, True
+
+        async def answer(path: str, *, within: float) -> bool:
+            return not late and await answers(path, within=within)
+
+        monkeypatch.setattr(client._control, "answers", answer)
+        scripted.ill = True
+        await until(lambda: client.away)
+        late = False
+        await asyncio.sleep(0.5)
+        assert not client.away
+        # A death behind the silence is one all the same.
+        late = True
+        await until(lambda: client.away)
+        await scripted.die()
+        late = False
+        await asyncio.sleep(0.2)
+        await scripted.revive()
+        await asyncio.sleep(0.5)
+        assert client.away
+        scripted.ill = False
+        await until(lambda: not client.away)
+
+
 async def test_any_answer_is_one_and_the_watchers_own_hanging_is_no_silence(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
