@@ -62,6 +62,8 @@ TAIL = """## Rewards
 `start_session` takes `rewards`; without it, the run's `sessions.rewards` counts (null: `judge`
 where the service's own grader rewards, else `agent`), and with `api_key` the choice of that key's
 session before. The session keeps it; its record shows it as `rewarded_by`.
+Sessions that the trainer opens for agents on a dataset are `agent`: their workflow sets what they
+return.
 
 | `rewards` | the session's key | others |
 |---|---|---|
