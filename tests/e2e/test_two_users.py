@@ -195,7 +195,7 @@ def test_the_other_user_is_another_one(live: Live) -> None:
 def test_no_port_takes_anything_from_another_user(live: Live) -> None:
     ports = listeners(live)
     assert {"router", "rank", "engine", "trainer"} <= set(ports.values()), ports
-    before, parts = _state(live), live.pids
+    before, parts = _boots(live), live.pids
     asked = [
         [host, port, method, path, {"Authorization": key} if key else {}]
         for host, port in ports
@@ -213,7 +213,8 @@ def test_no_port_takes_anything_from_another_user(live: Live) -> None:
     public = {(part, route) for part, route, _ in taken if (part, route) in PUBLIC}
     assert [one for one in taken if one[:2] not in public] == []
     assert public >= {("router", "GET /healthz"), ("rank", "GET /healthz")}
-    assert _state(live) == before
+    assert _boots(live) == before
+    _require_sound(live)
     live.node.check()
     assert live.pids == parts
 
@@ -246,6 +247,32 @@ def test_no_secret_file_is_another_users_to_read(live: Live) -> None:
     assert as_nobody(files=[str(path) for path in files])["files"] == []
 
 
+def test_no_file_of_the_run_is_another_users_to_read(live: Live) -> None:
+    """Neither by walking through the folders nor by a name that it was told."""
+    run = live.node.dir.path
+    files = [str(path) for path in run.rglob("*") if not path.name.startswith(".")]
+    assert len(files) > 20
+    found = as_nobody(folders=[str(run)], files=files)["files"]
+    assert found == []
+
+
+def test_the_operator_is_served_as_before(live: Live) -> None:
+    """The doctor finds the run's engines and their key by the trial's name."""
+    config = live.node.config
+    named = ["--experiment", config.experiment, "--trial", config.trial, f"root={config.root}"]
+    done = subprocess.run(
+        [sys.executable, "-m", "any_agent.cli", "doctor", "--json", *named, f"user={config.user}"],
+        capture_output=True,
+        text=True,
+        timeout=400,
+        check=False,
+    )
+    verdicts = json.loads(done.stdout)["verdicts"]
+    answers = [one for one in verdicts if one["law"] == "engine"]
+    assert len(answers) == config.server.ranks, done.stdout
+    assert all("serves" in one["seen"] for one in answers), answers
+
+
 def _engines(live: Live) -> list[httpx.URL]:
     return [httpx.URL(url) for url in live.node.engine_urls]
 
@@ -255,15 +282,28 @@ def _engine_key(live: Live) -> str:
     return key
 
 
-def _state(live: Live) -> list[Any]:
-    """What the other user would have changed: versions, weights, pauses."""
-    out: list[Any] = [httpx.get(f"{live.node.url}/rl/v1/version", headers=HEADERS).json()]
-    key = {"Authorization": f"Bearer {_engine_key(live)}"}
-    for url in live.node.engine_urls:
-        told = httpx.get(f"{url}/server_info", headers=key).json()
-        out.append([told[name] for name in ("weight_version", "paused", "startup_time")])
-        sums = httpx.post(f"{url}/weights_checker", json={}, headers=key).json()
-        out.append(sums["ranks"])
+def _boots(live: Live) -> list[tuple[str, str]]:
     registry = Registry(live.node.dir.registry)
     registry.refresh()
-    return [*out, sorted((entry.name, entry.boot_id) for entry in registry.entries())]
+    return sorted((entry.name, entry.boot_id) for entry in registry.entries())
+
+
+def _require_sound(live: Live) -> None:
+    """Wait until every engine has the run's version and the same weights, and samples.
+
+    The trainer may make one more step of the sessions that are left.
+    """
+    key = {"Authorization": f"Bearer {_engine_key(live)}"}
+    deadline = time.monotonic() + 120
+    while True:
+        wanted = httpx.get(f"{live.node.url}/rl/v1/version", headers=HEADERS).json()["version"]
+        told = [httpx.get(f"{u}/server_info", headers=key).json() for u in live.node.engine_urls]
+        sums = [
+            httpx.post(f"{url}/weights_checker", json={}, headers=key).json()["ranks"]
+            for url in live.node.engine_urls
+        ]
+        seen = {(one["weight_version"], one["paused"]) for one in told}
+        if seen == {(str(wanted), None)} and all(one == sums[0] for one in sums):
+            return
+        assert time.monotonic() < deadline, (wanted, told)
+        time.sleep(0.2)

@@ -387,3 +387,26 @@ async def test_an_unexpected_failure_is_an_answer(
         response = await proxy.call(session["api_key"])
     assert response.status_code == 500
     await proxy.complete(session["api_key"])
+
+
+@BOTH
+@pytest.mark.parametrize("form", [b'{"text": "%s"}', b'{"error": "%s"}', b"%s", b'"%s"'])
+async def test_an_unreadable_answer_reaches_no_log(
+    start: Start,
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    form: bytes,
+    stream: bool,
+) -> None:
+    """Not even its beginning: it may be what agent and model said, which is not to be kept."""
+    said = b"what the agent said in confidence"
+    monkeypatch.setattr(engine, "_event", lambda *_: form % said)
+    proxy = await start("sessions.store_content=false", "engine.update_wait=0.2")
+    await proxy.admit(5)
+    session = await proxy.open()
+    with caplog.at_level("DEBUG"):
+        response = await proxy.call(session["api_key"], stream=stream)
+    assert response.status_code in (502, 503), response.text
+    assert said.decode() not in response.text
+    assert said.decode() not in caplog.text
