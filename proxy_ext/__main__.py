@@ -22,7 +22,7 @@ from any_agent.errors import EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.command_line import guarded
-from any_agent.runtime.logs import set_up_logging
+from any_agent.runtime.logs import FloodFilter, set_up_logging
 from any_agent.runtime.open_files import raise_open_files_limit
 from any_agent.runtime.ports import reserve, url_of
 from any_agent.runtime.private_address import require_private_url
@@ -143,7 +143,10 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         lambda: app.service.drain(),
         drain_timeout=config.server.drain_timeout,
     )
-    logging.getLogger("uvicorn.error").setLevel(logging.WARNING)
+    uvicorn_log = logging.getLogger("uvicorn.error")
+    uvicorn_log.setLevel(logging.WARNING)
+    # It warns of each malformed request.
+    uvicorn_log.addFilter(FloodFilter())
     try:
         server.run(sockets=[listener])
     except SystemExit:

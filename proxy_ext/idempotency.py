@@ -6,8 +6,10 @@ key with another request is refused. Only successful answers are stored, each in
 its effect, so that a crash leaves both or neither. Equal concurrent requests take turns: the first
 that succeeds answers them all.
 
-Answers are stored compressed, since their size grows with a session's rewards. Leases and exports
-are not stored: they are long, and a repeated one answers the same to its owner.
+Answers are kept for 24 hours of a clock that nobody can set; only over a reboot of the machine it
+goes on with the wall clock. They are stored compressed, since their size grows with a session's
+rewards. Leases and exports are not stored: they are long, and a repeated one answers the same to
+its owner.
 """
 
 from __future__ import annotations
@@ -28,14 +30,22 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from any_agent.auth.access import Caller
-from any_agent.errors import Conflict, InvalidRequest, ServiceUnavailable, Unprocessable
+from any_agent.errors import (
+    Conflict,
+    InvalidRequest,
+    ServiceUnavailable,
+    StoreUnavailable,
+    Unprocessable,
+)
 from any_agent.keys import JUDGE_KEY_PREFIX, SESSION_KEY_PREFIX, KeySigner, Lane
 from proxy_ext.auth import SESSION_HEADER
-from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, Statement
+from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, PutMeta, Statement
 from proxy_ext.journal.base import KeepAnswer, no_receipt
+from proxy_ext.sessions.session import clock_stamp, seconds_since
 
 HEADER = "idempotency-key"
 ANSWER_TTL = 24 * 3600.0
+_CLOCK = "answers.clock"
 _SWEEP_INTERVAL = 600.0
 _MAX_WAITING = 1024  # requests that wait for an equal one, over all keys
 _MAX_WAIT = 330.0  # seconds: longer than any route but polls takes
@@ -106,7 +116,7 @@ class Receipt:
         assert self.key is not None
         self._body = _json(answer)
         body = self.answers.pack(answer)
-        return (PutAnswer(self.scope, self.key, self.hash, 200, body, time.time()),)
+        return (PutAnswer(self.scope, self.key, self.hash, 200, body, self.answers.now),)
 
     async def store(self, answer: BaseModel) -> Response:
         """Store and return the answer of a route that writes nothing itself.
@@ -134,8 +144,24 @@ class IdempotencyStore:
         """A lock by scope and key, while requests use it: equal ones run one at a time."""
         self._waiting = 0
         self._swept = time.monotonic()
+        self._clock = _clock_at(time.time())
         self.replayed = 0
         """Number of requests answered from the store."""
+
+    @property
+    def now(self) -> float:
+        """The time of the answers' clock, in seconds: the wall clock's when the journal began."""
+        at, stamp, wall = self._clock
+        return at + seconds_since(stamp, wall)
+
+    async def recover(self) -> None:
+        """Continue the clock of the stored answers."""
+        if (kept := await self.journal.meta(_CLOCK)) is not None:
+            self._clock = kept
+        self._clock = _clock_at(self.now)
+        # Without space the earlier state stays, from which the next start computes the same.
+        with suppress(StoreUnavailable):
+            await self.journal.commit(PutMeta(_CLOCK, self._clock))
 
     @asynccontextmanager
     async def receipt(self, request: Request, caller: Caller) -> AsyncIterator[Receipt]:
@@ -160,7 +186,7 @@ class IdempotencyStore:
         """Delete old answers, every ten minutes."""
         if time.monotonic() - self._swept >= _SWEEP_INTERVAL:
             self._swept = time.monotonic()
-            await self.journal.commit(DropAnswers(time.time() - ANSWER_TTL))
+            await self.journal.commit(DropAnswers(self.now - ANSWER_TTL))
 
     def _replay(self, row: AnswerRow, hashed: bytes) -> Response:
         if row.request_hash != hashed:
@@ -236,6 +262,11 @@ class IdempotencyStore:
             "a new Idempotency-Key",
             code="key_retired",
         )
+
+
+def _clock_at(now: float) -> tuple[float, str, float]:
+    """Return the state of a clock that shows ``now``, with the boot clock and the wall clock."""
+    return now, clock_stamp(), time.time()
 
 
 def _json(answer: BaseModel) -> bytes:

@@ -141,6 +141,7 @@ class RankService:
         await self.run.recover()
         await self.archive.recover()
         await self.fence.recover()
+        await self.answers.recover()
 
     async def close(self) -> None:
         """End calls and grading, and write the pending delivery marks."""

@@ -12,6 +12,7 @@ import math
 import re
 import sys
 import threading
+import time
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
@@ -130,6 +131,36 @@ def _extra(record: logging.LogRecord) -> dict[str, Any]:
 class _Handler(logging.StreamHandler[Any]):
     def handleError(self, record: logging.LogRecord) -> None:
         """Do nothing: logging's own handler would print the raw arguments."""
+
+
+class FloodFilter(logging.Filter):
+    """Passes a few records a second that are no errors; the next one has the number of the others.
+
+    It is for loggers of which a client can provoke a line by each request.
+    """
+
+    _PER_SECOND = 1.0
+    _BURST = 20.0
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._tokens, self._filled = self._BURST, time.monotonic()
+        self._left_out = 0
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno >= logging.ERROR:
+            return True
+        now = time.monotonic()
+        refilled = self._tokens + (now - self._filled) * self._PER_SECOND
+        self._tokens, self._filled = min(self._BURST, refilled), now
+        if self._tokens < 1:
+            self._left_out += 1
+            return False
+        self._tokens -= 1
+        if self._left_out:
+            record.msg = f"{record.getMessage()} (and {self._left_out} such lines were left out)"
+            record.args, self._left_out = None, 0
+        return True
 
 
 def set_up_logging(

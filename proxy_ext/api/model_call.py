@@ -40,9 +40,11 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     Raises AnyAgentError; an error after the first event ends the stream in its API's form.
     """
     call = ModelCall(service, request, api)
+    if service.calls.full:
+        # First of all: what is refused for want of a slot must cost next to nothing.
+        service.calls.require_slot(_known_owner(service, request))
     await call.authorize()
-    # A call that is refused for want of a slot must cost next to nothing. A body takes none while
-    # it is on its way.
+    # A body takes no slot while it is on its way.
     service.calls.require_slot(call.owner)
     call.body = await read_json(request)
     if service.frozen.is_named_by(call.body):
@@ -61,6 +63,15 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     if api.errors.has_request_id:
         response.headers.update(request_id_of(response.headers.get("x-any-agent-interaction", "")))
     return response
+
+
+def _known_owner(service: RankService, request: Request) -> CallOwner:
+    """Return a call's owner as far as its key tells it, without a look at the journal."""
+    caller = service.auth.caller(request)
+    session = service.sessions.live_by_lane(caller.identity.removeprefix("lane "))
+    if session is None:
+        return CallOwner(None, caller.tenant)
+    return CallOwner(session.id, session.row.tenant)
 
 
 class ModelCall:

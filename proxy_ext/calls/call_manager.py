@@ -56,6 +56,11 @@ class CallManager:
     def __len__(self) -> int:
         return len(self._running)
 
+    @property
+    def full(self) -> bool:
+        """True if every call is refused now."""
+        return self.draining or self.concurrency.in_use >= self.concurrency.limit
+
     def require_slot(self, owner: CallOwner) -> None:
         """Refuse a call before its body is read, if no slot is free; TooManyRequests or
         Draining."""

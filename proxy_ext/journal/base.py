@@ -143,7 +143,7 @@ class AnswerRow:
     status: int
     body: bytes
     created_at: float
-    """Seconds since the epoch."""
+    """Seconds of `IdempotencyStore.now`."""
 
 
 EXPORT_OWNER = "export"
@@ -252,7 +252,7 @@ class PutAnswer:
 
 @dataclass(frozen=True, slots=True)
 class DropAnswers:
-    """Delete the answers created before then (seconds since the epoch)."""
+    """Delete the answers created before then, by their own clock."""
 
     before: float
 

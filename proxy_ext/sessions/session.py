@@ -261,18 +261,23 @@ def clock_stamp() -> str:
 
 
 def session_age(row: SessionRow) -> float:
-    """Return the seconds since a session's opening, across restarts and changes of the wall clock.
+    """Return the seconds since a session's opening, as `seconds_since` counts them."""
+    return seconds_since(row.clock, row.created_at)
+
+
+def seconds_since(stamp: str | None, wall: float) -> float:
+    """Return the seconds since a `clock_stamp`, across restarts and changes of the wall clock.
 
     The boot clock (CLOCK_BOOTTIME) counts a suspended machine's time and cannot be set. After a
-    reboot only the wall clock is left.
+    reboot, or without a stamp, only the wall clock is left, which showed ``wall`` then.
     """
-    boot, _, seconds = (row.clock or "").partition(" ")
+    boot, _, seconds = (stamp or "").partition(" ")
     if boot and boot == _boot_id():
         passed = _boot_seconds() - float(seconds)
         # Slightly negative: the stamp was rounded. Far below: a container whose clock restarted.
         if passed > -1:
             return max(0.0, passed)
-    return max(0.0, time.time() - row.created_at)
+    return max(0.0, time.time() - wall)
 
 
 @functools.cache

@@ -202,6 +202,10 @@ class SessionStore:
             self._lanes.setdefault(lane, session.id)
         return session
 
+    def live_by_lane(self, lane: str) -> RecordedSession | None:
+        """Return a lane's session if it is in memory."""
+        return self.live.get(self._lanes.get(lane, ""))
+
     async def by_id(self, session_id: str) -> RecordedSession:
         """Return a session by its id; NotFound if there is none."""
         session = self.live.get(session_id)

@@ -16,6 +16,7 @@ from any_agent.types import SessionState
 from proxy_ext import idempotency
 from proxy_ext.idempotency import ANSWER_TTL
 from proxy_ext.journal import PutAnswer
+from proxy_ext.sessions import session as session_clock
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -180,6 +181,44 @@ async def test_answers_are_kept_for_a_day(proxy: Proxy, monkeypatch: pytest.Monk
     await service.answers.sweep()
     assert await service.journal.answer(scope, "old") is None
     assert (await proxy.post(START, {}, **keyed("fresh"))).content == fresh.content
+
+
+@pytest.mark.parametrize("step", [-10 * 86400.0, 10 * 86400.0])
+async def test_answers_are_kept_by_a_clock_that_nobody_can_set(
+    start: Start, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """While the wall clock is set, over a restart, and while the answers' day goes by."""
+    monkeypatch.setattr(idempotency, "_SWEEP_INTERVAL", 0.0)
+    proxy = await start()
+    first = await proxy.post(START, {"mode": "eval"}, **keyed("early"))
+    wall = time.time
+    monkeypatch.setattr(time, "time", lambda: wall() + step)
+    second = await proxy.post(START, {"mode": "eval"}, **keyed("late"))
+    for _ in range(2):
+        await proxy.service.answers.sweep()
+        for key, answer in (("early", first), ("late", second)):
+            again = await proxy.post(START, {"mode": "eval"}, **keyed(key))
+            assert again.content == answer.content
+        proxy = await start()
+    boot = session_clock._boot_seconds
+    monkeypatch.setattr(session_clock, "_boot_seconds", lambda: boot() + ANSWER_TTL + 1)
+    await proxy.service.answers.sweep()
+    scope = f"anyone POST {START}"
+    assert await proxy.service.journal.answer(scope, "early") is None
+    assert await proxy.service.journal.answer(scope, "late") is None
+
+
+async def test_after_a_reboot_the_wall_clock_is_left(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    before = (await start()).service.answers.now
+    wall = time.time
+    monkeypatch.setattr(session_clock, "_boot_id", lambda: "another")
+    monkeypatch.setattr(time, "time", lambda: wall() + 3600)
+    again = (await start()).service.answers
+    assert 3600 <= again.now - before < 3600 + 600
+    monkeypatch.setattr(time, "time", wall)
+    assert again.now - before >= 3600
 
 
 async def test_heartbeats_leave_nothing_in_the_journal(proxy: Proxy) -> None:

@@ -13,7 +13,7 @@ from urllib.parse import quote
 import pytest
 
 from any_agent.keys import KEPT_SCOPES, KeySigner, new_key
-from any_agent.runtime.logs import LogFormat, Redactor, set_up_logging
+from any_agent.runtime.logs import FloodFilter, LogFormat, Redactor, set_up_logging
 
 ADMIN = r'p@ss\w"ord/%20+'
 """Nothing that looks like a key, and different in each way of writing it down."""
@@ -162,3 +162,28 @@ def test_uncaught_errors_and_warnings_are_log_lines(
 
 def _fail(key: str) -> None:
     raise RuntimeError(key)
+
+
+def test_a_flood_of_lines_is_counted(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr("any_agent.runtime.logs.time.monotonic", lambda: now[0])
+    log = logging.getLogger("tests.flood")
+    flood = FloodFilter()
+    log.addFilter(flood)
+    try:
+        for n in range(10_000):
+            log.warning("malformed request %d", n)
+        assert len(caplog.records) == 20
+        log.error("a bug")
+        now[0] = 2.5
+        log.warning("malformed request")
+        log.warning("malformed request")
+    finally:
+        log.removeFilter(flood)
+    assert [record.getMessage() for record in caplog.records[20:]] == [
+        "a bug",
+        "malformed request (and 9980 such lines were left out)",
+        "malformed request",
+    ]
