@@ -30,7 +30,7 @@ from any_agent.errors import (
 from router.affinity import SESSIONS_PATH, SessionAffinity, home_of
 from router.body import BodyFields, RequestBody, seconds
 from router.forward import IDEMPOTENCY_KEY, Forwarder
-from router.upstream import UpstreamResponse
+from router.upstream import OUT_OF_DESCRIPTORS, UpstreamResponse
 
 log = logging.getLogger(__name__)
 
@@ -38,6 +38,8 @@ START = "/rl/v1/start_session"
 _LATE = 120.0
 """Seconds for which the answer of a rank that was given up is awaited, longer than the launcher
 lets a stalled one live."""
+_ABORT = orjson.dumps({"reason": "its opener was sent elsewhere", "keep_place": True})
+"""The group keeps the place for the opener's next try."""
 MAX_BYTES = 1 << 20  # size of the bodies of `/rl` routes that the router reads
 
 
@@ -145,7 +147,10 @@ class OpenRoute:
         except RankStalled:
             given_up.add(rank)
             return None
-        except ServiceUnavailable:
+        except ServiceUnavailable as error:
+            if error.code == OUT_OF_DESCRIPTORS:
+                # The rank is there, so nothing would be waited for before the next try.
+                raise
             return None
 
     async def _exchange(
@@ -191,7 +196,7 @@ class OpenRoute:
                     key = session.get("judge_key") or session["api_key"]
                     headers = CIMultiDict({AUTHORIZATION: f"Bearer {key}"})
                     path = f"{SESSIONS_PATH}{session['session_id']}/abort"
-                    done = await self._forwarder.exchange(rank, "POST", path, headers, b"")
+                    done = await self._forwarder.exchange(rank, "POST", path, headers, _ABORT)
                     if done.status != 200:
                         log.warning("rank %d opened a session in vain: %d", rank, done.status)
         except (AnyAgentError, TimeoutError, ValueError, KeyError) as error:

@@ -21,6 +21,8 @@ from multidict import CIMultiDict, CIMultiDictProxy, istr
 from any_agent.errors import ReplyLost, ServiceUnavailable
 
 _CONNECT_TIMEOUT = 5.0
+OUT_OF_DESCRIPTORS = "too_many_connections"
+"""The code of the error of a router that has no file descriptor for a connection to a rank."""
 _STALE_TRIES = 10
 _KEEPALIVE = 60.0
 """Seconds until an idle connection is closed, fewer than the 75 after which a proxy does it."""
@@ -386,7 +388,7 @@ class Upstream:
                 # The rank is well: this process has no descriptor left to reach it by.
                 raise ServiceUnavailable(
                     "the router has no file descriptor left for a connection to a rank; try again",
-                    code="too_many_connections",
+                    code=OUT_OF_DESCRIPTORS,
                     retry_after=2,
                 ) from None
             raise NeverSent from error

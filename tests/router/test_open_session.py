@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 from collections import Counter
 from collections.abc import Callable
+from types import SimpleNamespace
 
 import pytest
 
+from any_agent.protocol.rl import Abort
 from any_agent.rundir.registry import PartLoad
+from router import upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
@@ -456,6 +460,7 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(
     await until(lambda: len(late.received) == 2, "the session is aborted")
     aborted = late.received[1]
     assert (aborted.method, aborted.target) == ("POST", "/rl/v1/sessions/ses-0-late/abort")
+    assert Abort.model_validate_json(aborted.body).keep_place, "its opener tries again"
     assert aborted.values("authorization") == ["Bearer sk-late"]
 
 
@@ -500,3 +505,25 @@ async def test_sessions_are_opened_where_an_engine_is(pair: Lab) -> None:
         rank.engine_up = False
     await until(lambda: not pair.router.ranks.engine_up(1), "the entry is read")
     assert (await pair.post(START, {})).status_code == 200
+
+
+async def test_a_router_without_descriptors_refuses_an_open_at_once(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The ranks are there, so it must not ask them again and again."""
+    tries = 0
+
+    async def create_connection(*args: object, **options: object) -> None:
+        nonlocal tries
+        tries += 1
+        if tries > 20:
+            await asyncio.Event().wait()
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    loop = SimpleNamespace(create_connection=create_connection)
+    own = SimpleNamespace(timeout=asyncio.timeout, get_running_loop=lambda: loop)
+    monkeypatch.setattr(upstream, "asyncio", own)
+    answer = await asyncio.wait_for(pair.post(START, {}), 10)
+    assert (answer.status_code, tries) == (503, 1)
+    assert answer.json()["error"]["code"] == "too_many_connections"
+    assert answer.headers["retry-after"] == "2"
