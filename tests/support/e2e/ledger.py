@@ -34,6 +34,11 @@ class Told:
     """By completion id."""
     finalized: bool = False
 
+    @property
+    def end_key(self) -> str:
+        """As `SessionStarted.end_key`: these agents reward themselves."""
+        return self.api_key
+
 
 @dataclass(frozen=True, slots=True)
 class Failure:
