@@ -8,13 +8,13 @@ from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
-from typing import Literal, NamedTuple, TypeAlias, TypeVar
+from typing import Any, Literal, NamedTuple, TypeAlias, TypeVar
 
 import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
-from any_agent.errors import AnyAgentError, StaleOwner
+from any_agent.errors import AnyAgentError, ConfigError, StaleOwner
 from any_agent.rollout import LeaseExecutor
 from any_agent.rundir.checksums import sound
 from any_agent.rundir.layout import RunDir, read_json, weights_folder, write_json
@@ -36,6 +36,20 @@ _LONG_AGO = -(10**9)
 TrainingState: TypeAlias = Literal["training", "finished"]
 
 
+def _read_state(path: Path) -> dict[str, Any]:
+    """Return the content of the run's `state.json`; ConfigError if it is damaged."""
+    try:
+        saved = read_json(path, {})
+        int(saved.get("highest_version", 0))
+    except (ValueError, TypeError, AttributeError) as error:
+        raise ConfigError(
+            f"{path} is damaged ({error}): restore it from a copy, or put "
+            '{"highest_version": N} into it, N being above every version that the run has published'
+        ) from None
+    data: dict[str, Any] = saved
+    return data
+
+
 class WeightVersions:
     """Weight versions of one run, and how many optimizer steps each has behind it.
 
@@ -43,7 +57,7 @@ class WeightVersions:
     """
 
     def __init__(self, path: Path, disk: DiskSpace | None = None) -> None:
-        saved = read_json(path, {})
+        saved = _read_state(path)
         self._disk = disk or DiskSpace()
         self._path = path
         self.highest = int(saved.get("highest_version", 0))

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 import trainer.publisher
+from any_agent.errors import ConfigError
 from any_agent.rundir.layout import read_json
 from trainer.publisher import WeightVersions
 
@@ -73,3 +74,11 @@ def test_the_oldest_are_forgotten(path: Path, monkeypatch: pytest.MonkeyPatch) -
         assert [steps[v] for v in (8, 9, 10)] == [8, 9, 10]
         assert steps[7] < 0
     assert len(read_json(path)["versions"]) == 3
+
+
+@pytest.mark.parametrize("content", ["", "noise", "[]", '{"highest_version": "x"}'])
+def test_a_damaged_state_names_its_remedy(path: Path, content: str) -> None:
+    path.write_text(content)
+    with pytest.raises(ConfigError, match="restore it from a copy"):
+        WeightVersions(path)
+    assert path.read_text() == content, "no version is taken again"
