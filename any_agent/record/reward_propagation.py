@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import json
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Container, Hashable, Iterable
 
 from any_agent.types import Interaction
 
@@ -35,9 +35,8 @@ def discarded(interactions: Iterable[Interaction]) -> set[str]:
     nodes = list(interactions)
     continued = {n.parent_id for n in nodes}
     out: set[str] = set()
-    for answers in _answers_to_one_request(nodes).values():
-        if any(n.id in continued for n in answers):
-            out |= {n.id for n in answers if n.id not in continued}
+    for answers in _answers_to_one_request(nodes, continued):
+        out |= {n.id for n in answers if n.id not in continued}
     going_on: set[str | None] = set()
     for n in reversed(nodes):
         if n.id not in going_on and n.reward is None and not was_received(n):
@@ -76,14 +75,42 @@ def propagate_rewards(
 
 
 def _answers_to_one_request(
-    nodes: list[Interaction],
-) -> dict[tuple[str | None, str, str, str], list[Interaction]]:
-    out: defaultdict[tuple[str | None, str, str, str], list[Interaction]] = defaultdict(list)
+    nodes: Iterable[Interaction], continued: Container[str | None]
+) -> list[list[Interaction]]:
+    """Return the answers to each request of which some were continued and others were not."""
+    found = [list(nodes)]
+    # The cheap parts first: a session may have thousands of long requests, each with its tools.
+    for part in (_parent, _texts, _request):
+        found = [same for each in found for same in _grouped(each, part) if _mixed(same, continued)]
+    return found
+
+
+def _grouped(
+    nodes: Iterable[Interaction], part: Callable[[Interaction], Hashable]
+) -> Iterable[list[Interaction]]:
+    out: defaultdict[Hashable, list[Interaction]] = defaultdict(list)
     for n in nodes:
-        # Without its texts a request is identified by its ids.
-        messages = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
-        tools = json.dumps(n.tools, sort_keys=True)
-        forced = n.prompt_delta_ids[len(n.prompt_delta_ids) - n.request.get("forced", 0) :]
-        key = messages or n.prompt_delta_ids.tobytes().hex(), tools, forced.tobytes().hex()
-        out[n.parent_id, *key].append(n)
-    return out
+        out[part(n)].append(n)
+    return out.values()
+
+
+def _mixed(nodes: Iterable[Interaction], continued: Container[str | None]) -> bool:
+    return len({n.id in continued for n in nodes}) == 2
+
+
+def _parent(n: Interaction) -> Hashable:
+    return n.parent_id
+
+
+def _texts(n: Interaction) -> Hashable:
+    """Return what equal requests have in common, and most others have not."""
+    contents = [message.get("content") for message in n.message_delta]
+    return tuple(each if isinstance(each, str) else None for each in contents)
+
+
+def _request(n: Interaction) -> Hashable:
+    # Without its texts a request is identified by its ids.
+    messages = json.dumps(n.message_delta, sort_keys=True) if n.message_delta else ""
+    tools = json.dumps(n.tools, sort_keys=True)
+    forced = n.prompt_delta_ids[len(n.prompt_delta_ids) - n.request.get("forced", 0) :]
+    return messages or n.prompt_delta_ids.tobytes(), tools, forced.tobytes()

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import json
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
@@ -65,6 +66,24 @@ def test_choices_of_which_none_was_continued_all_count(make: Make) -> None:
     assert discarded(nodes) == set()
     r = propagate_rewards(nodes)
     assert r == {"p": 0.5, "c.0": 1.0, "c.1": 0.0}
+
+
+def test_requests_that_differ_are_not_compared_whole(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An event loop would stand still over the requests of a session with thousands."""
+    nodes = [make(f"r{k}", asked=f"q{k}") for k in range(20)]
+    nodes += [make("next", "r0"), make("a", "next"), make("b", "next"), make("twin", asked="q0")]
+    compared: list[object] = []
+    dumps = json.dumps
+
+    def counted(value: object, **options: bool) -> str:
+        compared.append(value)
+        return dumps(value, **options)
+
+    monkeypatch.setattr("any_agent.record.reward_propagation.json.dumps", counted)
+    assert discarded(nodes) == {"twin"}
+    assert len(compared) == 4, "the messages and tools of the two that may be the same"
 
 
 def test_a_retried_orphan_at_the_root(make: Make) -> None:
