@@ -8,20 +8,15 @@ from contextlib import contextmanager
 
 
 @contextmanager
-def environment_with(values: Mapping[str, str | None]) -> Iterator[None]:
-    """Set this process's variables inside the block (None: remove it); after it they are as
-    before."""
+def environment_with(values: Mapping[str, str]) -> Iterator[None]:
+    """Set this process's variables inside the block; after it they are as before."""
     before = {name: os.environ.get(name) for name in values}
-    _set(values)
+    os.environ.update(values)
     try:
         yield
     finally:
-        _set(before)
-
-
-def _set(values: Mapping[str, str | None]) -> None:
-    for name, value in values.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

@@ -5,22 +5,23 @@ from __future__ import annotations
 import asyncio
 import atexit
 import inspect
+import io
 import os
 import pickle
+import subprocess
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from multiprocessing.context import SpawnContext, SpawnProcess
+from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
+from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.environment import environment_with
 from any_agent.runtime.worker_main import Failure, begin, call
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
 
-_starting = threading.Lock()
 _ENDED = "the processes of all calls were ended"
 _NOT_STARTED = (
     "each worker imports the script that was started, so keep what the script does under "
@@ -44,16 +45,63 @@ class WorkerCrashed(WorkerFailed):
     """The worker of the call died."""
 
 
-class _CleanProcess(SpawnProcess):
-    """A process that starts without some environment variables: one that a process drops after its
-    start stays in its `/proc/PID/environ`."""
+class _CleanPopen(popen_spawn_posix.Popen):
+    """Starts a process without some environment variables: one that a process drops after its start
+    stays in its `/proc/PID/environ`.
 
+    This process's own variables stay as they are, because other threads read them meanwhile.
+    """
+
+    _fds: list[int]
+    """Descriptors that the process inherits, as the library collects them."""
+
+    def _launch(self, process_obj: Any) -> None:
+        """Do what the library does, which has no way to give a process another environment."""
+        sent = io.BytesIO()
+        tracker: Any = resource_tracker.getfd()
+        set_spawning_popen(self)
+        try:
+            reduction.dump(spawn.get_preparation_data(process_obj.name), sent)
+            reduction.dump(process_obj, sent)
+        finally:
+            set_spawning_popen(None)
+        self.sentinel, child_end = os.pipe()
+        child_start, start = os.pipe()
+        # The child ends when it sees the end of `start`, so that is open until then.
+        self.finalizer = util.Finalize(self, _close, (self.sentinel, start))
+        try:
+            process = subprocess.Popen(
+                spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_start),
+                env=_environment_without(process_obj.secrets),
+                pass_fds=[*self._fds, tracker, child_start, child_end],
+                restore_signals=False,
+            )
+        finally:
+            os.close(child_start)
+            os.close(child_end)
+        self.pid = process.pid
+        process.returncode = 0  # this class waits for it
+        with open(start, "wb", closefd=False) as file:
+            file.write(sent.getbuffer())
+
+
+def _environment_without(secrets: Sequence[str]) -> dict[str, str]:
+    # Other threads may remove some meanwhile.
+    values = {name: os.environ.get(name) for name in list(os.environ) if name not in secrets}
+    return {name: value for name, value in values.items() if value is not None}
+
+
+def _close(*descriptors: int) -> None:
+    for descriptor in descriptors:
+        os.close(descriptor)
+
+
+class _CleanProcess(SpawnProcess):
     secrets: Sequence[str] = ()
 
     @staticmethod
     def _Popen(process_obj: Any) -> Any:
-        with _starting, environment_with(dict.fromkeys(process_obj.secrets)):
-            return SpawnProcess._Popen(process_obj)
+        return _CleanPopen(process_obj)
 
 
 class _CleanContext(SpawnContext):

@@ -50,6 +50,17 @@ async def test_a_call_has_its_own_environment(monkeypatch: pytest.MonkeyPatch) -
     await asyncio.to_thread(pool.close)
 
 
+async def test_a_start_leaves_this_process_its_variables(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its other threads read them meanwhile."""
+    monkeypatch.setenv(SECRET_VARIABLES[0], "operator-secret")
+    removed: list[bytes] = []
+    monkeypatch.setattr(os, "unsetenv", removed.append)
+    pool = WorkerPool(1, secrets=SECRET_VARIABLES)
+    assert await pool.run(functions.variable, SECRET_VARIABLES[0], timeout=60) is None
+    await asyncio.to_thread(pool.close)
+    assert not removed
+
+
 class Unclosed:
     """As HTTP clients do, it wants to close itself in whatever event loop runs when it goes."""
 
