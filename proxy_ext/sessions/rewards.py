@@ -187,7 +187,7 @@ class RewardBook:
         before = interaction.reward if interaction is not None else session.row.final_reward
         known: dict[str | None, float] = {}
         if before is not None:
-            known, given, judged = await self._parts(session, interaction_id)
+            known, given, judged = await self._parts(session, interaction_id, by)
             if session.row.rewarded_by == "both":
                 if judged and _by_agent(by):
                     raise judge_only(session.row, "revise its own rewards of")
@@ -214,20 +214,22 @@ class RewardBook:
         ], combined
 
     async def _parts(
-        self, session: RecordedSession, interaction_id: str | None
+        self, session: RecordedSession, interaction_id: str | None, by: str | None = None
     ) -> tuple[dict[str | None, float], int, bool]:
         """Return the parts of a reward that count, the number of the session's rewards, and, where
-        both may reward, whether the parts are a judge's, which replace the agent's."""
+        both may reward, whether the parts are a judge's, which replace the agent's.
+
+        Where both may reward, a judge's rewards are counted alone, so that an agent cannot use up
+        the judge's.
+        """
         journal = self._sessions.journal
         known, given = await journal.reward_parts(session.id, interaction_id)
         if session.row.rewarded_by != "both":
             return known, given, False
-        rewards = await journal.rewards(session.id)
-        judges = {
-            r.name: r.value
-            for r in rewards
-            if r.interaction_id == interaction_id and not _by_agent(r.by)
-        }
+        judged = [r for r in await journal.rewards(session.id) if not _by_agent(r.by)]
+        judges = {r.name: r.value for r in judged if r.interaction_id == interaction_id}
+        if by is not None and not _by_agent(by):
+            given = len(judged)
         return judges or known, given, bool(judges)
 
     def _require_known(self, parts: Parts) -> None:

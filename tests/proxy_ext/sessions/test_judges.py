@@ -11,6 +11,7 @@ import pytest
 from any_agent.auth.key_store import create_key
 from any_agent.keys import lane_in
 from any_agent.launcher.trial import trial_dir
+from proxy_ext.sessions import rewards
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_auth import asked
 from tests.support.proxy import HELLO, Proxy, signer, until
@@ -217,6 +218,25 @@ async def test_both_may_and_the_judges_word_replaces_the_agents(closed: Proxy) -
     (trajectory,) = await closed.lease()
     assert trajectory.final_reward == 1.25
     assert [i.reward for i in trajectory.interactions] == [0.75]
+
+
+async def test_an_agent_cannot_use_up_its_judges_rewards(
+    closed: Proxy, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(rewards, "_MAX_GIVEN", 3)
+    session = await played(closed, "both")
+    key, judge = session["api_key"], session["judge_key"]
+    for _ in range(3):
+        assert (await closed.post("/rl/v1/set_reward", {"final_reward": 9}, key)).status_code == 200
+    refused(
+        await closed.post("/rl/v1/set_reward", {"final_reward": 9}, key), 422, "too_many_rewards"
+    )
+    for _ in range(3):
+        judged = await closed.post("/rl/v1/set_reward", {"final_reward": 1}, judge)
+        assert (judged.status_code, judged.json()["reward"]) == (200, 1.0)
+    refused(
+        await closed.post("/rl/v1/set_reward", {"final_reward": 1}, judge), 422, "too_many_rewards"
+    )
 
 
 async def test_both_without_a_judge_leave_the_agents(closed: Proxy) -> None:
