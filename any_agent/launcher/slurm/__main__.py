@@ -100,7 +100,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
             "script"
         )
     for name, variable in zip(SECRETS, SECRET_VARIABLES, strict=True):
-        if any(text.startswith(f"{name}=") for text in args.overrides):
+        if any(_sets(text, name) for text in args.overrides):
             raise ConfigError(
                 f"{name} would be readable in the job's script and its processes' arguments: set "
                 f"{variable} instead, which sbatch passes on"
@@ -118,6 +118,13 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         return submit(config, arguments, say, wait=not args.no_wait)
     set_up_logging(config.log_level, secrets=config.secrets())
     return run_job(config, job, stay=args.stay, say=say)
+
+
+def _sets(override: str, name: str) -> bool:
+    """Return whether an override sets this setting, by itself or with its section."""
+    key, _, value = override.partition("=")
+    key, (section, _, own) = key.strip().lstrip("-+"), name.partition(".")
+    return key == name or (key == section and own in value)
 
 
 def _settings(args: argparse.Namespace, job: SlurmJob | None) -> Config:

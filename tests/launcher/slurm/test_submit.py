@@ -63,12 +63,21 @@ def test_settings_stand_where_one_likes(
     assert last.startswith("exec ") and "train.lr=1e-5" in last
 
 
-def test_an_admin_key_is_no_argument(
-    submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("argument", "variable"),
+    [
+        (f"server.admin_key={KEY}", "ANY_AGENT_SERVER__ADMIN_KEY"),
+        (f"+server.admin_key={KEY}", "ANY_AGENT_SERVER__ADMIN_KEY"),
+        (f"server={{admin_key: {KEY}}}", "ANY_AGENT_SERVER__ADMIN_KEY"),
+        (f"engine.key={KEY}", "ANY_AGENT_ENGINE__KEY"),
+        (f"++engine.key ={KEY}", "ANY_AGENT_ENGINE__KEY"),
+    ],
+)
+def test_a_key_is_no_argument(
+    argument: str, variable: str, submitted: Submit, lab: Lab, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    code = submitted("any_agent_grpo.py", "--config", "MY", f"server.admin_key={KEY}")
-    assert code == 2
-    assert "set ANY_AGENT_SERVER__ADMIN_KEY instead" in capsys.readouterr().err
+    assert submitted("any_agent_grpo.py", "--config", "MY", argument) == 2
+    assert f"set {variable} instead" in capsys.readouterr().err
     assert not the_run(lab).path.exists()
 
 
