@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -85,8 +86,9 @@ def engine_ready(config: Config, url: str, process: SupervisedProcess, *, key_fi
         return answers(f"{url}/health")
     # SGLang takes up to 20 seconds to report a failure.
     ready = answers(f"{url}/health_generate", within=25.0)
-    if ready:
-        # At its start SGLang writes all of its settings to its log.
+    # At its start SGLang writes all of its settings to its log, also if it is never ready. A log
+    # that cannot be written is no reason to do without the engine.
+    with suppress(OSError):
         process.mask(read_key_file(key_file))
     return ready
 

@@ -26,6 +26,7 @@ _PYTHON_VARIABLES = (
 """Variables that tell this interpreter where its modules lie; another environment's must not
 inherit them."""
 _USER_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_PART = 1 << 20  # bytes of a log that are in memory at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,6 +73,8 @@ class SupervisedProcess:
         self._command = command
         self._inherited = [fd for fd in (lock, command.listener) if fd is not None]
         self._popen: subprocess.Popen[bytes] | None = None
+        self._masked = 0
+        """The part of its log, in bytes, in which secrets are masked."""
 
     def start(self) -> None:
         command = self._command
@@ -158,15 +161,19 @@ class SupervisedProcess:
         return f"{Redactor().text(text)}\n  log: {self.log}"
 
     def mask(self, secret: str) -> None:
-        """Overwrite a secret in its log, which another's program writes with its settings."""
-        with open(self.log, "r+b") as file:
-            written, sought = file.read(), secret.encode()
-            at = written.find(sought)
-            while at >= 0:
-                # In place, because the program appends to the same file.
-                file.seek(at)
-                file.write(b"*" * len(sought))
-                at = written.find(sought, at + len(sought))
+        """Overwrite a secret in what its log got since the last call: another's program may write
+        it there with its settings."""
+        sought = secret.encode()
+        with open(self.log, "r+b", buffering=0) as file:
+            log = file.fileno()
+            while len(part := os.pread(log, _PART, self._masked)) >= len(sought):
+                at = part.find(sought)
+                while at >= 0:
+                    # In place, because the program appends to the same file.
+                    os.pwrite(log, b"*" * len(sought), self._masked + at)
+                    at = part.find(sought, at + len(sought))
+                # Its beginning may be the end of this part.
+                self._masked += len(part) - len(sought) + 1
 
     def _environment(self) -> dict[str, str]:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from any_agent.auth.engine_key import write_key_file
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
 from any_agent.launcher import engines
-from any_agent.launcher.process import Command
+from any_agent.launcher.process import Command, SupervisedProcess
 from tests.support.launcher.stand_ins import Lab, kill_and_wait
 
 PLACE = ("/weights", 7, "10.0.0.5", 3000, "engine-1")
@@ -32,6 +33,23 @@ def gpus(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
     there = [True]
     monkeypatch.setattr(engines, "sees_gpu", lambda: there[0])
     return there
+
+
+def test_the_key_is_masked_also_in_the_log_of_an_engine_that_is_never_ready(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It writes its settings first; and a log that is lost must not keep a ready one out."""
+    key, ready = "sk-engine." + 64 * "a", False
+    write_key_file(file := tmp_path / "key.yaml", key)
+    monkeypatch.setattr(engines, "answers", lambda *_, **__: ready)
+    process = SupervisedProcess("engine-0", Command(["any"]), tmp_path / "engine-0.log")
+    process.log.write_text(f"server_args=ServerArgs(api_key='{key}')")
+    config = settings("engine.kind=sglang", "engine.python=/sgl/bin/python")
+    assert not engines.engine_ready(config, "http://127.0.0.1:1", process, key_file=file)
+    assert key not in process.log.read_text()
+    process.log.unlink()
+    ready = True
+    assert engines.engine_ready(config, "http://127.0.0.1:1", process, key_file=file)
 
 
 def test_sglang(gpus: list[bool]) -> None:

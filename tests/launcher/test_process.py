@@ -261,3 +261,18 @@ def test_a_key_in_a_log_is_masked_and_not_shown(tmp_path: Path) -> None:
     text = process.log.read_text()
     assert key not in text and text.endswith("the end")
     assert process.log.stat().st_size == size
+    with process.log.open("a") as log:
+        log.write(f"started again with {key}")
+    process.mask(key)
+    assert key not in process.log.read_text()
+
+
+def test_a_key_is_masked_wherever_the_parts_of_a_long_log_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for size in range(8, 40):
+        monkeypatch.setattr("any_agent.launcher.process._PART", size)
+        process = SupervisedProcess("x", Command(["any"]), tmp_path / "x.log")
+        process.log.write_text("it is secret-k, and secret-k, secret-secret-k")
+        process.mask("secret-k")
+        assert process.log.read_text() == f"it is {8 * '*'}, and {8 * '*'}, secret-{8 * '*'}"
