@@ -14,6 +14,7 @@ import logging
 import time
 from collections import Counter
 from functools import partial
+from http import HTTPStatus
 
 import orjson
 from aiohttp import web
@@ -40,6 +41,8 @@ _LATE = 120.0
 lets a stalled one live."""
 _ABORT = orjson.dumps({"reason": "its opener was sent elsewhere", "keep_place": True})
 """The group keeps the place for the opener's next try."""
+_CROWDED = ("too_many_connections", "too_many_requests", "too_many_bytes")
+"""The codes of a rank's 503 to a request that it did not even read."""
 MAX_BYTES = 1 << 20  # size of the bodies of `/rl` routes that the router reads
 
 
@@ -221,4 +224,6 @@ def not_begun(answer: UpstreamResponse) -> bool:
 
     A write may reach the disk and fail to report it, and one open must open one session.
     """
-    return isinstance(from_response(answer.status, answer.body, None), StoreBusy | Draining)
+    error = from_response(answer.status, answer.body, None)
+    crowded = answer.status == HTTPStatus.SERVICE_UNAVAILABLE and error.code in _CROWDED
+    return crowded or isinstance(error, StoreBusy | Draining)

@@ -301,6 +301,9 @@ def refuses(code: str, status: int) -> Handler:
         # The session may be there all the same; a second one would be nobody's.
         ("store_unavailable", 503, 1),
         ("store_busy", 503, 2),
+        ("too_many_connections", 503, 2),
+        ("too_many_requests", 503, 2),
+        ("too_many_bytes", 503, 2),
     ],
 )
 async def test_other_refusals(pair: Lab, code: str, status: int, tried: int) -> None:
