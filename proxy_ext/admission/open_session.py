@@ -102,9 +102,7 @@ class SessionOpener:
             self._require_room(body, caller, on_grant=areal_task is not None)
             ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
             lane, key, tenant, before = await self._resolve_key(body.api_key, caller)
-            # The trainer's own agents return their rewards, which it sets by the session's key.
-            default = "agent" if caller.scope is Scope.TRAINER else self._default_rewards
-            rewards = body.rewards or before or default
+            rewards = body.rewards or before or self._default_rewards
             target = _OpenTarget(caller, lane, key, tenant, rewards, ids, grant_only, implicit)
             self._quotas.begin_open(tenant)
             self._opening.add(lane.id)

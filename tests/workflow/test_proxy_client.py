@@ -18,7 +18,8 @@ from any_agent.workflow import proxy_client as module
 from proxy_ext.sessions.session import RecordedSession
 from tests.support.areal_client import ArealClient
 from tests.support.proxy import HELLO, Proxy, until
-from tests.workflow.conftest import ADMIN
+from tests.support.scripted_engine import ScriptedEngine
+from tests.workflow.conftest import ADMIN, Serve
 
 
 @pytest.fixture
@@ -63,6 +64,20 @@ async def test_its_life(http: aiohttp.ClientSession, proxy: Proxy) -> None:
         assert tensors["logprobs"].shape == tensors["versions"].shape == length
     again = await client.export_interactions(discount=0.9)
     assert again.keys() == interactions.keys()
+
+
+@pytest.mark.parametrize("mode", ["train", "eval"])
+async def test_it_rewards_its_session_whatever_the_default_is(
+    http: aiohttp.ClientSession, serve: Serve, scripted: ScriptedEngine, mode: Any
+) -> None:
+    proxy = await serve(scripted.url, "sessions.rewards=judge")
+    client = client_of(http, proxy, mode=mode)
+    await client.grant_capacity()
+    async with client:
+        await proxy.complete(client.session_api_key)
+        await client.set_last_reward(0.5)
+    (interaction,) = (await client.export_interactions()).values()
+    assert interaction.reward == 0.5
 
 
 async def test_what_an_export_tells(

@@ -62,8 +62,9 @@ TAIL = """## Rewards
 `start_session` takes `rewards`; without it, the run's `sessions.rewards` counts (null: `judge`
 where the service's own grader rewards, else `agent`), and with `api_key` the choice of that key's
 session before. The session keeps it; its record shows it as `rewarded_by`.
-Sessions that the trainer opens for agents on a dataset are `agent`: their workflow sets what they
-return.
+Sessions that a workflow opens for agents on a dataset (`OpenAIProxyClient`) are `agent`: the
+workflow sets what they return. AReaL's `start_session` takes `rewards`, too; its answer has no
+`judge_key`.
 
 | `rewards` | the session's key | others |
 |---|---|---|

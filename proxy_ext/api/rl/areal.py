@@ -22,7 +22,13 @@ from starlette.responses import Response
 
 from any_agent.auth.access import Caller, Scope
 from any_agent.errors import AnyAgentError, RunFinished, TooManyRequests
-from any_agent.protocol.rl import GRANT_ONLY_HEADER, SessionInfo, SessionStarted, StartSession
+from any_agent.protocol.rl import (
+    GRANT_ONLY_HEADER,
+    Rewards,
+    SessionInfo,
+    SessionStarted,
+    StartSession,
+)
 from any_agent.protocol.training import Ack
 from any_agent.record import (
     InteractionTree,
@@ -78,6 +84,8 @@ class ArealStart(_ArealBody):
     """An earlier session's key: that session ends, and the next one opens with the key."""
     grant_only: bool = False
     """Use only a slot of `/grant_capacity`."""
+    rewards: Rewards | None = None
+    """As in `/rl/v1/start_session`; the answer has no `judge_key`."""
 
 
 class ArealStarted(BaseModel):
@@ -213,7 +221,12 @@ async def _start(
         began = time.monotonic()
         wait = min(_SLICE, max(0.0, deadline - began))
         start = StartSession(
-            task_id=body.task_id, group_size=None, ttl=None, wait=wait, api_key=body.api_key
+            task_id=body.task_id,
+            group_size=None,
+            ttl=None,
+            wait=wait,
+            api_key=body.api_key,
+            rewards=body.rewards,
         )
         try:
             return await service.opening.open(

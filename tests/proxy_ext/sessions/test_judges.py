@@ -14,7 +14,7 @@ from any_agent.launcher.trial import trial_dir
 from proxy_ext.sessions import rewards
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.proxy_ext.test_auth import asked
-from tests.support.proxy import HELLO, Proxy, signer, until
+from tests.support.proxy import HELLO, Proxy, until
 from tests.support.proxy_fixtures import Start
 
 ADMIN = "server.admin_key=operator-secret"
@@ -272,18 +272,6 @@ async def test_the_runs_default(
     assert (named["judge_key"], (await info(proxy, named))["rewarded_by"]) == (None, "agent")
     response = await proxy.post("/rl/v1/set_reward", {"reward": 1}, named["api_key"])
     assert response.status_code == 200
-
-
-async def test_the_trainers_own_agents_return_their_rewards(start: Start) -> None:
-    """Their workflow sets these by the session's key."""
-    proxy = await start(ADMIN, "sessions.rewards=judge")
-    key = signer(proxy).run_key
-    opened = await asked(proxy, "POST", "/rl/v1/start_session", key, {"mode": "eval"})
-    assert (opened.status_code, opened.json()["judge_key"]) == (200, None)
-    await proxy.complete(opened.json()["api_key"])
-    ended = {"final_reward": 1}
-    response = await proxy.post("/rl/v1/finalize", ended, opened.json()["api_key"])
-    assert response.json()["state"] == "evaluated"
 
 
 async def test_the_grader_is_the_judge(start: Start) -> None:
