@@ -273,7 +273,7 @@ class _Session(BaseModel):
 class SessionInfo(_Session):
     opened_by: str | None
     """The holder of the key that opened it."""
-    rewarded_by: Rewards
+    rewarded_by: Rewards = "agent"
     """The source of its rewards: its own key (`agent`), others (`judge`), or both."""
     rewards: dict[str, float]
     """Each rewarded interaction's own reward."""
