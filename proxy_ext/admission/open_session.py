@@ -18,10 +18,10 @@ from any_agent.errors import (
     VersionGone,
 )
 from any_agent.keys import JUDGE_KEY_PREFIX, KeySigner, Lane
-from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
+from any_agent.protocol.rl import SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import PutSession, SessionRow
-from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, no_receipt
+from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, Rewarder, no_receipt
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
@@ -40,7 +40,7 @@ class _OpenTarget:
     lane: Lane
     key: str
     tenant: str | None
-    rewards: Rewards
+    rewards: Rewarder
     ids: Generator[str] | None
     """The ids of the task's sessions, under the names of the AReaL documents."""
     grant_only: bool
@@ -66,7 +66,8 @@ class SessionOpener:
         self._signer = signer
         self._config = sessions.config
         graded = self._config.late_reward == "grade" or self._config.implicit
-        self._default_rewards: Rewards = self._config.rewards or ("judge" if graded else "agent")
+        default: Rewarder = self._config.rewards or ("judge" if graded else "agent")
+        self._default_rewards: Rewarder = "grader" if graded and default == "judge" else default
         self._run = run
         self._quotas = quotas
         self._largest_group = largest_group
@@ -255,7 +256,7 @@ class SessionOpener:
 
     async def _resolve_key(
         self, api_key: str | None, caller: Caller
-    ) -> tuple[Lane, str, str | None, Rewards | None]:
+    ) -> tuple[Lane, str, str | None, Rewarder | None]:
         """Return the lane, the key and the tenant of the session that is to be opened, and the
         source of rewards of the session before it."""
         if api_key is None:

@@ -21,6 +21,10 @@ IMPLICITLY = "implicit: "
 """Prefix of ``opened_by`` in sessions that a model call opened; no caller's name begins with it."""
 
 
+Rewarder: TypeAlias = Rewards | Literal["grader"]
+"""The source of a session's rewards."""
+
+
 @dataclass(frozen=True, slots=True)
 class SessionRow:
     """A session as it is stored; times are seconds since the epoch."""
@@ -52,8 +56,8 @@ class SessionRow:
     step: int | None = None
     """The optimizer step that consumed the session."""
     ended_at: float | None = None
-    rewarded_by: Rewards = "agent"
-    """The source of its rewards."""
+    rewarded_by: Rewarder = "agent"
+    """The source of its rewards; `grader` is a `judge` that the opening did not name."""
     content: Literal["stored", "archived", "deleted"] = "stored"
     """The store that has the interactions: the journal, an archive, or none."""
 

@@ -125,10 +125,12 @@ class SessionEnder:
         them.
 
         Forbidden (`judge_only`) for a reward that is not the agent's to give, and for a deadline
-        before which the judge would have to come; `sessions.grader` decides at any deadline.
+        before which the judge would have to come; where `sessions.grader` is the judge, it decides
+        at any deadline.
         """
         by = author(session.row, caller, final)
-        if deadline is not None and self._config.late_reward != "grade":
+        graded = session.row.rewarded_by == "grader" and self._config.late_reward == "grade"
+        if deadline is not None and not graded:
             raise judge_only(session.row, "set the reward's deadline of")
         ending = self.await_reward(session, deadline, final, by=by, keep=keep, for_judge=True)
         return await ending

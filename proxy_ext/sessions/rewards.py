@@ -23,7 +23,7 @@ from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
 from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, Statement, no_receipt
 from proxy_ext.sessions.delivery import last_received
-from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import RecordedSession, public_rewards
 from proxy_ext.sessions.session_store import SessionStore, set_state
 from proxy_ext.sessions.state_machine import Event, target
 
@@ -65,7 +65,7 @@ def author(row: SessionRow, caller: Caller, parts: Parts) -> str:
     """Return the name under which a caller's reward is recorded; Forbidden if only others may."""
     if not is_agent(row, caller):
         return caller.name
-    if row.rewarded_by == "judge" and parts:
+    if row.rewarded_by != "both" and parts:
         raise judge_only(row, "reward")
     return _AGENT if caller.scope is Scope.SESSION else f"{_AGENT}: {caller.name}"
 
@@ -79,7 +79,7 @@ def require_judge(row: SessionRow, caller: Caller, action: str) -> None:
 def judge_only(row: SessionRow, action: str) -> Forbidden:
     """Return the error for what a session's agent may not do."""
     return Forbidden(
-        f"only its judge may {action} session {row.id} (rewards: {row.rewarded_by}): send the "
+        f"only its judge may {action} session {row.id} (rewards: {public_rewards(row)}): send the "
         "judge_key that start_session returned, or the key of its tenant or an admin",
         code=JUDGE_ONLY,
     )

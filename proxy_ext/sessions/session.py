@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
-from any_agent.protocol.rl import Heartbeat, SessionInfo
+from any_agent.protocol.rl import Heartbeat, Rewards, SessionInfo
 from any_agent.record import InteractionTree, count_calls, is_frozen, lacks_texts
 from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
@@ -199,7 +199,7 @@ class RecordedSession:
         return SessionInfo(
             **public_fields(row),
             opened_by=row.opened_by,
-            rewarded_by=row.rewarded_by,
+            rewarded_by=public_rewards(row),
             interactions=len(tree),
             rewards=rewards,
             rewarded=True if rewards or row.final_reward is not None else unrewarded,
@@ -212,6 +212,11 @@ class RecordedSession:
             trainable_calls=counts.trained if counts else None,
             untrainable_calls=dict(counts.untrained) if counts else {},
         )
+
+
+def public_rewards(row: SessionRow) -> Rewards:
+    """Return the source of a session's rewards under its public name."""
+    return "judge" if row.rewarded_by == "grader" else row.rewarded_by
 
 
 def public_fields(row: SessionRow) -> dict[str, Any]:

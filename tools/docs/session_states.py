@@ -78,7 +78,8 @@ workflow sets what they return. AReaL's `start_session` takes `rewards`, too; it
   calls, and the session awaits the judge: until `sessions.reward_deadline`, and at least until its
   ttl would have ended, so that no agent can outrun its judge. The judge's `finalize` ends it; at
   the deadline `sessions.late_reward` decides. A `deadline` under the session's key is refused,
-  except with `late_reward: grade`, where the grader decides at any deadline. The session's key
+  except with `late_reward: grade` where the opening named no `rewards`: the grader is the judge
+  then, and decides at any deadline. The session's key
   cannot abort, veto or delete the session either, nor read its content, whose `metadata` may have
   the answer (403 `judge_only`). A session that expires is not trained on.
 - `both`: an object is one completion, or the final reward. A judge's first reward of an object

@@ -294,6 +294,20 @@ async def test_the_grader_is_the_judge(start: Start) -> None:
     assert [entry["by"] for entry in now["reward_history"]] == [f"grader {GRADER}"]
 
 
+async def test_where_the_opener_is_the_judge_its_agent_cannot_have_the_grader(
+    start: Start,
+) -> None:
+    proxy = await start(ADMIN, "sessions.late_reward=grade", f"sessions.grader={GRADER}")
+    await proxy.admit(10)
+    session = await played(proxy, "judge")
+    body = {"await_reward": True, "deadline": 0.01}
+    refused(await proxy.post("/rl/v1/finalize", body, session["api_key"]), 403, "judge_only")
+    ended = await proxy.post("/rl/v1/finalize", {}, session["api_key"])
+    assert ended.json()["awaits_in"] > 3000
+    judged = await proxy.post("/rl/v1/finalize", {"final_reward": 0.25}, session["judge_key"])
+    assert (judged.json()["state"], judged.json()["final_reward"]) == ("finalized", 0.25)
+
+
 async def test_the_keys_next_session_keeps_its_judge(closed: Proxy) -> None:
     session = await played(closed)
     await closed.post("/rl/v1/finalize", {"final_reward": 1}, session["judge_key"])
