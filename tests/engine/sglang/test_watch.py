@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import secrets
 import signal
 import time
 from collections.abc import AsyncIterator, Iterator
@@ -44,6 +45,11 @@ def goes_on(process: EngineProcess) -> Iterator[None]:
     process.signal(signal.SIGCONT)
 
 
+def unused_id() -> str:
+    """Return a new request's id: the engine may still run the request of an earlier test."""
+    return secrets.token_hex(8)
+
+
 @asynccontextmanager
 async def watching(
     url: str, *, hung_after: float = HUNG_AFTER, update_wait: float = 60.0
@@ -82,7 +88,7 @@ async def test_its_calls_are_cut_off_and_go_on_when_it_does(
     process: EngineProcess, stream: bool
 ) -> None:
     """Nothing that came is sampled again, and nothing is missing."""
-    wanted = request("long", max_new_tokens=LENGTH, temperature=1.0, ignore_eos=True)
+    wanted = request(unused_id(), max_new_tokens=LENGTH, temperature=1.0, ignore_eos=True)
     async with watching(process.url) as client:
         call = asyncio.create_task(all_of(client, wanted, stream=stream))
         await asyncio.sleep(0.5)
@@ -99,7 +105,9 @@ async def test_its_calls_are_cut_off_and_go_on_when_it_does(
 async def test_its_calls_are_refused_if_it_stays_away(process: EngineProcess, stream: bool) -> None:
     async with watching(process.url, update_wait=3.0) as client:
         call = asyncio.create_task(
-            all_of(client, request("long", max_new_tokens=LENGTH, ignore_eos=True), stream=stream)
+            all_of(
+                client, request(unused_id(), max_new_tokens=LENGTH, ignore_eos=True), stream=stream
+            )
         )
         await asyncio.sleep(0.5)
         process.signal(signal.SIGSTOP)
