@@ -50,7 +50,7 @@ async def drip(wire: Wire, ended: asyncio.Event) -> None:
 async def test_slow_bodies_of_one_session_hold_no_place(
     tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
 ) -> None:
-    """As many as the rank has places, and some more; every other session's call is answered."""
+    """Send more slow bodies than the rank has places; every other session's call is answered."""
     settings = {"client_timeout": 60.0, "max_inflight_calls": 64}
     with running_target(tmp_path, tiny_model_dir, server=settings) as target:
         part: Part = getattr(target, name)
@@ -107,7 +107,7 @@ async def test_a_body_has_one_deadline(
 async def test_waiting_opens_do_not_spend_every_descriptor(
     tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
 ) -> None:
-    """Where the limit of open files cannot be raised: heartbeat, journal and health go on."""
+    """Heartbeat, journal and health go on where the limit of open files cannot be raised."""
     with running_target(tmp_path, tiny_model_dir, open_files=300, max_wait=60.0) as target:
         part: Part = getattr(target, name)
         own = "router" if name == "router" else "rank-0"

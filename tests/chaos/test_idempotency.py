@@ -337,7 +337,7 @@ class Cluster:
         await asyncio.to_thread(rank.start)
 
     def beat(self) -> None:
-        """What the ranks that live would write to the registry."""
+        """Write to the registry for the ranks that live."""
         for number, rank in enumerate(self.ranks):
             if not rank.alive:
                 continue

@@ -1,4 +1,4 @@
-"""What another user of this machine can reach: the program of `tests/e2e/test_two_users.py`.
+"""A list of all that another user can reach: the program of `tests/e2e/test_two_users.py`.
 
 ``python other_user.py UID`` reads a JSON object from standard input, becomes that user, tries
 everything that the object names, and writes what it got as JSON. It imports nothing of ours: the

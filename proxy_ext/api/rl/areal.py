@@ -85,7 +85,7 @@ class ArealStart(_ArealBody):
     grant_only: bool = False
     """Use only a slot of `/grant_capacity`."""
     rewards: Rewards | None = None
-    """As in `/rl/v1/start_session`; the answer has no `judge_key`."""
+    """The same choice as in `/rl/v1/start_session`; the answer has no `judge_key`."""
 
 
 class ArealStarted(BaseModel):

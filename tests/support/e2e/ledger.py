@@ -36,7 +36,7 @@ class Told:
 
     @property
     def end_key(self) -> str:
-        """As `SessionStarted.end_key`: these agents reward themselves."""
+        """The key for its rewards and its end: these agents reward themselves."""
         return self.api_key
 
 
