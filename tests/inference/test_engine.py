@@ -180,6 +180,8 @@ async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
         assert same is engine
         stream = engine.agenerate_stream(prompt="a", max_tokens=2000, ignore_eos=True)
         await anext(stream)
+        # A paused engine cannot finish them before it is closed.
+        await engine.ask(lambda pool: pool.pause())
         running = asyncio.create_task(engine.agenerate(prompt="b", ignore_eos=True))
         await asyncio.sleep(0)
     for ends in (running, anext(stream)):
