@@ -57,8 +57,10 @@ class SessionAffinity:
 
     def locate(
         self, path: str, query: str, headers: CIMultiDictProxy[str]
-    ) -> tuple[int | None, bool]:
-        """Return the rank of the session that a request names, and whether it names one at all.
+    ) -> tuple[int | None, bool, str]:
+        """Return the rank of the session that a request names, whether it names one, and its key.
+
+        The key is "" without one; behind a path prefix it is the prefix, which may be an id.
 
         The path prefix counts, else the key, the header, the query, or a session in the path. The
         rank is None as well for a forged key or a malformed id, which any rank refuses. NotFound
@@ -74,13 +76,13 @@ class SessionAffinity:
         prefix = session_prefix(path)
         if prefix is not None:
             # With a prefix other bearers ("DUMMY") mean nothing.
-            return self._common_rank([prefix, *named]), True
+            return self._common_rank([prefix, *named]), True, prefix
         bearer = key_in(headers)
         if bearer.startswith(LANE_KEY_PREFIXES):
             named.append(bearer)
         if path.startswith(SESSIONS_PATH):
             named.append(path[len(SESSIONS_PATH) :].partition("/")[0])
-        return self._common_rank(named), bool(named)
+        return self._common_rank(named), bool(named), bearer
 
     def rank_of(self, name: str) -> int | None:
         """Return the rank of a session key or id; None if it is neither. Errors as in `locate`."""

@@ -17,7 +17,7 @@ from typing import Any, cast
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
-from multidict import CIMultiDictProxy, istr
+from multidict import istr
 
 from any_agent.auth.access import (
     NOBODY,
@@ -39,13 +39,12 @@ from any_agent.errors import (
     ServiceUnavailable,
     Unauthenticated,
 )
-from any_agent.keys import session_prefix
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
 from any_agent.runtime.metrics import watch_loop_lag
 from any_agent.runtime.open_files import HEALTH, ConnectionLimit
 from any_agent.runtime.request_limits import MAX_REQUESTS, RequestLimits, Reservation
-from router.affinity import SessionAffinity, key_in
+from router.affinity import SessionAffinity
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
 from router.client_response import SERVER, ClientResponder
@@ -168,11 +167,11 @@ class Router:
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
             path = unquote(path)
-        rank, named = self._affinity.locate(path, query, request.headers)
+        rank, named, key = self._affinity.locate(path, query, request.headers)
         own = self._own.get((request.method, path))
         if own is None and not named and request.method == "POST" and path.startswith("/rl/"):
             own = self._pass_on_by_body
-        caller = self._caller(path, request.headers)
+        caller = self._caller(key)
         scope = caller.scope
         if scope in (Scope.NONE, Scope.SESSION, Scope.JUDGE, Scope.TENANT):
             reservation.charge_to(caller.identity)
@@ -188,11 +187,10 @@ class Router:
             return await self.forwarder.pass_on(request, None, body)
         return await own(request, body)
 
-    def _caller(self, path: str, headers: CIMultiDictProxy[str]) -> Caller:
-        """Return the holder of the request's key, nobody for a wrong one, which ranks refuse."""
-        key = session_prefix(path)
+    def _caller(self, key: str) -> Caller:
+        """Return the holder of a request's key, nobody for a wrong one, which ranks refuse."""
         try:
-            return self._access.caller(key_in(headers) if key is None else key)
+            return self._access.caller(key)
         except Unauthenticated:
             return NOBODY
 

@@ -30,7 +30,7 @@ class RequestBody:
         self._request = request
         self._content = request.content
         self._limit = limit = server.max_body_bytes
-        self._timeout = BodyTimeout(part=server.client_timeout, whole=server.body_timeout)
+        self._server = server
         self._reservation = reservation
         length = request.content_length
         if length is not None and length > limit:
@@ -68,13 +68,14 @@ class RequestBody:
 
     async def _parts(self, limit: int) -> AsyncIterator[bytes]:
         await self._continue()
-        size = 0
+        size, server = 0, self._server
+        timeout = BodyTimeout(part=server.client_timeout, whole=server.body_timeout)
         while True:
             try:
-                async with self._timeout.next_part():
+                async with timeout.next_part():
                     part = await self._content.readany()
             except TimeoutError:
-                raise self._timeout.error() from None
+                raise timeout.error() from None
             if not part:
                 return
             size += len(part)

@@ -33,7 +33,7 @@ BAD_KEYS = {
 
 def place(path: str = "/v1/x", query: str = "", **headers: str) -> tuple[int | None, bool]:
     named = {name.replace("_", "-"): value for name, value in headers.items()}
-    return AFFINITY.locate(path, query, CIMultiDictProxy(CIMultiDict(named)))
+    return AFFINITY.locate(path, query, CIMultiDictProxy(CIMultiDict(named)))[:2]
 
 
 def bearer(key: str) -> dict[str, str]:
