@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import json
 import logging
-import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping
@@ -180,13 +179,14 @@ class TrainingLoop:
             return False
 
     def _run(self) -> None:
+        self.policy.clock.start()
         self._catch_up()
         if not self._done:
             self._announce_state("training")
             self._source.begin(self._publisher.version)
         try:
             if not self._done:
-                self.evaluate(self.policy.steps, False)
+                self._evaluate()
             while not self._done:
                 self._step()
         except InterruptedError:
@@ -228,13 +228,13 @@ class TrainingLoop:
     # -- one step ------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        started = time.perf_counter()
+        clock = self.policy.clock
         groups = self._wait()
+        clock.lap("wait")
         if not groups:
             self._exhausted = True
             self._say(f"data      all items are finished, at step {self.policy.steps}")
             return
-        waited = time.perf_counter()
         if notice := self._zero_variance.trainability.take_notice():
             self._announce(f"untrained {notice}")
         taken = self._manifest(groups)
@@ -251,29 +251,27 @@ class TrainingLoop:
                 folder=self.dir.manifests,
             )
         result = self._optimize(batch, taken)
-        trained = time.perf_counter()
         if result is not None:
             self._publish()
-        published = time.perf_counter()
         self._settle(batch, taken, self.policy.steps if result is not None else None)
+        clock.lap("sync")
         if result is None:
             reasons = dict(Counter(batch.rejected.values()))
             log.warning("a batch gave no step; its sessions were rejected: %s", reasons)
             # All sessions may have been too old because an engine lost its weights.
             self._publisher.repair()
             return
-        self._report(
-            batch,
-            result,
-            wait=waited - started,
-            train=trained - waited,
-            publish=published - trained,
-        )
+        self._report(batch, result)
         if self.policy.steps % self.config.train.checkpoint_every == 0:
             self._save()
             announce_best_effort(self._executor, self._status)
+            clock.lap("checkpoint")
         if not self._done:
-            self.evaluate(self.policy.steps, False)
+            self._evaluate()
+
+    def _evaluate(self) -> None:
+        self.evaluate(self.policy.steps, False)
+        self.policy.clock.lap("evaluate")
 
     def _manifest(self, groups: list[Group]) -> Manifest:
         """Return the next step's manifest, as far as it is known before the batch is made."""
@@ -419,13 +417,14 @@ class TrainingLoop:
             found |= self._write(
                 lambda: self._executor.replay(leased, timeout=10 * TIMEOUT), "the ranks' journals"
             )
+        self.policy.clock.lap("wait")
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
         batch = self._batch(groups, taken)
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
         result = self._optimize(batch, taken)
         if result is not None and taken.step > self._reported:
             # The trainer was killed before it could report this step.
-            self._report(batch, result, wait=0, train=0, publish=0)
+            self._report(batch, result)
         # Without the rows, which would fill memory until all steps are published.
         return replace(batch, rows=[], ages=[]), taken
 
@@ -485,14 +484,16 @@ class TrainingLoop:
             oldest_step=min(complete_checkpoints(self.dir.checkpoints), default=None),
         )
 
-    def _report(self, batch: TrainingBatch, result: StepResult, **seconds: float) -> None:
+    def _report(self, batch: TrainingBatch, result: StepResult) -> None:
+        clock = self.policy.clock
         # A repeated step is not published by itself.
         version = self._publisher.versions.highest
-        line = step_line(self.policy.steps, version, batch, result, self._source, seconds)
+        line = step_line(self.policy.steps, version, batch, result, self._source, clock.take())
         self._write(lambda: append_line(self.dir.metrics, json.dumps(line)), "a metric's line")
         self.metrics.record_step(line)
         text = "step {step}: reward {reward:.3f}, {sessions} sessions, {tokens} tokens, staleness "
         log.info("%s", (text + "{staleness_mean:.2f}, version {version}").format_map(line))
+        clock.lap("report")
 
 
 def _steps(steps: list[int]) -> str:

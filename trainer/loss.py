@@ -49,10 +49,15 @@ class LossConfig:
 class LossStats:
     """Sums over trained tokens, so that micro-batches and ranks add up exactly.
 
-    :meth:`means` gives the means. ``entropy`` is nan where the loss was given none.
+    :meth:`means` gives the means. ``entropy`` is nan where the loss was given none. The policy
+    fills the counts of the passes' tokens.
     """
 
     tokens: int = 0
+    tokens_computed: int = 0
+    """Tokens that went through the model, padding included."""
+    tokens_in_rows: int = 0
+    """Tokens of the rows: those that went through it if each row was computed alone."""
     loss: float = 0.0
     """The loss, already divided by N: the parts of one batch add up to its loss."""
     ratio: float = 0.0
@@ -61,20 +66,23 @@ class LossStats:
     weight: float = 0.0
     is_capped: float = 0.0
     mismatch: float = 0.0
+    mismatch_max: float = 0.0
+    """The largest difference of a token's log-probabilities in engine and trainer, not a sum."""
     entropy: float = 0.0
 
     def __add__(self, other: LossStats) -> LossStats:
-        pairs = ((getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
-        return LossStats(*(a + b for a, b in pairs))
+        pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
+        return LossStats(*(max(a, b) if n == "mismatch_max" else a + b for n, a, b in pairs))
 
     def means(self) -> dict[str, float]:
-        """Return ``loss`` and ``tokens`` as they are, everything else per trained token.
+        """Return the loss, counts and the maximum as they are, everything else per trained token.
 
         ``mismatch`` is ``E[r - log r - 1]``, r = pi_prox / mu: how far the engine's
         log-probabilities are from the trainer's (an estimate of their KL divergence, nats).
         """
         n = max(self.tokens, 1)
-        whole = {"tokens": float(self.tokens), "loss": self.loss}
+        counts = ("tokens", "tokens_computed", "tokens_in_rows", "loss", "mismatch_max")
+        whole = {name: float(getattr(self, name)) for name in counts}
         rest = (f.name for f in fields(self) if f.name not in whole)
         return whole | {name: getattr(self, name) / n for name in rest}
 
@@ -162,6 +170,7 @@ def policy_loss(
             weight=float(weight.sum()),
             is_capped=float((raw_weight > config.is_cap).sum()),
             mismatch=float((torch.exp(log_r) - log_r - 1).sum()),
+            mismatch_max=float((fixed - behaviour).abs().max()) if logprobs.numel() else 0.0,
             entropy=float("nan") if entropies is None else float(entropies.sum()),
         )
     return loss, stats

@@ -25,11 +25,36 @@ DISK_FULL = Metric(
     "gauge",
     "1 while the trainer waits for space on a full disk; it goes on by itself.",
 )
+PHASES: Mapping[str, str] = {
+    "wait": "for trajectories",
+    "pack": "rows, manifest, micro-batches",
+    "forward": "passes of the model, and the loss",
+    "backward": "passes",
+    "optimizer": "clipping and update",
+    "sync": "new weights to all engines, acknowledgement",
+    "report": "this line",
+    "checkpoint": "writing it",
+    "evaluate": "an evaluation",
+}
+"""The phases in their order. The last three follow a step's line, and stand in the next one."""
 SECONDS = Metric(
     "any_agent_train_seconds_total",
     "counter",
-    "Seconds that steps took by phase: wait (for trajectories), train, publish (new weights).",
+    "Seconds of training by phase, up to the latest step's line: "
+    + ", ".join(f"{phase} ({what})" for phase, what in PHASES.items())
+    + ".",
     ("phase",),
+)
+TOKENS_COMPUTED = Metric(
+    "any_agent_train_tokens_computed_total",
+    "counter",
+    "Tokens that went through the model in training, padding included.",
+)
+TOKENS_IN_ROWS = Metric(
+    "any_agent_train_tokens_in_rows_total",
+    "counter",
+    "Tokens of the rows trained on, prompts included. Divided by the computed ones: below 1 is "
+    "padding, above 1 are shared prefixes that were computed once.",
 )
 TOKENS = Metric(
     "any_agent_train_tokens_total", "counter", "Sampled tokens trained on; its rate is tokens/s."
@@ -57,12 +82,21 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "grad_norm": Metric(
         "any_agent_train_grad_norm", "gauge", "The gradient's norm before clipping, latest step."
     ),
+    "learning_rate": Metric(
+        "any_agent_train_learning_rate", "gauge", "The learning rate of the latest step."
+    ),
     "loss": Metric("any_agent_train_loss", "gauge", "The policy loss of the latest step."),
     "mismatch": Metric(
         "any_agent_train_logprob_mismatch",
         "gauge",
         "E[r - log r - 1], r the trainer's over the engine's probability of a sampled token, "
         "latest step: how far engine and trainer disagree (nats). Near 0, but for staleness.",
+    ),
+    "mismatch_max": Metric(
+        "any_agent_train_logprob_difference_max",
+        "gauge",
+        "The largest difference of a token's log-probabilities in engine and trainer, latest step "
+        "(nats).",
     ),
     "is_capped": Metric(
         "any_agent_train_capped_ratio",
@@ -103,10 +137,11 @@ EVAL_EPISODES = Metric(
 )
 EVAL_SECONDS = Metric("any_agent_eval_seconds_total", "counter", "Seconds spent on evaluations.")
 
-_TOTALS = (TOKENS, INTERACTIONS, TRAINED, EVAL_SECONDS)
+_TOTALS = (TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS, INTERACTIONS, TRAINED, EVAL_SECONDS)
 _LABELLED_TOTALS = (SECONDS, REJECTED, EVAL_EPISODES)
 METRICS = (
-    *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, INTERACTIONS, TRAINED, REJECTED),
+    *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS),
+    *(INTERACTIONS, TRAINED, REJECTED),
     *(*_STEP_GAUGES.values(), CLIPPED),
     *(EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
 )
@@ -129,7 +164,7 @@ class TrainerMetrics:
         self._step = 0
         self._totals: dict[Metric, float] = dict.fromkeys(_TOTALS, 0)
         self._labelled: dict[Metric, Counter[str]] = {m: Counter() for m in _LABELLED_TOTALS}
-        self._labelled[SECONDS].update(wait=0, train=0, publish=0)
+        self._labelled[SECONDS].update(dict.fromkeys(PHASES, 0))
         self._latest: Mapping[str, Any] = {}
         self._evaluated: Mapping[str, Any] = {}
 
@@ -141,6 +176,8 @@ class TrainerMetrics:
         """Record a finished step from its line of metrics.jsonl."""
         self._labelled[SECONDS].update(line["seconds"])
         self._totals[TOKENS] += int(line["tokens"])
+        self._totals[TOKENS_COMPUTED] += int(line["tokens_computed"])
+        self._totals[TOKENS_IN_ROWS] += int(line["tokens_in_rows"])
         self._totals[INTERACTIONS] += line["interactions"]
         self._latest = line
 
@@ -210,8 +247,9 @@ def step_line(
         "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
         "staleness_max": max(batch.ages, default=0),
         "grad_norm": result.grad_norm,
+        "learning_rate": result.learning_rate,
         **result.stats.means(),
-        "seconds": {phase: round(value, 4) for phase, value in seconds.items()},
+        "seconds": {phase: round(seconds.get(phase, 0.0), 4) for phase in PHASES},
         "capacity": now.model_dump() if now else None,
         "epoch": source.epoch,
         "stats": without_counts(stats_tracker.export_all()),

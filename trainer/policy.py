@@ -26,6 +26,7 @@ from trainer.packing import (
     micro_batches,
     trained_tokens,
 )
+from trainer.step_clock import StepClock
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
 
@@ -75,6 +76,7 @@ class StepResult:
 
     stats: LossStats
     grad_norm: float
+    learning_rate: float
 
 
 class GradientNotFinite(FloatingPointError):
@@ -116,6 +118,8 @@ class Policy:
             weight_decay=self.config.weight_decay,
         )
         self.steps = 0
+        self.clock = StepClock(self.device)
+        """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
         self._require_plain_head()
@@ -253,6 +257,7 @@ class Policy:
         if not batches:
             raise ValueError("there is nothing to train on")
         self.optimizer.zero_grad(set_to_none=True)
+        self.clock.lap("pack")
         try:
             stats = self.accumulate(batches, total_tokens, config or LossConfig())
             norm = float(
@@ -268,11 +273,13 @@ class Policy:
                 raise self._cause or GradientNotFinite(
                     f"the gradient's norm is {norm} at step {self.steps}"
                 )
+            rate = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
+            self.clock.lap("optimizer")
         self.steps += 1
-        return StepResult(stats, norm)
+        return StepResult(stats, norm, rate)
 
     def accumulate(
         self, batches: Sequence[Batch], total_tokens: int, config: LossConfig
@@ -282,7 +289,12 @@ class Policy:
         self._cause = None
         for k, batch in enumerate(batches):
             loss, part = self._loss(k, batch, total_tokens, config)
+            part.tokens_computed = batch["input_ids"].numel()
+            if "logprobs" in batch:  # else it is idle
+                part.tokens_in_rows = int(batch["attention_mask"].sum())
+            self.clock.lap("forward")
             loss.backward()  # type: ignore[no-untyped-call]
+            self.clock.lap("backward")
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 

@@ -192,11 +192,14 @@ def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def summed(stats: LossStats, world: World) -> LossStats:
-    """Return the statistics summed over all processes; each must call it."""
+    """Return the statistics of all processes together; each must call it."""
     names = [f.name for f in fields(stats)]
     values = torch.tensor([float(getattr(stats, name)) for name in names], dtype=torch.float64)
     values = values.to(world.device)
-    dist.all_reduce(values)
-    out = LossStats(**dict(zip(names, values.tolist(), strict=True)))
-    out.tokens = round(out.tokens)
+    every = [torch.empty_like(values) for _ in range(world.size)]
+    dist.all_gather(every, values)
+    parts = (LossStats(**dict(zip(names, each.tolist(), strict=True))) for each in every)
+    out = sum(parts, LossStats())
+    for name in ("tokens", "tokens_computed", "tokens_in_rows"):
+        setattr(out, name, round(getattr(out, name)))
     return out

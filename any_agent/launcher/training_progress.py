@@ -8,6 +8,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+_STEP_PHASES = ("pack", "forward", "backward", "optimizer")
+
 
 class LogTail:
     """Reads the lines that were added since the last call; from now on, or ``from_start``.
@@ -88,12 +90,13 @@ def _modified(path: Path | None) -> int:
 def format_step(line: dict[str, Any], steps: int) -> str:
     """Format a step's line of `metrics.jsonl`, of so many steps, for the console."""
     seconds = line["seconds"]
+    train = sum(seconds.get(phase, 0.0) for phase in _STEP_PHASES)
     left_out = line.get("left_out") or {}
     why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
     return (
         f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}  "
         f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
-        f"wait {seconds['wait']:.2f} s  train {seconds['train']:.2f} s"
+        f"wait {seconds['wait']:.2f} s  train {train:.2f} s"
         f"{why}"
     )
 

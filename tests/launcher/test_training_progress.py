@@ -12,7 +12,8 @@ from any_agent.runtime.atomic_files import write_atomic
 
 def line(step: int) -> str:
     figures = {"reward": 0.5, "version": step, "staleness_mean": 0.25}
-    return json.dumps({"step": step, "seconds": {"wait": 1.0, "train": 2.0}, **figures})
+    seconds = {"wait": 1.0, "pack": 0.5, "forward": 0.25, "backward": 0.75, "optimizer": 0.5}
+    return json.dumps({"step": step, "seconds": seconds | {"sync": 9}, **figures})
 
 
 def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
@@ -24,7 +25,9 @@ def test_steps_are_shown_once_and_whole(tmp_path: Path) -> None:
     assert progress.new_lines() == []
     metrics.write_text(f"{line(1)}\n{line(2)}\n{line(3)}\n")
     (shown,) = progress.new_lines()
-    assert shown.startswith("step        3/9  reward 0.500  version 3  staleness 0.25")
+    assert shown == (
+        "step        3/9  reward 0.500  version 3  staleness 0.25  wait 1.00 s  train 2.00 s"
+    )
     assert progress.step == 3
 
 

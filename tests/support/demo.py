@@ -26,7 +26,7 @@ def step(number: int, **changes: Any) -> Step:
         "rejected": {"no_variance": 8 * number},
         "staleness_mean": 0.25,
         "grad_norm": 1.0,
-        "seconds": {"wait": 1.0, "train": 0.5, "publish": 0.1},
+        "seconds": {"wait": 1.0, "forward": 0.2, "backward": 0.3, "sync": 0.1},
     } | changes
 
 

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import math
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 from prometheus_client.parser import text_string_to_metric_families
+from transformers import AutoModelForCausalLM
 
-from tests.support.trainer.episodes import pair
+from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
-from trainer.metrics import METRICS, TrainerMetrics
+from trainer import loop, step_clock
+from trainer.metrics import METRICS, PHASES, TrainerMetrics
+from trainer.policy import Policy
 
 
 def shown(metrics: TrainerMetrics) -> dict[tuple[str, ...], float]:
@@ -39,10 +45,14 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
     last = lines[-1]
     assert now["any_agent_train_step",] == 2
     assert now["any_agent_train_version",] == 2 == last["version"]
-    for phase in ("wait", "train", "publish"):
+    assert list(last["seconds"]) == list(PHASES)
+    for phase in PHASES:
         total = sum(line["seconds"][phase] for line in lines)
         assert math.isclose(now["any_agent_train_seconds_total", phase], total, abs_tol=1e-3)
     assert now["any_agent_train_tokens_total",] == sum(line["tokens"] for line in lines) == 8
+    for which in ("computed", "in_rows"):
+        total = sum(line[f"tokens_{which}"] for line in lines)
+        assert now[f"any_agent_train_tokens_{which}_total",] == total == 4 * 5
     assert now["any_agent_train_interactions_total",] == 4
     assert now["any_agent_train_sessions_total",] == 4
     rejected = {key[1]: value for key, value in now.items() if "rejected" in key[0]}
@@ -52,8 +62,10 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         "staleness_mean_steps": "staleness_mean",
         "staleness_max_steps": "staleness_max",
         "grad_norm": "grad_norm",
+        "learning_rate": "learning_rate",
         "loss": "loss",
         "logprob_mismatch": "mismatch",
+        "logprob_difference_max": "mismatch_max",
         "capped_ratio": "is_capped",
         "importance_weight_mean": "weight",
         "entropy_nats": "entropy",
@@ -82,3 +94,58 @@ def test_before_the_first_step_nothing_is_made_up() -> None:
     now = shown(TrainerMetrics(dict))
     assert now["any_agent_train_seconds_total", "wait"] == 0
     assert not any("reward" in key[0] or "ratio" in key[0] for key in now)
+
+
+def test_seconds_belong_to_the_phase_that_took_them(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part of a step takes a time of its own on a clock that nothing else moves."""
+    now = 0.0
+
+    def takes(seconds: float, work: Callable[..., Any]) -> Callable[..., Any]:
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            nonlocal now
+            now += seconds
+            return work(*args, **kwargs)
+
+        return timed
+
+    monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
+    monkeypatch.setattr(loop, "append_line", takes(64, loop.append_line))
+    monkeypatch.setattr(loop, "training_batch", takes(2, loop.training_batch))
+    monkeypatch.setattr(Policy, "_loss", takes(4, Policy._loss))
+    monkeypatch.setattr(torch.Tensor, "backward", takes(8, torch.Tensor.backward))
+    monkeypatch.setattr(torch.optim.AdamW, "step", takes(16, torch.optim.AdamW.step))
+    config = config_of(settings, "train.steps=2", "train.checkpoint_every=1")
+    lab = Lab(config, [pair("a"), pair("b")])
+    lab.executor.prepare_batch = takes(1, lab.executor.prepare_batch)  # type: ignore[method-assign]
+    lab.trainer._publish = takes(32, lab.trainer._publish)  # type: ignore[method-assign]
+    lab.trainer._save = takes(128, lab.trainer._save)  # type: ignore[method-assign]
+    lab.trainer.evaluate = takes(256, lambda step, last: None)
+    lab.trainer.train()
+    step = {"wait": 1, "pack": 2, "forward": 4, "backward": 8, "optimizer": 16, "sync": 32}
+    later = {"report": 64, "checkpoint": 128, "evaluate": 256}
+    first, second = lab.metrics
+    assert first["seconds"] == step | {"report": 0, "checkpoint": 0, "evaluate": 256}
+    assert second["seconds"] == step | later
+
+
+def test_figures_of_a_step_against_other_computations(settings: list[str]) -> None:
+    """Two sessions of two turns: rows of 5 and 10 tokens, padded to 10 in one pass."""
+    group = [session(name, reward, turns=2) for name, reward in (("x", 1.0), ("y", 0.0))]
+    lab = Lab(config_of(settings, "train.steps=1"), [group])
+    lab.trainer.train()
+    (line,) = lab.metrics
+    assert (line["tokens"], line["tokens_in_rows"], line["tokens_computed"]) == (8, 30, 40)
+    assert line["learning_rate"] == 1e-3
+    model = AutoModelForCausalLM.from_pretrained(lab.trainer.config.model.path)
+    ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]])
+    with torch.no_grad():
+        every = model(input_ids=ids).logits.double().log_softmax(-1)[0]
+    logprobs = torch.stack([every[at - 1, ids[0, at]] for at in (3, 4, 8, 9)])
+    difference = logprobs + 3.0  # an episode's recorded log-probabilities are -3
+    assert line["mismatch_max"] == pytest.approx(float(difference.abs().max()), rel=1e-5)
+    mismatch = (difference.exp() - difference - 1).mean()
+    assert line["mismatch"] == pytest.approx(float(mismatch), rel=1e-5)
+    entropies = torch.stack([-(every[at].exp() * every[at]).sum() for at in (2, 3, 7, 8)])
+    assert line["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)

@@ -82,7 +82,7 @@ def test_its_life(config: Config, fake: type[FakeNode], drain: bool, how: Any) -
     node = node_of(service)
     assert node.checked.wait(LIMIT)
     line = '{"step": 1, "reward": 1, "version": 1, "staleness_mean": 0, '
-    node.dir.metrics.write_text(line + '"seconds": {"wait": 0, "train": 0}}\n')
+    node.dir.metrics.write_text(line + '"seconds": {"wait": 0}}\n')
     service.stop(drain=drain)
     # The last steps are shown, too, and what was entered in a thread was left in the same.
     assert [text.split()[0] for text in said] == ["step"]
