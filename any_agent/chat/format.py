@@ -117,6 +117,29 @@ class ChatFormat:
                 f"the chat template cannot render these messages: {why}", param="messages"
             ) from e
 
+    def answer_ids(
+        self, messages: list[Message], tools: list[Tool] | None, prompt: Sequence[int]
+    ) -> list[int]:
+        """Return the ids of the last message, an assistant's, after the ``prompt`` before it.
+
+        They are those that the template writes, up to the id that ends a turn.
+
+        Raises:
+            InvalidRequest: a message or tool has no valid shape.
+            TemplateError: the template writes another prompt before an answer than for one.
+        """
+        checked, checked_tools = validate_messages(messages), validate_tools(tools)
+        whole = plain_ids(self.renderer.prompt_ids(checked, checked_tools, generation=False))
+        output = whole[len(prompt) :]
+        if whole[: len(prompt)] != list(prompt) or not output:
+            raise TemplateError(
+                "the chat template writes this answer in a way in which no model gives it; train "
+                "on token ids instead",
+                param="messages",
+            )
+        ends = [k for k, token in enumerate(output) if token in self._stop_ids]
+        return output[: ends[0] + 1] if ends else output
+
     def bridge(
         self,
         output_ids: Sequence[int] | IdArray,

@@ -1,0 +1,211 @@
+"""Supervised fine-tuning: which tokens are trained on, by which loss, and what is refused."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.cli.sft import add_sft_arguments
+from any_agent.errors import AnyAgentError, ConfigError, DatasetError
+from tests.support.true_logprobs import TrueModel
+from trainer.sft import chosen, read_examples, run
+
+USER = {"role": "user", "content": "What is 2 + 2?"}
+ANSWER = {"role": "assistant", "content": "It is 4."}
+MORE = {"role": "user", "content": "And 3 + 3?"}
+LAST = {"role": "assistant", "content": "6"}
+SETTINGS = ("train.lr=0.01", "train.device=cpu", "train.micro_batch_tokens=128")
+VOCABULARY = 300
+
+
+@pytest.fixture(scope="module")
+def chat(tiny_model_dir: Path) -> ChatFormat:
+    return load_chat_format(tiny_model_dir)
+
+
+def write(path: Path, *lines: Mapping[str, Any]) -> Path:
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines), encoding="utf-8")
+    return path
+
+
+def tune(*arguments: object) -> int:
+    parser = argparse.ArgumentParser()
+    add_sft_arguments(parser)
+    return run(parser.parse_args([str(argument) for argument in arguments]))
+
+
+def nats(model: Path, ids: list[int], mask: list[int]) -> float:
+    """The mean negative log-likelihood of a row's trained tokens, by a fresh forward pass."""
+    table = TrueModel(model).logprobs(ids[:1], ids[1:], {"temperature": 1.0})
+    own = table.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
+    return -float((own * torch.tensor(mask[1:])).sum()) / sum(mask)
+
+
+def test_every_answer_is_a_row_that_ends_its_turn(chat: ChatFormat, tmp_path: Path) -> None:
+    data = write(tmp_path / "data", {"messages": [USER, ANSWER, MORE, LAST]})
+    (example,) = read_examples(str(data), chat, chat.vocab_size)
+    assert len(example.rows) == 2
+    for row, (end, answer) in zip(example.rows, ((1, ANSWER), (3, LAST)), strict=True):
+        ids, trained = row["input_ids"].tolist(), row["loss_mask"].bool()
+        prompt = ids[: int(trained.nonzero()[0, 0])]
+        if end == 1:
+            assert prompt == chat.render([USER], None)
+        else:
+            # As the service continues a conversation: all earlier tokens stay.
+            first = example.rows[0]["input_ids"].tolist()
+            assert prompt[: len(first)] == first
+            assert MORE["content"] in chat.decode(prompt[len(first) :])
+        assert trained.nonzero()[:, 0].tolist() == list(range(len(prompt), len(ids)))
+        assert ids[-1] in chat.stop_token_ids
+        assert chat.decode(ids[len(prompt) : -1]) == answer["content"]
+
+
+def test_rows_of_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> None:
+    line = {"input_ids": [5, 6, 7, 8], "loss_mask": [0, 1, 0, 1], "rewards": 1.5, "group_id": "g"}
+    (example,) = read_examples(str(write(tmp_path / "data", line)), chat, VOCABULARY)
+    assert (example.task, example.reward) == ("g", 1.5)
+    (row,) = example.rows
+    assert row["input_ids"].tolist() == line["input_ids"]
+    assert row["loss_mask"].tolist() == line["loss_mask"]
+
+
+def test_it_is_the_likelihood_that_falls(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ids, mask = [3, 17, 40, 41, 42, 43], [0, 0, 1, 1, 0, 1]
+    data = write(tmp_path / "data", {"input_ids": ids, "loss_mask": mask})
+    out = tmp_path / "out"
+    command = ("--data", data, "--model", tiny_model_dir, "--out", out, "--epochs", 5, *SETTINGS)
+    assert tune(*command) == 0
+    printed = capsys.readouterr().out
+    losses = [float(line.split("loss ")[1].split(",")[0]) for line in printed.splitlines()[1:6]]
+    assert losses[0] == pytest.approx(nats(tiny_model_dir, ids, mask), abs=1e-4)
+    assert losses == sorted(losses, reverse=True)
+    assert nats(out, ids, mask) < losses[-1]
+    # The same command gives the same weights.
+    assert tune(*command[:5], tmp_path / "again", *command[6:]) == 0
+    weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
+    assert weights[0] == weights[1]
+
+
+def test_the_held_out_lines_are_measured_and_not_trained_on(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = [{"messages": [USER, {"role": "assistant", "content": f"{n}"}]} for n in range(10)]
+    data, out = write(tmp_path / "data", *lines), tmp_path / "out"
+    options = ("--holdout", 0.3, "--batch", 4)
+    tune("--data", data, "--model", tiny_model_dir, "--out", out, *options, *SETTINGS)
+    printed = capsys.readouterr().out
+    assert "7 examples" in printed and "3 held out" in printed
+    found = re.search(r"held out  ([\d.]+) nats a token before, ([\d.]+) after", printed)
+    assert found is not None
+    before, after = map(float, found.groups())
+    assert after < before
+
+
+def test_the_best_of_each_task(chat: ChatFormat, tmp_path: Path) -> None:
+    row = {"input_ids": [5, 6], "loss_mask": [0, 1]}
+    rewards = {"a": [0.1, 0.9, 0.5], "b": [0.2, 0.2]}
+    lines = [row | {"reward": r, "task_id": t} for t, of in rewards.items() for r in of]
+    examples = read_examples(str(write(tmp_path / "data", *lines)), chat, VOCABULARY)
+    assert [e.reward for e in chosen(examples, min_reward=None, best=2)] == [0.9, 0.5, 0.2, 0.2]
+    assert [e.reward for e in chosen(examples, min_reward=0.5, best=1)] == [0.9]
+    assert chosen(examples, min_reward=None, best=None) == examples
+
+
+ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
+
+
+@pytest.mark.parametrize(
+    "line, error",
+    [
+        ([1], "it is not a JSON object"),
+        ({}, "neither input_ids and loss_mask nor messages"),
+        ({"interactions": [], "input_ids": []}, "export with --style"),
+        (ROW | {"loss_mask": [0, 1]}, "of the same length"),
+        (ROW | {"loss_mask": None}, "of the same length"),
+        (ROW | {"loss_mask": [1, 1, 0]}, "0 on the first"),
+        (ROW | {"loss_mask": [0, 0, 0]}, "1 on some tokens"),
+        (ROW | {"loss_mask": [0, 2, 1]}, "1 on some tokens"),
+        (ROW | {"input_ids": [5, VOCABULARY, 7]}, f"from 0 to {VOCABULARY - 1}"),
+        (ROW | {"input_ids": [5, -1, 7]}, "from 0"),
+        (ROW | {"input_ids": [5, True, 7]}, "whole numbers"),
+        (ROW | {"reward": "high"}, "no finite number"),
+        (ROW | {"reward": float("nan")}, "no finite number"),
+        ({"messages": "hello"}, "messages is not a list"),
+        ({"messages": [USER]}, "no assistant message"),
+        ({"messages": [ANSWER]}, "no assistant message"),
+        ({"messages": [{"role": "user"}, {"role": "assistant", "content": 4}]}, "messages"),
+    ],
+)
+def test_lines_that_cannot_be_trained_on(
+    line: Any, error: str, chat: ChatFormat, tmp_path: Path
+) -> None:
+    data = write(tmp_path / "data", ROW, line)
+    with pytest.raises(DatasetError, match=f"line 2: .*{error}"):
+        read_examples(str(data), chat, VOCABULARY)
+
+
+def test_inputs_that_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    data, there = write(tmp_path / "data", ROW), tmp_path / "there"
+    there.mkdir()
+    (there / "file").touch()
+    new = tmp_path / "new"
+    begin: tuple[Any, ...] = ("--model", tiny_model_dir, "--out", new)
+    cases: list[tuple[tuple[Any, ...], str]] = [
+        (("--data", data, "--out", new), "no model is named"),
+        (("--data", data, "--model", tiny_model_dir, "--out", there), "name a new folder"),
+        (("--data", tmp_path / "none", *begin), "No such file"),
+        (("--data", write(tmp_path / "empty"), *begin), "no line in the data"),
+        (("--data", data, *begin, "--best", 1), "need a reward"),
+        (("--data", data, *begin, "train.processes=2"), "one process"),
+        (("--data", data, *begin, "train.max_row_tokens=16", "--holdout", 0.9), "no line is left"),
+    ]
+    for arguments, error in cases:
+        with pytest.raises(AnyAgentError, match=error) as refused:
+            tune(*arguments)
+        assert isinstance(refused.value, ConfigError | DatasetError)
+        assert not new.exists()
+
+
+def test_an_answer_that_calls_a_tool(chat: ChatFormat, tmp_path: Path) -> None:
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    arguments = '{"a": 2, "b": 2}'
+    call = {"id": "1", "type": "function", "function": {"name": "add", "arguments": arguments}}
+    asked = {"role": "assistant", "content": "", "tool_calls": [call]}
+    result = {"role": "tool", "tool_call_id": "1", "content": "4"}
+    line = {"messages": [USER, asked, result, ANSWER], "tools": [tool]}
+    (example,) = read_examples(str(write(tmp_path / "data", line)), chat, chat.vocab_size)
+    first, last = example.rows
+    ids, own = first["input_ids"].tolist(), int(first["loss_mask"].sum())
+    parsed = chat.parse(ids[-own:], prompt_ids=ids[:-own], tools=[tool]).to_message()
+    (found,) = parsed["tool_calls"]
+    assert found["function"]["name"] == "add"
+    assert json.loads(found["function"]["arguments"]) == json.loads(arguments)
+    assert last["input_ids"].tolist()[: len(ids)] == ids
+
+
+def test_the_command_reads_standard_input(tiny_model_dir: Path, tmp_path: Path) -> None:
+    command = ("-m", "any_agent.cli", "sft", "--data", "-", "--model", str(tiny_model_dir))
+    out = tmp_path / "out"
+    done = subprocess.run(
+        [sys.executable, *command, "--out", str(out), *SETTINGS],
+        input=json.dumps(ROW) + "\n",
+        capture_output=True,
+        text=True,
+        timeout=100,
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == f"model     {out}"
+    assert load_chat_format(out).render([USER], None)
+    assert (out / "model.safetensors").stat().st_size > 1000

@@ -1,0 +1,298 @@
+"""Supervised fine-tuning on recorded or written conversations: ``python -m trainer.sft``.
+
+`any-agent sft` describes its options. Every line of the data is a row of token ids, as ``any-agent
+export --style concat`` writes it, or a conversation (``messages``, ``tools``), of which each
+assistant message is one row: its prompt is context, its own tokens are trained on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import random
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.cli.sft import add_sft_arguments
+from any_agent.config import Config, load_config
+from any_agent.errors import AnyAgentError, ConfigError, DatasetError
+from any_agent.runtime.atomic_files import atomic_folder
+from any_agent.runtime.command_line import guarded, overrides_of
+from trainer.from_config import policy_config, seed_all
+from trainer.loss import LossConfig, LossStats, register_loss
+from trainer.packing import Row, count_trained, micro_batches, with_training_signal
+from trainer.policy import Policy
+from trainer.weight_folders import save_pretrained, tokenizer_of
+
+_WHOLE_SESSION = "interactions"
+
+
+@dataclass(frozen=True, slots=True)
+class Example:
+    """One line of the data: its rows, the task that it is an answer to, and its reward."""
+
+    rows: list[Row]
+    task: str | None
+    reward: float | None
+
+
+@register_loss("sft")
+def likelihood_loss(
+    logprobs: Tensor,
+    behaviour: Tensor,
+    advantages: Tensor,
+    *,
+    total_tokens: int,
+    config: LossConfig,
+    entropies: Tensor | None = None,
+    **_: Any,
+) -> tuple[Tensor, LossStats]:
+    """Return ``-sum(log pi) / N``: the negative log-likelihood per trained token, in nats."""
+    loss = -logprobs.sum() / total_tokens
+    entropy = float("nan") if entropies is None else float(entropies.sum())
+    stats = LossStats(tokens=logprobs.numel(), loss=float(loss.detach()), entropy=entropy)
+    return loss, stats
+
+
+# -- the data --------------------------------------------------------------------------------------
+
+
+def read_examples(path: str, chat: ChatFormat, vocab_size: int) -> list[Example]:
+    """Read JSON lines from a file or, for `-`, from standard input.
+
+    Raises DatasetError, with file and line, for a line that cannot be trained on.
+    """
+    try:
+        with open(path, encoding="utf-8") if path != "-" else sys.stdin as file:
+            return list(_examples(file, path, chat, vocab_size))
+    except OSError as error:
+        raise ConfigError(f"--data {path}: {error.strerror}") from None
+    except UnicodeDecodeError as error:
+        raise DatasetError(f"{path} is not UTF-8 text: {error.reason}") from None
+
+
+def _examples(
+    lines: Iterable[str], path: str, chat: ChatFormat, vocab_size: int
+) -> Iterator[Example]:
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            yield _example(json.loads(line), chat, vocab_size)
+        except (AnyAgentError, ValueError) as error:
+            why = error.message if isinstance(error, AnyAgentError) else str(error)
+            raise DatasetError(f"{path}, line {number}: {why}") from None
+
+
+def _example(item: Any, chat: ChatFormat, vocab_size: int) -> Example:
+    if not isinstance(item, dict):
+        raise DatasetError("it is not a JSON object")
+    if _WHOLE_SESSION in item:
+        raise DatasetError("it is a whole session: export with --style concat or --style messages")
+    if "input_ids" in item:
+        rows = [_token_row(item, vocab_size)]
+    elif "messages" in item:
+        rows = list(_message_rows(item["messages"], item.get("tools"), chat))
+    else:
+        raise DatasetError("it has neither input_ids and loss_mask nor messages")
+    reward = item.get("rewards", item.get("reward"))
+    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
+        raise DatasetError(f"its reward is {reward!r}, which is no finite number")
+    task = item.get("group_id") or item.get("task_id")
+    return Example(rows, task if isinstance(task, str) else None, reward)
+
+
+def _token_row(item: Mapping[str, Any], vocab_size: int) -> Row:
+    ids, mask = item["input_ids"], item.get("loss_mask")
+    if not isinstance(mask, list) or not isinstance(ids, list) or len(mask) != len(ids):
+        raise DatasetError("input_ids and loss_mask must be lists of the same length")
+    if any(type(i) is not int or not 0 <= i < vocab_size for i in ids):
+        raise DatasetError(f"input_ids must be whole numbers from 0 to {vocab_size - 1}")
+    if any(m not in (0, 1) for m in mask) or not any(mask[1:]) or mask[0]:
+        raise DatasetError("loss_mask must be 1 on some tokens, 0 on the first and on all others")
+    return _row(ids, mask)
+
+
+def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
+    """Yield a row for each assistant message, which continues the one before as calls would."""
+    if not isinstance(messages, list):
+        raise DatasetError("messages is not a list")
+    answers = [k for k, m in enumerate(messages) if _is_answer(m)]
+    if not answers or answers[0] == 0:
+        raise DatasetError("messages have no assistant message after another message")
+    prompt: list[int] = []
+    output: list[int] = []
+    for before, k in zip([None, *answers], answers, strict=False):
+        rendered = chat.render(messages[:k], tools)
+        more = None
+        if before is not None:
+            more = chat.bridge(
+                output,
+                messages[before + 1 : k],
+                tools,
+                answer=messages[before],
+                prompt_tail=prompt,
+                past=messages[:before],
+            )
+        prompt = rendered if more is None else [*prompt, *output, *more]
+        output = chat.answer_ids(messages[: k + 1], tools, rendered)
+        yield _row([*prompt, *output], [0] * len(prompt) + [1] * len(output))
+
+
+def _is_answer(message: Any) -> bool:
+    return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _row(ids: Sequence[int], mask: Sequence[int]) -> Row:
+    row = {
+        "input_ids": torch.tensor(ids, dtype=torch.int32),
+        "loss_mask": torch.tensor(mask, dtype=torch.int32),
+        "logprobs": torch.zeros(len(ids), dtype=torch.float32),
+        "versions": torch.tensor(mask, dtype=torch.int32) - 1,
+        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
+        "rewards": torch.tensor(0.0),
+    }
+    return with_training_signal(row, advantage=1.0, temperature=1.0)
+
+
+def chosen(
+    examples: Sequence[Example], *, min_reward: float | None, best: int | None
+) -> list[Example]:
+    """Return the examples with at least this reward, and of each task the ``best`` ones.
+
+    Raises DatasetError if rewards are needed and missing.
+    """
+    if (min_reward is not None or best is not None) and any(e.reward is None for e in examples):
+        raise DatasetError("--min-reward and --best need a reward in every line")
+    if min_reward is not None:
+        examples = [e for e in examples if e.reward is not None and e.reward >= min_reward]
+    if best is None:
+        return list(examples)
+    tasks: dict[Any, list[Example]] = defaultdict(list)
+    for k, example in enumerate(examples):
+        tasks[example.task if example.task is not None else k].append(example)
+    # Sorting is stable: of equal rewards the first lines are taken.
+    return [
+        example
+        for group in tasks.values()
+        for example in sorted(group, key=lambda e: -(e.reward or 0.0))[:best]
+    ]
+
+
+# -- the training ----------------------------------------------------------------------------------
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Train by the arguments of `any-agent sft`, and write the model."""
+    config = _config(arguments)
+    out = Path(arguments.out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise ConfigError(f"--out {out} exists: name a new folder")
+    chat = load_chat_format(
+        config.model.path,
+        renderer=config.model.renderer,
+        enable_thinking=config.model.enable_thinking,
+        thinking_retention=config.model.thinking_retention,
+    )
+    seed_all(config.train.seed)
+    tokenizer = tokenizer_of(config.model.path)
+    policy = Policy.load(config.model.path, policy_config(config.train))
+    vocab_size = policy.model.get_input_embeddings().weight.shape[0]
+    examples = [e for path in arguments.data for e in read_examples(path, chat, vocab_size)]
+    if not examples:
+        raise DatasetError("there is no line in the data")
+    examples = _short_enough(
+        chosen(examples, min_reward=arguments.min_reward, best=arguments.best),
+        config.train.max_row_tokens
+        or policy.model.config.get_text_config().max_position_embeddings,
+    )
+    order = random.Random(config.train.seed)
+    order.shuffle(examples)
+    held = round(arguments.holdout * len(examples))
+    held_out, trained = examples[:held], examples[held:]
+    if not trained:
+        raise DatasetError("no line is left to train on")
+    print(
+        f"data      {len(trained)} examples, "
+        f"{sum(count_trained(e.rows) for e in trained)} tokens trained on, {held} held out"
+    )
+    tuning = _Tuning(policy, config, arguments.batch)
+    before = tuning.loss_of(held_out)
+    for epoch in range(1, arguments.epochs + 1):
+        tuning.epoch(epoch, trained)
+        with atomic_folder(out, replace=True) as folder:
+            save_pretrained(policy, tokenizer, folder)
+        order.shuffle(trained)
+    if before is not None:
+        print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")
+    print(f"model     {out}")
+    return 0
+
+
+def _config(arguments: argparse.Namespace) -> Config:
+    settings = [*overrides_of(arguments)]
+    if arguments.model is not None:
+        settings.append(f"model.path={arguments.model}")
+    config = load_config(arguments.config, settings)
+    if not config.model.path:
+        raise ConfigError("no model is named: give --model DIR")
+    if config.train.processes > 1:
+        raise ConfigError("any-agent sft uses one process: leave train.processes out")
+    return config
+
+
+def _short_enough(examples: Sequence[Example], most: int) -> list[Example]:
+    kept = [e for e in examples if max(row["input_ids"].shape[0] for row in e.rows) <= most]
+    if left_out := len(examples) - len(kept):
+        print(f"data      {left_out} examples are left out: a row has more than {most} tokens")
+    return kept
+
+
+class _Tuning:
+    """The optimizer steps of a run."""
+
+    def __init__(self, policy: Policy, config: Config, batch: int) -> None:
+        self._policy = policy
+        self._budget = config.train.micro_batch_tokens
+        self._batch = batch
+
+    def epoch(self, number: int, examples: Sequence[Example]) -> None:
+        for start in range(0, len(examples), self._batch):
+            rows = [row for e in examples[start : start + self._batch] for row in e.rows]
+            result = self._policy.train(rows, self._budget, LossConfig("sft"))
+            print(
+                f"step {self._policy.steps:<4} epoch {number}, {len(rows)} rows, "
+                f"{result.stats.tokens} tokens, loss {result.stats.loss:.4f}, "
+                f"gradient {result.grad_norm:.3g}",
+                flush=True,
+            )
+
+    def loss_of(self, examples: Sequence[Example]) -> float | None:
+        """Return the mean negative log-likelihood of a trained token; None without examples."""
+        rows = [row for e in examples for row in e.rows]
+        if not rows:
+            return None
+        with torch.no_grad():
+            batches = micro_batches(rows, self._budget)
+            sums = [float(self._policy.token_logprobs(b).logprobs.sum()) for b in batches]
+        return -sum(sums) / count_trained(rows)
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(prog="any-agent sft")
+    add_sft_arguments(parser)
+    arguments = parser.parse_args()
+    return guarded(lambda: run(arguments))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
