@@ -8,6 +8,7 @@
     sk-trainer.<id>.<secret>     the same; with "run" as id the run's own key, derived, not stored
     sk-tenant.<id>.<secret>      created by `any-agent keys create`, stored as a hash
     sk-engine.<hmac>             the key of a run's engines, derived, in a file for their clients
+    sk-metrics.<hmac>            the key of the trainer's metrics, derived, not stored
 
 A session's key names a lane on a rank and nothing else, so that a router reads the rank, and a rank
 checks the key, without a table.
@@ -31,9 +32,16 @@ LANE_KEY_PREFIXES = (SESSION_KEY_PREFIX, JUDGE_KEY_PREFIX)
 KEPT_SCOPES = ("admin", "trainer", "tenant")
 KEPT_PREFIXES = tuple(f"sk-{scope}." for scope in KEPT_SCOPES)
 _ENGINE_KEY = "sk-engine."
-KEY_PREFIXES = (*LANE_KEY_PREFIXES, *KEPT_PREFIXES, _ENGINE_KEY)
+_METRICS_KEY = "sk-metrics."
+KEY_PREFIXES = (*LANE_KEY_PREFIXES, *KEPT_PREFIXES, _ENGINE_KEY, _METRICS_KEY)
 """Prefixes of all keys of this service, genuine or forged."""
 _RUN_KEY = "sk-trainer.run."
+_PURPOSES = {
+    _RUN_KEY: b"any-agent: the key of the run's own trainer and router",
+    _METRICS_KEY: b"any-agent: the key of the trainer's metrics",
+    _ENGINE_KEY: b"any-agent: the key of the run's engines",
+}
+"""The texts that derive the keys with these prefixes from a secret."""
 PLACEHOLDER_SESSION = f"{SESSION_KEY_PREFIX}placeholder"
 """A text in the place of a key, in the base URL of agents that must be given another one."""
 SESSION_ID_PREFIX = "ses-"
@@ -88,14 +96,23 @@ class KeySigner:
     @property
     def run_key(self) -> str:
         """The key of the run's own trainer and router, of scope trainer; it is stored nowhere."""
-        return _run_key(self._secrets(0.0)[0])
+        return _derived(_RUN_KEY, self._secrets(0.0)[0])
 
     def is_run_key(self, key: str) -> bool:
         """Return True if the key is the run key by one of the secrets."""
-        if not key.startswith(_RUN_KEY):
-            return False
-        given = secret_hash(key)
-        return self._any(lambda s: hmac.compare_digest(given, secret_hash(_run_key(s))))
+        return self._is_derived(_RUN_KEY, key)
+
+    @property
+    def metrics_key(self) -> str:
+        """The key that opens the trainer's metrics and nothing else.
+
+        A trainer's port is its own, so another program may have the port of a dead one.
+        """
+        return _derived(_METRICS_KEY, self._secrets(0.0)[0])
+
+    def is_metrics_key(self, key: str) -> bool:
+        """Return True if the key is that of the trainer's metrics by one of the secrets."""
+        return self._is_derived(_METRICS_KEY, key)
 
     def sign_client(self, address: str) -> str:
         """Return the address of a router's client in a form that a rank believes."""
@@ -110,6 +127,12 @@ class KeySigner:
             return hmac.compare_digest(given, _client_mac(secret, address).encode())
 
         return address if self._any(genuine) else None
+
+    def _is_derived(self, prefix: str, key: str) -> bool:
+        if not key.startswith(prefix):
+            return False
+        given = secret_hash(key)
+        return self._any(lambda s: hmac.compare_digest(given, secret_hash(_derived(prefix, s))))
 
     def _any(self, genuine: Callable[[bytes], bool]) -> bool:
         # The second try reads the secrets anew: one may have been added.
@@ -128,9 +151,8 @@ def _mac(secret: bytes, lane: Lane, prefix: str) -> str:
     return hmac.digest(secret, text.encode(), "sha256").hex()[:32]
 
 
-def _run_key(secret: bytes) -> str:
-    mac = hmac.digest(secret, b"any-agent: the key of the run's own trainer and router", "sha256")
-    return f"{_RUN_KEY}{mac.hex()}"
+def _derived(prefix: str, secret: bytes) -> str:
+    return f"{prefix}{hmac.digest(secret, _PURPOSES[prefix], 'sha256').hex()}"
 
 
 @lru_cache(maxsize=4096)
@@ -141,8 +163,7 @@ def _client_mac(secret: bytes, address: str) -> str:
 
 def engine_key(secret: bytes) -> str:
     """Return the key of engines whose run has this secret."""
-    mac = hmac.digest(secret, b"any-agent: the key of the run's engines", "sha256")
-    return f"{_ENGINE_KEY}{mac.hex()}"
+    return _derived(_ENGINE_KEY, secret)
 
 
 _KEPT_KEY = re.compile(r"sk-(admin|trainer|tenant)\.([0-9a-f]{8})\.([0-9a-f]{48})")

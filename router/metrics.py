@@ -134,7 +134,7 @@ METRICS = (_UP, *(metric for metric, _ in _METRICS))
 
 
 class MetricsRoute:
-    """Handles `/metrics`: it checks the caller's key, and scrapes the parts with the run's key."""
+    """Handles `/metrics`: it checks the caller's key, and scrapes the parts with the run's keys."""
 
     def __init__(
         self,
@@ -153,9 +153,8 @@ class MetricsRoute:
     async def show(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer with every part's metrics; a part that does not answer has only `any_agent_up`."""
         self._authorize(request)
-        headers = CIMultiDict({"Authorization": f"Bearer {self._access.signer.run_key}"})
         parts = self._parts()
-        texts = await asyncio.gather(*(self._fetch(url, headers) for url in parts.values()))
+        texts = await asyncio.gather(*(self._fetch(*part) for part in parts.items()))
         up: Values = {(name,): text is not None for name, text in zip(parts, texts, strict=True)}
         read = [(metric, read(self._stats, self._forwarder)) for metric, read in _METRICS]
         own = Exposition("router", lambda: [(_UP, up), *read]).render().decode()
@@ -182,14 +181,17 @@ class MetricsRoute:
             parts[_TRAINER] = trainer.url
         return parts
 
-    async def _fetch(self, url: str, headers: CIMultiDict[str]) -> str | None:
+    async def _fetch(self, part: str, url: str) -> str | None:
         """Return a part's metrics; None if it does not answer with any."""
         if not url:
             return None
+        signer = self._access.signer
+        key = signer.metrics_key if part == _TRAINER else signer.run_key
+        headers = CIMultiDict({"Authorization": f"Bearer {key}"})
         try:
             async with (
                 asyncio.timeout(_TIMEOUT),
-                await self._upstream.send("GET", url, "/metrics", headers.copy(), None) as response,
+                await self._upstream.send("GET", url, "/metrics", headers, None) as response,
             ):
                 body = await response.read()
         except (AnyAgentError, NeverSent, TimeoutError):

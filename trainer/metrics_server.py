@@ -33,7 +33,7 @@ _LAST_WRITE_TIMEOUT = 60.0
 class TrainerHeartbeat:
     """A context manager: while it is open, `/metrics` is served and the registry entry is fresh.
 
-    ``signer`` checks the run's own key, which metrics need. ``ready`` returns False while the
+    ``signer`` checks the key that metrics need. ``ready`` returns False while the
     trainer still starts. ``host`` is an address that the router reaches. ``pid`` is the process
     that the launcher started, if that is not this one.
     """
@@ -128,12 +128,12 @@ class _Handler(BaseHTTPRequestHandler):
             self._reply(error.status, "text/plain; charset=utf-8", f"{error.message}\n".encode())
 
     def _authorize(self) -> None:
-        """Require the run's own key, which the router has; others read the router's metrics."""
+        """Require the key that the router has; others read the router's metrics."""
         headers = self.headers
         bearer = keys.bearer_of(
             headers.get_all("Authorization", []), headers.get_all("X-Api-Key", [])
         )
-        if not self.server.signer.is_run_key(bearer):
+        if not self.server.signer.is_metrics_key(bearer):
             raise Unauthenticated("the trainer's metrics are part of the router's /metrics")
         if self.path.partition("?")[0] != "/metrics":
             raise NotFound("this server has no path but /metrics")

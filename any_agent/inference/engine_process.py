@@ -26,7 +26,7 @@ from any_agent.launcher.engines import (
 from any_agent.launcher.process import SupervisedProcess
 from any_agent.launcher.trial import TrialWeights
 from any_agent.runtime.event_loop import LoopThread
-from any_agent.runtime.ports import reserve, url_of
+from any_agent.runtime.ports import keep, port_of, url_of
 
 log = logging.getLogger(__name__)
 
@@ -100,9 +100,9 @@ def _started(config: Config, weights: TrialWeights) -> Iterator[tuple[str, str]]
     keeper = LoopThread(_NAME)
     with (
         tempfile.TemporaryDirectory(prefix="any-agent-engine-") as folder,
-        reserve(host, 0) as reserved,
+        keep(host) as kept_port,
     ):
-        port = int(reserved.getsockname()[1])
+        port = port_of(kept_port)
         write_key_file(key_file := Path(folder) / "engine-key.yaml", key)
         command = engine_command(
             config, str(weights.path), weights.version, host, port, _NAME, key_file=key_file

@@ -45,6 +45,7 @@ def sees_gpu(dev: Path = Path("/dev")) -> bool:
 
 
 _FIND_SGLANG = "import importlib.util as u; raise SystemExit(u.find_spec('sglang') is None)"
+_START_SGLANG = Path(__file__).with_name("start_sglang.py")
 _EMBEDDED_TIMEOUT = 300.0
 _COMPARE_TIMEOUT = 600.0
 
@@ -199,7 +200,12 @@ def _sglang(config: Config, arguments: list[str], name: str) -> Command:
     else:
         arguments += ["--tp-size", str(engine.gpus)]
     # SGLang's other processes end with the first one.
-    return Command([*arguments, *engine.arguments], engine.python, variables)
+    return Command(
+        [*arguments, *engine.arguments],
+        launch=[str(_START_SGLANG)],
+        python=engine.python,
+        variables=variables,
+    )
 
 
 SHARED_GPUS = "ANY_AGENT_SHARED_GPUS"

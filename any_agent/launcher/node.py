@@ -52,7 +52,7 @@ from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, 
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.disk_space import has_space
-from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
+from any_agent.runtime.ports import accept_on, from_here, keep, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
 _BACKLOG = 2048  # connections that may wait for a router that restarts
@@ -252,7 +252,7 @@ class Node:
         if ranks:
             path, version = self._model.weights()
             self.options.say(f"model     {path}, version {version}")
-        ports = [self._reserve(host, 0) for _ in ranks]
+        ports = [self._keep_port(host) for _ in ranks]
         for rank, port, gpus in zip(ranks, ports, self.gpus.engines, strict=True):
             self._start_engine(rank, port, gpus)
         self._until_ready()
@@ -278,7 +278,7 @@ class Node:
 
     def _start_proxy(self, rank: int, engine: str) -> None:
         name, host = rank_name(rank), self.options.place.host
-        port = self._reserve(host, 0)
+        port = self._keep_port(host)
         arguments = ["proxy_ext", *self._settings, "--rank", str(rank), "--engine-url", engine]
         arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
         if self.options.train:
@@ -378,9 +378,9 @@ class Node:
 
         return ready
 
-    def _reserve(self, host: str, port: int) -> int:
-        """Reserve a port for all starts of a part until the service ends."""
-        return port_of(self._stack.enter_context(reserve(host, port)))
+    def _keep_port(self, host: str) -> int:
+        """Keep a port for all starts of a part until the service ends."""
+        return port_of(self._stack.enter_context(keep(host)))
 
     def _claim_address(self) -> None:
         """Reserve the public address; ConfigError for a port that is in use."""

@@ -34,7 +34,9 @@ class Command:
     """The command of a process, and the signals that end it."""
 
     arguments: Sequence[str]
-    """The arguments after `python -m`."""
+    """The name of a module, and its arguments."""
+    launch: Sequence[str] = ("-m",)
+    """The interpreter's arguments that run a module by its name."""
     python: str | None = None
     """Another environment's interpreter; None: this one."""
     variables: Mapping[str, str] = field(default_factory=dict)
@@ -92,7 +94,7 @@ class SupervisedProcess:
         python = command.python or sys.executable
         with open(self.log, "ab", opener=owner_only) as out:
             self._popen = subprocess.Popen(
-                [*command.before, python, "-m", *command.arguments],
+                [*command.before, python, *command.launch, *command.arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,

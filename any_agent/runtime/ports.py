@@ -2,26 +2,56 @@
 
 from __future__ import annotations
 
+import errno
 import socket
+from contextlib import suppress
 
 from any_agent.errors import ConfigError
 
 
 def reserve(host: str, port: int) -> socket.socket:
-    """Return a socket that is bound to a port (0: any free one); ConfigError if it is in use.
+    """Return a socket, bound to a port (0: any free one), that will listen.
 
-    While it does not listen, no other program or outgoing connection gets the port, but a child
-    that sets SO_REUSEADDR may listen there, also several times.
+    ConfigError for a port in use, unless a process of the same user keeps it (:func:`keep`).
     """
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    listener = socket.socket(family, socket.SOCK_STREAM)
-    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listener.bind((host, port))
+        return _bound(host, port, socket.SO_REUSEADDR)
     except OSError as error:
-        listener.close()
+        if error.errno == errno.EADDRINUSE and not _has_listener(host, port):
+            with suppress(OSError):
+                return _bound(host, port, socket.SO_REUSEADDR, socket.SO_REUSEPORT)
         raise _cannot_listen(host, port, error) from None
-    return listener
+
+
+def keep(host: str, port: int = 0) -> socket.socket:
+    """Return a socket that keeps a port for listeners of other processes, and never listens.
+
+    While it is open, only sockets of the same user that set SO_REUSEPORT get the port, as those of
+    :func:`reserve` do, also several times. With SO_REUSEADDR, any user's sockets would get it as
+    long as none listens.
+    """
+    try:
+        return _bound(host, port, socket.SO_REUSEPORT)
+    except OSError as error:
+        raise _cannot_listen(host, port, error) from None
+
+
+def _bound(host: str, port: int, *options: int) -> socket.socket:
+    made = socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM)
+    try:
+        for option in options:
+            made.setsockopt(socket.SOL_SOCKET, option, 1)
+        made.bind((host, port))
+    except OSError:
+        made.close()
+        raise
+    return made
+
+
+def _has_listener(host: str, port: int) -> bool:
+    with suppress(OSError), socket.create_connection((host, port), timeout=1):
+        return True
+    return False
 
 
 def accept_on(bound: socket.socket, backlog: int) -> None:
@@ -35,8 +65,8 @@ def accept_on(bound: socket.socket, backlog: int) -> None:
 
 def _cannot_listen(host: str, port: int, error: OSError) -> ConfigError:
     return ConfigError(
-        f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or set "
-        "server.port to another port (0 picks a free one)"
+        f"cannot listen on {host}:{port}: {error.strerror}; stop the program that uses it, or "
+        "choose another port, with server.port or --port (0 picks a free one)"
     )
 
 

@@ -12,24 +12,28 @@ from any_agent.auth.access import Caller, Scope
 from any_agent.errors import (
     AnyAgentError,
     Conflict,
+    Forbidden,
     InvalidRequest,
     TooManyRequests,
     Unauthenticated,
     VersionGone,
 )
 from any_agent.keys import JUDGE_KEY_PREFIX, KeySigner, Lane
-from any_agent.protocol.rl import SessionStarted, StartSession
+from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, Rewarder, no_receipt
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
+from proxy_ext.sessions.rewards import JUDGE_ONLY
 from proxy_ext.sessions.session import RecordedSession, clock_stamp
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.slots import GrantBook
 from proxy_ext.web.drain import draining
 from proxy_ext.web.quotas import TenantQuotas
+
+_STRICTNESS: tuple[Rewarder, ...] = ("agent", "both", "judge", "grader", "operator")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,6 +72,9 @@ class SessionOpener:
         graded = self._config.late_reward == "grade" or self._config.implicit
         default: Rewarder = self._config.rewards or ("judge" if graded else "agent")
         self._default_rewards: Rewarder = "grader" if graded and default == "judge" else default
+        judged = graded and self._config.rewards == "judge"
+        self._tenants_rewards: Rewarder = "operator" if judged else self._config.rewards or "agent"
+        """The least strict source of rewards that an opening with a tenant's key may name."""
         self._run = run
         self._quotas = quotas
         self._largest_group = largest_group
@@ -103,7 +110,7 @@ class SessionOpener:
             self._require_room(body, caller, on_grant=areal_task is not None)
             ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
             lane, key, tenant, before = await self._resolve_key(body.api_key, caller)
-            rewards = body.rewards or before or self._default_rewards
+            rewards = self._rewards(body.rewards, before, caller)
             target = _OpenTarget(caller, lane, key, tenant, rewards, ids, grant_only, implicit)
             self._quotas.begin_open(tenant)
             self._opening.add(lane.id)
@@ -161,7 +168,7 @@ class SessionOpener:
             expires_in=row.expires_at - row.created_at,
             idle_in=self._sessions.idle_timeout(row),
             judge_key=None
-            if row.rewarded_by == "agent"
+            if row.rewarded_by in ("agent", "operator")
             else self._signer.key_of(target.lane, JUDGE_KEY_PREFIX),
         )
         # Shielded: if the client leaves now, memory and journal must still agree.
@@ -251,6 +258,23 @@ class SessionOpener:
             self._sessions.admission.release(1)
         else:
             self._discard_unused(group)
+
+    def _rewards(self, named: Rewards | None, before: Rewarder | None, caller: Caller) -> Rewarder:
+        """Return the source of a session's rewards; Forbidden if a tenant names a looser one than
+        the operator."""
+        rewards, least = named or before or self._default_rewards, self._tenants_rewards
+        strict = _STRICTNESS.index(rewards) >= _STRICTNESS.index(least)
+        if strict or caller.scope is not Scope.TENANT:
+            return rewards
+        if named is None:
+            return least
+        raise Forbidden(
+            f"rewards: {named} is looser than this service's sessions.rewards="
+            f"{self._config.rewards}, which binds tenants: leave `rewards` out, or open the "
+            "session with an admin's key",
+            code=JUDGE_ONLY,
+            param="rewards",
+        )
 
     # -- lanes ---------------------------------------------------------------------------------
 

@@ -21,8 +21,9 @@ IMPLICITLY = "implicit: "
 """Prefix of ``opened_by`` in sessions that a model call opened; no caller's name begins with it."""
 
 
-Rewarder: TypeAlias = Rewards | Literal["grader"]
-"""The source of a session's rewards."""
+Rewarder: TypeAlias = Rewards | Literal["grader", "operator"]
+"""The source of a session's rewards: as its opening names it, or, of kind `judge`, the service's
+own grader because the opening named none, or that grader without the opening tenant."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +58,7 @@ class SessionRow:
     """The optimizer step that consumed the session."""
     ended_at: float | None = None
     rewarded_by: Rewarder = "agent"
-    """The source of its rewards; `grader` is a `judge` that the opening did not name."""
+    """The source of its rewards."""
     content: Literal["stored", "archived", "deleted"] = "stored"
     """The store that has the interactions: the journal, an archive, or none."""
 

@@ -129,7 +129,8 @@ class SessionEnder:
         at any deadline.
         """
         by = author(session.row, caller, final)
-        graded = session.row.rewarded_by == "grader" and self._config.late_reward == "grade"
+        rewards, late = session.row.rewarded_by, self._config.late_reward
+        graded = rewards == "operator" or (rewards == "grader" and late == "grade")
         if deadline is not None and not graded:
             raise judge_only(session.row, "set the reward's deadline of")
         ending = self.await_reward(session, deadline, final, by=by, keep=keep, for_judge=True)

@@ -115,7 +115,9 @@ class SessionExpirer:
             self._sessions.watch(session)
             return
         await self._sessions.load(session)
-        graded = self._grader is not None and (self._policy == "grade" or session.row.implicit)
+        graded = self._grader is not None and (
+            self._policy == "grade" or session.row.implicit or session.row.rewarded_by == "operator"
+        )
         if graded and not is_rewarded(session):
             self._start_grading(session)
         elif self._policy == "zero":

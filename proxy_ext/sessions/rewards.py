@@ -53,12 +53,16 @@ def is_agent(row: SessionRow, caller: Caller) -> bool:
     """Return whether a caller counts as the agent of a session that others reward.
 
     Besides the session's own key these are the callers whose key an agent has, too: those without
-    a key in the open mode, and a tenant's where such a call opened the session.
+    a key in the open mode, and a tenant's where such a call opened the session, or where the
+    operator's judge alone rewards.
     """
     if row.rewarded_by == "agent":
         return False
+    if row.rewarded_by == "operator" and caller.scope is Scope.JUDGE:
+        return True  # of an earlier session under the same key
     own = caller.scope is Scope.SESSION or caller is ANYONE
-    return own or (row.implicit and caller.scope is Scope.TENANT)
+    tenants = row.implicit or row.rewarded_by == "operator"
+    return own or (tenants and caller.scope is Scope.TENANT)
 
 
 def author(row: SessionRow, caller: Caller, parts: Parts) -> str:
@@ -78,9 +82,11 @@ def require_judge(row: SessionRow, caller: Caller, action: str) -> None:
 
 def judge_only(row: SessionRow, action: str) -> Forbidden:
     """Return the error for what a session's agent may not do."""
+    theirs = "the judge_key that start_session returned, or the key of its tenant or an admin"
+    key = "an admin's key" if row.rewarded_by == "operator" else theirs
     return Forbidden(
-        f"only its judge may {action} session {row.id} (rewards: {public_rewards(row)}): send the "
-        "judge_key that start_session returned, or the key of its tenant or an admin",
+        f"only its judge may {action} session {row.id} (rewards: {public_rewards(row)}): "
+        f"send {key}",
         code=JUDGE_ONLY,
     )
 

@@ -216,7 +216,8 @@ class RecordedSession:
 
 def public_rewards(row: SessionRow) -> Rewards:
     """Return the source of a session's rewards under its public name."""
-    return "judge" if row.rewarded_by == "grader" else row.rewarded_by
+    by = row.rewarded_by
+    return "judge" if by == "grader" or by == "operator" else by
 
 
 def public_fields(row: SessionRow) -> dict[str, Any]:

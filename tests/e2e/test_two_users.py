@@ -8,13 +8,14 @@ file of the run's folder. The run has an admin key: without one, the service is 
 from __future__ import annotations
 
 import asyncio
+import errno
 import itertools
 import json
 import os
-import pwd
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -34,8 +35,8 @@ from any_agent.engine.embedded.server import EngineServer
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.registry import Registry
 from proxy_ext.web import permissions
-from tests.support import other_user
 from tests.support.e2e.live_run import agent, live_config
+from tests.support.other_user import as_nobody
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0, reason="only root can start a process of another user"
@@ -162,22 +163,6 @@ def routes() -> list[tuple[str, str]]:
     return sorted((method, path) for method, path in named if method in ("GET", "POST", "PUT"))
 
 
-def as_nobody(**work: Any) -> dict[str, Any]:
-    work = {"requests": [], "ports": [], "said": {}, "folders": [], "files": [], **work}
-    nobody = pwd.getpwnam("nobody").pw_uid
-    done = subprocess.run(
-        [sys.executable, other_user.__file__, str(nobody)],
-        input=json.dumps(work),
-        capture_output=True,
-        text=True,
-        timeout=600,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr
-    answer: dict[str, Any] = json.loads(done.stdout)
-    return answer
-
-
 def test_the_other_user_is_another_one(live: Live) -> None:
     """Else the rest would show nothing: what is for everybody, it can have."""
     shared = live.top / "for-everybody"
@@ -230,6 +215,26 @@ def test_no_port_tells_another_user_anything(live: Live) -> None:
         and not re.match(r"HTTP/1\.[01] (400|401|403|404|413|431|501|505) ", answer)
     ]
     assert told == []
+
+
+def test_no_port_of_a_dead_part_is_another_users(live: Live) -> None:
+    """Prompts and keys are sent there meanwhile."""
+    kept = {port: part for (_, port), part in listeners(live).items() if part in ("rank", "engine")}
+    dead = [part for part in live.node.parts.values() if part.kind in ("rank", "engine")]
+    assert len(kept) == len(dead) == 2 * live.node.config.server.ranks
+    for part in dead:
+        os.kill(part.pid, signal.SIGKILL)
+        psutil.Process(part.pid).wait(30)
+    listened = as_nobody(listen=list(kept))["listened"]
+    assert {port: set(results) for port, *results in listened} == {
+        port: {errno.EADDRINUSE} for port in kept
+    }
+    deadline = time.monotonic() + 120
+    while live.node.check() or any(part.state != "ready" for part in dead):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    assert set(kept) <= {port for _, port in listeners(live)}
+    _require_sound(live)
 
 
 def test_no_command_line_shows_a_key(live: Live) -> None:

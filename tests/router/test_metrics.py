@@ -78,6 +78,9 @@ async def test_all_parts_in_one_answer(pair: Lab) -> None:
     present(pair, trainer.url)
     now = await scrape(pair)
     await trainer.kill()
+    # The port of a dead trainer is anybody's.
+    (received,) = trainer.received
+    assert received.values("authorization") == [f"Bearer {pair.signer.metrics_key}"]
     assert now.up() == {"rank-0": 1, "rank-1": 1, "trainer": 1}
     assert now("any_agent_sessions", rank="0", state="open") == 3
     assert now("any_agent_sessions", rank="1", state="open") == 4

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import errno
+import os
 import socket
 import struct
 from collections.abc import Iterator
@@ -8,7 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.ports import accept_on, free_port, reserve, url_of
+from any_agent.runtime.ports import accept_on, free_port, keep, port_of, reserve, url_of
+from tests.support.other_user import as_nobody
 
 
 def test_a_port_in_use_is_named() -> None:
@@ -62,7 +64,7 @@ LOOPBACK_HOSTS = ["127.0.0.1", "localhost", "0.0.0.0", "::1", "::"]
 def reserved(request: pytest.FixtureRequest) -> Iterator[tuple[str, int]]:
     """A host and a port on it that is kept."""
     try:
-        kept = reserve(request.param, 0)
+        kept = keep(request.param)
     except ConfigError:
         pytest.skip(f"this machine has no {request.param}")
     with kept:
@@ -130,3 +132,23 @@ def test_of_two_that_reserve_a_port_the_first_to_listen_has_it() -> None:
                 ConfigError, match=rf"cannot listen on 127\.0\.0\.1:{port}: .*in use"
             ):
                 accept_on(second, 8)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can become another user")
+def test_another_user_gets_no_kept_port_with_any_option() -> None:
+    """A kept port has no listener while its process is dead."""
+    with keep("127.0.0.1") as kept:
+        port = port_of(kept)
+        with reserve("127.0.0.1", port) as listener:
+            listener.listen()
+            with socket.create_connection(("127.0.0.1", port)):
+                listener.accept()[0].close()
+        assert as_nobody(listen=[port])["listened"] == [[port, *[errno.EADDRINUSE] * 16]]
+
+
+def test_a_kept_port_has_one_listener() -> None:
+    """Two programs that share it would get each other's requests."""
+    with keep("127.0.0.1") as kept, reserve("127.0.0.1", port_of(kept)) as first:
+        first.listen()
+        with pytest.raises(ConfigError, match="cannot listen on"):
+            reserve("127.0.0.1", port_of(kept))

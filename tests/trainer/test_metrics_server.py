@@ -22,7 +22,7 @@ from trainer.metrics import TrainerMetrics
 from trainer.metrics_server import TrainerHeartbeat
 
 SIGNER = KeySigner(bytes(range(32)))
-OWN = {"authorization": f"Bearer {SIGNER.run_key}"}
+OWN = {"authorization": f"Bearer {SIGNER.metrics_key}"}
 
 
 def opened(folder: Path) -> TrainerHeartbeat:
@@ -134,15 +134,15 @@ def test_a_disk_that_hangs_delays_no_training(
 
 
 def test_metrics_need_the_runs_own_key(tmp_path: Path) -> None:
-    forged = KeySigner(bytes(32)).run_key
+    forged = KeySigner(bytes(32)).metrics_key
     with opened(tmp_path) as presence:
         url = f"{presence.url}/metrics"
-        for key in ("sk-", "nonsense", forged, SIGNER.mint(0)[1]):
+        for key in ("sk-", "nonsense", forged, SIGNER.mint(0)[1], SIGNER.run_key):
             for headers in ({"authorization": f"Bearer {key}"}, {"x-api-key": key}):
                 answer = httpx.get(url, headers=headers, trust_env=False)
                 assert answer.status_code == 401
                 assert "any_agent_train" not in answer.text
-        for headers in (OWN, {"x-api-key": SIGNER.run_key}):
+        for headers in (OWN, {"x-api-key": SIGNER.metrics_key}):
             answer = httpx.get(url, headers=headers, trust_env=False)
             assert answer.status_code == 200
             assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")

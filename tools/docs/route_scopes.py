@@ -24,6 +24,7 @@ neither its rewards nor its [end](sessions.md#who-rewards) |
 the rewards and the end of one session |
 | none | `sk-engine.<hmac>` | derived at each start of the service | the run's engines, by its \
 ranks, its trainer and the doctor |
+| none | `sk-metrics.<hmac>` | derived, not stored | the trainer's metrics, which the router reads |
 
 A key is sent as `Authorization: Bearer <key>` or `x-api-key: <key>`; a session's key also as the
 first part of the path, `/<key>/v1/...`. Behind such a prefix other keys in the headers are ignored

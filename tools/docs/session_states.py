@@ -61,10 +61,13 @@ TAIL = """## Rewards
 
 `start_session` takes `rewards`; without it, the run's `sessions.rewards` counts (null: `judge`
 where the service's own grader rewards, else `agent`), and with `api_key` the choice of that key's
-session before. The session keeps it; its record shows it as `rewarded_by`.
+session before. The session keeps it; its record shows it as `rewarded_by`. If the operator sets
+`sessions.rewards`, an opening with a tenant's key may name what is stricter (`agent` < `both` <
+`judge`), never what is looser (403 `judge_only`); openings with an admin's or the trainer's key
+may name any.
 Sessions that a workflow opens for agents on a dataset (`OpenAIProxyClient`) are `agent`: the
 workflow sets what they return. AReaL's `start_session` takes `rewards`, too; its answer has no
-`judge_key`.
+`judge_key`, so with `judge` only a tenant's or an admin's key can reward such a session.
 
 | `rewards` | the session's key | others |
 |---|---|---|
@@ -90,7 +93,13 @@ workflow sets what they return. AReaL's `start_session` takes `rewards`, too; it
   need the `judge_key`. Such a caller can still abort a session or open others, because every local
   program is an operator in the open mode. Use keys for agents that you do not trust.
 - In a session that a model call opened (`sessions.implicit`) a tenant's key counts as the agent's,
-  because the agent has it.
+  because the agent has it. **Agents that have a tenant's key** can also open sessions by
+  `start_session`, be their own judge there and pay themselves. Set `sessions.rewards=judge` beside
+  the service's own grader (`late_reward: grade`, `implicit`): then the grader and the operator's
+  keys alone reward tenants' sessions. A tenant gets no `judge_key`, its key counts as the agent's,
+  and its openings name no `rewards`.
+- `late_reward: grade` gives sessions without a reward their grade. With `both` an agent's reward
+  is a reward, so the grader is not called then: choose `judge` where the grader must decide.
 
 ## Requests in a URL
 

@@ -51,7 +51,7 @@ def _parser() -> argparse.ArgumentParser:
 async def _serve(args: argparse.Namespace, key: str | None) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
     from any_agent.engine.embedded.server import EngineServer, listen
-    from any_agent.errors import StartupError
+    from any_agent.errors import ConfigError, StartupError
 
     options = EngineOptions(
         device=args.device,
@@ -71,7 +71,8 @@ async def _serve(args: argparse.Namespace, key: str | None) -> None:
         server = EngineServer(engine, incremental=args.incremental_streaming_output, key=key)
         try:
             runner, port = await listen(server, args.host, args.port)
-        except OSError as exc:
+        except (ConfigError, OSError) as exc:
+            # The launcher tries again, which it does not after a ConfigError.
             raise StartupError(f"cannot listen on {args.host}:{args.port}: {exc}") from exc
         log.info("ready on http://%s:%d", args.host, port)
         stopping = asyncio.create_task(stop.wait())

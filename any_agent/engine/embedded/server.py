@@ -24,6 +24,7 @@ from any_agent.errors import (
     Unauthenticated,
 )
 from any_agent.keys import SecretHash
+from any_agent.runtime.ports import reserve
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
 logger = logging.getLogger(__name__)
@@ -268,6 +269,5 @@ async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRun
         server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=5
     )
     await runner.setup()
-    site = web.TCPSite(runner, host, port)
-    await site.start()
+    await web.SockSite(runner, reserve(host, port)).start()
     return runner, int(runner.addresses[0][1])

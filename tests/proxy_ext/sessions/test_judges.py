@@ -9,7 +9,7 @@ import httpx
 import pytest
 
 from any_agent.auth.key_store import create_key
-from any_agent.keys import lane_in
+from any_agent.keys import KeySigner, lane_in
 from any_agent.launcher.trial import trial_dir
 from proxy_ext.sessions import rewards
 from tests.proxy_ext.api.test_refusals import refusal
@@ -306,6 +306,78 @@ async def test_where_the_opener_is_the_judge_its_agent_cannot_have_the_grader(
     assert ended.json()["awaits_in"] > 3000
     judged = await proxy.post("/rl/v1/finalize", {"final_reward": 0.25}, session["judge_key"])
     assert (judged.json()["state"], judged.json()["final_reward"]) == ("finalized", 0.25)
+
+
+def tenants_key(proxy: Proxy) -> str:
+    """Create the key of a tenant, which an agent may have."""
+    return create_key(trial_dir(proxy.service.config).keys, "tenant", tenant="alice")[0]
+
+
+@pytest.mark.parametrize(
+    ("setting", "looser", "allowed"),
+    [
+        ("judge", ["agent", "both"], ["judge"]),
+        ("both", ["agent"], ["both", "judge"]),
+        ("agent", [], ["agent", "both", "judge"]),
+        ("null", [], ["agent", "both", "judge"]),
+    ],
+)
+async def test_the_operators_choice_binds_tenants(
+    start: Start, setting: str, looser: list[str], allowed: list[str]
+) -> None:
+    proxy = await start(ADMIN, f"sessions.rewards={setting}")
+    await proxy.admit(20)
+    key = tenants_key(proxy)
+    for named in looser:
+        response = await asked(proxy, "POST", "/rl/v1/start_session", key, {"rewards": named})
+        refused(response, 403, "judge_only", f"rewards: {named} is looser than")
+        response = await asked(proxy, "POST", "/rl/start_session", key, {"rewards": named})
+        refused(response, 403, "judge_only", f"rewards: {named} is looser than")
+        assert (await proxy.open(rewards=named))["session_id"], "the operator may"
+    for named in allowed:
+        response = await asked(proxy, "POST", "/rl/v1/start_session", key, {"rewards": named})
+        assert response.status_code == 200, response.text
+    session = (await asked(proxy, "POST", "/rl/v1/start_session", key, {})).json()
+    expected = "agent" if setting == "null" else setting
+    assert (await info(proxy, session))["rewarded_by"] == expected
+
+
+@pytest.mark.parametrize("own", ["sessions.late_reward=grade", "sessions.implicit=true"])
+async def test_where_the_operators_grader_is_the_judge_no_tenant_is(start: Start, own: str) -> None:
+    """An agent that has its tenant's key opens a session of its own, and pays itself."""
+    proxy = await start(ADMIN, "sessions.rewards=judge", own, f"sessions.grader={GRADER}")
+    await proxy.admit(20)
+    key = tenants_key(proxy)
+    for named in ("agent", "both", "judge"):
+        response = await asked(proxy, "POST", "/rl/v1/start_session", key, {"rewards": named})
+        refused(response, 403, "judge_only", f"rewards: {named} is looser than")
+    session = (await asked(proxy, "POST", "/rl/v1/start_session", key, {})).json()
+    assert session["judge_key"] is None
+    assert (await info(proxy, session))["rewarded_by"] == "judge"
+    await proxy.complete(session["api_key"])
+    paid = {"session_id": session["session_id"], "final_reward": 1000}
+    for path in ("/rl/v1/set_reward", "/rl/v1/finalize"):
+        refused(
+            await asked(proxy, "POST", path, key, paid), 403, "judge_only", "send an admin's key"
+        )
+    lane = lane_in(session["api_key"])
+    assert lane is not None
+    # As of an earlier session under the same key.
+    judge = KeySigner(trial_dir(proxy.service.config).signing_secret()).key_of(lane, "sk-judge.")
+    response = await asked(proxy, "POST", "/rl/v1/set_reward", judge, {"final_reward": 1000})
+    refused(response, 403, "judge_only")
+    body = {"session_id": session["session_id"], "await_reward": True, "deadline": 0.01}
+    assert (await asked(proxy, "POST", "/rl/v1/finalize", key, body)).status_code == 200
+
+    async def graded() -> Any:
+        await proxy.service.expiry.sweep()
+        now = await info(proxy, session)
+        return now if now["state"] != "awaiting_reward" else None
+
+    now = await until(graded, "it is graded")
+    assert now["state"] == "finalized" and now["final_reward"] != 1000
+    second = await played(proxy, None)
+    assert second["judge_key"] is not None, "the operator may judge"
 
 
 async def test_the_keys_next_session_keeps_its_judge(closed: Proxy) -> None:

@@ -46,6 +46,7 @@ class Handler(http.server.BaseHTTPRequestHandler):
 def listen():
     class Server(http.server.ThreadingHTTPServer):
         address_family = socket.AF_INET6 if ":" in flag("--host") else socket.AF_INET
+        allow_reuse_port = True  # the launcher keeps the port
 
     inherited = flag("--listener")
     server = Server((flag("--host"), int(flag("--port"))), Handler, bind_and_activate=not inherited)
