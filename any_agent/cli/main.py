@@ -9,7 +9,7 @@ import argparse
 from collections.abc import Sequence
 
 from any_agent import __version__
-from any_agent.cli import demo, doctor, eval, export, keys, run, serve, sessions, sft
+from any_agent.cli import demo, doctor, eval, export, keys, model, run, serve, sessions, sft
 from any_agent.runtime.command_line import guarded, parse
 
 
@@ -26,6 +26,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"any-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, serve, run, doctor, sessions, eval, export, sft, keys):
+    for command in (demo, model, serve, run, doctor, sessions, eval, export, sft, keys):
         command.add_parser(commands)
     return parser

@@ -17,14 +17,14 @@ _HTTP = openai.DefaultHttpxClient(trust_env=False)
 def answer(
     messages: list[dict[str, Any]], correct: Callable[[str], bool], retry: str
 ) -> list[TaskTurn]:
-    """Ask the model once, and once more if the answer is not correct.
+    """Ask the model once, and once more, by ``retry`` if there is one, after a wrong answer.
 
     The OpenAI SDK itself reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
     """
     client = openai.OpenAI(http_client=_HTTP)
     talk = list(messages)
     turns: list[TaskTurn] = []
-    for _ in range(2):
+    for _ in range(2 if retry else 1):
         completion = client.chat.completions.create(model="gpt-4o-mini", messages=talk)  # type: ignore[arg-type]
         text = completion.choices[0].message.content or ""
         tokens = completion.usage.completion_tokens if completion.usage else 0

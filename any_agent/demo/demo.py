@@ -21,8 +21,8 @@ import psutil
 from any_agent.config import Config
 from any_agent.demo.driver import EVALS, Driver
 from any_agent.demo.report import Report, command, next_lines
+from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Tally
-from any_agent.demo.task import items
 from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.training_progress import LogTail
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 
 _MODULE_TIMEOUT = 300.0
-_FINISH_TIMEOUT = 30.0
+_FINISH_TIMEOUT = 120.0
 _CHECK_INTERVAL = 0.2
 _POLL_INTERVAL = 1.0
 
@@ -41,8 +41,11 @@ _POLL_INTERVAL = 1.0
 class Demo:
     """One demo. The main thread runs it; any thread may call :meth:`state`."""
 
-    def __init__(self, config: Config, root: Path, *, permute: bool = False) -> None:
+    def __init__(
+        self, config: Config, root: Path, *, permute: bool = False, setup: Setup = TINY
+    ) -> None:
         self._config = config
+        self._setup = setup
         self._permute = permute
         self._started = time.monotonic()
         self._node: Node | None = None
@@ -57,7 +60,8 @@ class Demo:
             seed=config.train.seed,
             steps=config.train.steps,
             folder=str(root),
-            prompts=EVALS * len(items(held_out=True)),
+            phase=setup.phase,
+            prompts=EVALS * len(setup.task.items(held_out=True)),
         )
 
     def state(self) -> DemoState:
@@ -79,7 +83,8 @@ class Demo:
         self._display = display
         config = self._config
         with peak_memory() as peak:
-            run_module("model", config.model.path, "--seed", config.train.seed)
+            setup = self._setup
+            run_module(setup.module, config.model.path, *setup.options(config.train.seed))
             self._serve()
             self._set(phase="asking the checkpoint, drawing the curve")
             curve, found = self._look_back()
@@ -87,6 +92,7 @@ class Demo:
         before, after = self._before.measures(), self._after.measures()
         assert self._node is not None
         report = Report(
+            model=setup.name,
             seed=config.train.seed,
             steps=config.train.steps,
             ranks=config.server.ranks,
@@ -129,7 +135,8 @@ class Demo:
     async def _drive(self, node: Node) -> None:
         async with asyncio.TaskGroup() as tasks:
             watchers = [tasks.create_task(self._check(node)), tasks.create_task(self._poll(node))]
-            driver = Driver(node.url, seed=self._config.train.seed, permute=self._permute)
+            seed = self._config.train.seed
+            driver = Driver(node.url, seed=seed, permute=self._permute, setup=self._setup)
             await self._evaluate(driver, "before", self._before)
             self._set(phase="training")
             await driver.train(self._training)
@@ -190,6 +197,8 @@ class Demo:
             "user": config.user,
             "root": str(config.root),
             "seed": state.seed,
+            "model": self._setup.name,
+            "tokens": config.sampling.max_new_tokens,
             "metrics": str(run.metrics),
             "curve": str(curve),
             "before": state.before.accuracy,

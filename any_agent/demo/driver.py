@@ -11,29 +11,14 @@ from typing import Any
 
 from any_agent.client.environment import PLACEHOLDER_KEY
 from any_agent.demo.agent import answer
+from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import Tally
-from any_agent.demo.task import (
-    DISCOUNT,
-    RETRY,
-    Item,
-    TaskTurn,
-    is_correct,
-    items,
-    messages,
-    score,
-    shuffled,
-)
+from any_agent.demo.task import DISCOUNT, Item, TaskTurn, messages, score, shuffled
 from any_agent.runtime.environment import environment_with
 from any_agent.sdk import AgentRunner
 
 GROUP_SIZE = 8
-SESSION_TTL = 120.0
-"""Seconds after which the service expires a session that no agent knows, and its group continues
-without it: if a part of the service dies, the response to an opening may be lost."""
 EVALS = 2  # eval sessions for every held-out prompt
-AGENTS = 4  # agents that run at once
-_WAIT = 120.0  # seconds to wait for a slot for a session
-_AGENT_TIMEOUT = 120.0
 _MAX_FAILURES = 100  # consecutive failed sessions that end the demo
 _EPOCHS = 1000  # more passes over the prompts than any run needs; training ends with the run
 _POOL = 32  # scores that the control collects before it swaps them
@@ -42,8 +27,9 @@ _POOL = 32  # scores that the control collects before it swaps them
 class Driver:
     """Runs the agents on the service at ``url``; ``permute`` swaps the sessions' rewards."""
 
-    def __init__(self, url: str, *, seed: int, permute: bool = False) -> None:
+    def __init__(self, url: str, *, seed: int, permute: bool = False, setup: Setup = TINY) -> None:
         self._url = url
+        self._setup = setup
         self._seed = seed
         self._random = random.Random(seed)
         self._pool: list[float] | None = [] if permute else None
@@ -51,11 +37,12 @@ class Driver:
 
     async def evaluate(self, tally: Tally) -> None:
         """Run ``EVALS`` eval sessions on every held-out prompt."""
-        await self._run(items(held_out=True), tally, mode="eval", group_size=EVALS)
+        prompts = self._setup.task.items(held_out=True)
+        await self._run(prompts, tally, mode="eval", group_size=EVALS)
 
     async def train(self, tally: Tally) -> None:
         """Run groups of train sessions until the run has finished."""
-        prompts = shuffled(items(held_out=False), self._seed)
+        prompts = shuffled(self._setup.task.items(held_out=False), self._seed)
         await self._run(prompts, tally, mode="train", group_size=GROUP_SIZE, epochs=_EPOCHS)
 
     async def _run(self, prompts: Sequence[Item], tally: Tally, **options: Any) -> None:
@@ -64,22 +51,25 @@ class Driver:
         Raises AnyAgentError when too many sessions fail in a row or the service opens none.
         """
 
+        task, patience = self._setup.task, self._setup.patience
+
         def agent(row: dict[str, str]) -> dict[str, float]:
             item = Item(**row)
-            turns = answer(messages(item), partial(is_correct, item=item), RETRY)
-            right = [is_correct(turn.text, item) for turn in turns]
+            is_correct = partial(task.is_correct, item=item)
+            turns = answer(messages(item, task.system), is_correct, task.retry)
+            right = [is_correct(turn.text) for turn in turns]
             with self._lock:
                 tally.add(turns, right)
                 return self._rewards(turns, right)
 
         with environment_with(_environment(self._url)):
             runner = _QuietRunner(
-                concurrency=AGENTS,
+                concurrency=self._setup.agents,
                 retries=0,
                 max_failures=_MAX_FAILURES,
-                timeout=_AGENT_TIMEOUT,
-                ttl=SESSION_TTL,
-                wait=_WAIT,
+                timeout=patience,
+                ttl=patience,
+                wait=patience,
                 progress=False,
                 **options,
             )

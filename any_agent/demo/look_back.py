@@ -16,8 +16,9 @@ from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator, PercentFormatter
 
+from any_agent.demo.setups import SETUPS
 from any_agent.demo.state import Step, by_number
-from any_agent.demo.task import items, messages, shuffled
+from any_agent.demo.task import messages, shuffled
 from any_agent.inference import load_engine
 from any_agent.launcher.training_progress import LogTail
 
@@ -69,6 +70,8 @@ def look_back(
     user: str,
     root: str,
     seed: int,
+    model: str,
+    tokens: int,
     metrics: str,
     curve: str,
     before: float,
@@ -78,12 +81,16 @@ def look_back(
     """Draw the curve to a file; return the checkpoint's path and its answers to some prompts."""
     steps = by_number(LogTail(Path(metrics), from_start=True).new_records())
     draw(steps, before=before, after=after, title=title).savefig(curve)
-    prompts = shuffled(items(held_out=True), seed)[:_ANSWERS]
-    with load_engine(experiment, trial, user=user, root=root) as model:
-        texts = [model.chat(messages(item), max_new_tokens=4)["content"] for item in prompts]
-        checkpoint = str(model.path)
-    answers = [(item.prompt, text) for item, text in zip(prompts, texts, strict=True)]
-    return {"checkpoint": checkpoint, "answers": answers}
+    task = SETUPS[model].task
+    prompts = shuffled(task.items(held_out=True), seed)[:_ANSWERS]
+    with load_engine(experiment, trial, user=user, root=root) as engine:
+        answers = [
+            (item.prompt, engine.chat(messages(item, task.system), max_new_tokens=tokens))
+            for item in prompts
+        ]
+        checkpoint = str(engine.path)
+    told = [(prompt, answer["content"]) for prompt, answer in answers]
+    return {"checkpoint": checkpoint, "answers": told}
 
 
 if __name__ == "__main__":

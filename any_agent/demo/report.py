@@ -12,6 +12,7 @@ from typing import TypeAlias
 
 from any_agent.config import Config
 from any_agent.demo.state import Measures
+from any_agent.runtime.command_line import printable
 
 PORT = 8000  # the port on which the commands to type next serve the model
 
@@ -24,6 +25,7 @@ Commands: TypeAlias = Sequence[tuple[str, Sequence[str]]]
 class Report:
     """The figures of a demo, as `--json` writes them."""
 
+    model: str
     seed: int
     steps: int
     ranks: int
@@ -51,10 +53,14 @@ class Report:
     def rows(self) -> list[tuple[str, str, str]]:
         """Return the table's rows: a label, the figure before, the figure after."""
         a, b = self.measures["before"], self.measures["after"]
-        return [
-            ("first answer right", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
+        tries = [
             ("mean reward (at most 1)", f"{a.reward:.3f}", f"{b.reward:.3f}"),
             ("turns per session (at most 2)", f"{a.turns:.2f}", f"{b.turns:.2f}"),
+        ]
+        return [
+            ("first answer right", f"{a.accuracy:.1%}", f"{b.accuracy:.1%}"),
+            # In a task of one turn the reward is the share of right answers.
+            *(tries if max(a.turns, b.turns) > 1 else ()),
             ("tokens per answer", f"{a.tokens:.2f}", f"{b.tokens:.2f}"),
         ]
 
@@ -63,7 +69,8 @@ class Report:
         out = [("curve", self.curve), ("kept", self.checkpoint)]
         label = "asked"
         for prompt, answer in self.answers:
-            out.append((label, f"{prompt}  ->  {answer}"))
+            # An answer may have lines, and whatever else a model writes.
+            out.append((label, printable(f"{prompt}  ->  {' '.join(answer.split())}")))
             label = ""
         out.append(("took", f"{self.seconds:.1f} s, peak memory {self.peak_memory_mib} MiB in all"))
         if self.restarts:

@@ -1,4 +1,4 @@
-"""`any-agent demo`: a tiny model learns from agents that know only a URL and a key."""
+"""`any-agent demo`: a model learns from agents that know only a URL and a key."""
 
 from __future__ import annotations
 
@@ -14,19 +14,20 @@ from typing import TextIO
 from any_agent.config import Config, load_config
 from any_agent.demo.demo import Demo
 from any_agent.demo.display import Display
-from any_agent.demo.driver import GROUP_SIZE, SESSION_TTL
-from any_agent.demo.task import DISCOUNT
+from any_agent.demo.driver import GROUP_SIZE
+from any_agent.demo.setups import SETUPS, TINY, Setup
 from any_agent.errors import ConfigError
 from any_agent.runtime.signals import handle_signals, interrupt
 
 STEPS = 25
-RANKS = 2
+RANKS = TINY.ranks
 EXPERIMENT = "demo"
 
 
 def run_demo(
     *,
     seed: int,
+    model: str = TINY.name,
     steps: int | None = None,
     ranks: int | None = None,
     json_path: str | None = None,
@@ -36,14 +37,17 @@ def run_demo(
     """Run and show the demo, write its figures to ``json_path``, and return 0."""
     if json_path and not Path(json_path).absolute().parent.is_dir():
         raise ConfigError(f"--json {json_path} cannot be written: there is no such folder")
+    setup = SETUPS[model]
+    setup.require()
     root = _folder(keep)
     config = demo_config(
         root,
         seed=seed,
         steps=STEPS if steps is None else steps,
-        ranks=RANKS if ranks is None else ranks,
+        ranks=setup.ranks if ranks is None else ranks,
+        setup=setup,
     )
-    demo = Demo(config, root, permute=permute)
+    demo = Demo(config, root, permute=permute, setup=setup)
     try:
         live = can_draw(sys.stdout, os.environ)
         with handle_signals(interrupt, signal.SIGTERM), Display(demo.state, live=live) as display:
@@ -56,29 +60,24 @@ def run_demo(
     return 0
 
 
-def demo_config(root: Path, *, seed: int, steps: int, ranks: int) -> Config:
+def demo_config(root: Path, *, seed: int, steps: int, ranks: int, setup: Setup = TINY) -> Config:
     """Return the demo's settings; everything else is a default."""
     settings = {
         "root": root / "runs",
         "experiment": EXPERIMENT,
         "trial": f"seed-{seed}",
         "model.path": root / "model",
-        "model.enable_thinking": "false",
         "server.port": 0,
         "server.ranks": ranks,
         "log_level": "info",
-        "sampling.max_new_tokens": 4,
         "sessions.group_size": GROUP_SIZE,
-        "sessions.group_timeout": SESSION_TTL,
+        "sessions.group_timeout": setup.patience,
         "rollout.batch_size": 64,
-        "rollout.max_concurrent": 192,
         "rollout.eta": 2,
         "train.steps": steps,
         "train.seed": seed,
-        "train.discount": DISCOUNT,
-        "train.lr": 1.5e-3,
-        "train.betas": "[0.9, 0.95]",
         "train.checkpoint_every": 20,
+        **setup.settings,
     }
     return load_config(None, [f"{key}={value}" for key, value in settings.items()], environ={})
 

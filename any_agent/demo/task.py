@@ -1,14 +1,17 @@
-"""The demo's task: echo the digit that the prompt names.
+"""The demo's tasks: echo the digit that the prompt names; add two numbers up to 20.
 
-Prompts are template x noun x digit; a fixed part of the (template, noun) pairs is held out.
+Prompts of the first are template x noun x digit; a fixed part of the (template, noun) pairs is held
+out. Of the second, a fixed part of the pairs of numbers is, in both orders.
 """
 
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import combinations_with_replacement
+from typing import NamedTuple, Protocol
 
 SYSTEM = "You answer with one digit."
 RETRY = "Not correct, try again."
@@ -22,16 +25,18 @@ TEMPLATES = (
 )
 NOUNS = ("cat", "dog", "bird", "fish", "horse", "teacher", "farmer", "baker", "pilot", "child")
 _HELD_OUT_EVERY = 5
+NUMBERS = range(2, 21)
+_HELD_OUT_PAIRS = 32
 DISCOUNT = 0.9  # the share of a turn's reward that the turn before it gets
 
 
 @dataclass(frozen=True, slots=True)
 class Item:
-    """One prompt and the digit that answers it."""
+    """One prompt and its answer."""
 
     task_id: str
     prompt: str
-    digit: str
+    answer: str
 
 
 class TaskTurn(NamedTuple):
@@ -58,7 +63,7 @@ def items(*, held_out: bool) -> list[Item]:
 
 def is_correct(answer: str | None, item: Item) -> bool:
     """Return whether the answer is the digit, white space aside."""
-    return (answer or "").strip() == item.digit
+    return (answer or "").strip() == item.answer
 
 
 def score(right: Sequence[bool]) -> float:
@@ -66,9 +71,50 @@ def score(right: Sequence[bool]) -> float:
     return float(right[-1]) * sum(DISCOUNT**k for k in range(len(right))) / len(right)
 
 
-def messages(item: Item) -> list[dict[str, str]]:
-    """Return the first turn's messages."""
-    return [{"role": "system", "content": SYSTEM}, {"role": "user", "content": item.prompt}]
+def messages(item: Item, system: str = SYSTEM) -> list[dict[str, str]]:
+    """Return the first turn's messages, without a system prompt if it is empty."""
+    question = {"role": "user", "content": item.prompt}
+    return [{"role": "system", "content": system}, question] if system else [question]
+
+
+def sums(*, held_out: bool) -> list[Item]:
+    """Return every sum of one split, in a fixed order; the splits share no pair of numbers."""
+    pairs = list(combinations_with_replacement(NUMBERS, 2))
+    kept = set(random.Random(0).sample(pairs, _HELD_OUT_PAIRS))
+    return [
+        Item(f"{a}+{b}", f"What is {a} + {b}?", str(a + b))
+        for a in NUMBERS
+        for b in NUMBERS
+        if ((min(a, b), max(a, b)) in kept) is held_out
+    ]
+
+
+def is_sum(answer: str | None, item: Item) -> bool:
+    """Return whether the last number of the answer is the sum."""
+    return re.findall(r"\d+", answer or "")[-1:] == [item.answer]
+
+
+class Split(Protocol):
+    def __call__(self, *, held_out: bool) -> list[Item]: ...
+
+
+class Judge(Protocol):
+    def __call__(self, answer: str | None, item: Item) -> bool: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """Prompts and the answers that are right. An agent without ``retry`` answers once."""
+
+    items: Split
+    is_correct: Judge
+    system: str = ""
+    retry: str = ""
+    """The message after a wrong first answer."""
+
+
+ECHO = Task(items, is_correct, SYSTEM, RETRY)
+SUMS = Task(sums, is_sum)
 
 
 def corpus() -> Iterator[str]:
@@ -77,7 +123,7 @@ def corpus() -> Iterator[str]:
         for item in items(held_out=split):
             yield f"system\n{SYSTEM}"
             yield f"user\n{item.prompt}"
-            yield f"assistant\n{item.digit}"
+            yield f"assistant\n{item.answer}"
     yield from (f"user\n{RETRY}" for _ in range(100))
 
 

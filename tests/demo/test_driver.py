@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,8 +13,9 @@ import pytest
 import any_agent.demo.driver as driver_module
 from any_agent.chat import load_chat_format
 from any_agent.demo.driver import EVALS, GROUP_SIZE, Driver
+from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import Measures, Tally
-from any_agent.demo.task import DISCOUNT, TaskTurn, items, score
+from any_agent.demo.task import DISCOUNT, ECHO, TaskTurn, items, score
 from any_agent.errors import AgentFailed, TooManyRequests
 from any_agent.record import propagate_rewards
 from any_agent.types import (
@@ -136,13 +138,7 @@ PROMPTS = 3
 async def proxy(
     tmp_path: Path, tiny_model_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> AsyncIterator[Proxy]:
-    """A rank whose model babbles, and few prompts to ask it."""
-
-    def few(*, held_out: bool) -> list[Any]:
-        return items(held_out=held_out)[:PROMPTS]
-
-    monkeypatch.setattr(driver_module, "items", few)
-    monkeypatch.setattr(driver_module, "_WAIT", 0.1)
+    """A rank whose model babbles."""
     monkeypatch.delenv("ANY_AGENT_URL", raising=False)
     chat = load_chat_format(str(tiny_model_dir), enable_thinking=False)
     engine = ScriptedEngine(decode=chat.decode)
@@ -151,15 +147,21 @@ async def proxy(
         yield proxy
 
 
-@pytest.fixture
-def always_right(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(driver_module, "is_correct", lambda text, item: True)
+def few(*, held_out: bool) -> list[Any]:
+    return items(held_out=held_out)[:PROMPTS]
 
 
-@pytest.mark.usefixtures("always_right")
+FEW = replace(TINY, task=replace(ECHO, items=few))
+RIGHT = replace(TINY, task=replace(FEW.task, is_correct=lambda answer, item: True))
+
+
+def driver_of(proxy: Proxy, setup: Setup = FEW) -> Driver:
+    return Driver(proxy.url, seed=0, setup=setup)
+
+
 async def test_each_held_out_prompt_is_asked_some_times(proxy: Proxy) -> None:
     tally = Tally()
-    await Driver(proxy.url, seed=0).evaluate(tally)
+    await driver_of(proxy, RIGHT).evaluate(tally)
     assert (tally.sessions, tally.turns, tally.failed) == (EVALS * PROMPTS, EVALS * PROMPTS, 0)
     assert tally.measures().accuracy == 1.0
     assert tally.tokens > 0
@@ -167,7 +169,7 @@ async def test_each_held_out_prompt_is_asked_some_times(proxy: Proxy) -> None:
 
 async def test_a_wrong_answer_gets_another_try(proxy: Proxy) -> None:
     tally = Tally()
-    await Driver(proxy.url, seed=0).evaluate(tally)
+    await driver_of(proxy).evaluate(tally)
     assert (tally.sessions, tally.turns) == (EVALS * PROMPTS, 2 * EVALS * PROMPTS)
     assert tally.measures().accuracy == 0.0
 
@@ -188,13 +190,12 @@ class Ending(Tally):
             self._proxy.service.run.state = "finished"
 
 
-@pytest.mark.usefixtures("always_right")
 async def test_groups_are_run_until_the_run_has_finished(
     proxy: Proxy, capfd: pytest.CaptureFixture[str]
 ) -> None:
     await proxy.admit(1000)
     tally = Ending(proxy)
-    await Driver(proxy.url, seed=0).train(tally)
+    await driver_of(proxy, RIGHT).train(tally)
     assert 2 * GROUP_SIZE <= tally.sessions < 3 * GROUP_SIZE
     assert (tally.failed, tally.errors) == (0, [])
     assert "stopped" not in capfd.readouterr().err, "the demo's own display shows the end"
@@ -206,19 +207,19 @@ async def test_failures_without_end_end_the_demo(
     monkeypatch.setattr(driver_module, "_MAX_FAILURES", 5)
     await proxy.admit(1000)
     with pytest.raises(AgentFailed, match=r"^\d runs in a row failed.*the agent broke"):
-        await Driver(proxy.url, seed=0).train(Ending(proxy, fails=True))
+        await driver_of(proxy).train(Ending(proxy, fails=True))
 
 
 async def test_a_failure_is_counted_and_the_next_session_goes_on(proxy: Proxy) -> None:
     tally = Ending(proxy, fails=True)
-    await Driver(proxy.url, seed=0).evaluate(tally)
+    await driver_of(proxy).evaluate(tally)
     assert (tally.sessions, tally.failed) == (0, EVALS * PROMPTS)
     assert tally.errors == ["RuntimeError: the agent broke"] * 5
 
 
 async def test_a_trainer_that_wants_no_session_any_more_ends_the_demo(proxy: Proxy) -> None:
     with pytest.raises(TooManyRequests):
-        await Driver(proxy.url, seed=0).train(Tally())
+        await driver_of(proxy, replace(FEW, patience=0.1)).train(Tally())
 
 
 async def test_the_service_is_named_while_the_agents_run(
@@ -229,5 +230,5 @@ async def test_the_service_is_named_while_the_agents_run(
     monkeypatch.setenv("HTTPS_PROXY", "http://127.0.0.1:9")
     monkeypatch.delenv("ANY_AGENT_URL", raising=False)
     before = dict(os.environ)
-    await Driver(proxy.url, seed=0).evaluate(Tally())
+    await driver_of(proxy).evaluate(Tally())
     assert dict(os.environ) == before

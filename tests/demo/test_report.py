@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,8 @@ import pytest
 from any_agent.demo import report
 from any_agent.demo.report import command, next_lines, times
 from any_agent.demo.run import demo_config
+from tests.support.demo import BEFORE
+from tests.support.demo import report as found
 
 
 def lines(root: Path) -> list[tuple[str, list[str]]]:
@@ -56,3 +59,17 @@ def test_the_command_is_one_that_can_be_typed_here(
 
 def test_times() -> None:
     assert [times(n) for n in (1, 2, 3)] == ["once", "twice", "3 times"]
+
+
+def test_a_task_of_one_turn_has_no_rows_about_a_second() -> None:
+    one = {name: replace(BEFORE, turns=1.0) for name in ("before", "after")}
+    rows = [label for label, *_ in found(measures=one).rows()]
+    assert rows == ["first answer right", "tokens per answer"]
+
+
+def test_an_answer_is_told_on_one_line() -> None:
+    facts = found(answers=[("What is 2 + 3?", "Two\nplus\x1b[2J three is 5.")]).facts()
+    assert (
+        "asked",
+        "What is 2 + 3?  ->  Two plus\N{REPLACEMENT CHARACTER}[2J three is 5.",
+    ) in facts

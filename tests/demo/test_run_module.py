@@ -19,6 +19,7 @@ from any_agent.errors import StartupError
 from tests.support.launcher.children import is_alive, until
 
 RUN = {"experiment": "demo", "trial": "seed-0", "user": "u", "root": "r", "seed": 0}
+RUN |= {"model": "tiny", "tokens": 4}
 MARKS = {"before": 0.25, "after": 0.9, "title": "a run"}
 
 

