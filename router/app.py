@@ -65,6 +65,7 @@ _MAX_HEADERS = 128
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _KEEPALIVE = 75.0
 """Seconds after which a connection without a request or with unfinished headers is closed."""
+_MAX_LONG_BODIES = 8  # of the largest size in memory at once
 _ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
 _KEYLESS = ("/healthz", "/readyz", "/health", "/metrics")
 """Paths that the router answers without a key; the route of metrics checks keys itself."""
@@ -87,7 +88,8 @@ class Router:
         server = config.server
         self._access = access
         self._server = server
-        self.limits = RequestLimits(MAX_REQUESTS)
+        self.limits = limits = RequestLimits(MAX_REQUESTS)
+        limits.max_bytes = max(limits.max_bytes, _MAX_LONG_BODIES * server.max_body_bytes)
         self._affinity = affinity = SessionAffinity(access.signer, server.ranks)
         self.stats = RouterStats()
         self.ranks = ranks

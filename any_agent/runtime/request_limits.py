@@ -1,5 +1,5 @@
 """Bounds on the requests under way in a process: their number and the bytes of their bodies, of
-which the holder of one key gets half, and the time in which a body arrives."""
+which a share is kept for other keys than the busiest one, and the time in which a body arrives."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ from any_agent.errors import InvalidRequest, ServiceUnavailable, TooManyRequests
 MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
 MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
 _RETRY_AFTER = 2.0  # seconds
+_SHARE = 2
+"""A key has its share with 1/2 of a limit; beyond it only what nobody else may soon need."""
+_RESERVE = 4
+"""1/4 of a limit is for keys that have less than their share."""
 
 
 @dataclass(slots=True)
@@ -32,12 +36,14 @@ class Reservation:
     _held: _Held | None = None
 
     def charge_to(self, key: str) -> None:
-        """Count the request for its key; TooManyRequests if those of the key are half of all.
+        """Count the request for its key; TooManyRequests if the rest is for other keys.
 
         The operator's and the run's own requests are charged to no key.
         """
-        held = self.limits.held.setdefault(key, _Held())
-        if held.requests >= max(1, self.limits.max_requests // 2):
+        limits = self.limits
+        held = limits.held.setdefault(key, _Held())
+        used = limits.requests - 1
+        if held.requests and _crowds_out(held.requests, used, 1, limits.max_requests):
             raise self._too_much(f"{held.requests} requests")
         held.requests += 1
         self._key, self._held = key, held
@@ -56,7 +62,8 @@ class Reservation:
                 retry_after=_RETRY_AFTER,
             )
         if held is not None:
-            if held.bytes + size > limits.max_bytes // 2 and held.bytes > self.size:
+            crowds_out = _crowds_out(held.bytes, limits.bytes, size, limits.max_bytes)
+            if crowds_out and held.bytes > self.size:
                 raise self._too_much(f"requests of {held.bytes} bytes")
             held.bytes += size
         limits.bytes += size
@@ -73,11 +80,19 @@ class Reservation:
 
     def _too_much(self, what: str) -> TooManyRequests:
         return TooManyRequests(
-            f"{what} of this key are under way here, and one key gets half of what all may have; "
-            "wait for some of them and try again",
+            f"{what} of this key are under way here, and the places that are left are for other "
+            "keys; wait for some of them and try again",
             code="too_many_of_key",
             retry_after=_RETRY_AFTER,
         )
+
+
+def _crowds_out(held: int, used: int, more: int, limit: int) -> bool:
+    """Return whether a key that holds so much of what is used gets no more of a limit.
+
+    So a key that is alone is not bounded by its share, and never leaves the others without any.
+    """
+    return held + more > limit // _SHARE and used + more > limit - limit // _RESERVE
 
 
 @dataclass(slots=True, eq=False)

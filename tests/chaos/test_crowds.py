@@ -46,6 +46,12 @@ async def drip(wire: Wire, ended: asyncio.Event) -> None:
                 return
 
 
+def slow(path: str, key: str, length: int) -> bytes:
+    """Return the head of a request, and the first byte of its body of so many."""
+    head = request("POST", path, b"{", key=key)
+    return head.replace(b"Content-Length: 1\r", b"Content-Length: %d\r" % length)
+
+
 @pytest.mark.parametrize("name", ["router", "proxy"])
 async def test_slow_bodies_of_one_session_hold_no_place(
     tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
@@ -56,14 +62,12 @@ async def test_slow_bodies_of_one_session_hold_no_place(
         part: Part = getattr(target, name)
         _, key = target.open()
         # Too long for the router to wait for the whole of it before a rank gets it.
-        head = request("POST", CHAT, BODY, key=key).replace(
-            b"Content-Length: %d" % len(BODY), b"Content-Length: 100000"
-        )
+        head = slow(CHAT, key, 100_000)
         ended = asyncio.Event()
         async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
             for _ in range(70):
                 wire = await stack.enter_async_context(connected(part))
-                await wire.send(head[:-1])
+                await wire.send(head)
                 group.create_task(drip(wire, ended))
             await asyncio.sleep(1.0)
             for _ in range(20):
@@ -85,9 +89,7 @@ async def test_a_body_has_one_deadline(
         part: Part = getattr(target, name)
         _, key = target.open()
         for path in (CHAT, "/rl/v1/set_reward"):
-            head = request("POST", path, b"{", key=key).replace(
-                b"Content-Length: 1", b"Content-Length: %d" % length
-            )
+            head = slow(path, key, length)
             ended = asyncio.Event()
             async with connected(part) as wire, asyncio.TaskGroup() as group:
                 await wire.send(head)

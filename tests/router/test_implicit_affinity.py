@@ -14,13 +14,15 @@ from any_agent.auth.access import run_dir_of
 from any_agent.auth.key_store import create_key
 from any_agent.protocol.conversation_key import rank_tag, task_of
 from router.affinity import home_of
-from router.implicit_affinity import ImplicitAffinity, LongBodies
+from router.implicit_affinity import ImplicitAffinity
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import Lab, Received
 
 PATH = "/v1/chat/completions"
 IMPLICIT = ("sessions.implicit=true", "sessions.grader=tests.support.graders.by_length")
+ADMIN = "operator-secret-4711"
+OWN = {"Authorization": f"Bearer {ADMIN}"}
 SYSTEM = {"role": "system", "content": "Be brief."}
 
 
@@ -112,10 +114,6 @@ async def test_only_for_those_whose_calls_open_sessions(start_lab: StartLab) -> 
 LONG = {"messages": said(4, "x" * 190_000)}
 
 
-def bodies(lab: Lab) -> LongBodies:
-    return lab.router._conversations.bodies
-
-
 def keep_waiting(lab: Lab) -> asyncio.Event:
     """No rank answers before it is set."""
     go_on = asyncio.Event()
@@ -135,29 +133,33 @@ def forwarded(lab: Lab) -> int:
 
 @pytest.fixture
 async def tight(start_lab: StartLab) -> Lab:
-    """Holds 1.6 MB."""
-    return await start_lab(*IMPLICIT, "server.max_body_bytes=200000", ranks=2)
+    """Holds 1.6 MB of bodies, and has an admin key."""
+    settings = ("server.max_body_bytes=200000", f"server.admin_key={ADMIN}")
+    lab = await start_lab(*IMPLICIT, *settings, ranks=2)
+    lab.router.limits.max_bytes = 1_600_000
+    return lab
 
 
 async def test_long_requests_are_bounded_altogether_and_by_key(tight: Lab) -> None:
     go_on = keep_waiting(tight)
     asked: list[asyncio.Task[httpx.Response]] = []
+    stored = run_dir_of(tight.config).keys
+    keys = [create_key(stored, "tenant", tenant=name)[0] for name in ("one", "two", "three")]
 
     def settled() -> tuple[int, int]:
         return forwarded(tight), sum(task.done() for task in asked)
 
-    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-one")) for _ in range(6)]
-    await until(lambda: settled() == (4, 2))
-    asked += [asyncio.create_task(tight.post(PATH, LONG, "sk-two")) for _ in range(6)]
+    # Of 8 such bodies one key gets 6, whoever else calls.
+    asked += [asyncio.create_task(tight.post(PATH, LONG, keys[0])) for _ in range(8)]
+    await until(lambda: settled() == (6, 2))
+    assert {task.result().status_code for task in asked if task.done()} == {429}
+    asked += [asyncio.create_task(tight.post(PATH, LONG, keys[1])) for _ in range(4)]
     await until(lambda: settled() == (8, 4))
-    assert {task.result().status_code for task in asked if task.done()} == {503}
-    assert (await tight.post(PATH, LONG, "sk-three")).status_code == 503
-    short = asyncio.create_task(tight.post(PATH, {"messages": said(4)}, "sk-one"))
+    assert (await tight.post(PATH, LONG, keys[2])).status_code == 503
     go_on.set()
-    assert (await short).status_code == 200
     assert [(await task).status_code for task in asked].count(200) == 8
-    assert (bodies(tight).total, bodies(tight).by_key) == (0, {})
-    assert (await tight.post(PATH, LONG, "sk-one")).status_code == 200
+    assert (tight.router.limits.bytes, tight.router.limits.held) == (0, {})
+    assert (await tight.post(PATH, LONG, keys[0])).status_code == 200
 
 
 async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) -> None:
@@ -166,20 +168,19 @@ async def test_what_is_sent_without_its_length_counts_as_what_it_is(tight: Lab) 
             yield content[at : at + 50_000]
 
     async def ask(content: bytes) -> int:
-        return (await tight.http.post(PATH, content=parts(content))).status_code
+        return (await tight.http.post(PATH, content=parts(content), headers=OWN)).status_code
 
     go_on = keep_waiting(tight)
     small = b'{"messages": [{"role": "user", "content": "hi"}]}'
     asked = [asyncio.create_task(ask(small)) for _ in range(20)]
     await until(lambda: forwarded(tight) == 20)
-    assert bodies(tight).total == 0
     long = small + b" " * 80_000
     asked.append(asyncio.create_task(ask(long)))
     await until(lambda: forwarded(tight) == 21)
-    assert bodies(tight).total == len(long)
+    assert tight.router.limits.bytes == 20 * len(small) + len(long)
     go_on.set()
     assert {await task for task in asked} == {200}
-    assert bodies(tight).total == 0
+    assert tight.router.limits.bytes == 0
 
 
 async def test_an_upload_has_its_time(start_lab: StartLab) -> None:
@@ -190,7 +191,7 @@ async def test_an_upload_has_its_time(start_lab: StartLab) -> None:
         await wire.send(f"POST {PATH} HTTP/1.1\r\nhost: 127.0.0.1\r\n{length}\r\n\r\n".encode())
         assert "400" in (await wire.head()).split("\r\n")[0]
         wire.close()
-    assert bodies(tight).total == 0
+    assert tight.router.limits.bytes == 0
 
 
 async def test_a_thread_has_the_body_until_its_end(
@@ -204,12 +205,14 @@ async def test_a_thread_has_the_body_until_its_end(
         return 0
 
     monkeypatch.setattr(ImplicitAffinity, "_rank", read)
-    asked = asyncio.create_task(tight.post(PATH, LONG))
+    asked = asyncio.create_task(tight.post(PATH, LONG, ADMIN))
     try:
         await until(begun.is_set)
         asked.cancel()
-        await until(lambda: not tight.router.stats.running)
-        assert bodies(tight).total > 190_000
+        await asyncio.wait([asked])
+        assert (await tight.get("/healthz")).status_code == 200
+        assert tight.router.limits.bytes > 190_000
     finally:
         go_on.set()
-    await until(lambda: not bodies(tight).total)
+    await until(lambda: not tight.router.stats.running)
+    assert tight.router.limits.bytes == 0

@@ -291,22 +291,36 @@ async def test_too_many_requests_at_once(proxy: Proxy) -> None:
     assert bounds.requests == 0
 
 
-async def test_one_key_gets_half_of_the_requests_and_bytes(
+async def test_one_key_leaves_requests_and_bytes_for_others(
     proxy: Proxy, engine: ScriptedEngine
 ) -> None:
     bounds = proxy.front.limits
     keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
-    async with held_calls(proxy, engine, [keys[0]] * 2):
-        bounds.max_requests = 4
+    bounds.max_requests = 4
+    async with held_calls(proxy, engine, [keys[0]] * 3):
+        # Alone it gets more than its half, but not all.
         turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
         await proxy.complete(keys[1])
-        bounds.max_requests, bounds.max_bytes = 8192, 2 * bounds.bytes
+        bounds.max_requests, bounds.max_bytes = 8192, 4 * bounds.bytes // 3
         turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
         await proxy.complete(keys[1])
         # The operator's own requests belong to no key.
         assert (await proxy.http.get("/rl/v1/sessions")).status_code == 200
     await until(lambda: bounds.requests == 0 and bounds.bytes == 0)
     assert not bounds.held
+
+
+async def test_a_key_gets_its_half_whatever_others_have(
+    proxy: Proxy, engine: ScriptedEngine
+) -> None:
+    bounds = proxy.front.limits
+    keys = [(await proxy.open(mode="eval"))["api_key"] for _ in range(2)]
+    bounds.max_requests = 8
+    # The reserve is another key's, up to its own half.
+    async with held_calls(proxy, engine, [keys[0]] * 6), held_calls(proxy, engine, [keys[1]]):
+        turned_away(await proxy.call(keys[0]), 429, "too_many_of_key")
+        await proxy.complete(keys[1])
+    await until(lambda: bounds.requests == 0)
 
 
 async def test_too_many_bytes_at_once(proxy: Proxy, engine: ScriptedEngine) -> None:
