@@ -74,6 +74,7 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         betas=c.betas,
         weight_decay=c.weight_decay,
         grad_clip=c.grad_clip,
+        packing=c.packing,
         gradient_checkpointing=c.gradient_checkpointing,
         dtype=_dtype(c.dtype, device),
         offload=c.offload_optimizer,

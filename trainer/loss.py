@@ -20,7 +20,8 @@ from torch.utils.checkpoint import checkpoint
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import NamedRegistry
-from trainer.packing import TrainedTokens
+from trainer.packing import Items, Pass
+from trainer.tree_attention import TreePass
 
 _LOG_RATIO_LIMIT = 20.0
 """The bound of a log ratio in the mismatch gauge, so that one token cannot make it infinite."""
@@ -190,27 +191,43 @@ def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> N
         )
 
 
-def logprobs_of(
-    model: Any,
-    ids: Tensor,
-    tokens: TrainedTokens,
-    temperatures: Tensor,
-    head_chunk: int,
-) -> tuple[Tensor, Tensor]:
-    """Return ``log_softmax(logits / T)`` [n] of the trained tokens, and the entropies.
-
-    ``ids`` is int64 [batch, seq_len], padded on the right; ``temperatures`` [n]. The head runs on
-    ``head_chunk`` tokens at a time, and again in the backward pass.
-    """
+def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
+    """Return the last hidden states [tokens, size] of a pass; ``tree`` is its attention."""
     # Right padding and causal attention: no trained token sees padding, so no mask is needed,
     # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
-    hidden = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    selected = hidden[tokens.rows, tokens.sources]
+    shape: dict[str, Any] = {}
+    if tree is not None:
+        # transformers makes no mask where it gets one of four dimensions; the tree needs none.
+        none = work.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
+        shape = {"position_ids": work.depths, "attention_mask": none, "tree": tree}
+    out = model.base_model(input_ids=work.ids, use_cache=False, **shape)
+    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
+    return hidden
+
+
+def logprobs_of(model: Any, hidden: Tensor, items: Items, head_chunk: int) -> tuple[Tensor, Tensor]:
+    """Return ``log_softmax(logits / T)`` [n] of the items, and the entropies.
+
+    The head runs once for each token and temperature that predict something, on ``head_chunk`` of
+    them at a time, and again in the backward pass.
+    """
+    if not len(items):
+        empty = hidden.new_zeros(0)
+        return empty, empty
+    pairs = torch.stack([items.sources.double(), items.temperatures.double()])
+    (sources, temperatures), owners = torch.unique(pairs, dim=1, return_inverse=True)
+    owners, order = owners.sort(stable=True)
+    selected = hidden[sources.long()]
     head = model.get_output_embeddings()
     logprobs, entropies = [], []
-    parts = (selected, tokens.labels, temperatures)
-    for h, labels, t in zip(*(torch.split(part, head_chunk) for part in parts), strict=True):
-        arguments = (h, head.weight, getattr(head, "bias", None), labels, t)
+    starts = torch.arange(0, len(sources) + head_chunk, head_chunk, device=owners.device)
+    ends = torch.searchsorted(owners, starts).tolist()
+    for first, start, end in zip(starts.tolist(), ends, ends[1:], strict=False):
+        edges = slice(first, first + head_chunk)
+        arguments = (
+            *(selected[edges], head.weight, getattr(head, "bias", None), temperatures[edges]),
+            *(items.labels[order[start:end]], owners[start:end] - first),
+        )
         if torch.is_grad_enabled():
             lp, ent = checkpoint(
                 _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
@@ -219,25 +236,35 @@ def logprobs_of(
             lp, ent = _label_logprobs(*arguments)
         logprobs.append(lp)
         entropies.append(ent)
-    if not len(tokens):
-        empty = selected.new_zeros(0)
-        return empty, empty
-    return torch.cat(logprobs), torch.cat(entropies)
+    back = order.argsort()
+    return torch.cat(logprobs)[back], torch.cat(entropies)[back]
+
+
+def pass_logprobs(
+    model: Any, work: Pass, tree: TreePass | None, head_chunk: int
+) -> tuple[Tensor, Tensor]:
+    """Return what :func:`logprobs_of` does, from the pass's tokens on."""
+    return logprobs_of(model, hidden_of(model, work, tree), work.items, head_chunk)
 
 
 def _label_logprobs(
     hidden: Tensor,
     weight: Tensor,
     bias: Tensor | None,
-    labels: Tensor,
     temperatures: Tensor,
+    labels: Tensor,
+    owners: Tensor,
 ) -> tuple[Tensor, Tensor]:
-    """Return one chunk's log-softmax(logits / T) [n] of the labels, and the entropies."""
+    """Return the labels' log-softmax(logits / T) [n], and the entropies.
+
+    ``hidden`` and ``temperatures`` belong to the tokens that predict, ``owners`` gives the number
+    of each label's.
+    """
     logits = functional.linear(hidden, weight, bias)
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     logits = logits / temperatures.to(logits.dtype)[:, None]
     normaliser = logits.logsumexp(-1)
-    logprobs = logits.gather(-1, labels[:, None])[:, 0] - normaliser
+    logprobs = logits[owners, labels] - normaliser[owners]
     with torch.no_grad():
         entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropies
+    return logprobs, entropies[owners]

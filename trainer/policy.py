@@ -2,33 +2,56 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
-from trainer.loss import LOSSES, LossConfig, LossStats, logprobs_of
+from trainer.loss import (
+    LOSSES,
+    LossConfig,
+    LossStats,
+    hidden_of,
+    logprobs_of,
+    pass_logprobs,
+)
 from trainer.packing import (
     Batch,
+    Items,
+    Pass,
     Row,
     TrainedTokens,
     balanced,
-    batches_of,
+    balanced_tries,
     count_trained,
-    micro_batches,
+    idle_batch,
+    padded_pass,
+    padded_passes,
+    shared_parts,
     trained_tokens,
+    tree_passes,
 )
 from trainer.step_clock import StepClock
+from trainer.tree_attention import TreePass
+from trainer.tree_probe import use_tree_attention
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
+
+log = logging.getLogger(__name__)
+
+PASS_TOKENS = {"cpu": 2048, "cuda": 16_384}
+"""Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
+page by page; a GPU needs large matrices."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +70,8 @@ class PolicyConfig:
     grad_clip: float = 1.0
     head_chunk: int = 1024
     attention: str = "sdpa"
+    packing: Literal["tree", "rows"] = "tree"
+    """Compute a prefix that rows share once, or each row by itself."""
     gradient_checkpointing: bool = False
     dtype: torch.dtype | None = None
     """The type that passes compute in; None: the weights' own type."""
@@ -68,6 +93,17 @@ class TokenLogprobs:
     logprobs: Tensor
     entropies: Tensor
     """The entropies, without gradient."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One pass, computed forward: its items' log-probabilities and entropies, [n]."""
+
+    number: int
+    items: Items
+    tree: TreePass | None
+    logprobs: Tensor
+    entropies: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,6 +159,13 @@ class Policy:
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
         self._require_plain_head()
+        self.packing = self.config.packing
+        """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
+        if self.packing == "tree":
+            dtype = self.config.dtype or next(self.model.parameters()).dtype
+            if reason := use_tree_attention(self.model, self._within, dtype, self.device):
+                log.warning("%s: every row is computed by itself, which costs more", reason)
+                self.packing = "rows"
 
     @classmethod
     def load(
@@ -181,24 +224,76 @@ class Policy:
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
 
     def token_logprobs(self, batch: Batch, temperature: float | Tensor = 1.0) -> TokenLogprobs:
-        """Return ``log_softmax(logits / T)`` of every trained token, and the entropies.
+        """Return ``log_softmax(logits / T)`` of every trained token of padded rows, and the
+        entropies.
 
         ``temperature`` is one for all or [batch]. The head runs only where the next token is
         trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
         never exist at once. The results are at least float32, whatever the model computes in.
         """
-        tokens = trained_tokens(batch)
         if not isinstance(temperature, Tensor):
             temperature = torch.tensor(temperature, dtype=torch.float64)
-        ids = batch["input_ids"].long()
-        per_row = temperature.to(ids.device).expand(ids.shape[0])
-        if not bool((per_row > 0).all()):
-            raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
-        temperatures = tokens.spread(per_row)
-        logprobs, entropies = self._within(
-            logprobs_of, ids, tokens, temperatures, self.config.head_chunk
-        )
-        return TokenLogprobs(tokens, logprobs, entropies)
+        per_row = temperature.expand(batch["input_ids"].shape[0])
+        work = padded_pass(batch | {"temperatures": per_row}).to(self.device)
+        logprobs, entropies = self._within(pass_logprobs, work, None, self.config.head_chunk)
+        return TokenLogprobs(trained_tokens(batch), logprobs, entropies)
+
+    def row_logprobs(
+        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each row's trained tokens, [their number], float.
+
+        Each row states its temperature. No gradient is kept. In a world all processes must call it
+        together, each with its own rows and the ``count`` of passes of the longest plan.
+        """
+        with torch.no_grad():
+            found = [
+                (done.items.sequences, done.items.positions, done.logprobs)
+                for done in self._run(self.plan(rows, token_budget, count))
+                if done.items.inputs
+            ]
+        counts = [int(row["loss_mask"].sum()) for row in rows]
+        if not found:
+            return [torch.zeros(0) for _ in rows]
+        parts = zip(*found, strict=True)
+        sequences, positions, logprobs = (torch.cat(part).cpu() for part in parts)
+        order = np.lexsort((positions.numpy(), sequences.numpy()))
+        return list(torch.split(logprobs[torch.from_numpy(order)], counts))
+
+    def plan(
+        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+    ) -> list[Pass]:
+        """Return the passes over these rows, and idle ones up to ``count``.
+
+        ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
+        in any order, and the same settings make the same plan.
+        """
+        budget = self._budget(token_budget)
+        if self.packing == "rows":
+            passes = padded_passes(rows, budget)
+        elif self.world is None:
+            passes = tree_passes(rows, budget)
+        else:
+            # Weights are gathered and divided in each pass: one must end before the next begins.
+            parts = shared_parts(rows, budget)
+            passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
+        return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
+
+    def shares(
+        self, rows: Sequence[Row], processes: int, token_budget: int | None = None
+    ) -> tuple[list[list[Row]], int]:
+        """Return the rows of each process, and the number of passes that each must run."""
+        budget = self._budget(token_budget)
+        if self.packing == "rows":
+            parts = balanced(rows, processes)
+            return parts, max(len(padded_passes(part, budget)) for part in parts)
+        parts = balanced_tries(rows, processes, budget)
+        return parts, max(len(shared_parts(part, budget)) for part in parts)
+
+    def _budget(self, wanted: int | None) -> int:
+        if wanted is not None and wanted < 1:
+            raise ValueError("the token budget must be positive")
+        return PASS_TOKENS[self.device.type] if wanted is None else wanted
 
     def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
@@ -209,19 +304,21 @@ class Policy:
         return out
 
     def train(
-        self, rows: Sequence[Row], token_budget: int, config: LossConfig | None = None
+        self,
+        rows: Sequence[Row],
+        token_budget: int | None = None,
+        config: LossConfig | None = None,
     ) -> StepResult:
         """Make one optimizer step on these rows, on all processes: see :meth:`step`.
 
-        ``token_budget`` bounds one process's forward pass.
+        ``token_budget`` bounds one process's forward pass; None: what suits the device.
         """
         total = count_trained(rows)
         if self.leader is None or not total:
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            return self.step(micro_batches(rows, token_budget), total, config)
-        parts = balanced(rows, self.leader.world.size)
-        count = max(len(micro_batches(part, token_budget)) for part in parts)
+            return self.step(self.plan(rows, token_budget), total, config)
+        parts, count = self.shares(rows, self.leader.world.size, token_budget)
         command = {
             "do": "step",
             "batches": count,
@@ -232,21 +329,24 @@ class Policy:
         found: list[str] = []
         try:
             with self.leader.run(command, parts) as found:
-                batches = batches_of(parts[0], token_budget, count)
-                return self.step(batches, total, config)
+                return self.step(self.plan(parts[0], token_budget, count), total, config)
         except GradientNotFinite:
             if found:
                 raise FloatingPointError(found[0]) from None
             raise
 
     def step(
-        self, batches: Sequence[Batch], total_tokens: int, config: LossConfig | None = None
+        self,
+        batches: Sequence[Batch | Pass],
+        total_tokens: int,
+        config: LossConfig | None = None,
     ) -> StepResult:
         """Make one optimizer step over all micro-batches: accumulate, clip, update.
 
-        ``batches`` carry ``advantages`` and ``temperatures``; ``total_tokens`` is N over all
-        micro-batches and ranks. pi_prox is the policy before the step. But for rounding the result
-        does not depend on how rows are split into batches.
+        ``batches`` are passes of :meth:`plan`, or padded rows; they carry ``advantages`` and
+        ``temperatures``. ``total_tokens`` is N over all micro-batches and ranks. pi_prox is the
+        policy before the step. But for rounding the result does not depend on how rows are split
+        into batches.
 
         All processes of a world must bring equally many batches, idle ones if need be
         (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
@@ -282,46 +382,79 @@ class Policy:
         return StepResult(stats, norm, rate)
 
     def accumulate(
-        self, batches: Sequence[Batch], total_tokens: int, config: LossConfig
+        self, batches: Sequence[Batch | Pass], total_tokens: int, config: LossConfig
     ) -> LossStats:
         """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
-        for k, batch in enumerate(batches):
-            loss, part = self._loss(k, batch, total_tokens, config)
-            part.tokens_computed = batch["input_ids"].numel()
-            if "logprobs" in batch:  # else it is idle
-                part.tokens_in_rows = int(batch["attention_mask"].sum())
+        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
+        for done in self._run(passes):
+            outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
+            part = LossStats()
+            if len(done.items):
+                loss, part = self._loss(done, total_tokens, config)
+                outputs, gradients = [loss, *outputs], [None, *gradients]
+            part.tokens_computed = passes[done.number].ids.numel()
+            part.tokens_in_rows = passes[done.number].row_tokens
             self.clock.lap("forward")
-            loss.backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(outputs, gradients)
             self.clock.lap("backward")
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 
+    def _run(self, passes: Sequence[Pass]) -> Iterator[Computed]:
+        """Run the passes forward, and yield each when those that descend from it are done.
+
+        So a caller that runs each backward at once has the gradients of a pass's keys and values
+        together. Only the passes on the way to the current one are retained.
+        """
+        opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
+
+        def close() -> Computed:
+            number, work, tree, hidden = opened.pop()
+            chunk = self.config.head_chunk
+            if hidden is None:
+                logprobs, entropies = self._within(pass_logprobs, work, tree, chunk)
+            else:
+                logprobs, entropies = self._within(logprobs_of, hidden, work.items, chunk)
+            return Computed(number, work.items, tree, logprobs, entropies)
+
+        for number, one in enumerate(passes):
+            while opened and opened[-1][0] != one.parent:
+                yield close()
+            work, tree, hidden = one.to(self.device), None, None
+            if work.depths is not None:
+                past = [ancestor for _, _, ancestor, _ in opened if ancestor is not None]
+                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
+            if work.keeps:
+                hidden = self._within(hidden_of, work, tree)
+            opened.append((number, work, tree, hidden))
+        while opened:
+            yield close()
+
     def _loss(
-        self, k: int, batch: Batch, total_tokens: int, config: LossConfig
+        self, done: Computed, total_tokens: int, config: LossConfig
     ) -> tuple[Tensor, LossStats]:
-        batch = {key: tensor.to(self.device) for key, tensor in batch.items()}
-        now = self.token_logprobs(batch, batch["temperatures"])
-        if "logprobs" not in batch:
+        inputs = done.items.inputs
+        if not inputs:
             # An idle batch takes part in the collective operations, and adds nothing.
-            return 0.0 * now.logprobs.sum(), LossStats()
+            return 0.0 * done.logprobs.sum(), LossStats()
         try:
             return LOSSES.find(config.name)(
-                now.logprobs,
-                now.tokens.gather(batch["logprobs"]),
-                now.tokens.spread(batch["advantages"]),
+                done.logprobs,
+                inputs["logprobs"],
+                inputs["advantages"],
                 total_tokens=total_tokens,
                 config=config,
-                entropies=now.entropies,
-                place=lambda i: f"micro-batch {k}, {now.tokens.place(i)}",
+                entropies=done.entropies,
+                place=lambda i: f"micro-batch {done.number}, {done.items.place(i)}",
             )
         except FloatingPointError as error:
             if self.world is None:
                 raise
             # The others wait for this process's gradient: NaN tells them all.
             self._cause = self._cause or error
-            return math.nan * now.logprobs.sum(), LossStats()
+            return math.nan * done.logprobs.sum(), LossStats()
 
     def _require_plain_head(self) -> None:
         """Raise StartupError for a model that changes its logits after the head, as by a cap."""

@@ -29,7 +29,7 @@ from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
 from trainer.from_config import policy_config, seed_all
 from trainer.loss import LossConfig, LossStats, register_loss
-from trainer.packing import Row, count_trained, micro_batches, with_training_signal
+from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy
 from trainer.weight_folders import save_pretrained, tokenizer_of
 
@@ -281,9 +281,7 @@ class _Tuning:
         rows = [row for e in examples for row in e.rows]
         if not rows:
             return None
-        with torch.no_grad():
-            batches = micro_batches(rows, self._budget)
-            sums = [float(self._policy.token_logprobs(b).logprobs.sum()) for b in batches]
+        sums = [float(one.sum()) for one in self._policy.row_logprobs(rows, self._budget)]
         return -sum(sums) / count_trained(rows)
 
 

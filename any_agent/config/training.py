@@ -123,8 +123,13 @@ class TrainConfig(Section):
     """The weight decay of AdamW."""
     grad_clip: float = Field(1.0, gt=0)
     """The norm to which a larger gradient is scaled down."""
-    micro_batch_tokens: int = Field(16_384, ge=16)
-    """Padded tokens in one forward pass of one process."""
+    packing: Literal["tree", "rows"] = "tree"
+    """`tree` computes a prefix that several calls share once, with the same loss and gradient;
+    `rows` computes every call by itself, as does `tree`, with a warning, for models whose attention
+    is not plainly causal."""
+    micro_batch_tokens: int | None = Field(None, ge=16)
+    """The most tokens in one forward pass of one process, which bounds its memory; a longer row is
+    not cut. null: what suits the device, 2,048 on a CPU and 16,384 on a GPU."""
     max_row_tokens: int | None = Field(None, ge=16)
     """The longest row, in tokens: a session with a longer one is rejected as `too_long`, and the
     log names it. null: no limit, and a row that does not fit into memory ends the trainer."""

@@ -17,6 +17,7 @@ from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
+from trainer.policy import PASS_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
@@ -66,7 +67,7 @@ def test_settings_fit_their_machines(
             int(nodes) - roles[0].training_nodes
         )
         assert config.server.journal_dir is not None
-    tokens = config.train.micro_batch_tokens
+    tokens = config.train.micro_batch_tokens or PASS_TOKENS["cuda"]
     assert (config.train.max_row_tokens or 0) <= tokens
     processes = config.train.processes * roles[0].training_nodes
     assert sizing.training(shape, processes, tokens=tokens).total <= limit
@@ -85,7 +86,9 @@ def test_the_file_for_one_gpu_fits() -> None:
     shape, card = shape_of(config), 80 * sizing.GB
     words = config.engine.arguments
     share = float(words[words.index("--mem-fraction-static") + 1])
-    trained = sizing.training(shape, 1, tokens=config.train.micro_batch_tokens).total
+    trained = sizing.training(
+        shape, 1, tokens=config.train.micro_batch_tokens or PASS_TOKENS["cuda"]
+    ).total
     assert trained + share * card <= sizing.USABLE * card
     assert "80 GB" in path.read_text()
 

@@ -6,8 +6,10 @@ So a green law says something.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
@@ -16,6 +18,7 @@ import trainer.advantage
 import trainer.loss
 import trainer.packing
 import trainer.policy
+import trainer.trie
 from tests.support.trainer.policies import (
     assert_same,
     dense_gradients,
@@ -25,10 +28,13 @@ from tests.support.trainer.policies import (
 )
 from tests.trainer.test_advantage import worked_example
 from tests.trainer.test_packing import staleness_law
+from tests.trainer.test_tree import equals_rows
 from tests.trainer.test_trl import loss_and_gradients_equal_trl
 from trainer.advantage import SessionRewards
 from trainer.loss import LOSSES, LossConfig
-from trainer.packing import Batch, TrainedTokens
+from trainer.packing import Batch, Pass, TrainedTokens
+from trainer.tree_attention import TreePass
+from trainer.trie import Block, NodePass, Trie
 
 
 def dense_law() -> None:
@@ -44,11 +50,17 @@ LAWS: dict[str, Callable[[], None]] = {
     "TRL's loss and gradients": loss_and_gradients_equal_trl,
     "the worked example": worked_example,
     "staleness": staleness_law,
+    "trees equal rows": lambda: equals_rows("qwen3", 0, 10_000),
+    "divided trees equal rows": lambda: equals_rows("qwen3", 0, 9),
 }
 
 original_policy_loss = trainer.loss.policy_loss
 original_trained_tokens = trainer.packing.trained_tokens
 original_label_logprobs = trainer.loss._label_logprobs
+original_trie_of = trainer.trie.trie_of
+original_whole_pass = trainer.trie.whole_pass
+original_plan_passes = trainer.trie.plan_passes
+original_tree_passes = trainer.packing.tree_passes
 
 
 def no_shift(tokens: TrainedTokens) -> Tensor:
@@ -63,15 +75,15 @@ def mask_shifted(batch: Batch) -> TrainedTokens:
 
 
 def no_temperature(
-    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return original_label_logprobs(h, w, b, labels, torch.ones_like(t))
+    return original_label_logprobs(h, w, b, torch.ones_like(t), *labels)
 
 
 def one_temperature_for_all(
-    h: Tensor, w: Tensor, b: Tensor | None, labels: Tensor, t: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    return original_label_logprobs(h, w, b, labels, t.mean().expand_as(t))
+    return original_label_logprobs(h, w, b, t.mean().expand_as(t), *labels)
 
 
 def over_turns(group: Sequence[SessionRewards]) -> list[float]:
@@ -106,6 +118,58 @@ def flipped_advantages(logprobs: Tensor, mu: Tensor, a: Tensor, **more: Any) -> 
     return original_policy_loss(logprobs, mu, -a, **more)
 
 
+def depths_in_the_pass(*given: Any, **more: Any) -> Trie:
+    """Positions counted through the pass, not from the root."""
+    trie = original_trie_of(*given, **more)
+    return replace(trie, depths=np.arange(len(trie.depths)))
+
+
+def siblings_seen(trie: Trie) -> NodePass:
+    """Causal over all tokens of the pass, as packed rows without their boundaries."""
+    n = len(trie.tokens)
+    return replace(original_whole_pass(trie), blocks=[Block(0, n, 0, n, causal=True)])
+
+
+def ancestors_forgotten(trie: Trie, budget: int) -> list[NodePass]:
+    plan = original_plan_passes(trie, budget)
+    for one in plan:
+        one.blocks = [block for block in one.blocks if block.level in (None, 0)]
+    return plan
+
+
+def edges_of(work: Pass) -> Tensor:
+    """The number of each item's edge: the token that predicts, and the label."""
+    pairs = torch.stack([work.items.sources, work.items.labels])
+    return torch.unique(pairs, dim=1, return_inverse=True)[1]
+
+
+def one_item_an_edge(*given: Any, **more: Any) -> list[Pass]:
+    out = []
+    for work in original_tree_passes(*given, **more):
+        seen: dict[int, int] = {}
+        for k, edge in enumerate(edges_of(work).tolist()):
+            seen.setdefault(edge, k)
+        places = torch.tensor(list(seen.values()), dtype=torch.int64)
+        out.append(replace(work, items=work.items.at(places, work.items.sources[places])))
+    return out
+
+
+def advantages_averaged(*given: Any, **more: Any) -> list[Pass]:
+    """One advantage for the items of an edge, before the weight and the clip."""
+    out = []
+    for work in original_tree_passes(*given, **more):
+        edges, a = edges_of(work), work.items.inputs["advantages"]
+        mean = torch.zeros_like(a).index_add(0, edges, a) / edges.bincount(minlength=len(a)).clip(1)
+        inputs = work.items.inputs | {"advantages": mean[edges]}
+        out.append(replace(work, items=replace(work.items, inputs=inputs)))
+    return out
+
+
+def shares_of_equals(shares: Tensor) -> Tensor:
+    """Two parts of attention combined half and half."""
+    return torch.full_like(shares, 0.5)
+
+
 class Plant(NamedTuple):
     law: str
     owner: Any
@@ -117,9 +181,9 @@ PLANTS = {
     "the label's own hidden state": Plant(
         "dense gradients", TrainedTokens, "sources", property(no_shift)
     ),
-    "shifted mask": Plant("dense gradients", trainer.policy, "trained_tokens", mask_shifted),
+    "shifted mask": Plant("dense gradients", trainer.packing, "trained_tokens", mask_shifted),
     "shifted mask, against TRL": Plant(
-        "TRL's loss and gradients", trainer.policy, "trained_tokens", mask_shifted
+        "TRL's loss and gradients", trainer.packing, "trained_tokens", mask_shifted
     ),
     "missing temperature": Plant(
         "dense gradients", trainer.loss, "_label_logprobs", no_temperature
@@ -147,6 +211,25 @@ PLANTS = {
     "no cap": Plant("dense gradients", LOSSES, "find", lambda _: no_cap),
     "gradient through the weight": Plant(
         "TRL's loss and gradients", LOSSES, "find", lambda _: weight_with_gradient
+    ),
+    "depths in the pass": Plant("trees equal rows", trainer.packing, "trie_of", depths_in_the_pass),
+    "a sibling is seen": Plant(
+        "trees equal rows", trainer.packing, "plan_passes", lambda trie, _: [siblings_seen(trie)]
+    ),
+    "an ancestor pass is forgotten": Plant(
+        "divided trees equal rows", trainer.packing, "plan_passes", ancestors_forgotten
+    ),
+    "a lost gradient of keys and values": Plant(
+        "divided trees equal rows", TreePass, "collected", lambda _: ([], [])
+    ),
+    "one item for two rows": Plant(
+        "trees equal rows", trainer.policy, "tree_passes", one_item_an_edge
+    ),
+    "advantages averaged over an edge": Plant(
+        "trees equal rows", trainer.policy, "tree_passes", advantages_averaged
+    ),
+    "parts of attention weighted alike": Plant(
+        "trees equal rows", torch, "sigmoid", shares_of_equals
     ),
     "the wrong sign": Plant("dense gradients", LOSSES, "find", lambda _: flipped_advantages),
 }

@@ -268,7 +268,7 @@ def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for a, b in zip(policy.model.parameters(), plain.parameters(), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
-    assert policy.model.config._attn_implementation == "sdpa"
+    assert policy.packing == "tree"
 
 
 def test_missing_weights_are_an_error_not_random_numbers(

@@ -15,7 +15,6 @@ from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all, set_optimizer
 from trainer.loss import LossConfig
-from trainer.packing import batches_of
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
@@ -127,7 +126,7 @@ class Follower:
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step(
-            batches_of(self._channel.receive_rows(), command["budget"], command["batches"]),
+            self.policy.plan(self._channel.receive_rows(), command["budget"], command["batches"]),
             command["tokens"],
             LossConfig(**command["loss"]),
         )

@@ -23,7 +23,7 @@ from trainer.batch import training_batch
 from trainer.checkpoint import complete_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
 from trainer.manifests import Manifest, ManifestStore
-from trainer.packing import count_trained, micro_batches
+from trainer.packing import count_trained
 from trainer.policy import Policy, PolicyConfig
 
 
@@ -51,7 +51,7 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
         step_of_version=taken.versions,
     )
     policy.step(
-        micro_batches(batch.rows, config.train.micro_batch_tokens),
+        policy.plan(batch.rows, config.train.micro_batch_tokens),
         count_trained(batch.rows),
         loss_config(config.train),
     )

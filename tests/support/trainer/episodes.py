@@ -24,6 +24,7 @@ def interaction(
     reward: float | None = None,
     logprob: float = -3.0,
     untrainable: str | None = None,
+    output: tuple[int, int] = (8, 9),
 ) -> Interaction:
     """Three tokens of prompt, two of output."""
     return Interaction(
@@ -31,7 +32,7 @@ def interaction(
         session_id=session,
         parent_id=parent,
         prompt_delta_ids=id_array([5, 6, 7]),
-        output_ids=id_array([8, 9]),
+        output_ids=id_array(list(output)),
         output_logprobs=logprob_array(np.full(2, logprob)),
         output_versions=id_array([version] * 2),
         message_delta=[{"role": "user", "content": id}],
@@ -56,8 +57,8 @@ def session(
 
 
 def pair(name: str, **fields: object) -> Episode:
-    """A group of two sessions, one of them better."""
+    """A group of two sessions, one of them better; with equal tokens nothing could be learned."""
     return [
         session(f"{name}-good", 1.0, group=name, **fields),
-        session(f"{name}-bad", 0.0, group=name, **fields),
+        session(f"{name}-bad", 0.0, group=name, **{"output": (8, 4)} | fields),
     ]

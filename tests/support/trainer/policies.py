@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import Tensor
 
 from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
-from trainer.packing import Row, count_trained, micro_batches, with_training_signal
+from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy, PolicyConfig
 
 VOCAB = 48
@@ -21,7 +22,24 @@ def small_policy(seed: int = 0, dtype: torch.dtype = torch.float64, **config: An
     """Two layers of width 32; float64 unless a test is about float32."""
     torch.set_num_threads(1)
     model = make_model(VOCAB, seed, hidden_size=32, layers=2, context=256)
-    return Policy(model.to(dtype), PolicyConfig(**config))
+    return Policy(in_precision(model, dtype), PolicyConfig(**config))
+
+
+def in_precision(model: Any, dtype: torch.dtype) -> Any:
+    """The model in this type. In float64 its norms compute in it too, instead of in float32, so
+    that sums in another order give the same digits."""
+    if dtype == torch.float64:
+        for module in model.modules():
+            if type(module).__name__.endswith("RMSNorm"):
+                module.forward = partial(_norm, module)
+    return model.to(dtype)
+
+
+def _norm(module: Any, x: Tensor) -> Tensor:
+    square = x.pow(2).mean(-1, keepdim=True)
+    if type(module).__name__.startswith("Gemma"):
+        return (1 + module.weight) * x * torch.rsqrt(square + module.eps)
+    return module.weight * x * torch.rsqrt(square + module.variance_epsilon)
 
 
 def random_rows(
@@ -106,7 +124,7 @@ def trainer_gradients(
     """Loss and gradients by the path that ``Policy.step`` takes, without the update."""
     policy.model.zero_grad(set_to_none=True)
     total = count_trained(rows)
-    stats = policy.accumulate(micro_batches(rows, token_budget), total, config or LossConfig())
+    stats = policy.accumulate(policy.plan(rows, token_budget), total, config or LossConfig())
     out = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
     return stats.loss, out

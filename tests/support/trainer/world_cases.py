@@ -24,12 +24,12 @@ from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
-from tests.support.trainer.policies import VOCAB, random_rows
+from tests.support.trainer.policies import VOCAB, in_precision, random_rows
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
 from trainer.loss import LossConfig
-from trainer.packing import Batch, balanced, batches_of, count_trained, micro_batches
+from trainer.packing import Pass, count_trained
 from trainer.parallel.trainer_group import Follower, load_policy
 from trainer.policy import Policy, PolicyConfig
 from trainer.world import World, whole_tensor
@@ -44,7 +44,7 @@ def divided_policy(world: World, master: torch.dtype = torch.float64, **config: 
     """As `small_policy`, its weights divided."""
     torch.set_num_threads(1)
     model = make_model(VOCAB, 0, hidden_size=32, layers=2, context=256)
-    return Policy(model.to(master), PolicyConfig(**config), world)
+    return Policy(in_precision(model, master), PolicyConfig(**config), world)
 
 
 def split(case: int) -> tuple[list[Any], int]:
@@ -70,24 +70,22 @@ def under(
         policy = divided_policy(world, master, lr=1e-3, **config)
         found = _gradient(world, policy, 0)
         for case in range(2):
-            batches, total = _share(world, case)
-            policy.step(batches, total)
+            policy.step(*_share(world, policy, case))
         out.append((found, weights_of(policy)))
     return out
 
 
-def _share(world: World, case: int) -> tuple[list[Batch], int]:
-    """This process's batches, and the tokens of all."""
+def _share(world: World, policy: Policy, case: int) -> tuple[list[Pass], int]:
+    """This process's passes, and the tokens of all."""
     rows, budget = split(case)
-    parts = balanced(rows, world.size)
-    count = max(len(micro_batches(part, budget)) for part in parts)
-    return batches_of(parts[world.rank], budget, count), count_trained(rows)
+    parts, count = policy.shares(rows, world.size, budget)
+    return policy.plan(parts[world.rank], budget, count), count_trained(rows)
 
 
 def _gradient(world: World, policy: Policy, case: int) -> Found:
-    batches, total = _share(world, case)
+    passes, total = _share(world, policy, case)
     policy.optimizer.zero_grad(set_to_none=True)
-    stats = policy.accumulate(batches, total, LossConfig())
+    stats = policy.accumulate(passes, total, LossConfig())
     found = {n: whole_tensor(p.grad, world.device) for n, p in policy.model.named_parameters()}
     return stats.loss, found if world.leads else {}
 

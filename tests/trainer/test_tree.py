@@ -1,0 +1,213 @@
+"""Shared prefixes are computed once, and nothing else changes: rows are the oracle."""
+
+from __future__ import annotations
+
+import logging
+import random
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tests.support.trainer.policies import assert_same, gradients, small_policy
+from tests.support.trainer.trees import (
+    SHAPES,
+    relative,
+    shaped_model,
+    shaped_policy,
+    tree_rows,
+)
+from trainer.loss import LossConfig
+from trainer.packing import Row, count_trained
+from trainer.policy import Policy, PolicyConfig
+from trainer.tree_probe import use_tree_attention
+
+BUDGETS = [2, 9, 40, 10_000]
+
+
+def computed(
+    policy: Policy, rows: list[Row], budget: int = 10_000
+) -> tuple[list[Tensor], float, dict[str, Tensor]]:
+    """The rows' log-probabilities, the loss and its gradients."""
+    policy.model.zero_grad(set_to_none=True)
+    stats = policy.accumulate(policy.plan(rows, budget), count_trained(rows), LossConfig())
+    out = gradients(policy)
+    policy.model.zero_grad(set_to_none=True)
+    assert stats.tokens == count_trained(rows)
+    return policy.row_logprobs(rows, budget), stats.loss, out
+
+
+def equals_rows(shape: str, seed: int, budget: int) -> None:
+    rows = tree_rows(seed)
+    oracle, policy = (shaped_policy(shape, packing=way) for way in ("rows", "tree"))
+    assert (oracle.packing, policy.packing) == ("rows", "tree")
+    logprobs, loss, expected = computed(oracle, rows)
+    found, again, got = computed(policy, rows, budget)
+    assert len(found) == len(rows)
+    for one, other in zip(found, logprobs, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+    assert again == pytest.approx(loss, abs=1e-10)
+    assert_same(got, expected, atol=1e-10, rtol=1e-10)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_logprobs_loss_and_gradients_are_those_of_rows(shape: str, budget: int) -> None:
+    equals_rows(shape, 0, budget)
+
+
+@settings(deadline=None, max_examples=20)
+@given(st.integers(0, 10_000), st.sampled_from(BUDGETS))
+def test_random_trees_equal_rows(seed: int, budget: int) -> None:
+    equals_rows("qwen3", seed, budget)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_each_parameters_gradient_in_float32(shape: str) -> None:
+    rows = tree_rows(1, torch.float32, count=20)
+    _, _, expected = computed(shaped_policy(shape, torch.float32, packing="rows"), rows)
+    policy = shaped_policy(shape, torch.float32)
+    for budget in BUDGETS[1:]:
+        _, _, found = computed(policy, rows, budget)
+        for name, tensor in expected.items():
+            assert relative(found[name], tensor) < 1e-5, name
+
+
+def test_bfloat16_is_no_rougher_than_by_rows() -> None:
+    rows = tree_rows(2, count=60)
+    logprobs, _, exact = computed(shaped_policy("qwen3", packing="rows"), rows)
+    target = torch.cat([*logprobs, *(t.flatten() for t in exact.values())])
+    errors = []
+    for way in ("rows", "tree"):
+        policy = shaped_policy("qwen3", torch.bfloat16, packing=way)
+        assert policy.packing == way
+        found, _, got = computed(policy, rows, 60)
+        errors.append(
+            (
+                relative(torch.cat(found), torch.cat(logprobs)),
+                [relative(got[name], exact[name]) for name in exact],
+            )
+        )
+    (by_rows, of_rows), (by_tree, of_tree) = errors
+    assert len(target) and 0 < by_tree <= 1.2 * by_rows
+    assert sum(of_tree) <= 1.2 * sum(of_rows)
+
+
+@settings(deadline=None, max_examples=15)
+@given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
+def test_neither_order_nor_budget_matter(seed: int, budget: int, chance: random.Random) -> None:
+    policy = shaped_policy("qwen3", torch.float32)
+    rows = tree_rows(seed, torch.float32)
+    logprobs, loss, expected = computed(policy, rows)
+    order = list(range(len(rows)))
+    chance.shuffle(order)
+    shuffled = [rows[k] for k in order]
+    found, again, got = computed(policy, shuffled)
+    # The same plan: bit for bit.
+    assert again == loss
+    assert all(torch.equal(got[name], tensor) for name, tensor in expected.items())
+    assert all(torch.equal(one, logprobs[k]) for one, k in zip(found, order, strict=True))
+    _, other, parts = computed(policy, shuffled, budget)
+    assert other == pytest.approx(loss, abs=1e-6)
+    assert_same(parts, expected, atol=1e-6, rtol=1e-5)
+
+
+def test_every_distinct_token_is_computed_once() -> None:
+    rows = tree_rows(3)
+    used = [r["input_ids"][: int(r["loss_mask"].nonzero()[-1])].tolist() for r in rows]
+    distinct = {tuple(ids[: n + 1]) for ids in used for n in range(len(ids))}
+    policy = shaped_policy("qwen3")
+    for budget in BUDGETS:
+        passes = policy.plan(rows, budget)
+        assert sum(one.ids.numel() for one in passes) == len(distinct)
+        assert sum(len(one.items) for one in passes) == count_trained(rows)
+    stats = policy.accumulate(policy.plan(rows, 9), count_trained(rows), LossConfig())
+    assert stats.tokens_computed == len(distinct)
+    assert stats.tokens_in_rows == sum(len(r["input_ids"]) for r in rows)
+
+
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_checkpointing_and_offloading_change_nothing(budget: int) -> None:
+    rows = tree_rows(4)
+    _, loss, expected = computed(shaped_policy("qwen3"), rows)
+    for saving in ({"gradient_checkpointing": True}, {"offload": True}):
+        policy = shaped_policy("qwen3", **saving)
+        assert policy.packing == "tree"
+        _, again, found = computed(policy, rows, budget)
+        assert again == pytest.approx(loss, abs=1e-12)
+        whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
+        assert_same(whole, expected, atol=1e-12)
+
+
+def test_the_device_chooses_the_passes_unless_a_number_is_set() -> None:
+    rows = [row for seed in range(40) for row in tree_rows(seed, count=30)]
+    for row in rows:
+        row["input_ids"] = row["input_ids"].clone()
+    policy = small_policy()
+    assert 1 < len(policy.plan(rows, 300)) != len(policy.plan(rows))
+    assert max(one.ids.numel() for one in policy.plan(rows)) <= 2048
+    with pytest.raises(ValueError, match="budget"):
+        policy.plan(rows, 0)
+
+
+def refused(caplog: pytest.LogCaptureFixture, model: object) -> str:
+    with caplog.at_level(logging.WARNING, "trainer.policy"):
+        policy = Policy(model)
+    assert policy.packing == "rows"
+    rows = tree_rows(5)
+    policy.train(rows, 40)
+    (record,) = caplog.records
+    caplog.clear()
+    return record.getMessage()
+
+
+def test_models_with_other_attention_are_computed_by_rows(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    said = refused(caplog, shaped_model("mistral", sliding_window=16))
+    assert "MistralForCausalLM attends to a window of 16 tokens in a context of 256" in said
+    layers = {"layer_types": ["full_attention", "sliding_attention"], "sliding_window": 16}
+    said = refused(caplog, shaped_model("qwen3", use_sliding_window=True, **layers))
+    assert "window of 16" in said
+    mixed = shaped_model("qwen3", layer_types=["linear_attention", "full_attention"])
+    reason = use_tree_attention(mixed, lambda *_: None, torch.float64, torch.device("cpu"))
+    assert reason is not None and "plain attention (linear_attention)" in reason
+    other = shaped_model("qwen3")
+    other.set_attn_implementation("eager")
+    assert "the attention eager" in refused(caplog, other)
+
+
+def test_the_probe_finds_what_no_setting_says(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from transformers.models.qwen3 import modeling_qwen3
+
+    model = shaped_model("qwen3")
+    original = model.model.layers[1].self_attn.forward
+
+    def forgetful(*args: object, **given: object) -> object:
+        given.pop("tree", None)
+        return original(*args, **given)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(model.model.layers[1].self_attn, "forward", forgetful)
+        assert "1 of 2 layers of Qwen3ForCausalLM" in refused(caplog, model)
+
+    model = shaped_model("qwen3")
+    interface = modeling_qwen3.ALL_ATTENTION_FUNCTIONS["any_agent_tree"]
+
+    def bent(module: object, *args: object, tree: object = None, **given: object) -> object:
+        out, _ = interface(module, *args, tree=tree, **given)
+        return (out if tree is None else out * 1.1), None
+
+    with monkeypatch.context() as patch:
+        patch.setitem(modeling_qwen3.ALL_ATTENTION_FUNCTIONS, "any_agent_tree", bent)
+        assert "other hidden states over shared prefixes" in refused(caplog, model)
+
+
+def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
+    policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
+    assert policy.packing == "rows" and not caplog.records
+    assert all(one.depths is None for one in policy.plan(tree_rows(0)))

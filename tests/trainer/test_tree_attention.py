@@ -1,0 +1,101 @@
+"""Attention by blocks equals attention with a dense mask, forward and backward."""
+
+from __future__ import annotations
+
+import random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from tests.trainer.test_trie import ancestors, divided, members
+from trainer.tree_attention import TreeNotSupported, TreePass, tree_attention
+from trainer.trie import plan_passes
+
+HEADS, SIZE = 4, 8
+
+
+def random_trie(seed: int) -> tuple[Any, Any]:
+    chance = random.Random(seed)
+    rows: list[list[int]] = [[0, 1, 2]]
+    for _ in range(8):
+        base = chance.choice(rows)
+        kept = base[: chance.randint(1, len(base))]
+        rows.append([*kept, *(chance.randrange(3) for _ in range(chance.randint(1, 9)))])
+    built, budget = divided(rows, chance.choice([2, 6, 20, 1000]))
+    return built, plan_passes(built, budget)
+
+
+def attention(module: Any, tree: TreePass, tensors: list[Tensor], way: str) -> Tensor:
+    """The result [heads, tokens, size]; by ``chain`` as on other devices than a CPU."""
+    q, k, v = (t.transpose(0, 1)[None] for t in tensors)
+    if way == "chain":
+        from trainer.tree_attention import Kept, chain_attention
+
+        past = [tensor for one in tree.past for tensor in one.kept[0].leaves]
+        out = chain_attention(tree.blocks, SIZE**-0.5, q, k, v, *past)[0]
+        leaves = (k.detach().requires_grad_(), v.detach().requires_grad_())
+        tree.kept[0] = Kept((k, v), leaves)
+        return out
+    return tree_attention(module, q, k, v, None, tree=tree)[0][0].transpose(0, 1)
+
+
+@pytest.mark.parametrize("way", ["blocks", "chain"])
+@pytest.mark.parametrize("key_heads", [1, 2, 4])
+@pytest.mark.parametrize("seed", range(6))
+def test_equals_a_dense_mask(seed: int, key_heads: int, way: str) -> None:
+    built, passes = random_trie(seed)
+    n = len(built.tokens)
+    g = torch.Generator().manual_seed(seed)
+    draw = [
+        torch.randn(n, h, SIZE, generator=g, dtype=torch.float64) for h in (4, key_heads, key_heads)
+    ]
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for token in range(n):
+        mask[token, ancestors(built, token)] = True
+    dense = [t.clone().requires_grad_() for t in draw]
+    expected = functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in dense), attn_mask=mask, enable_gqa=True
+    )[0]
+    upstream = torch.randn(expected.shape, generator=g, dtype=torch.float64)
+    expected.backward(upstream)
+
+    module = SimpleNamespace(layer_idx=0)
+    places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
+    done: list[tuple[list[Tensor], TreePass, Tensor]] = []
+    for number, one in enumerate(passes):
+        line, parent = [], one.parent
+        while parent >= 0:
+            line.insert(0, done[parent][1])
+            parent = passes[parent].parent
+        tree = TreePass(one.blocks, int(built.depths.max()), line, keeps=True)
+        own = [t[places[number]].requires_grad_() for t in draw]
+        out = attention(module, tree, own, way)
+        torch.testing.assert_close(out, expected[:, places[number]], atol=1e-12, rtol=0)
+        done.append((own, tree, out))
+    found = [torch.zeros_like(t) for t in draw]
+    for at, (own, tree, out) in reversed(list(zip(places, done, strict=True))):
+        outputs, gradients = tree.collected()
+        torch.autograd.backward([out, *outputs], [upstream[:, at], *gradients])
+        for total, tensor in zip(found, own, strict=True):
+            assert tensor.grad is not None
+            total[at] += tensor.grad
+    for total, tensor in zip(found, dense, strict=True):
+        torch.testing.assert_close(total, tensor.grad, atol=1e-12, rtol=0)
+
+
+def test_attention_that_is_not_plain_is_refused() -> None:
+    built, (one, *_) = random_trie(0)
+    tree = TreePass(one.blocks, 20)
+    q = torch.zeros(1, HEADS, int(built.bounds[-1]), SIZE)
+    module = SimpleNamespace(layer_idx=0)
+    for name, value in [("softcap", 30.0), ("s_aux", q), ("dropout", 0.1), ("is_causal", False)]:
+        with pytest.raises(TreeNotSupported):
+            tree_attention(module, q, q, q, None, tree=tree, **{name: value})
+    with pytest.raises(TreeNotSupported, match=r"21 tokens.* train\.packing=rows"):
+        tree_attention(module, q, q, q, None, tree=tree, sliding_window=20)
+    tree_attention(module, q, q, q, None, tree=tree, sliding_window=21, use_cache=False)

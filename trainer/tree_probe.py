@@ -1,0 +1,102 @@
+"""The check at load that a model's attention can be computed over a tree of tokens."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from trainer.loss import hidden_of
+from trainer.packing import Items, Row, padded_passes, tree_passes, with_training_signal
+from trainer.tree_attention import NAME, TreePass
+
+_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""The relative difference between hidden states by rows and by the tree that is rounding."""
+_COARSE_TOLERANCE = 0.05
+
+
+def use_tree_attention(
+    model: Any,
+    run: Callable[..., Tensor],
+    dtype: torch.dtype,
+    device: torch.device,
+) -> str | None:
+    """Switch a model to attention over trees; None, or the reason why it stays as it was.
+
+    ``run(work, *arguments)`` returns ``work(model, *arguments)``; ``dtype`` is the type that the
+    model computes in. In a world all processes must call it together.
+    """
+    before = model.config._attn_implementation
+    reason = _by_config(model, before)
+    if reason is not None:
+        return reason
+    try:
+        model.set_attn_implementation(NAME)
+        reason = _by_probe(model, run, dtype, device)
+    except Exception as error:
+        # Whatever a foreign model makes of it, rows are right.
+        reason = f"{type(model).__name__} cannot share prefixes ({error})"
+    if reason is not None:
+        model.set_attn_implementation(before)
+    return reason
+
+
+def _by_config(model: Any, attention: str) -> str | None:
+    config, name = model.config.get_text_config(), type(model).__name__
+    if attention not in ("sdpa", NAME):
+        return f"{name} is loaded with the attention {attention}, not sdpa"
+    types = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(types - {"full_attention", "sliding_attention"}):
+        return f"{name} has layers of other kinds than plain attention ({', '.join(odd)})"
+    window = getattr(config, "sliding_window", None)
+    slides = "sliding_attention" in types or not types
+    if window is None or not slides or getattr(config, "use_sliding_window", None) is False:
+        return None
+    context = config.max_position_embeddings
+    if window < context:
+        return f"{name} attends to a window of {window} tokens in a context of {context}"
+    return None
+
+
+def _by_probe(
+    model: Any, run: Callable[..., Tensor], dtype: torch.dtype, device: torch.device
+) -> str | None:
+    rows = _branching_rows(model.get_input_embeddings().weight.shape[0])
+    (by_rows,) = padded_passes(rows, 1024)
+    (by_tree,) = tree_passes(rows, 1024, divided=False)
+    by_rows, by_tree = by_rows.to(device), by_tree.to(device)
+    tree = TreePass(by_tree.blocks, len(rows[0]["input_ids"]))
+    with torch.no_grad():
+        expected = run(hidden_of, by_rows, None)[_in_order(by_rows.items)].double()
+        found = run(hidden_of, by_tree, tree)[_in_order(by_tree.items)].double()
+    name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
+    if len(tree.layers) != layers:
+        return f"{len(tree.layers)} of {layers} layers of {name} use the attention function"
+    error = float((found - expected).norm() / expected.norm())
+    if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+        return f"{name} computes other hidden states over shared prefixes (by {error:.1e})"
+    return None
+
+
+def _in_order(items: Items) -> Tensor:
+    """Return the items' sources, sorted by their rows and positions."""
+    order = np.lexsort((items.positions.cpu().numpy(), items.sequences.cpu().numpy()))
+    return items.sources[torch.from_numpy(order).to(items.sources.device)]
+
+
+def _branching_rows(vocabulary: int) -> list[Row]:
+    """Return rows that branch twice, one of them a prefix of another, every token trained."""
+    rows = []
+    for ids in ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 6, 5, 3], [1, 2, 9, 4], [1, 2, 3, 4, 5]):
+        n = len(ids)
+        row = {
+            "input_ids": torch.tensor(ids, dtype=torch.int32) % vocabulary,
+            "loss_mask": torch.tensor([0, *[1] * (n - 1)], dtype=torch.int32),
+            "logprobs": torch.zeros(n),
+            "attention_mask": torch.ones(n, dtype=torch.bool),
+        }
+        rows.append(with_training_signal(row, advantage=0.0, temperature=1.0))
+    return rows
