@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import itertools
 import time
 from collections.abc import Callable
 from contextlib import AsyncExitStack, suppress
 from pathlib import Path
-
-import pytest
 
 from any_agent.rundir.registry import read_stamp
 from tests.chaos.conftest import Figure
@@ -16,6 +15,7 @@ from tests.support.chaos.hostile import (
     LIMIT,
     Part,
     Reply,
+    Target,
     Wire,
     connected,
     exchange,
@@ -52,95 +52,102 @@ def slow(path: str, key: str, length: int) -> bytes:
     return head.replace(b"Content-Length: 1\r", b"Content-Length: %d\r" % length)
 
 
-@pytest.mark.parametrize("name", ["router", "proxy"])
 async def test_slow_bodies_of_one_session_hold_no_place(
-    tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
+    tmp_path: Path, tiny_model_dir: Path, figure: Figure
 ) -> None:
     """Send more slow bodies than the rank has places; every other session's call is answered."""
     settings = {"client_timeout": 60.0, "max_inflight_calls": 64}
     with running_target(tmp_path, tiny_model_dir, server=settings) as target:
-        part: Part = getattr(target, name)
-        _, key = target.open()
-        # Too long for the router to wait for the whole of it before a rank gets it.
-        head = slow(CHAT, key, 100_000)
-        ended = asyncio.Event()
-        async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
-            for _ in range(70):
-                wire = await stack.enter_async_context(connected(part))
-                await wire.send(head)
-                group.create_task(drip(wire, ended))
-            await asyncio.sleep(1.0)
-            for _ in range(20):
-                await asyncio.to_thread(target.alive)
-            # The key that sends them is served, too.
-            assert (await exchange(part, request("POST", CHAT, BODY, key=key))).status == 200
-            ended.set()
+        for part in (target.router, target.proxy):
+            await _slow_bodies(target, part)
     figure("70 slow bodies of one session: 20 other sessions opened, called and finalized")
 
 
-@pytest.mark.parametrize("length", [100, 100_000])
-@pytest.mark.parametrize("name", ["router", "proxy"])
-async def test_a_body_has_one_deadline(
-    tmp_path: Path, tiny_model_dir: Path, name: str, length: int
-) -> None:
+async def _slow_bodies(target: Target, part: Part) -> None:
+    _, key = target.open()
+    # Too long for the router to wait for the whole of it before a rank gets it.
+    head = slow(CHAT, key, 100_000)
+    ended = asyncio.Event()
+    async with AsyncExitStack() as stack, asyncio.TaskGroup() as group:
+        for _ in range(70):
+            wire = await stack.enter_async_context(connected(part))
+            await wire.send(head)
+            group.create_task(drip(wire, ended))
+        await asyncio.sleep(1.0)
+        for _ in range(20):
+            await asyncio.to_thread(target.alive)
+        # The key that sends them is served, too.
+        assert (await exchange(part, request("POST", CHAT, BODY, key=key))).status == 200
+        ended.set()
+
+
+async def test_a_body_has_one_deadline(tmp_path: Path, tiny_model_dir: Path) -> None:
     """However regular its parts are; and nobody holds a connection for longer."""
     settings = {"client_timeout": 60.0, "body_timeout": 2.0}
     with running_target(tmp_path, tiny_model_dir, server=settings) as target:
-        part: Part = getattr(target, name)
-        _, key = target.open()
-        for path in (CHAT, "/rl/v1/set_reward"):
-            head = slow(path, key, length)
-            ended = asyncio.Event()
-            async with connected(part) as wire, asyncio.TaskGroup() as group:
-                await wire.send(head)
-                group.create_task(drip(wire, ended))
-                reply = await wire.reply()
-                assert reply.status == 400, reply
-                assert reply.error["code"] == "body_timeout"
-                assert "server.body_timeout" in reply.error["message"]
-                await wire.rest()
-                ended.set()
+        parts, paths = (target.router, target.proxy), (CHAT, "/rl/v1/set_reward")
+        cases = [
+            (part, slow(path, target.open()[1], length))
+            for part, length, path in itertools.product(parts, (100, 100_000), paths)
+        ]
+        await asyncio.gather(*(_deadline(*case) for case in cases))
+
+
+async def _deadline(part: Part, head: bytes) -> None:
+    ended = asyncio.Event()
+    async with connected(part) as wire, asyncio.TaskGroup() as group:
+        await wire.send(head)
+        group.create_task(drip(wire, ended))
+        reply = await wire.reply()
+        assert reply.status == 400, reply
+        assert reply.error["code"] == "body_timeout"
+        assert "server.body_timeout" in reply.error["message"]
+        await wire.rest()
+        ended.set()
 
 
 # -- more connections than descriptors -------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["router", "proxy"])
 async def test_waiting_opens_do_not_spend_every_descriptor(
-    tmp_path: Path, tiny_model_dir: Path, name: str, figure: Figure
+    tmp_path: Path, tiny_model_dir: Path, figure: Figure
 ) -> None:
     """Heartbeat, journal and health go on where the limit of open files cannot be raised."""
     with running_target(tmp_path, tiny_model_dir, open_files=300, max_wait=60.0) as target:
-        part: Part = getattr(target, name)
-        own = "router" if name == "router" else "rank-0"
         registry = registry_in(tmp_path)
-        data = request("POST", "/rl/v1/start_session", b'{"wait": 60}')
-        async with AsyncExitStack() as stack:
-            # A session that is there already is served on its connection.
-            agent = await stack.enter_async_context(connected(part))
-            _, key = target.open()
+        for part, own in ((target.router, "router"), (target.proxy, "rank-0")):
+            refused = await _spend_descriptors(target, part, registry, own)
+            figure(f"{own}: of 600 opens with 300 descriptors {refused} are refused at once")
+
+
+async def _spend_descriptors(target: Target, part: Part, registry: Path, own: str) -> int:
+    data = request("POST", "/rl/v1/start_session", b'{"wait": 60}')
+    async with AsyncExitStack() as stack:
+        # A session that is there already is served on its connection.
+        agent = await stack.enter_async_context(connected(part))
+        _, key = target.open()
+        await agent.send(request("POST", CHAT, BODY, key=key))
+        assert (await agent.reply()).status == 200
+        wires = [await stack.enter_async_context(connected(part)) for _ in range(600)]
+        asking = [asyncio.create_task(_ask(wire, data)) for wire in wires]
+        await until(lambda: sum(task.done() for task in asking) > 400, "most are refused")
+        for _ in range(3):
+            # The heartbeat goes on, ...
+            await until(has_beaten(registry, own), "a heartbeat")
+            # ... so does health, on a new connection, and the journal.
+            assert (await exchange(part, request("GET", "/healthz", key=None))).status == 200
             await agent.send(request("POST", CHAT, BODY, key=key))
             assert (await agent.reply()).status == 200
-            wires = [await stack.enter_async_context(connected(part)) for _ in range(600)]
-            asking = [asyncio.create_task(_ask(wire, data)) for wire in wires]
-            await until(lambda: sum(task.done() for task in asking) > 400, "most are refused")
-            for _ in range(3):
-                # The heartbeat goes on, ...
-                await until(has_beaten(registry, own), "a heartbeat")
-                # ... so does health, on a new connection, and the journal.
-                assert (await exchange(part, request("GET", "/healthz", key=None))).status == 200
-                await agent.send(request("POST", CHAT, BODY, key=key))
-                assert (await agent.reply()).status == 200
-            refused = [task.result() for task in asking if task.done()]
-            for task in asking:
-                task.cancel()
-        told = [reply for reply in refused if reply.status]
-        assert told and {reply.status for reply in told} == {503}
-        assert {reply.error["code"] for reply in told} == {"too_many_connections"}
-        assert all(int(reply.headers["retry-after"]) >= 1 for reply in told)
-        await until(lambda: part.connections < 16, "the connections' end")
-        await asyncio.to_thread(target.alive)
-    figure(f"{name}: of 600 opens with 300 descriptors {len(refused)} are refused at once")
+        refused = [task.result() for task in asking if task.done()]
+        for task in asking:
+            task.cancel()
+    told = [reply for reply in refused if reply.status]
+    assert told and {reply.status for reply in told} == {503}
+    assert {reply.error["code"] for reply in told} == {"too_many_connections"}
+    assert all(int(reply.headers["retry-after"]) >= 1 for reply in told)
+    await until(lambda: part.connections < 16, "the connections' end")
+    await asyncio.to_thread(target.alive)
+    return len(refused)
 
 
 def registry_in(folder: Path) -> Path:

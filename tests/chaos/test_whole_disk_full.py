@@ -24,9 +24,10 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import read_entry
 from tests.chaos.conftest import Figure
-from tests.e2e.chaos import Chaos, Plan, chaos_config, make_model
+from tests.e2e.chaos import Chaos, Plan, chaos_config
 from tests.support.e2e.crowd import Crowd
 from tests.support.small_disk import Disk, small_disk
+from tests.support.taught_models import copy_model
 
 DISK = 96 << 20
 LIMIT = 1500.0
@@ -156,7 +157,7 @@ def test_nothing_dies_and_training_goes_on(tmp_path: Path, long: bool, figure: F
         config = config.model_copy(
             update={"model": config.model.model_copy(update={"path": str(tmp_path / "model")})}
         )
-        make_model(Path(config.model.path), 0)
+        copy_model(Path(config.model.path))
         run = RunDir.of(config.root, config.user, config.experiment, config.trial)
         plan = Plan(kills=0, agents=12, seed=0, steps=0, limit=LIMIT)
         times, hold = (5, 60.0) if long else (1, 15.0)

@@ -6,8 +6,6 @@ changed in it beside import names: a placeholder's value, or what the text leave
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +14,7 @@ import pytest
 
 from tests.documents import text
 from tests.documents.service import EXPERIMENT, TRIAL, USER, Service, settings
+from tests.support import taught_models
 from tests.support.e2e.serving import serve
 
 _ROWS = pytest.StashKey[list[tuple[int, int, int, str, str, str]]]()
@@ -62,12 +61,9 @@ def pytest_terminal_summary(
 
 
 @pytest.fixture(scope="session")
-def taught_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def taught_model() -> Path:
     """A tiny model that adds numbers up to 4, right about every second time."""
-    folder = tmp_path_factory.mktemp("taught") / "model"
-    command = [sys.executable, "-m", "any_agent.demo.model", str(folder), "--skill", "sums"]
-    subprocess.run(command, check=True, timeout=300)
-    return folder
+    return taught_models.taught_model("sums")
 
 
 @pytest.fixture(scope="session")

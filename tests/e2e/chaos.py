@@ -13,7 +13,6 @@ import argparse
 import asyncio
 import random
 import secrets
-import subprocess
 import sys
 import tempfile
 import time
@@ -39,6 +38,7 @@ from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.killing import KINDS, Kill, Killer, schedule, seconds_of
 from tests.support.e2e.ledger import Ledger
+from tests.support.taught_models import copy_model
 
 RANKS = 2
 GAIN = 0.2
@@ -96,10 +96,10 @@ def chaos_config(root: Path, seed: int, admin_key: str) -> Config:
 
 
 def run_chaos(root: Path, plan: Plan, say: Callable[[str], None]) -> Outcome:
-    """Make the model, serve, train, kill, and audit; files are kept under ``root``."""
+    """Copy the model, serve, train, kill, and audit; files are kept under ``root``."""
     admin_key = secrets.token_hex(24)
     config = chaos_config(root, plan.seed, admin_key)
-    make_model(Path(config.model.path), plan.seed)
+    copy_model(Path(config.model.path), seed=plan.seed)
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)
     chaos = Chaos(config, plan, admin_key, say)
     try:
@@ -111,12 +111,6 @@ def run_chaos(root: Path, plan: Plan, say: Callable[[str], None]) -> Outcome:
     say("audit     reading the journals")
     chaos.audit(run)
     return chaos.outcome
-
-
-def make_model(path: Path, seed: int) -> None:
-    """In a process of its own: threads of torch must not disturb the agents here."""
-    command = [sys.executable, "-m", "any_agent.demo.model", str(path), "--seed", str(seed)]
-    subprocess.run(command, check=True, capture_output=True, timeout=600)
 
 
 class Chaos:

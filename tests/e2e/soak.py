@@ -36,13 +36,14 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir, published_versions, weights_folder
 from any_agent.types import SessionState
-from tests.e2e.chaos import RANKS, TOLERANCE, Chaos, Outcome, Plan, beside, chaos_config, make_model
+from tests.e2e.chaos import RANKS, TOLERANCE, Chaos, Outcome, Plan, beside, chaos_config
 from tests.support.e2e import audit, faults, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.faults import KINDS, Faults, SmallDisk, set_clock, with_small_disks
 from tests.support.e2e.killing import Kill
 from tests.support.e2e.sampling import BOUNDS, Sampler
 from tests.support.e2e.wire import Wire, wire_to
+from tests.support.taught_models import copy_model
 
 DISK_MB = 512
 _NOISE = 0.2
@@ -261,7 +262,7 @@ def noticed(outcome: Outcome) -> list[str]:
 
 
 def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool) -> Soak:
-    """Make the model, serve, train, bring the faults, and audit; files are kept under ``root``."""
+    """Copy the model, serve, train, bring the faults, and audit; files are kept under ``root``."""
 
     def say(line: str) -> None:
         print(f"{time.monotonic() - began:7.0f}  {line}", flush=True)
@@ -280,7 +281,7 @@ def run_soak(root: Path, *, seconds: float, agents: int, seed: int, small: bool)
     os.environ["PYTHONPATH"] = os.pathsep.join(entry for entry in path if entry)
     admin_key = secrets.token_hex(24)
     config = soak_config(root, disk, seed, admin_key)
-    make_model(Path(config.model.path), seed)
+    copy_model(Path(config.model.path), seed=seed)
     plan = Plan(kills=0, agents=agents, seed=seed, steps=0, limit=2 * seconds + 900)
     soak = Soak(
         config,

@@ -23,8 +23,8 @@ from tests.support.e2e.live_run import agent
 from tests.support.e2e.serving import Served, serve
 from tests.support.launcher.children import is_alive
 
-TRIES = 7
-"""Kills at moments spread over the publication of weights."""
+SHORT, LONG = 2, 7
+"""Kills at moments spread over the publication of weights; `--long` makes more of them."""
 SPREAD = 0.6
 """Seconds after new weights are on the disk within which the launcher is killed."""
 BOUND = 10.0
@@ -108,35 +108,37 @@ async def left_of(served: Served) -> list[str]:
 
 @pytest.mark.timeout(1200)
 async def test_no_part_outlives_a_killed_launcher_and_the_same_command_is_accepted_at_once(
-    arguments: list[str], tmp_path: Path
+    arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    for number in range(TRIES):
+    tries = LONG if request.config.getoption("--long") else SHORT
+    for number in range(tries):
         with serve(*arguments, cwd=tmp_path) as served:
             run = run_of(tmp_path)
             async with agents(served.url):
                 before = newest(run)
                 await happens(partial(is_published, run, before + 1))
-                await asyncio.sleep(SPREAD * number / TRIES)
+                await asyncio.sleep(SPREAD * number / tries)
                 assert await left_of(served) == []
 
 
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("processes", [1, 2])
 async def test_a_trainer_that_waits_for_a_stopped_engine_ends_too(
-    arguments: list[str], tmp_path: Path, processes: int
+    arguments: list[str], tmp_path: Path
 ) -> None:
-    arguments += [f"train.processes={processes}", "train.micro_batch_tokens=128"]
-    with serve(*arguments, cwd=tmp_path) as served:
-        run = run_of(tmp_path)
-        async with agents(served.url):
-            await happens(lambda: newest(run) > 0)
-            (engine,) = [p for p in served.children if "any_agent.engine.embedded" in p.cmdline()]
-            os.kill(engine.pid, signal.SIGSTOP)
-            reached = newest(run)
-            # The trainer cannot publish more than the version that it is sending.
-            await asyncio.sleep(3)
-            assert newest(run) <= reached + 1
-            assert await left_of(served) == []
-    # The same command is accepted again.
-    with serve(*arguments, cwd=tmp_path):
-        pass
+    """One of one process, and one of two: the same command is accepted again at once."""
+    for processes in (1, 2):
+        more = [f"train.processes={processes}", "train.micro_batch_tokens=128"]
+        with serve(*arguments, *more, cwd=tmp_path) as served:
+            run = run_of(tmp_path)
+            before = newest(run)
+            async with agents(served.url):
+                await happens(partial(is_published, run, before + 1))
+                (engine,) = [
+                    p for p in served.children if "any_agent.engine.embedded" in p.cmdline()
+                ]
+                os.kill(engine.pid, signal.SIGSTOP)
+                reached = newest(run)
+                # The trainer cannot publish more than the version that it is sending.
+                await asyncio.sleep(3)
+                assert newest(run) <= reached + 1
+                assert await left_of(served) == []

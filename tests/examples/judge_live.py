@@ -5,7 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.support.e2e.serving import serve
-from tests.support.examples import asked, read, run_example, small, taught_model
+from tests.support.examples import asked, read, run_example, small
+from tests.support.taught_models import taught_model
 
 
 def test_the_example_trains(tmp_path: Path) -> None:

@@ -5,15 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from examples.multi_turn_math.agent import RETRY
-from tests.support.examples import (
-    asked,
-    number,
-    read,
-    run_example,
-    small,
-    taught_model,
-    tiny_settings,
-)
+from tests.support.examples import asked, number, read, run_example, small, tiny_settings
+from tests.support.taught_models import taught_model
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
@@ -35,7 +28,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
 def test_the_tiny_model_learns_as_the_readme_has_it(tmp_path: Path) -> None:
     model, *rest = tiny_settings("multi_turn_math")
     assert model == "model.path=/tmp/tiny"
-    here = [f"model.path={taught_model()}", f"root={tmp_path}/runs", "server.port=0"]
+    here = [f"model.path={taught_model('sums')}", f"root={tmp_path}/runs", "server.port=0"]
     # Of so many runs that both means are within a few hundredths.
     here.append("eval.group_size=4")
     run = run_example("multi_turn_math", [*here, *rest], tmp_path)

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.demo.demo import run_module
-from tests.slurm.lab import PATIENCE, Slurm, slurm
+from tests.slurm.lab import Slurm, slurm
+from tests.support.taught_models import copy_model
 
 
 @pytest.fixture(scope="session")
@@ -20,5 +20,5 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
 @pytest.fixture(scope="session")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("model") / "model"
-    run_module("model", folder, "--seed", 0, timeout=PATIENCE)
+    copy_model(folder)
     return folder

@@ -6,13 +6,10 @@ it make it small.
 
 from __future__ import annotations
 
-import fcntl
-import hashlib
 import json
 import os
 import re
 import shlex
-import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
@@ -21,15 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.environment import FOLDER, python_with
+from tests.clients.environment import python_with
 from tests.support.e2e.serving import Served, environment, serve
+from tests.support.taught_models import taught_model
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLES = ROOT / "examples"
 _LIMIT = 600.0
 """Seconds, for a whole example."""
-_MADE_BY = ("model.py", "models/*.py")
-"""Modules of `any_agent/demo` that make a taught model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +49,6 @@ class Ran:
         return [step["reward"] for step in self.steps]
 
 
-def taught_model(skill: str = "sums") -> Path:
-    """A tiny model with this skill; made once, as the READMEs say, and kept beside the clients'
-    environments until what makes it is another one."""
-    files = [file for part in _MADE_BY for file in sorted((ROOT / "any_agent/demo").glob(part))]
-    code = b"".join(file.read_bytes() for file in files)
-    made = FOLDER / "models" / f"{skill}-{hashlib.blake2b(code, digest_size=6).hexdigest()}"
-    made.parent.mkdir(parents=True, exist_ok=True)
-    with open(made.with_suffix(".lock"), "w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not made.exists():
-            half = made.with_suffix(".half")
-            shutil.rmtree(half, ignore_errors=True)
-            _run([sys.executable, "-m", "any_agent.demo.model", half, "--skill", skill])
-            half.rename(made)
-    return made
-
-
 def command_of(example: str) -> list[str]:
     """The one line of its README that begins with `python examples/` or `bash examples/`."""
     readme = EXAMPLES / example / "README.md"
@@ -88,7 +67,7 @@ def tiny_settings(example: str) -> list[str]:
 def small(folder: Path, *more: str, model: Path | None = None) -> list[str]:
     """Settings of a training of two steps, each of two groups of four, on one rank here."""
     return [
-        f"model.path={model or taught_model()}",
+        f"model.path={model or taught_model('sums')}",
         f"root={folder}/runs",
         "server.ranks=1",
         "server.port=0",
