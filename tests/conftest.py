@@ -69,10 +69,23 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.nodeid.startswith(SERVICE_FOLDERS):
             item.add_marker("service")
-    # The longest files first, where several processes take them in this order: begun last, each
-    # would keep one process busy long after the others have nothing left to do.
     if hasattr(config, "workerinput"):
-        items.sort(key=lambda item: not item.nodeid.startswith("tests/e2e/"))
+        _deal(items)
+
+
+def _deal(items: list[pytest.Item]) -> None:
+    """Put files into the order in which several processes take them.
+
+    Files that start services take the longest, and all cores. They are spread over the first two
+    thirds: few run at once, and none begins when the other processes have nothing left to do.
+    """
+    files = list(dict.fromkeys(item.path for item in items))
+    services = {item.path for item in items if item.nodeid.startswith(SERVICE_FOLDERS)}
+    long = [file for file in files if file in services]
+    others = [file for file in files if file not in services]
+    place = {file: k / len(long) * 2 / 3 for k, file in enumerate(long)}
+    place |= {file: k / len(others) for k, file in enumerate(others)}
+    items.sort(key=lambda item: place[item.path])
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -101,3 +101,7 @@ def _await(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
             if httpx.get(url, timeout=30).status_code == 200:
                 return
         time.sleep(0.5)
+
+
+if __name__ == "__main__":
+    print(f"sglang   {python()}")
