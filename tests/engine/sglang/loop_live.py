@@ -24,7 +24,6 @@ import yaml
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config, load_config
-from any_agent.demo.demo import run_module
 from any_agent.demo.driver import Driver
 from any_agent.demo.run import demo_config
 from any_agent.demo.state import Tally
@@ -33,11 +32,16 @@ from any_agent.rundir.layout import RunDir
 from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
 from tests.support.e2e.audit import Record, read_records
 from tests.support.e2e.serving import Served, serve
+from tests.support.taught_models import copy_model
 from tests.support.true_logprobs import TrueModel
 
 STEPS = 8
-ROUNDING = 0.15
-"""Nats: SGLang computes in bfloat16 here, from weights that the trainer has in float32."""
+ROUNDING, OF_RARE = 0.15, 0.02
+"""Nats, and the share of -logprob by which a rare token may be off if that is more: SGLang computes
+in bfloat16 here, from weights that the trainer has in float32, and the error grows as tokens get
+rarer. Of 32,768 tokens of the demo's model none was off by more than 0.05 up to 4 nats, 0.10 up to
+8 and 0.13 beyond; 0.24 was found among those that were not sampled. The rounding of the weights
+alone makes up to 0.10 of it, the batch in which a token is computed up to 0.04."""
 PATIENCE = 600.0
 LONG = 64
 """Tokens of a call that is to be cut."""
@@ -74,7 +78,7 @@ class Run:
 def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     folder = tmp_path_factory.mktemp("loop")
     config = _config(folder)
-    run_module("model", config.model.path, "--seed", 0, timeout=PATIENCE)
+    copy_model(Path(config.model.path))
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.dump()))
     with serve("--config", str(path), cwd=folder) as served:
@@ -204,8 +208,8 @@ def _engines(served: Served) -> list[psutil.Process]:
     return found
 
 
-def _furthest(run: Run, models: dict[int, TrueModel], record: Record, which: str) -> float:
-    """How far a recorded interaction's log-probabilities are off from its versions' weights."""
+def _check_exact(run: Run, models: dict[int, TrueModel], record: Record, which: str) -> None:
+    """Hold a recorded interaction's log-probabilities against its versions' weights."""
     from any_agent.record import InteractionTree
 
     tree = InteractionTree.from_interactions(record.interactions)
@@ -214,14 +218,16 @@ def _furthest(run: Run, models: dict[int, TrueModel], record: Record, which: str
     params: dict[str, Any] = {"temperature": node.gconfig.temperature}
     if node.gconfig.logit_bias:
         params["logit_bias"] = {str(token): bias for token, bias in node.gconfig.logit_bias}
-    off = 0.0
+    told = torch.tensor(node.output_logprobs)
     for version in set(node.output_versions.tolist()):
         table = _model(run, models, version).logprobs(prompt, ids, params)
         true = table.gather(-1, torch.tensor(ids)[:, None])[:, 0]
-        told = torch.tensor(node.output_logprobs)
-        mine = torch.tensor(node.output_versions) == version
-        off = max(off, float((told - true)[mine].abs().max()))
-    return off
+        off = (told - true).abs()
+        wrong = (off > (-OF_RARE * true).clamp(min=ROUNDING)) & (
+            torch.tensor(node.output_versions) == version
+        )
+        found = list(zip(true[wrong].tolist(), told[wrong].tolist(), strict=True))
+        assert not found, f"{which}, version {version}: (true, told) {found}"
 
 
 def _model(run: Run, models: dict[int, TrueModel], version: int) -> TrueModel:
@@ -267,7 +273,7 @@ def test_calls_that_updates_cut_are_whole_and_exact(run: Run, models: dict[int, 
         versions = record.interactions[0].output_versions.tolist()
         assert versions == sorted(versions)
         cut += len(set(versions)) > 1
-        assert _furthest(run, models, record, talk.completion) <= ROUNDING
+        _check_exact(run, models, record, talk.completion)
     print(f"{cut} of {len(run.talks)} calls were cut by an update")
     assert cut, "no call was under way when weights changed"
 
@@ -282,7 +288,7 @@ def test_calls_whose_engine_was_killed_are_whole_and_exact(
         (interaction,) = record.interactions
         # The engine came back with the weights that it had.
         assert set(interaction.output_versions.tolist()) == {newest}
-        assert _furthest(run, models, record, talk.completion) <= ROUNDING
+        _check_exact(run, models, record, talk.completion)
     assert run.output.count("starting it again") == 2, run.output
 
 
@@ -299,7 +305,7 @@ def test_what_was_trained_on_is_exact(run: Run, models: dict[int, TrueModel]) ->
     for record in trained[:: max(1, len(trained) // 60)]:
         for interaction in record.interactions:
             seen |= set(interaction.output_versions.tolist())
-            assert _furthest(run, models, record, interaction.id) <= ROUNDING
+            _check_exact(run, models, record, interaction.id)
     assert len(seen) > 3
 
 
