@@ -28,9 +28,9 @@ from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
-from any_agent.runtime.ports import free_port
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import KillableProxy
+from tests.support.ports import own_port
 from tests.support.proxy import until
 from tests.support.real_parts import await_url, process
 from tests.support.scripted_engine import ScriptedEngine
@@ -121,7 +121,7 @@ def service(folder: Path, model: Path) -> Iterator[Parts]:
     path.write_text(yaml.safe_dump(settings))
     run_dir = trial_dir(load_config(path, [], {}))
     run_dir.create()
-    port, log = free_port("127.0.0.1"), folder / "router.log"
+    port, log = own_port(), folder / "router.log"
     url = f"http://127.0.0.1:{port}"
     with contextlib.ExitStack() as stack:
         engine = stack.enter_context(engine_process())

@@ -24,10 +24,10 @@ from any_agent.config import Config, load_resolved
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import Registry
-from any_agent.runtime.ports import free_port
 from proxy_ext.web import permissions as scopes
 from tests.chaos.conftest import Figure
 from tests.support.chaos.killable import engine_in_thread
+from tests.support.ports import own_port
 from tests.support.proxy import HELLO, our_app, until
 from tests.support.real_parts import await_url, process, write_config
 from tests.support.router import serving
@@ -147,7 +147,7 @@ async def service_at(tmp_path: Path, model: Path) -> AsyncIterator[Service]:
     config = load_resolved(path, {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN})
     trial_dir(config).create()
     keys = make_keys(config)
-    port, listing, log = free_port("127.0.0.1"), tmp_path / "routes.json", tmp_path / "proxy.log"
+    port, listing, log = own_port(), tmp_path / "routes.json", tmp_path / "proxy.log"
     proxy = f"http://127.0.0.1:{port}"
     with ExitStack() as stack:
         engine = stack.enter_context(engine_in_thread(model))

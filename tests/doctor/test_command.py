@@ -13,8 +13,8 @@ from any_agent.cli.main import main
 from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import RegistryEntry, publish
-from any_agent.runtime.ports import free_port
 from tests.support.other_weights import publish_other
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
 CHANGED = "<|im_start|>assistant\\n'"
@@ -36,7 +36,7 @@ def test_wrong_input(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
 
 @pytest.mark.parametrize("form", [[], ["--json"]])
 def test_passwords_are_not_shown(form: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    at = f"127.0.0.1:{free_port('127.0.0.1')}"
+    at = f"127.0.0.1:{own_port()}"
     urls = [f"http://me:sesame@{at}", f"http://:sesame@{at}"]
     engines = [part for url in urls for part in ("--engine", url)]
     arguments = [*engines, "--url", urls[0], "--key", "sk-sesame", *form]
@@ -119,7 +119,7 @@ def trial(tiny_model_dir: Path, tmp_path: Path) -> Iterator[tuple[RunDir, str]]:
     config = Config(root=tmp_path / "runs", experiment="e", trial="t")
     run = RunDir.of(config.root, config.user, "e", "t")
     run.create()
-    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), tmp_path) as url:
+    with embedded_engine(tiny_model_dir, own_port(), tmp_path) as url:
         settings = {
             "model": {"path": str(tiny_model_dir), "enable_thinking": False},
             "engine": {"urls": [url]},

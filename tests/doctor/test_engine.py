@@ -15,8 +15,8 @@ from any_agent.cli.main import main
 from any_agent.config import Config, ModelConfig
 from any_agent.doctor.engine import engine_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
-from any_agent.runtime.ports import free_port
 from tests.support.middleman import between
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
@@ -26,7 +26,7 @@ Laws = dict[tuple[str, str], Verdict]
 @pytest.fixture(scope="module")
 def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("engine")
-    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), folder) as url:
+    with embedded_engine(tiny_model_dir, own_port(), folder) as url:
         yield url
 
 
@@ -80,7 +80,7 @@ async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> No
 
 
 async def test_nobody_answers(examined: Any) -> None:
-    laws = await examined(f"http://127.0.0.1:{free_port('127.0.0.1')}")
+    laws = await examined(f"http://127.0.0.1:{own_port()}")
     assert failed(laws) == {("engine", "answers")}
     assert "running" in laws["engine", "answers"].do
 

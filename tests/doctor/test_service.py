@@ -13,8 +13,8 @@ import pytest
 from any_agent.cli.main import main
 from any_agent.doctor.service import service_laws
 from any_agent.doctor.verdict import CheckOutcome, Verdict, broken
-from any_agent.runtime.ports import free_port
 from tests.support.middleman import between
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine, proxy_process, write_config
 
 
@@ -27,8 +27,8 @@ def parts(
     config = write_config(folder, tiny_model_dir)
     host = "127.0.0.1"
     with (
-        embedded_engine(tiny_model_dir, free_port(host), folder) as engine,
-        proxy_process(config, engine, free_port(host)) as (_, url),
+        embedded_engine(tiny_model_dir, own_port(host), folder) as engine,
+        proxy_process(config, engine, own_port(host)) as (_, url),
     ):
         yield url, engine
 
@@ -100,6 +100,6 @@ def test_the_command(parts: tuple[str, str], capsys: pytest.CaptureFixture[str])
     out = capsys.readouterr().out
     assert f"service    {url}" in out
     assert "0, as the run's newest" in out
-    assert main(["doctor", "--url", f"http://127.0.0.1:{free_port('127.0.0.1')}"]) == 1
+    assert main(["doctor", "--url", f"http://127.0.0.1:{own_port()}"]) == 1
     out = capsys.readouterr().out
     assert "FAILED service, answers: " in out and "is the service running" in out

@@ -13,7 +13,7 @@ from any_agent.doctor.verdict import CheckOutcome
 from any_agent.doctor.verify_weights import verify_weights
 from any_agent.errors import ConfigError
 from any_agent.launcher.engines import require_weights
-from any_agent.runtime.ports import free_port
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
 pytestmark = pytest.mark.service
@@ -24,7 +24,7 @@ NOBODY = "http://127.0.0.1:9"
 @pytest.fixture(scope="module")
 def engine(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     folder = tmp_path_factory.mktemp("engine")
-    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), folder) as url:
+    with embedded_engine(tiny_model_dir, own_port(), folder) as url:
         yield url
 
 

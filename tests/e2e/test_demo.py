@@ -16,9 +16,9 @@ from any_agent import load_engine
 from any_agent.demo.report import PORT
 from any_agent.demo.task import items, messages
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.ports import free_port
 from tests.support.e2e.serving import CLI, environment, run_cli, serve
 from tests.support.e2e.terminal import Terminal, terminal
+from tests.support.ports import own_port
 
 STEPS = 8
 """Enough to learn something; `make learn` looks at whole runs over many seeds."""
@@ -106,7 +106,7 @@ def test_the_lines_that_it_ends_with_work(demo: tuple[dict[str, Any], str], fold
     figures, output = demo
     run = Path(figures["run"])
     assert RunDir.of(run.parents[2], run.parents[1].name, "demo", "seed-0").path == run
-    port = str(free_port("127.0.0.1"))
+    port = str(own_port())
     command = typed(output, "Serve what was learned").replace("\\\n", "").replace(str(PORT), port)
     connect = typed(output, "Connect your own agent").replace(str(PORT), port)
     with serve(*command.split("any-agent serve ")[1].split(), cwd=folder) as service:

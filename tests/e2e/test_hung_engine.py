@@ -16,8 +16,8 @@ import openai
 import pytest
 
 from any_agent.launcher import Node, NodeOptions
-from any_agent.runtime.ports import free_port
 from tests.support.e2e.live_run import live_config
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
 START = "/rl/v1/start_session"
@@ -76,6 +76,12 @@ class Lab:
         response.raise_for_status()
         return response.json()
 
+    async def opens(self) -> bool:
+        """Return False where the rank died with the open: an agent tries again then."""
+        response = await self.http.post(START, json={"mode": "eval"})
+        assert response.status_code in (200, 502, 503), response.text
+        return response.status_code == 200
+
     async def open_once(self, key: str) -> httpx.Response:
         body = {"mode": "eval"}
         return await self.http.post(START, json=body, headers={"Idempotency-Key": key})
@@ -118,42 +124,87 @@ def serving(tmp_path: Path, model: Path, **more: object) -> tuple[Node, list[str
     return Node(config, NodeOptions(train=False, say=said.append)), said
 
 
-def test_an_engine_of_the_service_that_hangs_is_restarted_and_its_call_goes_on(
-    tmp_path: Path, tiny_model_dir: Path
-) -> None:
-    starting, said = serving(tmp_path, tiny_model_dir)
+@pytest.fixture(scope="module")
+def served(
+    tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path
+) -> Iterator[tuple[Node, list[str]]]:
+    """A service with engines of its own, and what it says."""
+    starting, said = serving(tmp_path_factory.mktemp("hung"), tiny_model_dir)
     with starting as node:
-        lab = Lab(node, said)
+        yield node, said
 
-        async def work() -> None:
-            session = await lab.open_eval()
-            rank = rank_of(session)
-            assert await lab.ready() == [0, 1]
-            engine = node.parts[f"engine-{rank}"]
-            first = engine.pid
-            with stopped(first):
-                # The engine takes the call: nothing tells yet that it hangs.
-                call = asyncio.create_task(count(session, 16))
-                took = await lab.becomes(lambda: _is(lab.ready, [1 - rank]), NOTICED + BUSY)
-                print(f"noticed after {took:.1f} s")
-                assert await lab.engine_up(rank) == 0
-                for _ in range(4):
-                    assert rank_of(await lab.open_eval()) == 1 - rank
-                assert not call.done()
-                await lab.becomes(lambda: _is(lab.ready, [0, 1]), 120)
-            assert engine.pid != first
-            assert await asyncio.wait_for(call, 120) > 0
-            assert await lab.engine_up(rank) == 1
 
-        asyncio.run(lab.run(work()))
-        label = [line for line in said if "has not answered for 8 s; killing it" in line]
-        assert len(label) == 1
+def test_an_engine_of_the_service_that_hangs_is_restarted_and_its_call_goes_on(
+    served: tuple[Node, list[str]],
+) -> None:
+    node, said = served
+    lab = Lab(node, said)
+
+    async def work() -> None:
+        session = await lab.open_eval()
+        rank = rank_of(session)
+        assert await lab.ready() == [0, 1]
+        engine = node.parts[f"engine-{rank}"]
+        first = engine.pid
+        with stopped(first):
+            # The engine takes the call: nothing tells yet that it hangs.
+            call = asyncio.create_task(count(session, 16))
+            took = await lab.becomes(lambda: _is(lab.ready, [1 - rank]), NOTICED + BUSY)
+            print(f"noticed after {took:.1f} s")
+            assert await lab.engine_up(rank) == 0
+            for _ in range(4):
+                assert rank_of(await lab.open_eval()) == 1 - rank
+            assert not call.done()
+            await lab.becomes(lambda: _is(lab.ready, [0, 1]), 120)
+        assert engine.pid != first
+        assert await asyncio.wait_for(call, 120) > 0
+        assert await lab.engine_up(rank) == 1
+
+    asyncio.run(lab.run(work()))
+    label = [line for line in said if "has not answered for 8 s; killing it" in line]
+    assert len(label) == 1
+
+
+def test_opens_leave_a_stopped_rank_and_a_dead_one(served: tuple[Node, list[str]]) -> None:
+    node, said = served
+    lab = Lab(node, said)
+
+    async def work() -> None:
+        await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
+        known = await lab.open_sessions()
+        with stopped(node.parts["rank-0"].pid):
+            # At once, when nothing tells yet that the rank is stopped.
+            began = time.monotonic()
+            opened = await asyncio.gather(*(lab.open_eval() for _ in range(6)))
+            took = time.monotonic() - began
+            print(f"opened elsewhere after {took:.1f} s")
+            assert {rank_of(session) for session in opened} == {1}
+            assert took < NOTICED + BUSY
+            # Those that are bound to a rank are refused, or opened where they must be.
+            answers = await asyncio.gather(*(lab.open_once(f"k{k}") for k in range(6)))
+            assert {answer.status_code for answer in answers} == {200, 503}
+            for answer in answers:
+                if answer.status_code == 503:
+                    assert answer.headers["retry-after"]
+        await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
+        # A retry under its key gets one session, and what the rank opened for clients that
+        # went elsewhere is aborted.
+        again = await asyncio.gather(*(lab.open_once(f"k{k}") for k in range(6)))
+        assert {answer.status_code for answer in again} == {200}
+        known |= {session["session_id"] for session in opened}
+        known |= {answer.json()["session_id"] for answer in again}
+        await lab.becomes(lambda: _is(lab.open_sessions, known), 30)
+        os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
+        took = await lab.becomes(lab.opens, 10 + BUSY)
+        print(f"opened after {took:.1f} s without the dead rank")
+
+    asyncio.run(lab.run(work()))
 
 
 def test_a_dead_engine_and_a_stopped_one_of_engine_urls(
     tmp_path: Path, tiny_model_dir: Path
 ) -> None:
-    ports = [free_port("127.0.0.1") for _ in range(2)]
+    ports = [own_port() for _ in range(2)]
     folders = [tmp_path / f"engine-{k}" for k in range(2)]
     for folder in folders:
         folder.mkdir()
@@ -180,42 +231,6 @@ def test_a_dead_engine_and_a_stopped_one_of_engine_urls(
                 assert {rank_of(await lab.open_eval()) for _ in range(6)} == {1}
 
             asyncio.run(lab.run(work()))
-
-
-def test_opens_leave_a_stopped_rank_and_a_dead_one(tmp_path: Path, tiny_model_dir: Path) -> None:
-    starting, said = serving(tmp_path, tiny_model_dir)
-    with starting as node:
-        lab = Lab(node, said)
-
-        async def work() -> None:
-            with stopped(node.parts["rank-0"].pid):
-                # At once, when nothing tells yet that the rank is stopped.
-                began = time.monotonic()
-                opened = await asyncio.gather(*(lab.open_eval() for _ in range(6)))
-                took = time.monotonic() - began
-                print(f"opened elsewhere after {took:.1f} s")
-                assert {rank_of(session) for session in opened} == {1}
-                assert took < NOTICED + BUSY
-                # Those that are bound to a rank are refused, or opened where they must be.
-                answers = await asyncio.gather(*(lab.open_once(f"k{k}") for k in range(6)))
-                assert {answer.status_code for answer in answers} == {200, 503}
-                for answer in answers:
-                    if answer.status_code == 503:
-                        assert answer.headers["retry-after"]
-            await lab.becomes(lambda: _is(lab.ready, [0, 1]), 60)
-            # A retry under its key gets one session, and what the rank opened for clients that
-            # went elsewhere is aborted.
-            again = await asyncio.gather(*(lab.open_once(f"k{k}") for k in range(6)))
-            assert {answer.status_code for answer in again} == {200}
-            known = {session["session_id"] for session in opened}
-            known |= {answer.json()["session_id"] for answer in again}
-            await lab.becomes(lambda: _is(lab.open_sessions, known), 30)
-            os.kill(node.parts["rank-0"].pid, signal.SIGKILL)
-            began = time.monotonic()
-            assert {rank_of(await lab.open_eval()) for _ in range(2)} <= {0, 1}
-            assert time.monotonic() - began < 10 + BUSY
-
-        asyncio.run(lab.run(work()))
 
 
 async def _is(read: Callable[[], Awaitable[Any]], value: Any) -> bool:

@@ -17,7 +17,7 @@ import openai
 
 from any_agent.client.rl_client import RLClient
 from any_agent.record import InteractionTree, unpack_trajectories
-from any_agent.runtime.ports import free_port
+from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine, proxy_process, write_config
 
 USER = {"role": "user", "content": "Which digit?"}
@@ -76,9 +76,9 @@ class Crowd:
 
 async def test_kill_9(tiny_model_dir: Path, tmp_path: Path) -> None:
     config = write_config(tmp_path, tiny_model_dir)
-    port = free_port("127.0.0.1")
+    port = own_port()
     crowd = Crowd()
-    with embedded_engine(tiny_model_dir, free_port("127.0.0.1"), tmp_path) as engine_url:
+    with embedded_engine(tiny_model_dir, own_port(), tmp_path) as engine_url:
         with proxy_process(config, engine_url, port) as (process, url):
             client = RLClient(url, retry_for=0)
             await client.set_capacity(limit=1000, ttl=600, owner="trainer", held=[])

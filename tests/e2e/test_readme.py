@@ -15,10 +15,10 @@ import pytest
 import yaml
 
 from any_agent.config import Config, load_config
-from any_agent.runtime.ports import free_port
 from any_agent.types import Continuation
 from tests.support.e2e.live_run import recorded
 from tests.support.e2e.serving import Served, environment, serve
+from tests.support.ports import own_port
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "docs" / "how-to" / "sessions-by-http.md"]
@@ -38,7 +38,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) 
     settings = {
         "root": str(path.parent / "runs"),
         "model": {"path": str(tiny_model_dir), "enable_thinking": False},
-        "server": {"port": free_port("127.0.0.1")},
+        "server": {"port": own_port()},
         "sampling": {"max_new_tokens": 16},
         "sessions": {"group_size": 2},
         "rollout": {"batch_size": 4, "max_concurrent": 4},

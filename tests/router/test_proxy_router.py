@@ -21,10 +21,10 @@ from aiohttp.test_utils import TestServer
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
-from any_agent.runtime.ports import free_port
 from router import ProxyRouter
 from router.proxy_router import _Proxies
 from router.rank_health import RankHealth
+from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy
 from tests.support.real_parts import await_url, environment
 from tests.support.router import FakeRank, Received
@@ -223,7 +223,7 @@ async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None
 
 
 async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
-    port = free_port("127.0.0.1")
+    port = own_port()
     urls = [proxy.url for proxy in pair]
     script = f"from router import ProxyRouter; ProxyRouter({urls}).start('127.0.0.1', {port})"
     process = subprocess.Popen(  # noqa: ASYNC220
@@ -277,7 +277,7 @@ async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
         with pytest.raises(ConfigError, match=said):
             ProxyRouter(urls)
     with pytest.raises(StartupError, match=r"no proxy of any-agent answers at http://127\.0\.0\.1"):
-        router = ProxyRouter([pair[0].url, f"http://127.0.0.1:{free_port('127.0.0.1')}"])
+        router = ProxyRouter([pair[0].url, f"http://127.0.0.1:{own_port()}"])
         await asyncio.to_thread(router.start, "127.0.0.1", 0)
     with pytest.raises(ConfigError, match="the proxies are the ranks 1: name each rank"):
         await asyncio.to_thread(ProxyRouter([pair[1].url]).start, "127.0.0.1", 0)

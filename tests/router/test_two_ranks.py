@@ -27,10 +27,10 @@ from any_agent.protocol.rl import SessionStarted
 from any_agent.protocol.training import Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rundir.registry import publish
-from any_agent.runtime.ports import free_port
 from proxy_ext.server import entry_of
 from router.affinity import home_of
 from tests.proxy_ext.api.test_streams import ARGUMENTS, CALL, TOOLS, argument_of
+from tests.support.ports import own_port
 from tests.support.proxy import HELLO, LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.router import serving
 from tests.support.scripted_engine import ScriptedEngine
@@ -96,7 +96,7 @@ async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIte
     async with AsyncExitStack() as stack:
         for engine in engines:
             await stack.enter_async_context(engine.serve())
-        pair = Pair(config, chat, engines, free_port("127.0.0.1"), {}, {}, itertools.count())
+        pair = Pair(config, chat, engines, own_port(), {}, {}, itertools.count())
         try:
             for rank in range(2):
                 await pair.start_rank(rank)

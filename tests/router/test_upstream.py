@@ -17,9 +17,9 @@ from hypothesis import strategies as st
 from multidict import CIMultiDict, CIMultiDictProxy
 
 from any_agent.errors import ReplyLost
-from any_agent.runtime.ports import free_port
 from router import upstream
 from router.upstream import NeverSent, RankResponse, Upstream, end_to_end, open_upstream
+from tests.support.ports import own_port
 from tests.support.proxy import LIMIT
 from tests.support.router import END, OK, FakeRank, Received
 
@@ -98,9 +98,7 @@ async def test_who_closes_every_connection_at_once_is_not_tried_for_ever() -> No
 async def test_nobody_listens() -> None:
     async with open_upstream() as client:
         with pytest.raises(NeverSent):
-            await client.send(
-                "POST", f"http://127.0.0.1:{free_port('127.0.0.1')}", "/", CIMultiDict(), b"{}"
-            )
+            await client.send("POST", f"http://127.0.0.1:{own_port()}", "/", CIMultiDict(), b"{}")
 
 
 async def test_a_connection_that_is_not_accepted_in_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -225,7 +225,7 @@ async def test_a_retry_is_the_call_that_it_repeats(
     say(engine, chat, "one two three")
     go_on = engine.hold(2)
     agent = anthropic.AsyncAnthropic(
-        base_url=proxy.url, api_key=session["api_key"], max_retries=2, timeout=1.0
+        base_url=proxy.url, api_key=session["api_key"], max_retries=8, timeout=1.0
     )
     async with agent:
         asking = asyncio.create_task(agent.messages.create(model="m", max_tokens=50, messages=TALK))

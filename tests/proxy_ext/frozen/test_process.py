@@ -11,11 +11,11 @@ from typing import Any
 import httpx
 import pytest
 
-from any_agent.runtime.ports import free_port
 from tests.proxy_ext.frozen.test_call import holding
 from tests.proxy_ext.test_process import run
 from tests.support.fake_provider import Provider
 from tests.support.frozen import BODIES, SECRET, VARIABLE, chat_body, models, refused
+from tests.support.ports import own_port
 from tests.support.proxy import HELLO
 from tests.support.real_parts import proxy_process, write_config
 from tests.support.scripted_engine import ScriptedEngine
@@ -39,7 +39,7 @@ class Life:
 
 @asynccontextmanager
 async def life(config: Path, engine_url: str) -> AsyncIterator[Life]:
-    context = proxy_process(config, engine_url, free_port("127.0.0.1"))
+    context = proxy_process(config, engine_url, own_port())
     # In a thread: the engine and the provider that it reaches are of this loop.
     child, url = await asyncio.to_thread(context.__enter__)
     try:

@@ -13,7 +13,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import ForkServerContext
 from typing import Any
 
-from any_agent.runtime.ports import free_port
+from tests.support.ports import own_port
 from trainer.world import World, join, leave
 
 _WITHIN = 400.0
@@ -41,7 +41,7 @@ def together(
 
     Raises Died with the traceback of a process in which it failed.
     """
-    port = free_port("127.0.0.1")
+    port = own_port()
     ends = []
     context = _context()
     for rank in range(size):

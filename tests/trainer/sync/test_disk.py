@@ -21,7 +21,7 @@ from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingErro
 from any_agent.rollout import RankClients
 from any_agent.rundir.checksums import sound, write_manifest
 from any_agent.rundir.registry import RegistryEntry
-from any_agent.runtime.ports import free_port
+from tests.support.ports import own_port
 from trainer.sync import NewWeights, base
 from trainer.sync.disk import DiskSync
 
@@ -32,7 +32,7 @@ class Engine:
     """Takes weights as its ``answers`` say (the last one stays), or is away."""
 
     def __init__(self) -> None:
-        self.port = free_port("127.0.0.1")
+        self.port = own_port()
         self.url = f"http://127.0.0.1:{self.port}"
         self.answers: list[int] = [200]
         self.says = "m"
