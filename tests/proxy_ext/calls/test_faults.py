@@ -13,7 +13,7 @@ from starlette.types import Message
 
 from any_agent.engine.model_fingerprint import shape_of
 from any_agent.errors import StoreUnavailable
-from proxy_ext.journal import Statement
+from proxy_ext.journal import MarkDelivered, Statement
 from proxy_ext.web.exchange import EventStream
 from tests.support.proxy import HELLO, Proxy, noticed_hang_up, until
 from tests.support.proxy_fixtures import Start
@@ -45,7 +45,7 @@ def hang_up(writer: asyncio.StreamWriter) -> None:
 
 
 class SlowJournal:
-    """Holds the next commits until told to go on."""
+    """Holds the next commits until told to go on, but for the mark of an answer before them."""
 
     def __init__(self, proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
         self.go = asyncio.Event()
@@ -54,8 +54,9 @@ class SlowJournal:
         monkeypatch.setattr(proxy.service.journal, "commit", self._held)
 
     async def _held(self, *statements: Statement) -> None:
-        self.waiting += 1
-        await self.go.wait()
+        if not all(isinstance(statement, MarkDelivered) for statement in statements):
+            self.waiting += 1
+            await self.go.wait()
         await self._commit(*statements)
 
 
