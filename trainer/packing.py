@@ -25,6 +25,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import TypeAlias
 
 import numpy as np
@@ -177,8 +178,14 @@ def balanced_tries(rows: Sequence[Row], parts: int, token_budget: int) -> list[l
     while len(tries) < min(parts, wanted):
         token_budget = token_budget // 2
         tries = shared_parts(rows, token_budget)
-    shares = _dealt([sum(row["input_ids"].shape[0] for row in one) for one in tries], parts)
+    shares = _dealt([_distinct(one) for one in tries], parts)
     return [[row for k in share for row in tries[k]] for share in shares]
+
+
+def _distinct(rows: Sequence[Row]) -> int:
+    """Return the number of distinct tokens of rows that are sorted by their tokens."""
+    ids = [np.zeros(0, dtype=np.int32), *(row["input_ids"].numpy() for row in rows)]
+    return sum(len(row) - common_prefix(before, row) for before, row in pairwise(ids))
 
 
 def _dealt(weights: Sequence[int], parts: int) -> list[list[int]]:

@@ -25,6 +25,7 @@ from any_agent.runtime.disk_space import DiskSpace
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
+from tests.support.trainer.trees import tree_rows
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
@@ -48,8 +49,10 @@ def divided_policy(world: World, master: torch.dtype = torch.float64, **config: 
 
 
 def split(case: int) -> tuple[list[Any], int]:
-    """Some rows, and a token budget for a pass."""
+    """Some rows, in every other case with shared prefixes, and a token budget for a pass."""
     chance = random.Random(case)
+    if case % 2:
+        return tree_rows(case), chance.choice([1, 9, 24, 10_000])
     rows = random_rows(case, chance.randint(1, 12), longest=chance.choice([6, 24, 60]))
     return rows, chance.choice([1, 24, 70, 10_000])
 

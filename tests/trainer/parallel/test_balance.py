@@ -6,7 +6,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.packing import Row, balanced, idle_batch
+from tests.support.trainer.trees import tree_rows
+from trainer.packing import Row, balanced, balanced_tries, idle_batch, shared_parts, tree_passes
 
 
 def _row(length: int, trained: bool = True) -> Row:
@@ -42,3 +43,28 @@ def test_what_an_idle_process_runs_trains_one_token() -> None:
     batch = idle_batch()
     assert int(batch["loss_mask"].sum()) == 1
     assert not batch["loss_mask"][0, 0]
+
+
+@given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 60))
+def test_neighbours_in_the_tree_stay_together_and_every_row_has_one_place(
+    seed: int, parts: int, budget: int
+) -> None:
+    rows = tree_rows(seed)
+    divided = balanced_tries(rows, parts, budget)
+    assert sorted(id(row) for part in divided for row in part) == sorted(map(id, rows))
+    assert len(divided) == parts and all(divided)
+    for part in divided:
+        for one in shared_parts(part, budget):
+            (computed,) = tree_passes(one, budget, divided=False)
+            assert computed.ids.numel() <= budget or len(one) == 1
+
+
+def test_processes_have_equally_many_distinct_tokens() -> None:
+    """A group of four sessions with 73 tokens weighs as much as any of three rows."""
+    group = [[1, *([1] * 60), k, 1, 2] for k in range(5, 9)]
+    long = [[k, *range(5, 77)] for k in (2, 3, 4)]
+    rows = [
+        _row(len(ids)) | {"input_ids": torch.tensor(ids, dtype=torch.int32)}
+        for ids in [*group, *long]
+    ]
+    assert sorted(len(part) for part in balanced_tries(rows, 2, 80)) == [2, 5]
