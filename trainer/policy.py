@@ -53,14 +53,19 @@ PASS_TOKENS = {"cpu": 1536, "cuda": 16_384}
 """Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
 page by page; a GPU needs large matrices."""
 
+MAX_HEAD_CHUNK = 1024
+_CPU_LOGITS = 1 << 25
+"""The most logits at a time on a CPU: 128 MiB in float32."""
+
 
 @dataclass(frozen=True, slots=True)
 class PolicyConfig:
     """The settings of a policy's memory, computation and optimizer.
 
     ``head_chunk`` is the number of trained tokens whose logits [head_chunk, vocab] exist at a
-    time, forward and backward. ``threads`` None leaves torch's choice; one is best for tiny
-    models. ``attention`` is transformers' ``attn_implementation``.
+    time, forward and backward; None: what suits the device and the vocabulary. ``threads`` None
+    leaves torch's choice; one is best for tiny models. ``attention`` is transformers'
+    ``attn_implementation``.
     """
 
     lr: float = 1e-6
@@ -68,7 +73,7 @@ class PolicyConfig:
     eps: float = 1e-8
     weight_decay: float = 0.0
     grad_clip: float = 1.0
-    head_chunk: int = 1024
+    head_chunk: int | None = None
     attention: str = "sdpa"
     packing: Literal["tree", "rows"] = "tree"
     """Compute a prefix that rows share once, or each row by itself."""
@@ -81,7 +86,7 @@ class PolicyConfig:
     threads: int | None = None
 
     def __post_init__(self) -> None:
-        if self.head_chunk < 1 or self.grad_clip <= 0:
+        if (self.head_chunk or 1) < 1 or self.grad_clip <= 0:
             raise ConfigError("head_chunk and grad_clip must be positive")
 
 
@@ -158,6 +163,7 @@ class Policy:
         """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
+        self.head_chunk = self.config.head_chunk or self._suitable_chunk()
         self._require_plain_head()
         self.packing = self.config.packing
         """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
@@ -235,7 +241,7 @@ class Policy:
             temperature = torch.tensor(temperature, dtype=torch.float64)
         per_row = temperature.expand(batch["input_ids"].shape[0])
         work = padded_pass(batch | {"temperatures": per_row}).to(self.device)
-        logprobs, entropies = self._within(pass_logprobs, work, None, self.config.head_chunk)
+        logprobs, entropies = self._within(pass_logprobs, work, None, self.head_chunk)
         return TokenLogprobs(trained_tokens(batch), logprobs, entropies)
 
     def row_logprobs(
@@ -412,7 +418,7 @@ class Policy:
 
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
-            chunk = self.config.head_chunk
+            chunk = self.head_chunk
             if hidden is None:
                 logprobs, entropies = self._within(pass_logprobs, work, tree, chunk)
             else:
@@ -455,6 +461,12 @@ class Policy:
             # The others wait for this process's gradient: NaN tells them all.
             self._cause = self._cause or error
             return math.nan * done.logprobs.sum(), LossStats()
+
+    def _suitable_chunk(self) -> int:
+        if self.device.type != "cpu":
+            return MAX_HEAD_CHUNK
+        vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
+        return min(MAX_HEAD_CHUNK, max(_CPU_LOGITS // vocabulary, 1))
 
     def _require_plain_head(self) -> None:
         """Raise StartupError for a model that changes its logits after the head, as by a cap."""

@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM
 
 import trainer.loss
+from any_agent.demo.models.tiny import make_model
 from any_agent.errors import StartupError
 from tests.support.trainer.policies import (
     VOCAB,
@@ -154,6 +155,13 @@ def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     n = count_trained(rows)
     assert n > 40 and max(seen) == 5
     assert sum(seen) == 2 * n, "each chunk once forward and once again in the backward pass"
+
+
+def test_a_large_vocabulary_has_smaller_chunks_on_a_cpu() -> None:
+    assert small_policy().head_chunk == 1024
+    model = make_model(150_000, 0, hidden_size=8, layers=1, context=64)
+    assert Policy(model).head_chunk == 223
+    assert Policy(model, PolicyConfig(head_chunk=7)).head_chunk == 7
 
 
 def test_only_positions_before_trained_tokens_reach_the_head(
