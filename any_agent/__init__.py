@@ -75,7 +75,7 @@ _ABSENT = {
     "PPOTrainer": "import it from trainer",
     "RemoteInfEngine": "use any_agent.RemoteSGLangEngine",
     "RolloutController": "use any_agent.RemoteSGLangEngine",
-    "StatsLogger": "each step is a line of the run's metrics.jsonl, and GET /metrics serves it",
+    "StatsLogger": "use the setting tracking.to; metrics.jsonl has a line for each step, too",
     "TensorDict": "use a dict of torch tensors: dict[str, torch.Tensor]",
     "get_gsm8k_rl_dataset": "use any_agent.get_custom_dataset",
     "get_gsm8k_sft_dataset": _SAMPLED_ONLY,

@@ -38,6 +38,7 @@ from trainer.loop import TrainingLoop
 from trainer.parallel.trainer_group import follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
+from trainer.trackers import require_trackers
 from trainer.world import World
 
 _print = partial(print, flush=True)
@@ -118,6 +119,7 @@ class GRPOTrainer:
         import_plugins(self.config)
         require_algorithm(self.config.train)
         policy_config(self.config.train)
+        require_trackers(self.config.tracking.to)
         # The console is for the lines of the run's steps.
         transformers_logging.disable_progress_bar()
         self._world = join_processes(self.config.train)
@@ -309,7 +311,7 @@ class GRPOTrainer:
             workflow,
             executor,
             metrics=self.dir.metrics,
-            report=loop.metrics.record_evaluation,
+            report=loop.report.evaluation,
             disk=loop.disk,
         )
 

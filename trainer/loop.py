@@ -5,11 +5,10 @@ The batches come from a :class:`trainer.batch_source.BatchSource`.
 
 from __future__ import annotations
 
-import json
 import logging
 import uuid
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +20,6 @@ from any_agent.errors import NotFound, TrainingError
 from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime.atomic_files import append_line, write_atomic
 from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded
 from trainer.batch import (
     Group,
@@ -34,18 +32,10 @@ from trainer.batch import (
     versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
-from trainer.checkpoint import (
-    checkpoint_bytes,
-    complete_checkpoints,
-    latest_checkpoint,
-    save_checkpoint,
-)
 from trainer.command_channel import Leader
-from trainer.from_config import loss_config, policy_config, seed_all, set_optimizer
+from trainer.from_config import loss_config
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
-from trainer.metrics import TrainerMetrics, last_reported, step_line
 from trainer.metrics_server import TrainerHeartbeat
-from trainer.parallel.trainer_group import load_policy
 from trainer.policy import Policy, StepResult
 from trainer.publisher import (
     TIMEOUT,
@@ -55,15 +45,14 @@ from trainer.publisher import (
     announce,
     announce_best_effort,
 )
-from trainer.weight_folders import tokenizer_of
+from trainer.report import RunReport
+from trainer.run_checkpoints import RunCheckpoints
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
 _MAX_FAILED_STEPS = 5
 _ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
-_ZERO_VARIANCE_NOTICE = 8
-"""Consecutive groups without variance after which these lines mention them."""
 
 
 class TrainingLoop:
@@ -84,7 +73,6 @@ class TrainingLoop:
     ) -> None:
         self.config = config
         self.dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
-        self._say = say
         self.evaluate: Callable[[int, bool], object] = lambda step, last: None
         """Called at the start, after every step, and at the end, with the number of steps behind
         the served weights, and True if no more steps follow."""
@@ -108,23 +96,18 @@ class TrainingLoop:
         self._source = source or LeasedBatches(self._executor)
         self.disk = DiskSpace()
         """Every write of the loop goes through it: a full disk is waited out."""
-        self.metrics = TrainerMetrics(lambda: self._source.rejected, self.disk)
+        self.report = RunReport(config, self.dir, self.disk, lambda: self._source.rejected, say)
+        self.metrics = self.report.metrics
         self._publisher = Publisher(
             config, self.dir, self._executor, self.disk, self._source.updating
         )
         self._manifests = ManifestStore(self.dir.manifests)
+        self._checkpoints = RunCheckpoints(config, self.dir, self.disk)
         self._loss = loss_config(config.train)
         self.policy: Policy
-        self._tokenizer: Path
         self.loaded = False
         """True once model, optimizer and counters are loaded."""
-        self._saved_step: int | None = None
-        self._saved_state: Mapping[str, Any] | None = None
-        """The source's state in the latest checkpoint."""
-        self.checkpoint: Path | None = None
         self._failed_steps = 0
-        self._reported = 0
-        """The last step with a line in `metrics.jsonl` at the start."""
         self._stopping = False
         self._exhausted = False
         """True once the dataset has no items left."""
@@ -169,6 +152,9 @@ class TrainingLoop:
             with ExitStack() as stack:
                 for end in (self._executor.stop, self._publisher.close, self._source.stop):
                     stack.callback(end)
+                stack.enter_context(
+                    self.report.tracking(lambda: self._stopping or self._failure is not None)
+                )
                 self._run()
                 return self._done
         except DiskWaitEnded as wait:
@@ -193,9 +179,10 @@ class TrainingLoop:
             if self._failure is not None:
                 raise self._failure from None
             log.info("stopped at step %d", self.policy.steps)
-        if self._saved_step != self.policy.steps and (self.policy.steps or not self._stopping):
+        saved = self._checkpoints
+        if saved.step != self.policy.steps and (self.policy.steps or not self._stopping):
             self._save()
-        elif self._exhausted and self._source.state() != self._saved_state:
+        elif self._exhausted and self._source.state() != saved.dataset:
             # The last items gave nothing to train on: a restart must not run them again.
             self._save()
         if self._done:
@@ -233,10 +220,10 @@ class TrainingLoop:
         clock.lap("wait")
         if not groups:
             self._exhausted = True
-            self._say(f"data      all items are finished, at step {self.policy.steps}")
+            self.report.say(f"data      all items are finished, at step {self.policy.steps}")
             return
         if notice := self._zero_variance.trainability.take_notice():
-            self._announce(f"untrained {notice}")
+            self.report.announce(f"untrained {notice}")
         taken = self._manifest(groups)
         batch = self._batch(groups, taken)
         taken = replace(
@@ -272,6 +259,10 @@ class TrainingLoop:
     def _evaluate(self) -> None:
         self.evaluate(self.policy.steps, False)
         self.policy.clock.lap("evaluate")
+
+    def _report(self, batch: TrainingBatch, result: StepResult) -> None:
+        # A repeated step is not published by itself.
+        self.report.step(self.policy, self._publisher.versions.highest, batch, result, self._source)
 
     def _manifest(self, groups: list[Group]) -> Manifest:
         """Return the next step's manifest, as far as it is known before the batch is made."""
@@ -329,7 +320,7 @@ class TrainingLoop:
         return result
 
     def _publish(self) -> None:
-        self._publisher.publish(self.policy, self._tokenizer)
+        self._publisher.publish(self.policy, self._checkpoints.tokenizer)
         self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
 
     def _settle(self, batch: TrainingBatch, taken: Manifest, step: int | None) -> None:
@@ -351,22 +342,7 @@ class TrainingLoop:
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self._announce_waiting(error)
-
-    def _announce_waiting(self, error: TimeoutError) -> None:
-        lines = [f"waiting   for trajectories: {error}"]
-        if self._zero_variance.consecutive >= _ZERO_VARIANCE_NOTICE:
-            lines.append(f"waiting   {self._zero_variance}. Other tasks or rewards would help")
-        if (notice := self._zero_variance.trainability.notice) is not None:
-            lines.append(f"waiting   {notice}")
-        self._announce(*lines)
-
-    def _announce(self, *lines: str) -> None:
-        for line in lines:
-            self._say(line)
-        # Another process that watches the run reads it. A failed write does not end training.
-        with suppress(OSError):
-            write_atomic(self.dir.waiting, "\n".join(lines) + "\n")
+                self.report.waiting(error, self._zero_variance)
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -390,14 +366,14 @@ class TrainingLoop:
                 self._abandon([taken for taken in later if taken >= step], error)
                 break
         self._publisher.resume(
-            self.policy, self._tokenizer, fresh=self.checkpoint is None and not replayed
+            self.policy, self._checkpoints.tokenizer, fresh=self.checkpoint is None and not replayed
         )
         self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
         if replayed:
             for step, (batch, taken) in replayed.items():
                 # A step whose loss was not finite was not made.
                 self._settle(batch, taken, step if batch.trained else None)
-            self._say(f"trainer   repeated {_steps(list(replayed))} from the manifests")
+            self.report.say(f"trainer   repeated {_steps(list(replayed))} from the manifests")
             if self.policy.steps % self.config.train.checkpoint_every == 0:
                 self._save()
 
@@ -405,7 +381,7 @@ class TrainingLoop:
         """Begin another history before these steps. Nothing is trained on twice: the checkpoint
         lists the sessions it contains, and contains none of these steps."""
         self._manifests.set_aside(steps)
-        self._announce(
+        self.report.announce(
             f"trainer   {_steps(steps)} cannot be repeated, because a rank has lost its journal "
             f"({error.message}): resuming at step {self.policy.steps}; the sessions of these steps "
             f"are listed in {self.dir.manifests / 'lost-*.json'}"
@@ -422,7 +398,7 @@ class TrainingLoop:
         batch = self._batch(groups, taken)
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
         result = self._optimize(batch, taken)
-        if result is not None and taken.step > self._reported:
+        if result is not None and taken.step > self.report.reported:
             # The trainer was killed before it could report this step.
             self._report(batch, result)
         # Without the rows, which would fill memory until all steps are published.
@@ -432,68 +408,37 @@ class TrainingLoop:
 
     def _load(self) -> None:
         """Load the policy from the latest checkpoint, else from the configured model."""
-        c = self.config.train
-        seed_all(c.seed)
-        self._reported = last_reported(self.dir.metrics)
-        settings = policy_config(c)
-        latest = latest_checkpoint(self.dir.checkpoints)
-        source = latest or self.config.model.path
-        self.policy, state = load_policy(
-            source, settings, self._leader, checkpoint=latest is not None
-        )
-        if latest is None:
-            self._tokenizer = tokenizer_of(self.config.model.path)
-            return
-        self._tokenizer = latest
-        set_optimizer(self.policy, c)
-        self._saved_step = self.policy.steps
-        self._consumed.load(state)
-        self._source.load(state.get("dataset"))
-        self._saved_state = self._source.state()
-        self.checkpoint = latest
-        self._say(f"trainer   resuming at step {self.policy.steps}, from {latest}")
+        self.report.load()
+        self.policy, state = self._checkpoints.load(self._leader)
+        if state is not None:
+            self._consumed.load(state)
+            self._source.load(state.get("dataset"))
+            self._checkpoints.dataset = self._source.state()
+            self.report.say(
+                f"trainer   resuming at step {self.policy.steps}, from {self.checkpoint}"
+            )
 
     def _save(self) -> None:
-        state = self._state()
-        root = self.dir.checkpoints
-
-        def save() -> Path:
-            keep = self.config.train.keep_checkpoints
-            return save_checkpoint(root, self.policy, self._tokenizer, state, keep=keep)
-
-        what = f"the checkpoint of step {self.policy.steps}"
-        self.checkpoint = self._write(save, what, lambda: checkpoint_bytes(self.policy), root)
-        # The checkpoint that the policy came from may just have been pruned.
-        self._tokenizer = self.checkpoint
-        self._saved_step = self.policy.steps
-        self._saved_state = state.get("dataset")
-        self._manifests.prune(min(complete_checkpoints(self.dir.checkpoints)))
-        log.info("wrote checkpoint %s", self.checkpoint)
-
-    def _state(self) -> Mapping[str, Any]:
-        """Return what a checkpoint stores beside weights and optimizer."""
-        dataset = self._source.state()
+        """Write a checkpoint: beside weights and optimizer it has versions, sessions, dataset."""
         state = {"version": self._publisher.version, **self._consumed.dump()}
-        return state if dataset is None else state | {"dataset": dataset}
+        dataset = self._source.state()
+        self._checkpoints.save(
+            self.policy, state if dataset is None else state | {"dataset": dataset}
+        )
+        self._manifests.prune(self._checkpoints.oldest_step or 0)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The latest checkpoint."""
+        return self._checkpoints.latest
 
     @property
     def _status(self) -> RunStatus:
         return RunStatus(
             step=self.policy.steps,
             checkpoint=str(self.checkpoint) if self.checkpoint else None,
-            oldest_step=min(complete_checkpoints(self.dir.checkpoints), default=None),
+            oldest_step=self._checkpoints.oldest_step,
         )
-
-    def _report(self, batch: TrainingBatch, result: StepResult) -> None:
-        clock = self.policy.clock
-        # A repeated step is not published by itself.
-        version = self._publisher.versions.highest
-        line = step_line(self.policy.steps, version, batch, result, self._source, clock.take())
-        self._write(lambda: append_line(self.dir.metrics, json.dumps(line)), "a metric's line")
-        self.metrics.record_step(line)
-        text = "step {step}: reward {reward:.3f}, {sessions} sessions, {tokens} tokens, staleness "
-        log.info("%s", (text + "{staleness_mean:.2f}, version {version}").format_map(line))
-        clock.lap("report")
 
 
 def _steps(steps: list[int]) -> str:

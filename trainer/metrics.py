@@ -119,6 +119,12 @@ CLIPPED = Metric(
     "Share of the latest step's tokens whose probability ratio was clipped, at either side.",
     ("side",),
 )
+TRACKER_FAILURES = Metric(
+    "any_agent_train_tracker_failures_total",
+    "counter",
+    "Failures of a tracker (tracking.to), which is tried again and gets what it lacks.",
+    ("tracker",),
+)
 EVAL_STEP = Metric("any_agent_eval_step", "gauge", "The step that was evaluated last.")
 EVAL_REWARD = Metric(
     "any_agent_eval_reward_mean", "gauge", "Mean reward over the items of the latest evaluation."
@@ -143,7 +149,7 @@ METRICS = (
     *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS),
     *(INTERACTIONS, TRAINED, REJECTED),
     *(*_STEP_GAUGES.values(), CLIPPED),
-    *(EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
+    *(TRACKER_FAILURES, EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
 )
 
 
@@ -152,13 +158,17 @@ class TrainerMetrics:
 
     The loop writes them, and a scrape in another thread reads them. ``rejected_early`` returns the
     numbers of sessions that were rejected before they came into a batch, by reason. ``disk`` knows
-    of a wait for space.
+    of a wait for space. ``tracker_failures`` returns their numbers by tracker.
     """
 
     def __init__(
-        self, rejected_early: Callable[[], Mapping[str, int]], disk: DiskSpace | None = None
+        self,
+        rejected_early: Callable[[], Mapping[str, int]],
+        disk: DiskSpace | None = None,
+        tracker_failures: Callable[[], Mapping[str, int]] = dict,
     ) -> None:
         self._rejected_early = rejected_early
+        self._tracker_failures = tracker_failures
         self.disk = disk or DiskSpace()
         self.version = 0
         self._step = 0
@@ -207,6 +217,8 @@ class TrainerMetrics:
             if metric is REJECTED:
                 copy.update(dict(self._rejected_early()))
             yield metric, {(label,): number for label, number in copy.items()}
+        failures = self._tracker_failures()
+        yield TRACKER_FAILURES, {(tracker,): number for tracker, number in failures.items()}
         latest, evaluated = self._latest, self._evaluated
         if latest:
             yield from ((metric, latest[name]) for name, metric in _STEP_GAUGES.items())

@@ -19,14 +19,14 @@ class Section(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
 
 
-def _split(value: object) -> object:
+def split_texts(value: object) -> object:
     """Split a text at its commas, as a list is written on a command line."""
     if not isinstance(value, str):
         return value
     return [part.strip(" '\"") for part in value.strip("[] ").split(",") if part.strip()]
 
 
-Texts = Annotated[tuple[str, ...], BeforeValidator(_split)]
+Texts = Annotated[tuple[str, ...], BeforeValidator(split_texts)]
 """Texts, given as a list or separated by commas."""
 LocalPath = Annotated[str, AfterValidator(os.path.expanduser)]
 """The path of a file or folder, or another name; ``~`` stands for the user's home."""

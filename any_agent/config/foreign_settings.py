@@ -127,7 +127,7 @@ NOT_HERE: Mapping[str, str] = {
     "allocation_mode": "leave it out: server.ranks is the number of engines",
     "rollout.backend": "leave it out: engine.urls names engines that run already, else ours start",
     "actor.backend": "leave it out: the trainer has one",
-    "stats_logger": "leave it out: every step is a line of the run's metrics.jsonl, and /metrics",
+    "stats_logger": "use tracking.to, with wandb, trackio or tensorboard",
     "workflow": _SCRIPT,
     "eval_workflow": _SCRIPT,
     **{name: what for name, (_, what) in NEUTRAL.items()},

@@ -22,7 +22,13 @@ from any_agent.config.serving import (
     ServerConfig,
 )
 from any_agent.config.sessions import SessionConfig
-from any_agent.config.training import DatasetConfig, EvalConfig, RolloutConfig, TrainConfig
+from any_agent.config.training import (
+    DatasetConfig,
+    EvalConfig,
+    RolloutConfig,
+    TrackingConfig,
+    TrainConfig,
+)
 
 
 def _user() -> str:
@@ -58,6 +64,7 @@ class Config(Section):
     train_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
     valid_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
     eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
+    tracking: TrackingConfig = TrackingConfig()  # type: ignore[call-arg]
     frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
     cluster: ClusterConfig = ClusterConfig()  # type: ignore[call-arg]
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator
 
-from any_agent.config.base import LocalPath, Section
+from any_agent.config.base import LocalPath, Section, split_texts
+
+TrackerNames = Annotated[
+    tuple[Literal["trackio", "wandb", "tensorboard"], ...], BeforeValidator(split_texts)
+]
 
 
 class AgentConfig(Section):
@@ -184,3 +188,13 @@ class EvalConfig(Section):
     the likeliest token. null: that of training."""
     timeout: float = Field(3600.0, gt=0)
     """Seconds that one evaluation may take; runs that have not ended by then fail."""
+
+
+class TrackingConfig(Section):
+    """Trackers, which show the lines of `metrics.jsonl` as curves. Each is an extra of this package
+    (`pip install "any-agent-rl[wandb]"`), and is set up by its own environment variables."""
+
+    to: TrackerNames = ()
+    """The trackers: `trackio`, `wandb`, `tensorboard`. One that is added later gets all steps."""
+    project: str = Field("", max_length=128)
+    """The project at trackio and Weights & Biases. Empty: the experiment's name."""

@@ -14,6 +14,7 @@
     registry/         the addresses of the live parts, written by each part itself
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
+    tracking/         what trackers have got, and their own files (`tracking.to`)
     journal/          the durable record of each rank's sessions, unless `server.journal_dir` is
                       another place
     archive/          sessions that ended long ago, compressed; `any-agent export` reads them

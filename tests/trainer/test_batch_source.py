@@ -175,7 +175,7 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     said: list[str] = []
     config = config_of(settings, "train.steps=9", "train.epochs=1", "rollout.eta=1")
     lab = DataLab(config, items=5)
-    lab.trainer._say = said.append
+    lab.trainer.report.say = said.append
     evaluated: list[tuple[int, bool]] = []
     lab.trainer.evaluate = lambda step, last: evaluated.append((step, last))
     assert lab.trainer.train()
@@ -304,7 +304,7 @@ def test_a_long_wait_is_told_with_what_is_there(
             return await super().arun_episode(engine, data)
 
     lab = DataLab(config_of(settings, "train.steps=2"), Waiting(dull=(0,)))
-    lab.trainer._say = said.append
+    lab.trainer.report.say = said.append
     assert lab.trainer.train()
     waiting = r"waiting   for trajectories: \d of 4 sessions came; left out so far: 2 zero_variance"
     assert re.fullmatch(waiting, told()[0])

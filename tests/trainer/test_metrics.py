@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
-from trainer import loop, step_clock
+from trainer import loop, report, step_clock
 from trainer.metrics import METRICS, PHASES, TrainerMetrics
 from trainer.policy import Policy
 
@@ -74,9 +74,11 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         assert math.isclose(now[f"any_agent_train_{name}",], last[key]), name
     assert now["any_agent_train_clipped_ratio", "high"] == last["clipped_high"]
     names = {key[0] for key in now}
-    # Evaluations are another test's.
-    of_evaluations = {metric.name for metric in METRICS if "_eval_" in metric.name}
-    assert {metric.name for metric in METRICS} == names | of_evaluations
+    # Evaluations and trackers are other tests'.
+    others = {
+        metric.name for metric in METRICS if "_eval_" in metric.name or "_tracker_" in metric.name
+    }
+    assert {metric.name for metric in METRICS} == names | others
     assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
 
 
@@ -112,7 +114,7 @@ def test_seconds_belong_to_the_phase_that_took_them(
         return timed
 
     monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
-    monkeypatch.setattr(loop, "append_line", takes(64, loop.append_line))
+    monkeypatch.setattr(report, "append_line", takes(64, report.append_line))
     monkeypatch.setattr(loop, "training_batch", takes(2, loop.training_batch))
     monkeypatch.setattr(Policy, "_loss", takes(4, Policy._loss))
     monkeypatch.setattr(torch.autograd, "backward", takes(8, torch.autograd.backward))

@@ -220,7 +220,7 @@ def test_a_run_goes_on_where_a_rank_lost_its_journal(settings: list[str]) -> Non
     again = Lab(config, [pair("q0"), pair("q1"), pair("q2")], before=first)
     again.executor.lost = {"p2-bad"}
     said: list[str] = []
-    again.trainer._say = said.append
+    again.trainer.report.say = said.append
     assert again.trainer.train()
     assert again.executor.replayed == [[f"p{k}-good", f"p{k}-bad"] for k in range(3)]
     ids = [f"{name}-{how}" for name in ("p0", "p1", "q0", "q1", "q2") for how in ("good", "bad")]

@@ -37,7 +37,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
-    lab.trainer._say = said.append
+    lab.trainer.report.say = said.append
     minutes = 0
 
     def nothing_comes(timeout: float) -> list[Episode]:

@@ -1,0 +1,318 @@
+"""Trackers get every line of metrics.jsonl once, whatever happens, and never stop the training."""
+
+from __future__ import annotations
+
+import json
+import logging
+import math
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any, ClassVar
+
+import pytest
+
+from any_agent.config import Config
+from any_agent.errors import ConfigError
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.atomic_files import append_line
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Lab, config_of
+from trainer import trackers
+from trainer.metrics import TRACKER_FAILURES
+from trainer.trackers import TrackedRun, Trackers, figures, require_trackers
+
+LIMIT = 30.0
+
+
+class Fake:
+    """A tracker that keeps what it gets, as a service does that outlives its clients."""
+
+    replaces: ClassVar[bool] = False
+    got: ClassVar[list[tuple[int, int]]]
+    """The number and the step of each line."""
+    opened: ClassVar[list[tuple[str, int]]]
+    runs: ClassVar[list[TrackedRun]]
+    broken: ClassVar[Callable[[int], bool]]
+    changed: ClassVar[threading.Condition]
+
+    def __init__(self, run: TrackedRun, step: int) -> None:
+        self.opened.append((run.id, step))
+        self.runs.append(run)
+
+    def send(self, number: int, line: Any) -> None:
+        if type(self).broken(number):
+            raise OSError("no network")
+        with self.changed:
+            self.got.append((number, line["step"]))
+            self.changed.notify_all()
+
+    def flush(self) -> bool:
+        return True
+
+    def close(self) -> None: ...
+
+
+@pytest.fixture
+def fake(monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Fake]]:
+    Fake.got, Fake.opened, Fake.runs = [], [], []
+    Fake.replaces = False
+    Fake.broken = lambda number: False
+    Fake.changed = threading.Condition()
+    monkeypatch.setitem(trackers.TRACKERS, "wandb", Fake)  # type: ignore[arg-type]
+    monkeypatch.setattr(trackers, "require_trackers", lambda names: None)
+    yield Fake
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> Config:
+    return config_of([f"root={tmp_path}", "tracking.to=wandb", "server.admin_key=sk-very-secret"])
+
+
+@pytest.fixture
+def run_dir(config: Config) -> RunDir:
+    folder = RunDir.of(config.root, config.user, config.experiment, config.trial)
+    folder.create()
+    return folder
+
+
+def write(run_dir: RunDir, *steps: int, **fields: Any) -> None:
+    for step in steps:
+        append_line(run_dir.metrics, json.dumps({"time": 1.0, "step": step, **fields}))
+
+
+def followed(config: Config, run_dir: RunDir) -> Trackers:
+    """One start of the trainer, which ends at once."""
+    following = Trackers(config, run_dir)
+    following.start()
+    following.close()
+    return following
+
+
+def test_each_line_is_sent_once_over_restarts(
+    fake: type[Fake], config: Config, run_dir: RunDir
+) -> None:
+    write(run_dir, 1, 2)
+    followed(config, run_dir)
+    assert fake.got == [(1, 1), (2, 2)]
+    followed(config, run_dir)
+    assert len(fake.opened) == 1, "there is nothing to send"
+    with open(run_dir.metrics, "a") as file:
+        file.write('{"step": 3, "rew')  # a killed trainer's
+    write(run_dir, 3)
+    followed(config, run_dir)
+    assert fake.got == [(1, 1), (2, 2), (4, 3)]
+    assert [step for _, step in fake.opened] == [1, 3]
+    assert len({id for id, _ in fake.opened}) == 1, "it is one run"
+
+
+def test_lines_are_sent_while_training_goes_on(
+    fake: type[Fake], config: Config, run_dir: RunDir
+) -> None:
+    following = Trackers(config, run_dir)
+    following.start()
+    for step in (1, 2, 3):
+        write(run_dir, step)
+        following.wake()
+        with fake.changed:
+            assert fake.changed.wait_for(lambda: len(fake.got) == step, LIMIT)  # noqa: B023
+    following.close()
+    assert [step for _, step in fake.got] == [1, 2, 3]
+    assert len(fake.opened) == 1
+
+
+def test_a_tracker_that_fails_is_tried_again_and_gets_all(
+    fake: type[Fake],
+    config: Config,
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trackers, "_FIRST_DELAY", 0.001)
+    monkeypatch.setattr(trackers, "_MAX_DELAY", 0.001)
+    failures = 0
+
+    def broken(number: int) -> bool:
+        nonlocal failures
+        failures += number == 2 and failures < 3
+        return number == 2 and failures < 3
+
+    fake.broken = broken
+    write(run_dir, 1, 2, 3)
+    following = Trackers(config, run_dir)
+    following.start()
+    with fake.changed:
+        assert fake.changed.wait_for(lambda: len(fake.got) == 3, LIMIT)
+    following.close()
+    assert fake.got == [(1, 1), (2, 2), (3, 3)]
+    assert following.failures == {"wandb": 2}
+    warnings = [r.getMessage() for r in caplog.records if r.levelno >= logging.WARNING]
+    assert warnings == [
+        "wandb fails (OSError: no network); training goes on, and the tracker gets all steps once "
+        "it works"
+    ]
+    assert following.take_notices() == ["wandb fails (OSError: no network)"]
+    assert following.take_notices() == []
+
+
+def test_what_a_failing_tracker_lacks_it_gets_at_the_next_start(
+    fake: type[Fake], config: Config, run_dir: RunDir
+) -> None:
+    fake.broken = lambda number: number >= 2
+    write(run_dir, 1, 2, 3)
+    followed(config, run_dir)
+    assert fake.got == [(1, 1)]
+    fake.broken = lambda number: False
+    followed(config, run_dir)
+    assert fake.got == [(1, 1), (2, 2), (3, 3)]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_a_run_that_goes_back_to_an_earlier_step(
+    fake: type[Fake], config: Config, run_dir: RunDir, replaces: bool
+) -> None:
+    """A tracker that can replace steps does so from there on."""
+    fake.replaces = replaces
+    write(run_dir, 1, 2, 3)
+    followed(config, run_dir)
+    write(run_dir, 2, 3, 4)
+    followed(config, run_dir)
+    assert [step for _, step in fake.got] == [1, 2, 3, 2, 3, 4]
+    assert [step for _, step in fake.opened] == [1, 2]
+    # All at once, for a tracker that is added later.
+    fake.got.clear()
+    fake.opened.clear()
+    (run_dir.path / "tracking" / "wandb.json").unlink()
+    followed(config, run_dir)
+    assert [step for _, step in fake.got] == [1, 2, 3, 2, 3, 4]
+    assert [step for _, step in fake.opened] == [1, 2]
+
+
+@pytest.mark.parametrize("replaces", [False, True])
+def test_an_evaluation_after_a_restart_does_not_remove_its_step(
+    fake: type[Fake], config: Config, run_dir: RunDir, replaces: bool
+) -> None:
+    fake.replaces = replaces
+    write(run_dir, 1)
+    followed(config, run_dir)
+    write(run_dir, 1, eval={"reward": 0.5})
+    followed(config, run_dir)
+    assert fake.got == [(1, 1), (1, 1), (2, 1)] if replaces else [(1, 1), (2, 1)]
+
+
+def test_a_file_that_was_emptied_ends_nothing(
+    fake: type[Fake], config: Config, run_dir: RunDir
+) -> None:
+    write(run_dir, 1, 2, 3)
+    followed(config, run_dir)
+    run_dir.metrics.unlink()
+    followed(config, run_dir)
+    write(run_dir, 4)
+    following = followed(config, run_dir)
+    assert [step for _, step in fake.got] == [1, 2, 3, 4]
+    assert following.failures == {"wandb": 0}
+
+
+def test_a_tracker_that_hangs_is_not_waited_for_long(
+    fake: type[Fake],
+    config: Config,
+    run_dir: RunDir,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(trackers, "_HURRIED_TIMEOUT", 0.05)
+    asked, go_on = threading.Event(), threading.Event()
+
+    def hang(number: int) -> bool:
+        asked.set()
+        return not go_on.wait(LIMIT)
+
+    fake.broken = hang
+    write(run_dir, 1)
+    following = Trackers(config, run_dir)
+    following.start()
+    assert asked.wait(LIMIT)
+    following.close(hurry=True)
+    assert fake.got == []
+    assert "wandb has not got all lines; the next start sends them" in caplog.text
+    go_on.set()
+
+
+def test_trackers_get_settings_without_secrets(
+    fake: type[Fake], config: Config, run_dir: RunDir
+) -> None:
+    write(run_dir, 1)
+    followed(config, run_dir)
+    (run,) = fake.runs
+    text = json.dumps(run.config)
+    assert "very-secret" not in text and "admin_key" not in text
+    assert not {"server", "engine", "frozen", "cluster"} & set(run.config)
+    assert run.config["train"]["lr"] == config.train.lr
+    assert (run.project, run.name) == (config.experiment, config.trial)
+    assert run.folder.stat().st_mode & 0o077 == 0
+
+
+def test_the_figures_of_a_line() -> None:
+    line = {
+        "time": 1.0,
+        "step": 3,
+        "version": 4,
+        "reward": 0.5,
+        "entropy": math.nan,
+        "epoch": None,
+        "seconds": {"wait": 1.5},
+        "capacity": {"running": 2, "full": True},
+        "stats": {"rollout/reward": 0.25},
+    }
+    assert figures(line) == {
+        "train/version": 4,
+        "train/reward": 0.5,
+        "train/seconds/wait": 1.5,
+        "train/capacity/running": 2,
+        "rollout/reward": 0.25,
+    }
+    found = {"reward": 0.5, "ci95": [0.25, 0.75], "failed": {}, "stats": {"eval-rollout/x": 1}}
+    assert figures({"time": 1.0, "step": 3, "version": 4, "eval": found}) == {
+        "eval/reward": 0.5,
+        "eval/ci95/0": 0.25,
+        "eval/ci95/1": 0.75,
+        "eval-rollout/x": 1,
+    }
+
+
+def test_a_missing_package_is_told_with_its_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A folder that wandb leaves in the working directory can be imported, and is no package.
+    (tmp_path / "wandb").mkdir()
+    monkeypatch.syspath_prepend(tmp_path)
+    for name in trackers.TRACKERS:
+        monkeypatch.setattr(trackers, "find_spec", _without(name) if name != "wandb" else find_spec)
+        with pytest.raises(ConfigError) as caught:
+            require_trackers([name])
+        assert f'pip install "any-agent-rl[{name}]"' in str(caught.value)
+
+
+def _without(missing: str) -> Callable[[str], object]:
+    return lambda name: None if name == missing else object()
+
+
+def test_an_unknown_tracker_is_refused_by_name() -> None:
+    with pytest.raises(ConfigError, match=r"tracking\.to.*'trackio', 'wandb' or 'tensorboard'"):
+        config_of(["tracking.to=mlflow"])
+
+
+def test_a_run_is_tracked_while_it_trains(
+    fake: type[Fake], tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "tracking.to=wandb"]
+    fake.broken = lambda number: number == 3
+    lab = Lab(config_of(settings, "train.steps=3"), [pair(f"p{k}") for k in range(3)])
+    assert lab.trainer.train(), "a tracker that fails stops nothing"
+    assert fake.got == [(1, 1), (2, 2)]
+    assert dict(lab.trainer.metrics._read())[TRACKER_FAILURES] == {("wandb",): 1}
+    fake.broken = lambda number: False
+    again = Lab(config_of(settings, "train.steps=4"), [pair("p3", version=3)], before=lab)
+    assert again.trainer.train()
+    assert fake.got == [(k, k) for k in (1, 2, 3, 4)]

@@ -1,0 +1,77 @@
+"""The checkpoints of a run: the one that a start continues from, and those that it writes."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from any_agent.config import Config
+from any_agent.rundir.layout import RunDir
+from any_agent.runtime.disk_space import DiskSpace
+from trainer.checkpoint import (
+    checkpoint_bytes,
+    complete_checkpoints,
+    latest_checkpoint,
+    save_checkpoint,
+)
+from trainer.command_channel import Leader
+from trainer.from_config import policy_config, seed_all, set_optimizer
+from trainer.parallel.trainer_group import load_policy
+from trainer.policy import Policy
+from trainer.weight_folders import tokenizer_of
+
+log = logging.getLogger(__name__)
+
+
+class RunCheckpoints:
+    """Loads a run's policy, and saves it."""
+
+    tokenizer: Path
+    """The folder with the tokenizer of what is published and saved."""
+
+    def __init__(self, config: Config, run_dir: RunDir, disk: DiskSpace) -> None:
+        self._config = config
+        self._folder = run_dir.checkpoints
+        self._disk = disk
+        self.latest: Path | None = None
+        self.step: int | None = None
+        """The step of the latest checkpoint."""
+        self.dataset: Mapping[str, Any] | None = None
+        """The batches' source as the latest checkpoint has it."""
+
+    def load(self, leader: Leader | None) -> tuple[Policy, Mapping[str, Any] | None]:
+        """Load the policy from the latest checkpoint, with its state, else from the model."""
+        c = self._config.train
+        seed_all(c.seed)
+        self.latest = latest = latest_checkpoint(self._folder)
+        model = self._config.model.path
+        policy, state = load_policy(
+            latest or model, policy_config(c), leader, checkpoint=latest is not None
+        )
+        self.tokenizer = latest or tokenizer_of(model)
+        if latest is None:
+            return policy, None
+        set_optimizer(policy, c)
+        self.step = policy.steps
+        return policy, state
+
+    def save(self, policy: Policy, state: Mapping[str, Any]) -> None:
+        """Write a checkpoint, and remove the oldest ones; a full disk is waited out."""
+        keep = self._config.train.keep_checkpoints
+        self.latest = self._disk.write(
+            lambda: save_checkpoint(self._folder, policy, self.tokenizer, state, keep=keep),
+            self._folder,
+            f"the checkpoint of step {policy.steps}",
+            lambda: checkpoint_bytes(policy),
+        )
+        # The checkpoint that the policy came from may just have been pruned.
+        self.tokenizer = self.latest
+        self.step, self.dataset = policy.steps, state.get("dataset")
+        log.info("wrote checkpoint %s", self.latest)
+
+    @property
+    def oldest_step(self) -> int | None:
+        """The step of the oldest checkpoint."""
+        return min(complete_checkpoints(self._folder), default=None)
