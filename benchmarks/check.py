@@ -28,6 +28,7 @@ NAMES = (
     "streams",
     "sdk",
     "rollout",
+    "trainer",
     "engine",
     "weights",
     "loop",

@@ -1,0 +1,373 @@
+"""The trainer's optimizer step beside other ways to make it: ``python benchmarks/trainer.py``.
+
+Each contender makes the same step on the same rows, with one thread, in a process of its own:
+
+- ``any-agent``: `Policy.train` with the default settings, a row for each turn;
+- ``bucketed rows``: a row for each turn, those of like length padded together, plain transformers;
+- ``concatenated``: the same, a row for each path from a session's start to a last turn;
+- ``TRL, rows`` and ``TRL, concatenated``: TRL's GRPOTrainer on these rows, with its own padding,
+  its pass for the importance weights, and its loss.
+
+The peers' size of a pass is swept on a part of the rows; the best is kept. CPU is that of the step
+alone (user and system), memory the process's peak. Each loss and gradient norm is compared with
+ours.
+"""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import multiprocessing
+import os
+import resource
+import signal
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+os.environ["OMP_NUM_THREADS"] = "1"
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+import psutil
+import torch
+
+from any_agent.config import TrainConfig
+from benchmarks.common import finish, machine, median, parser, ratio
+from benchmarks.peers.training import Bucketed, FullLogits, Peer, Step, Trl
+from benchmarks.training_rows import (
+    WORKLOADS,
+    TrainingRows,
+    Workload,
+    length,
+    make_model,
+    make_rows,
+)
+from trainer.from_config import loss_config, policy_config
+from trainer.packing import Row
+from trainer.policy import Policy
+
+OURS = "any-agent"
+PEERS = {
+    "bucketed rows": "rows",
+    "concatenated": "paths",
+    "TRL, rows": "rows",
+    "TRL, concatenated": "paths",
+}
+"""The form of the rows that each peer gets."""
+SIZES = (768, 1536, 3072, 6144)
+"""The padded tokens of a pass that are tried for each peer."""
+SAMPLE = 6144
+"""The tokens of the rows that they are tried on, at least."""
+LR = 1e-12
+"""A rate that changes no float32 weight, so that every round has the same loss."""
+SAME = 1e-4
+"""The bound of a difference in loss, or in the gradient's norm relative to ours."""
+HEAD_MEMORY = 14e9
+"""The free bytes without which full logits of a large vocabulary are not tried."""
+
+
+# --------------------------------------------------------------------- one contender's process
+
+
+def _work(send: Connection, told: dict[str, Any]) -> None:
+    send.send(work(told))
+
+
+def work(told: dict[str, Any]) -> dict[str, Any]:
+    """Make one contender's steps in this process, and return what they took."""
+    resource.setrlimit(resource.RLIMIT_CPU, (told["seconds"], told["seconds"] + 5))
+    torch.set_num_threads(1)
+    workload = _workload(told)
+    model = make_model(workload.model)
+    made = make_rows(workload, model.config.vocab_size)
+    rows = made.paths if PEERS.get(told["contender"]) == "paths" else made.rows
+    if told["contender"] == OURS:
+        step = _ours(model)
+    else:
+        peer = _peer(told["contender"], model)
+        if "sizes" in told:
+            return _swept(peer, rows, told["sizes"], told["sample"])
+        peer.size = told["size"]
+        step = peer.step
+    # The first step makes the optimizer's state.
+    step(_warm_up(rows))
+    before = _memory("VmRSS")
+    seconds = []
+    for _ in range(told["rounds"]):
+        gc.collect()
+        began = time.process_time()
+        done = step(rows)
+        seconds.append(time.process_time() - began)
+    peak = _memory("VmHWM")
+    return {
+        "cpu": median(seconds),
+        "peak": peak,
+        "added": peak - before,
+        "loss": done.loss,
+        "norm": done.norm,
+        "tokens": _tokens(made),
+    }
+
+
+def _workload(told: dict[str, Any]) -> Workload:
+    workload = WORKLOADS[told["workload"]]
+    return workload.smallest() if told["smoke"] else workload
+
+
+def _warm_up(rows: Sequence[Row]) -> list[Row]:
+    """Return a few tokens of a row, some of them trained on."""
+    first = int(rows[0]["loss_mask"].argmax())
+    part = slice(max(0, first - 8), first + 4)
+    return [{key: value[part] if value.ndim else value for key, value in rows[0].items()}]
+
+
+def _ours(model: Any) -> Callable[[Sequence[Row]], Step]:
+    config = TrainConfig(device="cpu", lr=LR)
+    policy = Policy(model, policy_config(config))
+
+    def step(rows: Sequence[Row]) -> Step:
+        done = policy.train(rows, config.micro_batch_tokens, loss_config(config))
+        return Step(done.stats.loss, done.grad_norm)
+
+    return step
+
+
+def _peer(name: str, model: Any) -> Peer:
+    kinds = {"full logits": FullLogits, "TRL, rows": Trl, "TRL, concatenated": Trl}
+    return kinds.get(name, Bucketed)(model, LR)
+
+
+def _tokens(made: TrainingRows) -> dict[str, int]:
+    return {
+        "rows": sum(map(length, made.rows)),
+        "paths": sum(map(length, made.paths)),
+        "distinct": made.distinct,
+        "trained": sum(int(row["loss_mask"].sum()) for row in made.rows),
+    }
+
+
+def _swept(
+    peer: Peer, rows: Sequence[Row], sizes: Sequence[int], enough: int
+) -> dict[str, dict[str, float]]:
+    """Return by size the CPU of a sample's passes, and what it makes of all rows."""
+    sample = _sample(sorted(rows, key=length, reverse=True), enough)
+    peer.size = sizes[0]
+    peer.step(_warm_up(rows))
+    out: dict[str, dict[str, float]] = {}
+    known = []
+    for size in sizes:
+        peer.size = size
+        passes = peer.passes(sample)
+        if passes in known:
+            continue
+        known.append(passes)
+        began = time.process_time()
+        for loss in peer.losses(sample):
+            loss.backward()
+        peer.optimizer.zero_grad(set_to_none=True)
+        cpu = time.process_time() - began
+        whole = cpu * sum(peer.passes(rows)) / sum(passes)
+        out[str(size)] = {"cpu": cpu, "whole": whole}
+    return out
+
+
+def _sample(rows: Sequence[Row], enough: int) -> list[Row]:
+    """Return evenly spaced rows, the first among them, that have ``enough`` tokens together."""
+    count = 1
+    while True:
+        sample = [rows[k * len(rows) // count] for k in range(count)]
+        if count == len(rows) or sum(map(length, sample)) >= enough:
+            return sample
+        count += 1
+
+
+def _memory(name: str) -> int:
+    """Return this process's resident bytes, as ``VmRSS`` or at their peak as ``VmHWM``."""
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except FileNotFoundError:
+        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss  # macOS: bytes
+        return peak if name == "VmHWM" else psutil.Process().memory_info().rss
+    return 1024 * next(int(line.split()[1]) for line in lines if line.startswith(name))
+
+
+# ------------------------------------------------------------------------------- the contenders
+
+
+@dataclass(frozen=True, slots=True)
+class Bench:
+    """The settings of this run."""
+
+    smoke: bool
+    rounds: int
+    limit: int
+    sizes: tuple[int, ...]
+    sample: int
+
+    def run(self, contender: str, workload: str, **told: Any) -> dict[str, Any] | None:
+        """Return the figures of one process; None if it reached the limit of CPU seconds."""
+        # Making the model takes its time, too.
+        seconds = self.limit * self.rounds + 60
+        told |= {"contender": contender, "workload": workload, "seconds": seconds}
+        told |= {"smoke": self.smoke, "rounds": self.rounds}
+        # Forked, so that the imports are made once.
+        fork = multiprocessing.get_context("fork")
+        receive, send = fork.Pipe(duplex=False)
+        process = fork.Process(target=_work, args=(send, told))
+        process.start()
+        send.close()
+        try:
+            return dict(receive.recv())
+        except EOFError:
+            process.join()
+            if process.exitcode == -signal.SIGXCPU:
+                return None
+            raise RuntimeError(f"{contender} on {workload}: exit code {process.exitcode}") from None
+        finally:
+            process.join()
+
+    def best(self, peer: str, workload: str) -> tuple[int, float]:
+        """Return the best size of a pass, and the CPU seconds that its sample predicts."""
+        found = self.run(peer, workload, sizes=self.sizes, sample=self.sample)
+        if found is None:
+            return self.sizes[0], float("inf")
+        size = min(found, key=lambda size: found[size]["cpu"])
+        return int(size), found[size]["whole"]
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One contender's figures, or the reason why it has none."""
+
+    figures: dict[str, Any] | None
+    size: int | None = None
+    why: str = ""
+
+
+def compare(bench: Bench, name: str, about: str, peers: Sequence[str]) -> dict[str, Result]:
+    """Measure and print one workload; return the results by contender."""
+    out = {OURS: Result(bench.run(OURS, name), why=f"over {bench.limit} s")}
+    for peer in peers:
+        size, predicted = bench.best(peer, name)
+        if predicted > bench.limit:
+            out[peer] = Result(None, size, f"about {predicted:.0f} s by the sample, not run")
+        else:
+            figures = bench.run(peer, name, size=size)
+            out[peer] = Result(figures, size, f"over {bench.limit} s")
+    show(name, about, out)
+    return out
+
+
+def show(name: str, about: str, results: dict[str, Result]) -> None:
+    """Print one workload's table, and record its ratios."""
+    print(f"\n{name}: {about}")
+    tokens = next((r.figures["tokens"] for r in results.values() if r.figures), None)
+    if tokens is not None:
+        print(
+            "tokens: {rows} in rows of a turn, {paths} concatenated, {distinct} distinct "
+            "({share:.2f} of concatenated), {trained} trained".format(
+                **tokens, share=tokens["distinct"] / tokens["paths"]
+            )
+        )
+    print(
+        f"{'':19}{'CPU s':>8}{'ours/it':>9}{'peak GB':>9}{'ours/it':>9}{'a pass':>8}"
+        f"{'loss':>11}{'- ours':>10}{'gradient':>11}{'/ ours - 1':>12}"
+    )
+    ours = results[OURS].figures
+    for contender, result in results.items():
+        it = result.figures
+        if it is None:
+            print(f"{contender:19}{result.why}")
+            continue
+        line = f"{contender:19}{it['cpu']:8.1f}{_over(ours, it, 'cpu'):>9}"
+        line += f"{it['peak'] / 1e9:9.2f}{_over(ours, it, 'peak'):>9}"
+        line += f"{result.size or 'default':>8}{it['loss']:11.6f}"
+        if ours is None:
+            print(f"{line}{'':10}{it['norm']:11.6f}")
+            continue
+        line += f"{it['loss'] - ours['loss']:10.1e}{it['norm']:11.6f}"
+        print(f"{line}{it['norm'] / ours['norm'] - 1:12.1e}", flush=True)
+        if contender != OURS:
+            ratio(f"{name} / {contender}", ours["cpu"], it["cpu"])
+        if abs(it["loss"] - ours["loss"]) > SAME or abs(it["norm"] / ours["norm"] - 1) > SAME:
+            raise RuntimeError(f"{name}: {contender} makes another step than {OURS}")
+
+
+def _over(ours: dict[str, Any] | None, it: dict[str, Any], what: str) -> str:
+    return f"{ours[what] / it[what]:.2f}" if ours is not None else "-"
+
+
+def growth(found: dict[str, dict[str, Result]]) -> None:
+    """Print the CPU seconds of one episode by its number of turns."""
+    print(f"\n{'CPU s by turns':19}" + "".join(f"{name.split('/')[1]:>8}" for name in found))
+    for contender in (OURS, *PEERS):
+        each = (results[contender].figures for results in found.values())
+        cells = (f"{it['cpu']:8.1f}" if it else f"{'-':>8}" for it in each)
+        print(f"{contender:19}" + "".join(cells))
+
+
+def head(bench: Bench) -> None:
+    """Print the memory of a large vocabulary's log-probabilities, ours against full logits."""
+    free = psutil.virtual_memory().available
+    if not bench.smoke and free < HEAD_MEMORY:
+        print(f"\nhead: needs {HEAD_MEMORY / 1e9:.0f} GB of free memory, {free / 1e9:.0f} GB are")
+        return
+    ours = bench.run(OURS, "head")
+    peer = bench.run("full logits", "head", size=1)
+    if ours is None or peer is None:
+        print("\nhead: over the limit")
+        return
+    print("\nhead: one row of {rows} tokens, {trained} trained".format(**ours["tokens"]))
+    print(f"{'':19}{'added GB':>9}{'ours/it':>9}{'CPU s':>8}{'loss - ours':>13}")
+    for contender, it in ((OURS, ours), ("full logits", peer)):
+        print(
+            f"{contender:19}{it['added'] / 1e9:9.3f}{_over(ours, it, 'added'):>9}"
+            f"{it['cpu']:8.1f}{it['loss'] - ours['loss']:13.1e}",
+            flush=True,
+        )
+    ratio("head memory / full logits", ours["added"], peer["added"])
+
+
+def main() -> None:
+    flags = parser(__doc__)
+    flags.add_argument("--only", nargs="+", metavar="NAME", help="W1, W2, W3, W4, W5, head")
+    flags.add_argument("--rounds", type=int, default=1, help="steps of each; medians are shown")
+    flags.add_argument(
+        "--limit", type=int, default=400, help="leave out what takes more CPU seconds a step"
+    )
+    args = flags.parse_args()
+    bench = Bench(args.smoke, args.rounds, args.limit, SIZES, SAMPLE)
+    wanted = args.only or ("W1 W3 head" if args.quick else "W1 W2 W3 W4 W5 head").split()
+    if args.smoke:
+        bench = replace(bench, sizes=(32, 64), sample=64)
+        wanted = args.only or ["W2", "head"]
+        importlib.import_module("trl.trainer.grpo_trainer")
+    # Imports the models' classes before the processes are forked, too.
+    make_model("tiny")
+    if unknown := set(wanted) - {name.split("/")[0] for name in WORKLOADS}:
+        flags.error(f"no workload is called {', '.join(sorted(unknown))}")
+    print(f"{machine()}; one thread; {args.rounds} rounds")
+    for name in wanted:
+        if name == "head":
+            head(bench)
+            continue
+        found = {}
+        for key, workload in WORKLOADS.items():
+            if key.split("/")[0] != name:
+                continue
+            single = len(workload.parents) == 1
+            peers = [peer for peer, form in PEERS.items() if not (single and form == "paths")]
+            found[key] = compare(bench, key, workload.about, peers)
+        if len(found) > 1:
+            growth(found)
+    finish(args)
+
+
+if __name__ == "__main__":
+    main()
