@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
+from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from any_agent.errors import TrainingError
+from any_agent.errors import AnyAgentError, ConfigError, TrainingError
 from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
 from any_agent.runtime.atomic_files import write_atomic
@@ -28,6 +29,7 @@ FORMAT = 1
 class Manifest:
     """One step: its sessions in their order, and all settings that decide on their advantages."""
 
+    __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     SETTINGS: ClassVar = (
         "discount",
         "normalize_std",
@@ -83,6 +85,9 @@ class Manifest:
         )
 
 
+_MANIFEST = TypeAdapter(Manifest)
+
+
 class ManifestStore:
     """The manifests of a run, one file per step, and beside it the rows of its sampled sessions."""
 
@@ -100,16 +105,22 @@ class ManifestStore:
                 self.remove(step)
 
     def read(self, step: int) -> Manifest:
-        """Read a step's manifest; TrainingError for a file that this version cannot read."""
+        """Read a step's manifest; errors as :func:`_unreadable`."""
         path = self.path(step)
         try:
             data = json.loads(path.read_text(encoding="utf-8"))
             if data.pop("format") != FORMAT:
                 raise ValueError("it was written by another version of any-agent")
-            data["versions"] = {int(version): of for version, of in data["versions"].items()}
-            return Manifest(**data)
+            manifest = _MANIFEST.validate_python(data)
+            if manifest.step != step:
+                raise ValueError(f"it is of step {manifest.step}")
+            return manifest
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False)[0]
+            problem = f"{'.'.join(map(str, found['loc']))}: {found['msg']}"
+            raise _unreadable(path, ValueError(problem)) from error
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise TrainingError(f"{path} cannot be read: {error}") from error
+            raise _unreadable(path, error) from error
 
     def sampled(self, step: int) -> Mapping[str, SampledSession]:
         """Return a step's sessions that no rank's journal has, by id; raises as :meth:`read`."""
@@ -155,6 +166,18 @@ class ManifestStore:
 
     def _rows(self, step: int) -> Path:
         return self.path(step).with_suffix(".safetensors")
+
+
+def _unreadable(path: Path, error: Exception) -> AnyAgentError:
+    """Return ConfigError for a file without the right content, TrainingError for one that perhaps
+    can be read later."""
+    what = error.strerror if isinstance(error, OSError) else error
+    kind = TrainingError if isinstance(error, OSError) else ConfigError
+    return kind(
+        f"{path} cannot be read: {what}; training needs it to repeat its step exactly: restore it "
+        "from a copy, or remove the files of this and of all later steps from its folder to "
+        "continue from the checkpoint before them without these steps"
+    )
 
 
 def _listed(steps: list[int]) -> str:
@@ -219,7 +242,7 @@ def write_sessions(path: Path, sessions: Sequence[SampledSession]) -> None:
 def read_sessions(path: Path) -> dict[str, SampledSession]:
     """Return the sessions by their ids, in the order of writing; {} without a file.
 
-    Raises TrainingError for a file that this version did not write.
+    Raises as :func:`_unreadable`.
     """
     if not path.exists():
         return {}
@@ -239,7 +262,7 @@ def read_sessions(path: Path) -> dict[str, SampledSession]:
             for one in header
         }
     except (OSError, ValueError, KeyError, TypeError, StopIteration, SafetensorError) as error:
-        raise TrainingError(f"{path} cannot be read: {error}") from error
+        raise _unreadable(path, error) from error
 
 
 def _joined(parts: list[np.ndarray], kind: type[np.generic]) -> np.ndarray:

@@ -8,13 +8,15 @@ import subprocess
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future, wait
 from dataclasses import KW_ONLY, dataclass
-from typing import Literal
+from typing import Literal, TypeVar
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.process import SupervisedProcess
 
 log = logging.getLogger(__name__)
+_T = TypeVar("_T")
 
 State = Literal["starting", "ready", "restarting", "ended"]
 
@@ -32,6 +34,8 @@ _MAX_DEATHS = 40
 """Deaths of every kind within ``_LONG_WINDOW`` seconds, and consecutive lives without progress,
 which end a trainer that the system kills for its memory at every step."""
 _LONG_WINDOW = 600.0
+_MAKING = 0.05
+"""Seconds that a check waits for a process that is made: most are made at once."""
 _FIRST_DELAY = 0.2
 """Seconds before the first restart; the delay doubles with each recent death."""
 _MAX_DELAY = 5.0
@@ -82,7 +86,8 @@ class Component:
 
     name: str
     make: Callable[[], SupervisedProcess]
-    """Creates the process of each start, with the arguments of that moment."""
+    """Creates the process of each start, with the arguments of that moment; of each start but the
+    first in a thread, because it may read large weights."""
     _: KW_ONLY
     say: Callable[[str], None]
     ready: Callable[[SupervisedProcess], bool]
@@ -118,6 +123,8 @@ class Component:
         self._first_progress: object = None
         """The progress at the start of this life."""
         self._restart_at: float | None = None
+        self._made: Future[SupervisedProcess] | None = None
+        """The process of the next start while it is made."""
         self._waits_for_space = False
         """The process ended by itself while its disk was full."""
         self._ready_deadline = 0.0
@@ -131,7 +138,7 @@ class Component:
     def start(self) -> None:
         """Start the process. Raises StartupError if that is not possible."""
         try:
-            self._launch()
+            self._launch(self.make())
         except _START_ERRORS as error:
             raise StartupError(f"{self.label} could not be started: {error}") from error
 
@@ -206,8 +213,7 @@ class Component:
         self._end_probe()
         return self._process
 
-    def _launch(self) -> None:
-        process = self.make()
+    def _launch(self, process: SupervisedProcess) -> None:
         process.start()
         self._process = process
         self._killed = False
@@ -216,9 +222,21 @@ class Component:
         self._probe = _ReadinessProbe(self.ready, process)
 
     def _restart(self) -> None:
-        self._restart_at = None
+        """Make the next process, and start it once it is made; StartupError if that takes longer
+        than a start may."""
+        if self._made is None:
+            self._made = call_in_thread(self.make, f"make-{self.name}")
+            self._ready_deadline = self.clock() + self.timeout
+        if not wait([self._made], _MAKING).done:
+            if self.clock() >= self._ready_deadline:
+                raise StartupError(
+                    f"{self.label} could not be started within {self.timeout:g} s: what it needs, "
+                    "such as its weights, is still being read"
+                )
+            return
+        made, self._made, self._restart_at = self._made, None, None
         try:
-            self._launch()
+            self._launch(made.result())
         except _START_ERRORS as error:
             # A lack of memory or of processes may be temporary.
             self._history.fail_start()
@@ -269,6 +287,20 @@ class Component:
     def _log(self) -> str:
         assert self._process is not None
         return self._process.last_lines()
+
+
+def call_in_thread(function: Callable[[], _T], name: str) -> Future[_T]:
+    """Call a function in a thread that the end of this process does not wait for."""
+    future: Future[_T] = Future()
+
+    def run() -> None:
+        try:
+            future.set_result(function())
+        except BaseException as error:
+            future.set_exception(error)
+
+    threading.Thread(target=run, name=name, daemon=True).start()
+    return future
 
 
 class _ReadinessProbe:

@@ -443,6 +443,50 @@ def test_a_restart_delays_nobody(lab: Lab) -> None:
     lab.again(first)
 
 
+def test_a_process_that_is_slow_to_make_delays_nobody(lab: Lab) -> None:
+    """The launcher reads an engine's weights before it starts one again."""
+    first, second = lab.part(SERVES, "a-0", ready=serves), lab.part(SERVES, "b-0", ready=serves)
+    for part in (first, second):
+        part.start()
+        lab.until_ready(part)
+    make, read = first.make, threading.Event()
+    makers: list[threading.Thread] = []
+
+    def slow() -> SupervisedProcess:
+        makers.append(threading.current_thread())
+        assert read.wait(60)
+        return make()
+
+    first.make = slow
+    lab.die(first)
+    lab.die(second)
+    first.check()
+    lab.now += 5
+    first.check()
+    lab.again(second)
+    assert first.state == "restarting"
+    read.set()
+    until(lambda: (first.check(), first.state == "ready")[1])
+    assert len(makers) == 1 and makers[0] is not threading.current_thread()
+    assert len(lab.processes) == 4
+
+
+def test_a_process_that_is_never_made_is_given_up(lab: Lab) -> None:
+    part = lab.part(SERVES, ready=serves, timeout=300.0)
+    part.start()
+    lab.until_ready(part)
+    read = threading.Event()
+    part.make = lambda: read.wait(60) and None  # type: ignore[assignment, return-value]
+    lab.die(part)
+    part.check()
+    lab.now += 5
+    part.check()
+    lab.now += 301
+    with pytest.raises(StartupError, match="part 0 could not be started within 300 s"):
+        part.check()
+    read.set()
+
+
 NO_MEMORY = OSError(12, "Cannot allocate memory")
 IMPOSSIBLE = pytest.mark.parametrize(
     "error", [NO_MEMORY, subprocess.SubprocessError("Exception occurred in preexec_fn.")]

@@ -333,7 +333,7 @@ def test_rows_that_are_gone_are_told_of(settings: list[str]) -> None:
         first.trainer.train()
     (rows,) = first.trainer.dir.manifests.glob("*.safetensors")
     rows.write_bytes(rows.read_bytes()[:50])
-    with pytest.raises(TrainingError, match=r"step-00000001.safetensors cannot be read"):
+    with pytest.raises(ConfigError, match=r"step-00000001.safetensors cannot be read"):
         DataLab(config, before=first).trainer.train()
 
 

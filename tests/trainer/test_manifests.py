@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
-from any_agent.errors import TrainingError
+from any_agent.errors import ConfigError, TrainingError
 from trainer.manifests import Manifest, ManifestStore
 
 ONE = Manifest(
@@ -68,13 +68,23 @@ def test_those_that_no_resume_needs_go(manifests: ManifestStore) -> None:
     manifests.remove(9)
 
 
+WRONG = {"groups": 5, "trained": [1], "tokens": "x", "versions": {"a": 1}, "more": 1, "step": 2}
+
+
 @pytest.mark.parametrize(
     "text",
-    ["", "{", "[]", "{}", json.dumps({"format": 2}), json.dumps({"format": 1, "step": 1})],
+    [
+        *("", "{", "[]", "{}", "null", "\0" * 600, "\x8e"),
+        *(json.dumps({"format": 2}), json.dumps({"format": 1, "step": 1})),
+        *(json.dumps({"format": 1, **asdict(ONE), name: value}) for name, value in WRONG.items()),
+    ],
 )
 def test_a_file_that_is_no_manifest(manifests: ManifestStore, tmp_path: Path, text: str) -> None:
-    (tmp_path / "step-00000001.json").write_text(text)
-    with pytest.raises(TrainingError, match="cannot be read"):
+    """No try would read it, so training ends at once, and says what to do."""
+    file = tmp_path / "step-00000001.json"
+    file.write_bytes(text.encode("latin-1"))
+    with pytest.raises(ConfigError, match="cannot be read") as raised:
         manifests.read(1)
-    with pytest.raises(TrainingError, match="cannot be read"):
+    assert str(file) in raised.value.message and "remove the files" in raised.value.message
+    with pytest.raises(TrainingError, match="cannot be read: No such file"):
         manifests.read(2)

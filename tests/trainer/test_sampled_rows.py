@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from any_agent.errors import TrainingError
+from any_agent.errors import ConfigError
 from any_agent.types import Row, SampledSession
 from trainer.manifests import read_sessions, write_sessions
 
@@ -64,5 +64,5 @@ def test_a_torn_file_is_told_of(tmp_path: Path, kept: int) -> None:
     path = tmp_path / "step-00000004.safetensors"
     write_sessions(path, SESSIONS)
     path.write_bytes(path.read_bytes()[:kept])
-    with pytest.raises(TrainingError, match=r"step-00000004\.safetensors cannot be read"):
+    with pytest.raises(ConfigError, match=r"step-00000004\.safetensors cannot be read"):
         read_sessions(path)
