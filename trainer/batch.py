@@ -52,6 +52,13 @@ class TrainingBatch:
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
     """The optimizer steps between each trained token's version and this step."""
+    prompts: list[int] = field(default_factory=list)
+    """The tokens of each call's prompt, in every session, also in rejected ones."""
+    outputs: list[int] = field(default_factory=list)
+    turns: list[int] = field(default_factory=list)
+    """The calls of each session."""
+    cut: list[bool] = field(default_factory=list)
+    """For each call whose end is known, whether its output was cut by its length."""
 
 
 def session_rewards(session: Session, discount: float) -> SessionRewards:
@@ -95,6 +102,7 @@ def training_batch(
         ):
             if score is not None:
                 batch.scores.append(score)
+            _add_lengths(batch, session)
             if isinstance(session, SampledSession):
                 batch.sampled.add(session.session_id)
             rows = _rows(session, r, advantages, temperature)
@@ -120,6 +128,24 @@ def training_batch(
             else:
                 batch.rejected[session.session_id] = "stale" if rows else "untrainable"
     return batch
+
+
+def _add_lengths(batch: TrainingBatch, session: Session) -> None:
+    if isinstance(session, SampledSession):
+        batch.turns.append(len(session.rows))
+        for row in session.rows:
+            output = int(row["loss_mask"].sum())
+            batch.outputs.append(output)
+            batch.prompts.append(len(row["input_ids"]) - output)
+        return
+    batch.turns.append(len(session.interactions))
+    whole: dict[str | None, int] = {None: 0}
+    for node in session.interactions:  # parents come first
+        prompt = whole[node.parent_id] + len(node.prompt_delta_ids)
+        whole[node.id] = prompt + len(node.output_ids)
+        batch.prompts.append(prompt)
+        batch.outputs.append(len(node.output_ids))
+        batch.cut.append(node.finish_reason == "length")
 
 
 def in_stable_order(group: Group) -> Group:

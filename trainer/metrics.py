@@ -119,6 +119,23 @@ CLIPPED = Metric(
     "Share of the latest step's tokens whose probability ratio was clipped, at either side.",
     ("side",),
 )
+STALENESS = Metric(
+    "any_agent_train_staleness_ratio",
+    "gauge",
+    "Share of the latest step's trained tokens by their age in optimizer steps.",
+    ("age",),
+)
+LENGTHS = Metric(
+    "any_agent_train_length",
+    "gauge",
+    "Lengths in the latest batch: tokens of a call's prompt, of its output, turns of a session.",
+    ("of", "statistic"),
+)
+CUT = Metric(
+    "any_agent_train_cut_ratio",
+    "gauge",
+    "Share of the latest batch's outputs that were cut by their length.",
+)
 TRACKER_FAILURES = Metric(
     "any_agent_train_tracker_failures_total",
     "counter",
@@ -149,6 +166,7 @@ METRICS = (
     *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS),
     *(INTERACTIONS, TRAINED, REJECTED),
     *(*_STEP_GAUGES.values(), CLIPPED),
+    *(STALENESS, LENGTHS, CUT),
     *(TRACKER_FAILURES, EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
 )
 
@@ -223,6 +241,11 @@ class TrainerMetrics:
         if latest:
             yield from ((metric, latest[name]) for name, metric in _STEP_GAUGES.items())
             yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
+            yield STALENESS, {(age,): share for age, share in latest["staleness"].items()}
+            lengths = latest["lengths"].items()
+            yield LENGTHS, {(of, how): n for of, both in lengths for how, n in both.items()}
+            if latest["cut"] is not None:
+                yield CUT, latest["cut"]
         if evaluated:
             found = evaluated["eval"]
             yield EVAL_STEP, evaluated["step"]
@@ -258,6 +281,18 @@ def step_line(
         "interactions": len(batch.rows),
         "staleness_mean": sum(batch.ages) / max(1, len(batch.ages)),
         "staleness_max": max(batch.ages, default=0),
+        "staleness": {
+            str(age): count / len(batch.ages) for age, count in sorted(Counter(batch.ages).items())
+        },
+        "lengths": {
+            name: {"mean": sum(values) / max(1, len(values)), "max": max(values, default=0)}
+            for name, values in (
+                ("prompt", batch.prompts),
+                ("output", batch.outputs),
+                ("turns", batch.turns),
+            )
+        },
+        "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
         **result.stats.means(),

@@ -136,11 +136,23 @@ def test_seconds_belong_to_the_phase_that_took_them(
 def test_figures_of_a_step_against_other_computations(settings: list[str]) -> None:
     """Two sessions of two turns: rows of 5 and 10 equal tokens, of which 9 predict something."""
     group = [session(name, reward, turns=2) for name, reward in (("x", 1.0), ("y", 0.0))]
+    group[0].interactions[1].finish_reason = "length"
     lab = Lab(config_of(settings, "train.steps=1"), [group])
     lab.trainer.train()
     (line,) = lab.metrics
     assert (line["tokens"], line["tokens_in_rows"], line["tokens_computed"]) == (8, 30, 9)
     assert line["learning_rate"] == 1e-3
+    # Prompts of 3 and 3 + 2 + 3 tokens, outputs of 2.
+    assert line["lengths"] == {
+        "prompt": {"mean": 5.5, "max": 8},
+        "output": {"mean": 2, "max": 2},
+        "turns": {"mean": 2, "max": 2},
+    }
+    assert line["cut"] == 0.25 and line["staleness"] == {"0": 1.0}
+    now = shown(lab.trainer.metrics)
+    assert now["any_agent_train_length", "prompt", "mean"] == 5.5
+    assert now["any_agent_train_cut_ratio",] == 0.25
+    assert now["any_agent_train_staleness_ratio", "0"] == 1
     model = AutoModelForCausalLM.from_pretrained(lab.trainer.config.model.path)
     ids = torch.tensor([[5, 6, 7, 8, 9, 5, 6, 7, 8, 9]])
     with torch.no_grad():
