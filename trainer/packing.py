@@ -268,7 +268,7 @@ class Items:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """What one forward pass computes: rows padded on the right, or nodes of a trie.
+    """The work of one forward pass: rows padded on the right, or nodes of a trie.
 
     The nodes are one sequence, each token at its ``depths``, and attend by ``blocks``; passes whose
     ``parent`` this one is attend to its keys and values too.

@@ -6,6 +6,7 @@ accidents, such as a bad disk or a half-copied folder, and take half a second pe
 
 from __future__ import annotations
 
+import errno
 import json
 import logging
 import zlib
@@ -24,6 +25,8 @@ FORMAT = 1
 _DAMAGED = "damaged-"
 _CHUNK = 4 << 20
 _THREADS = 4
+_OF_THIS_PROCESS = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EACCES, errno.EPERM)
+"""Errors that say nothing about a file's content."""
 
 
 def write_manifest(folder: Path) -> None:
@@ -44,7 +47,7 @@ def damage(folder: Path) -> str | None:
     """Return how a folder differs from what was written, else None. It reads every file.
 
     Of a folder without checksums, which an earlier version wrote, only the form of its files is
-    checked.
+    checked. Raises StartupError if this process may not read it, or has nothing left to read it by.
     """
     manifest = folder / MANIFEST
     try:
@@ -60,6 +63,11 @@ def damage(folder: Path) -> str | None:
             return f"{MANIFEST} does not have a checksum for each file"
         found = _checksums([folder / name for name in sums])
     except (OSError, ValueError, KeyError, AttributeError) as error:
+        if isinstance(error, OSError) and error.errno in _OF_THIS_PROCESS:
+            raise StartupError(
+                f"{folder} cannot be checked ({error}): it stays as it is; let this user read it, "
+                "or raise the limit, and start again"
+            ) from error
         return f"it cannot be read ({error})"
     wrong = [name for name, now in zip(sums, found, strict=True) if sums[name] != now]
     return f"{', '.join(wrong)}: the content is not what was written" if wrong else None

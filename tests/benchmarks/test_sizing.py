@@ -1,4 +1,4 @@
-"""What sizing counts is what torch and transformers hold, keep and compute."""
+"""Sizing counts the same as torch and transformers hold, keep and compute."""
 
 from __future__ import annotations
 

@@ -1,36 +1,45 @@
-"""Folders with weights that change while they are read."""
+"""Damage is found in a folder's content, and not in a process that cannot read it."""
 
 from __future__ import annotations
 
+import errno
 from pathlib import Path
 
 import pytest
 
+from any_agent.errors import StartupError
 from any_agent.rundir import checksums
-from any_agent.runtime.atomic_files import atomic_folder
 
 
-def write(folder: Path, content: bytes) -> None:
-    with atomic_folder(folder, replace=True) as new:
-        (new / "model.safetensors").write_bytes(content)
-        checksums.write_manifest(new)
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    made = tmp_path / "v00000001"
+    made.mkdir()
+    (made / "config.json").write_text("{}", encoding="utf-8")
+    checksums.write_manifest(made)
+    return made
 
 
-def test_a_folder_that_is_replaced_meanwhile_is_not_set_aside(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.EACCES, errno.ENOMEM])
+def test_a_process_that_cannot_read_sets_nothing_aside(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, number: int
 ) -> None:
-    folder = tmp_path / "step-00000002"
-    write(folder, b"before")
-    read = checksums._checksums
+    def refuse(path: Path) -> str:
+        raise OSError(number, "refused", str(path))
 
-    def replaced(files: list[Path]) -> list[str]:
-        monkeypatch.setattr(checksums, "_checksums", read)
-        write(folder, b"later!")
-        return read(files)
-
-    monkeypatch.setattr(checksums, "_checksums", replaced)
+    with monkeypatch.context() as patch:
+        patch.setattr(checksums, "_checksum", refuse)
+        with pytest.raises(StartupError, match="it stays as it is"):
+            checksums.sound(folder)
     assert checksums.sound(folder)
-    assert not checksums.damaged_folders(tmp_path)
-    (folder / "model.safetensors").write_bytes(b"strange")
+
+
+def test_a_disk_that_cannot_give_it_back_is_damage(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(path: Path) -> str:
+        raise OSError(errno.EIO, "Input/output error", str(path))
+
+    monkeypatch.setattr(checksums, "_checksum", refuse)
     assert not checksums.sound(folder)
-    assert checksums.damaged_folders(tmp_path) == ["damaged-step-00000002"]
+    assert checksums.damaged_folders(folder.parent) == [f"damaged-{folder.name}"]
