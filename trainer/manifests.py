@@ -184,7 +184,7 @@ def _listed(steps: list[int]) -> str:
     return ", ".join(map(str, steps[:8])) + (", ..." if len(steps) > 8 else "")
 
 
-_MAX_REMEMBERED = 65_536  # session ids: many times what can be finalized and not yet acknowledged
+MAX_REMEMBERED = 65_536  # session ids: many times what can be finalized and not yet acknowledged
 
 
 class ConsumedSessions(dict[str, Consumed]):
@@ -194,7 +194,7 @@ class ConsumedSessions(dict[str, Consumed]):
         """Record the sessions that ``step``, or no step, took; ``rejected`` has the reasons."""
         self |= {id: Consumed(step) for id in trained}
         self |= {id: Consumed(step, why) for id, why in rejected.items()}
-        while len(self) > _MAX_REMEMBERED:
+        while len(self) > MAX_REMEMBERED:
             del self[next(iter(self))]
 
     def dump(self) -> dict[str, Any]:

@@ -245,7 +245,8 @@ class Chaos:
     def _audit_history(self, run: RunDir, records: dict[str, audit.Record]) -> None:
         survived = history.read_history(run)
         states = {session_id: record.row.state for session_id, record in records.items()}
-        without, unsaid = history.effects_against_states(survived, states)
+        steps = {session_id: record.row.step for session_id, record in records.items()}
+        without, unsaid = history.effects_against_states(survived, states, steps)
         self._check("trained twice", history.trained_twice(survived))
         self._check("contradictions in the history", history.contradictions(survived))
         self._check("called trained, without effect", without)

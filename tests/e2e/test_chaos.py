@@ -158,7 +158,7 @@ def test_a_chain_of_steps_is_one_history() -> None:
     assert history.trained_twice(whole) == []
     assert history.contradictions(whole) == []
     states = dict.fromkeys("abcd", SessionState.TRAINED) | {"e": SessionState.FINALIZED}
-    assert history.effects_against_states(whole, states) == ([], [])
+    assert history.effects_against_states(whole, states, {}) == ([], [])
 
 
 def test_two_effects_of_a_session_are_seen() -> None:
@@ -173,12 +173,24 @@ def test_steps_that_do_not_fit_together_are_seen() -> None:
     assert len(history.contradictions(chain({1: ("a",)}, step(3, "b")))) == 1
     lost = chain({1: ("a",)})
     states = {"a": SessionState.FINALIZED, "b": SessionState.TRAINED}
-    assert history.effects_against_states(lost, states) == (["b"], ["a"])
+    assert history.effects_against_states(lost, states, {}) == (["b"], ["a"])
     before = [step(2, "b"), step(3, "c")]
     assert history.given_up(before, chain({}, step(2, "b"), step(3, "x"))) == [3]
     assert history.given_up(before, chain({}, step(2, "b"))) == [3]
     assert history.given_up(before, chain({2: ("a", "b")}, step(3, "c"))) == []
     assert history.given_up(before, chain({2: ("a", "x")}, step(3, "c"))) == [2]
+
+
+def test_checkpoints_forget_the_oldest_sessions() -> None:
+    bounded = chain({3: ("b", "c"), 4: ("c", "d")}, step(4, "d"))
+    forgetful = replace(bounded, forgotten=2)
+    assert (len(history.contradictions(bounded)), history.contradictions(forgetful)) == (1, [])
+    states = dict.fromkeys("abcd", SessionState.TRAINED)
+    steps = {"a": 1, "b": 2, "c": 3, "d": 4}
+    assert history.effects_against_states(bounded, states, steps) == (["a"], [])
+    assert history.effects_against_states(forgetful, states, steps) == ([], [])
+    lost = states | {"x": SessionState.TRAINED}
+    assert history.effects_against_states(forgetful, lost, steps | {"x": 4}) == (["x"], [])
 
 
 def test_a_folders_history_is_read(tmp_path: Path) -> None:

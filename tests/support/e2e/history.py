@@ -8,6 +8,7 @@ it once.
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from typing import Any
 
 from any_agent.rundir.layout import RunDir, read_json
 from any_agent.types import SessionState
+from trainer.manifests import MAX_REMEMBERED
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +36,8 @@ class History:
 
     consumed: Mapping[int, tuple[str, ...]]
     manifests: Mapping[int, Manifest]
+    forgotten: int = 0
+    """The last step that a checkpoint, which remembers so many sessions at most, may lack."""
 
     def trained(self) -> list[str]:
         """Every session's training effects, one entry each."""
@@ -49,15 +53,19 @@ def read_history(run: RunDir) -> History:
     """What the folder holds now."""
     newest = _saved_step(run)
     consumed = {}
+    forgotten = 0
     for path in run.checkpoints.glob("step-*"):
         step = int(path.name.removeprefix("step-"))
         # A later one is of a history that was given up.
         if step <= newest:
             state = read_json(path / "trainer" / "state.json")
             taken = state["state"]["consumed"]
+            if len(taken) >= MAX_REMEMBERED:
+                forgotten = max(forgotten, min(state["state"]["steps"].values()))
             consumed[step] = tuple(id for id, rejected in taken.items() if rejected is None)
     manifests = [_manifest(read_json(path)) for path in _manifests(run).values()]
-    return History(consumed, {manifest.step: manifest for manifest in manifests})
+    by_step = {manifest.step: manifest for manifest in manifests}
+    return History(consumed, by_step, forgotten)
 
 
 def unsaved(run: RunDir) -> list[Manifest]:
@@ -103,7 +111,8 @@ def contradictions(history: History) -> list[str]:
     for before, after in pairwise(steps):
         said = {s for k, m in history.manifests.items() if before < k <= after for s in m.trained}
         grown = set(history.consumed[after]) - set(history.consumed[before])
-        if said != grown or set(history.consumed[before]) - set(history.consumed[after]):
+        lost = set(history.consumed[before]) - set(history.consumed[after])
+        if said != grown or (lost and not history.forgotten):
             out.append(
                 f"checkpoints {before} and {after} differ by {len(grown)} sessions, the manifests "
                 f"in between name {len(said)}"
@@ -116,12 +125,18 @@ def contradictions(history: History) -> list[str]:
 
 
 def effects_against_states(
-    history: History, states: Mapping[str, SessionState | str]
+    history: History,
+    states: Mapping[str, SessionState | str],
+    steps: Mapping[str, int | None],
 ) -> tuple[list[str], list[str]]:
-    """(sessions that the journals call trained without an effect in the history, the converse)."""
+    """(sessions that the journals call trained without an effect in the history, the converse).
+
+    ``steps``: the step that took each session, by its journal.
+    """
     effects = set(history.trained())
     said = {session for session, state in states.items() if state == SessionState.TRAINED}
-    return sorted(said - effects), sorted(effects - said)
+    forgotten = {s for s in said if (steps.get(s) or math.inf) <= history.forgotten}
+    return sorted(said - effects - forgotten), sorted(effects - said)
 
 
 def given_up(before: Iterable[Manifest], history: History) -> list[int]:
