@@ -102,13 +102,24 @@ async def _work(
         await service.finalize(session.api_key, reward)
 
 
-def picture(curves: dict[str, list[list[float]]]) -> Figure:
-    """Every seed's curve thin, the mean of each kind thick."""
+def picture(
+    curves: dict[str, list[list[float]]],
+    *,
+    every: int = 1,
+    first: int = 1,
+    title: str = "One agent with a tool, its tasks from a dataset or from outside",
+    reward: str = "mean reward of the step's sessions",
+) -> Figure:
+    """Draw every seed's curve thin, and the mean of each kind thick.
+
+    A curve has a point for every ``every`` optimizer steps, from step ``first`` on.
+    """
     figure = Figure(figsize=(8, 4.5), dpi=120, layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
-    for (name, runs), color in zip(curves.items(), ("tab:blue", "tab:orange"), strict=True):
-        steps = range(1, len(runs[0]) + 1)
+    colors = ("tab:blue", "tab:orange", "tab:green")
+    for (name, runs), color in zip(curves.items(), colors, strict=False):
+        steps = range(first, first + every * len(runs[0]), every)
         for rewards in runs:
             axes.plot(steps, rewards, color=color, linewidth=0.8, alpha=0.45)
         means = [statistics.fmean(at) for at in zip(*runs, strict=True)]
@@ -116,18 +127,18 @@ def picture(curves: dict[str, list[list[float]]]) -> Figure:
     axes.set_ylim(0, 1)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.set_xlabel("optimizer step")
-    axes.set_ylabel("mean reward of the step's sessions")
-    axes.set_title("One agent with a tool, its tasks from a dataset or from outside")
+    axes.set_ylabel(reward)
+    axes.set_title(title)
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     return figure
 
 
-def summary(name: str, runs: list[list[float]]) -> str:
-    """Where its curves end: mean and standard error over the seeds."""
-    ends = [statistics.fmean(rewards[-LAST:]) for rewards in runs]
+def summary(name: str, runs: list[list[float]], last: int = LAST) -> str:
+    """Return where its curves end: mean and standard error over the seeds."""
+    ends = [statistics.fmean(rewards[-last:]) for rewards in runs]
     error = statistics.stdev(ends) / len(ends) ** 0.5 if len(ends) > 1 else float("nan")
-    return f"{name:<12} last {LAST} steps {statistics.fmean(ends):.3f} +- {error:.3f}"
+    return f"{name:<12} last {last} steps {statistics.fmean(ends):.3f} +- {error:.3f}"
 
 
 def main() -> None:

@@ -61,6 +61,8 @@ class Figures:
     """Of all its processes: what it takes does not depend on who else uses the machine."""
     rewards: list[float]
     """Mean score of each step's sessions; groups that all score the same are in none."""
+    evals: list[float]
+    """The rewards of all evaluations, in order."""
 
     @property
     def gain(self) -> float:
@@ -113,6 +115,7 @@ def figures_of(metrics: Path, seconds: float, cpu_seconds: float) -> Figures:
         seconds=seconds,
         cpu_seconds=cpu_seconds,
         rewards=rewards,
+        evals=evals,
     )
 
 

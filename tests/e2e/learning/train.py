@@ -12,6 +12,7 @@ from trainer import GRPOTrainer
 
 class LearningConfig(GRPOConfig):
     task: Literal["retry_math", "tool_use"] = "retry_math"
+    max_turns: int = MAX_TURNS
 
 
 def main(arguments: list[str]) -> None:
@@ -35,7 +36,7 @@ def workflow_of(config: LearningConfig) -> tuple[str, dict[str, Any]]:
         "reward_fn": "tests.e2e.learning.retry_math.reward_fn",
         "gconfig": config.gconfig,
         "tokenizer": config.tokenizer_path,
-        "max_turns": MAX_TURNS,
+        "max_turns": config.max_turns,
         "turn_discount": DISCOUNT,
         "feedback": RETRY,
     }
