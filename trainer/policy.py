@@ -1,61 +1,26 @@
-"""The model being trained: log-probabilities of trained tokens, and optimizer steps."""
+"""The model being trained, its optimizer, and its steps."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
-from trainer.loss import (
-    LOSSES,
-    LossConfig,
-    LossStats,
-    hidden_of,
-    logprobs_of,
-    pass_logprobs,
-)
-from trainer.packing import (
-    Batch,
-    Items,
-    Pass,
-    Row,
-    TrainedTokens,
-    balanced,
-    balanced_tries,
-    count_trained,
-    idle_batch,
-    padded_pass,
-    padded_passes,
-    shared_parts,
-    trained_tokens,
-    tree_passes,
-)
+from trainer.loss import LOSSES, LossConfig, LossStats
+from trainer.packing import Batch, Pass, Row, count_trained, padded_pass
+from trainer.pass_runner import Computed, PassRunner
 from trainer.step_clock import StepClock
-from trainer.tree_attention import TreePass
-from trainer.tree_probe import use_tree_attention
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
-
-log = logging.getLogger(__name__)
-
-PASS_TOKENS = {"cpu": 1536, "cuda": 16_384}
-"""Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
-page by page; a GPU needs large matrices."""
-
-MAX_HEAD_CHUNK = 1024
-_CPU_LOGITS = 1 << 25
-"""The most logits at a time on a CPU: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,27 +53,6 @@ class PolicyConfig:
     def __post_init__(self) -> None:
         if (self.head_chunk or 1) < 1 or self.grad_clip <= 0:
             raise ConfigError("head_chunk and grad_clip must be positive")
-
-
-@dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The policy's log-probabilities of a batch's n trained tokens: float, shape [n], nats."""
-
-    tokens: TrainedTokens
-    logprobs: Tensor
-    entropies: Tensor
-    """The entropies, without gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """One pass, computed forward: its items' log-probabilities and entropies, [n]."""
-
-    number: int
-    items: Items
-    tree: TreePass | None
-    logprobs: Tensor
-    entropies: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,15 +107,15 @@ class Policy:
         """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
-        self.head_chunk = self.config.head_chunk or self._suitable_chunk()
-        self._require_plain_head()
-        self.packing = self.config.packing
-        """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
-        if self.packing == "tree":
-            dtype = self.config.dtype or next(self.model.parameters()).dtype
-            if reason := use_tree_attention(self.model, self._within, dtype, self.device):
-                log.warning("%s: every row is computed by itself, which costs more", reason)
-                self.packing = "rows"
+        self.runner = PassRunner(
+            self.whole,
+            self.device,
+            divided=world is not None,
+            packing=self.config.packing,
+            head_chunk=self.config.head_chunk,
+            dtype=self.config.dtype,
+        )
+        """Runs the passes of this model."""
 
     @classmethod
     def load(
@@ -229,86 +173,6 @@ class Policy:
         stored = stored_tensors(self.model)
         return [whole_tensor(stored[name].detach(), self.device) for name in names]
 
-    def token_logprobs(self, batch: Batch, temperature: float | Tensor = 1.0) -> TokenLogprobs:
-        """Return ``log_softmax(logits / T)`` of every trained token of padded rows, and the
-        entropies.
-
-        ``temperature`` is one for all or [batch]. The head runs only where the next token is
-        trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
-        never exist at once. The results are at least float32, whatever the model computes in.
-        """
-        if not isinstance(temperature, Tensor):
-            temperature = torch.tensor(temperature, dtype=torch.float64)
-        per_row = temperature.expand(batch["input_ids"].shape[0])
-        work = padded_pass(batch | {"temperatures": per_row}).to(self.device)
-        logprobs, entropies = self._within(pass_logprobs, work, None, self.head_chunk)
-        return TokenLogprobs(trained_tokens(batch), logprobs, entropies)
-
-    def row_logprobs(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
-    ) -> list[Tensor]:
-        """Return the log-probabilities of each row's trained tokens, [their number], float.
-
-        Each row states its temperature. No gradient is kept. In a world all processes must call it
-        together, each with its own rows and the ``count`` of passes of the longest plan.
-        """
-        with torch.no_grad():
-            found = [
-                (done.items.sequences, done.items.positions, done.logprobs)
-                for done in self._run(self.plan(rows, token_budget, count))
-                if done.items.inputs
-            ]
-        counts = [int(row["loss_mask"].sum()) for row in rows]
-        if not found:
-            return [torch.zeros(0) for _ in rows]
-        parts = zip(*found, strict=True)
-        sequences, positions, logprobs = (torch.cat(part).cpu() for part in parts)
-        order = np.lexsort((positions.numpy(), sequences.numpy()))
-        return list(torch.split(logprobs[torch.from_numpy(order)], counts))
-
-    def plan(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
-    ) -> list[Pass]:
-        """Return the passes over these rows, and idle ones up to ``count``.
-
-        ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
-        in any order, and the same settings make the same plan.
-        """
-        budget = self._budget(token_budget)
-        if self.packing == "rows":
-            passes = padded_passes(rows, budget)
-        elif self.world is None:
-            passes = tree_passes(rows, budget)
-        else:
-            # Weights are gathered and divided in each pass: one must end before the next begins.
-            parts = shared_parts(rows, budget)
-            passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
-        return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
-
-    def shares(
-        self, rows: Sequence[Row], processes: int, token_budget: int | None = None
-    ) -> tuple[list[list[Row]], int]:
-        """Return the rows of each process, and the number of passes that each must run."""
-        budget = self._budget(token_budget)
-        if self.packing == "rows":
-            parts = balanced(rows, processes)
-            return parts, max(len(padded_passes(part, budget)) for part in parts)
-        parts = balanced_tries(rows, processes, budget)
-        return parts, max(len(shared_parts(part, budget)) for part in parts)
-
-    def _budget(self, wanted: int | None) -> int:
-        if wanted is not None and wanted < 1:
-            raise ValueError("the token budget must be positive")
-        return PASS_TOKENS[self.device.type] if wanted is None else wanted
-
-    def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
-        out = self.whole(work, *arguments)
-        if self.world is not None and not torch.is_grad_enabled():
-            # No backward pass follows that would divide the last of them again.
-            self.whole.reshard()
-        return out
-
     def train(
         self,
         rows: Sequence[Row],
@@ -323,8 +187,8 @@ class Policy:
         if self.leader is None or not total:
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            return self.step(self.plan(rows, token_budget), total, config)
-        parts, count = self.shares(rows, self.leader.world.size, token_budget)
+            return self.step(self.runner.plan(rows, token_budget), total, config)
+        parts, count = self.runner.shares(rows, self.leader.world.size, token_budget)
         command = {
             "do": "step",
             "batches": count,
@@ -335,7 +199,7 @@ class Policy:
         found: list[str] = []
         try:
             with self.leader.run(command, parts) as found:
-                return self.step(self.plan(parts[0], token_budget, count), total, config)
+                return self.step(self.runner.plan(parts[0], token_budget, count), total, config)
         except GradientNotFinite:
             if found:
                 raise FloatingPointError(found[0]) from None
@@ -349,10 +213,10 @@ class Policy:
     ) -> StepResult:
         """Make one optimizer step over all micro-batches: accumulate, clip, update.
 
-        ``batches`` are passes of :meth:`plan`, or padded rows; they carry ``advantages`` and
-        ``temperatures``. ``total_tokens`` is N over all micro-batches and ranks. pi_prox is the
-        policy before the step. But for rounding the result does not depend on how rows are split
-        into batches.
+        ``batches`` are passes of :meth:`PassRunner.plan`, or padded rows; they carry
+        ``advantages`` and ``temperatures``. ``total_tokens`` is N over all micro-batches and ranks.
+        pi_prox is the policy before the step. But for rounding the result does not depend on how
+        rows are split into batches.
 
         All processes of a world must bring equally many batches, idle ones if need be
         (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
@@ -394,7 +258,7 @@ class Policy:
         stats = LossStats()
         self._cause = None
         passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
-        for done in self._run(passes):
+        for done in self.runner.run(passes):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
             if len(done.items):
@@ -407,36 +271,6 @@ class Policy:
             self.clock.lap("backward")
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
-
-    def _run(self, passes: Sequence[Pass]) -> Iterator[Computed]:
-        """Run the passes forward, and yield each when those that descend from it are done.
-
-        So a caller that runs each backward at once has the gradients of a pass's keys and values
-        together. Only the passes on the way to the current one are retained.
-        """
-        opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
-
-        def close() -> Computed:
-            number, work, tree, hidden = opened.pop()
-            chunk = self.head_chunk
-            if hidden is None:
-                logprobs, entropies = self._within(pass_logprobs, work, tree, chunk)
-            else:
-                logprobs, entropies = self._within(logprobs_of, hidden, work.items, chunk)
-            return Computed(number, work.items, tree, logprobs, entropies)
-
-        for number, one in enumerate(passes):
-            while opened and opened[-1][0] != one.parent:
-                yield close()
-            work, tree, hidden = one.to(self.device), None, None
-            if work.depths is not None:
-                past = [ancestor for _, _, ancestor, _ in opened if ancestor is not None]
-                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
-            if work.keeps:
-                hidden = self._within(hidden_of, work, tree)
-            opened.append((number, work, tree, hidden))
-        while opened:
-            yield close()
 
     def _loss(
         self, done: Computed, total_tokens: int, config: LossConfig
@@ -462,25 +296,6 @@ class Policy:
             self._cause = self._cause or error
             return math.nan * done.logprobs.sum(), LossStats()
 
-    def _suitable_chunk(self) -> int:
-        if self.device.type != "cpu":
-            return MAX_HEAD_CHUNK
-        vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
-        return min(MAX_HEAD_CHUNK, max(_CPU_LOGITS // vocabulary, 1))
-
-    def _require_plain_head(self) -> None:
-        """Raise StartupError for a model that changes its logits after the head, as by a cap."""
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        ids = torch.arange(1, 5, device=self.device)[None] % vocabulary
-        with torch.no_grad():
-            whole, parts = self._within(_logits_in_two_ways, ids)
-        bent = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        if bent or not torch.allclose(whole, parts, rtol=1e-6, atol=1e-6):
-            raise StartupError(
-                f"{type(self.model).__name__} changes its logits after the output head; "
-                "such models cannot be trained yet"
-            )
-
 
 def world_for(config: PolicyConfig, world: World | None) -> World | None:
     """Return the world to divide weights in: this process alone if the configuration needs one."""
@@ -504,11 +319,6 @@ def prepared(model: Any, config: PolicyConfig, world: World | None) -> Unsharded
     if world is not None:
         shard(whole, world, dtype=config.dtype, offload=config.offload)
     return whole
-
-
-def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

@@ -281,7 +281,7 @@ class _Tuning:
         rows = [row for e in examples for row in e.rows]
         if not rows:
             return None
-        sums = [float(one.sum()) for one in self._policy.row_logprobs(rows, self._budget)]
+        sums = [float(one.sum()) for one in self._policy.runner.row_logprobs(rows, self._budget)]
         return -sum(sums) / count_trained(rows)
 
 

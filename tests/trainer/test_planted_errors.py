@@ -17,7 +17,7 @@ from torch import Tensor
 import trainer.advantage
 import trainer.loss
 import trainer.packing
-import trainer.policy
+import trainer.pass_runner
 import trainer.trie
 from tests.support.trainer.policies import (
     assert_same,
@@ -223,10 +223,10 @@ PLANTS = {
         "divided trees equal rows", TreePass, "collected", lambda _: ([], [])
     ),
     "one item for two rows": Plant(
-        "trees equal rows", trainer.policy, "tree_passes", one_item_an_edge
+        "trees equal rows", trainer.pass_runner, "tree_passes", one_item_an_edge
     ),
     "advantages averaged over an edge": Plant(
-        "trees equal rows", trainer.policy, "tree_passes", advantages_averaged
+        "trees equal rows", trainer.pass_runner, "tree_passes", advantages_averaged
     ),
     "parts of attention weighted alike": Plant(
         "trees equal rows", torch, "sigmoid", shares_of_equals

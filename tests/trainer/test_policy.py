@@ -17,6 +17,7 @@ from any_agent.errors import StartupError
 from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
+    computed,
     dense_gradients,
     dense_loss,
     random_rows,
@@ -108,7 +109,7 @@ def test_padding_changes_nothing(policy: Policy) -> None:
 def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
     batch = concat_padded_tensors(random_rows(6))
     with torch.no_grad():
-        got = policy.token_logprobs(batch, batch["temperatures"])
+        got = computed(policy, batch, batch["temperatures"])
         logits = policy.model(input_ids=batch["input_ids"].long()).logits
     table = torch.log_softmax(logits / batch["temperatures"].double()[:, None, None], -1)
     tokens = trained_tokens(batch)
@@ -126,7 +127,7 @@ def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        small_policy(head_chunk=5).token_logprobs(batch, 1.0)
+        computed(small_policy(head_chunk=5), batch)
     return [shape for shape in kept if shape and shape[-1] == VOCAB]
 
 
@@ -158,10 +159,10 @@ def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_large_vocabulary_has_smaller_chunks_on_a_cpu() -> None:
-    assert small_policy().head_chunk == 1024
+    assert small_policy().runner.head_chunk == 1024
     model = make_model(150_000, 0, hidden_size=8, layers=1, context=64)
-    assert Policy(model).head_chunk == 223
-    assert Policy(model, PolicyConfig(head_chunk=7)).head_chunk == 7
+    assert Policy(model).runner.head_chunk == 223
+    assert Policy(model, PolicyConfig(head_chunk=7)).runner.head_chunk == 7
 
 
 def test_only_positions_before_trained_tokens_reach_the_head(
@@ -177,7 +178,7 @@ def test_only_positions_before_trained_tokens_reach_the_head(
     monkeypatch.setattr(trainer.loss, "_label_logprobs", spy)
     rows = random_rows(8)
     with torch.no_grad():
-        policy.token_logprobs(concat_padded_tensors(rows))
+        computed(policy, concat_padded_tensors(rows))
     assert sum(counted) == count_trained(rows)
 
 
@@ -205,8 +206,8 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
 
     def objective() -> float:
         with torch.no_grad():
-            now = policy.token_logprobs(batches[0], batches[0]["temperatures"])
-        return float((now.logprobs * now.tokens.spread(batches[0]["advantages"])).sum())
+            now = computed(policy, batches[0], batches[0]["temperatures"])
+        return float((now.logprobs * now.items.inputs["advantages"]).sum())
 
     before = objective()
     result = policy.step(batches, count_trained(rows))
@@ -262,13 +263,13 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_greedy_rows_are_refused(policy: Policy) -> None:
     with pytest.raises(ValueError, match="greedy"):
-        policy.token_logprobs(concat_padded_tensors(random_rows(0)), 0.0)
+        computed(policy, concat_padded_tensors(random_rows(0)), 0.0)
 
 
 def test_a_batch_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
     batch = concat_padded_tensors(random_rows(0))
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    assert policy.token_logprobs(batch).logprobs.shape == (0,)
+    assert computed(policy, batch).logprobs.shape == (0,)
 
 
 def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
@@ -276,7 +277,7 @@ def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for a, b in zip(policy.model.parameters(), plain.parameters(), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
-    assert policy.packing == "tree"
+    assert policy.runner.packing == "tree"
 
 
 def test_missing_weights_are_an_error_not_random_numbers(

@@ -32,17 +32,17 @@ def computed(
 ) -> tuple[list[Tensor], float, dict[str, Tensor]]:
     """The rows' log-probabilities, the loss and its gradients."""
     policy.model.zero_grad(set_to_none=True)
-    stats = policy.accumulate(policy.plan(rows, budget), count_trained(rows), LossConfig())
+    stats = policy.accumulate(policy.runner.plan(rows, budget), count_trained(rows), LossConfig())
     out = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
     assert stats.tokens == count_trained(rows)
-    return policy.row_logprobs(rows, budget), stats.loss, out
+    return policy.runner.row_logprobs(rows, budget), stats.loss, out
 
 
 def equals_rows(shape: str, seed: int, budget: int) -> None:
     rows = tree_rows(seed)
     oracle, policy = (shaped_policy(shape, packing=way) for way in ("rows", "tree"))
-    assert (oracle.packing, policy.packing) == ("rows", "tree")
+    assert (oracle.runner.packing, policy.runner.packing) == ("rows", "tree")
     logprobs, loss, expected = computed(oracle, rows)
     found, again, got = computed(policy, rows, budget)
     assert len(found) == len(rows)
@@ -82,7 +82,7 @@ def test_bfloat16_is_no_rougher_than_by_rows() -> None:
     errors = []
     for way in ("rows", "tree"):
         policy = shaped_policy("qwen3", torch.bfloat16, packing=way)
-        assert policy.packing == way
+        assert policy.runner.packing == way
         found, _, got = computed(policy, rows, 60)
         errors.append(
             (
@@ -120,10 +120,10 @@ def test_every_distinct_token_is_computed_once() -> None:
     distinct = {tuple(ids[: n + 1]) for ids in used for n in range(len(ids))}
     policy = shaped_policy("qwen3")
     for budget in BUDGETS:
-        passes = policy.plan(rows, budget)
+        passes = policy.runner.plan(rows, budget)
         assert sum(one.ids.numel() for one in passes) == len(distinct)
         assert sum(len(one.items) for one in passes) == count_trained(rows)
-    stats = policy.accumulate(policy.plan(rows, 9), count_trained(rows), LossConfig())
+    stats = policy.accumulate(policy.runner.plan(rows, 9), count_trained(rows), LossConfig())
     assert stats.tokens_computed == len(distinct)
     assert stats.tokens_in_rows == sum(len(r["input_ids"]) for r in rows)
 
@@ -134,7 +134,7 @@ def test_checkpointing_and_offloading_change_nothing(budget: int) -> None:
     _, loss, expected = computed(shaped_policy("qwen3"), rows)
     for saving in ({"gradient_checkpointing": True}, {"offload": True}):
         policy = shaped_policy("qwen3", **saving)
-        assert policy.packing == "tree"
+        assert policy.runner.packing == "tree"
         _, again, found = computed(policy, rows, budget)
         assert again == pytest.approx(loss, abs=1e-12)
         whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
@@ -146,16 +146,16 @@ def test_the_device_chooses_the_passes_unless_a_number_is_set() -> None:
     for row in rows:
         row["input_ids"] = row["input_ids"].clone()
     policy = small_policy()
-    assert 1 < len(policy.plan(rows, 300)) != len(policy.plan(rows))
-    assert max(one.ids.numel() for one in policy.plan(rows)) <= 1536
+    assert 1 < len(policy.runner.plan(rows, 300)) != len(policy.runner.plan(rows))
+    assert max(one.ids.numel() for one in policy.runner.plan(rows)) <= 1536
     with pytest.raises(ValueError, match="budget"):
-        policy.plan(rows, 0)
+        policy.runner.plan(rows, 0)
 
 
 def refused(caplog: pytest.LogCaptureFixture, model: object) -> str:
-    with caplog.at_level(logging.WARNING, "trainer.policy"):
+    with caplog.at_level(logging.WARNING, "trainer.pass_runner"):
         policy = Policy(model)
-    assert policy.packing == "rows"
+    assert policy.runner.packing == "rows"
     rows = tree_rows(5)
     policy.train(rows, 40)
     (record,) = caplog.records
@@ -209,5 +209,5 @@ def test_the_probe_finds_what_no_setting_says(
 
 def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
-    assert policy.packing == "rows" and not caplog.records
-    assert all(one.depths is None for one in policy.plan(tree_rows(0)))
+    assert policy.runner.packing == "rows" and not caplog.records
+    assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))

@@ -28,7 +28,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.policies import VOCAB, assert_same, gradients, random_rows, small_policy
+from tests.support.trainer.policies import (
+    VOCAB,
+    assert_same,
+    computed,
+    gradients,
+    random_rows,
+    small_policy,
+)
 from trainer.advantage import SessionRewards, group_advantages
 from trainer.loss import LossConfig, policy_loss
 from trainer.packing import (
@@ -314,7 +321,7 @@ def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
     batch = concat_padded_tensors(random_rows(1))
     ids = batch["input_ids"].long()
     with torch.no_grad():
-        got = policy.token_logprobs(batch, TEMPERATURE)
+        got = computed(policy, batch, TEMPERATURE)
         logits = policy.model(input_ids=ids).logits[:, :-1]
     table = selective_log_softmax(logits / TEMPERATURE, ids[:, 1:])
     expected = table[batch["loss_mask"][:, 1:].bool()]

@@ -51,7 +51,7 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
         step_of_version=taken.versions,
     )
     policy.step(
-        policy.plan(batch.rows, config.train.micro_batch_tokens),
+        policy.runner.plan(batch.rows, config.train.micro_batch_tokens),
         count_trained(batch.rows),
         loss_config(config.train),
     )

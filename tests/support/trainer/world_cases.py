@@ -81,8 +81,8 @@ def under(
 def _share(world: World, policy: Policy, case: int) -> tuple[list[Pass], int]:
     """This process's passes, and the tokens of all."""
     rows, budget = split(case)
-    parts, count = policy.shares(rows, world.size, budget)
-    return policy.plan(parts[world.rank], budget, count), count_trained(rows)
+    parts, count = policy.runner.shares(rows, world.size, budget)
+    return policy.runner.plan(parts[world.rank], budget, count), count_trained(rows)
 
 
 def _gradient(world: World, policy: Policy, case: int) -> Found:
