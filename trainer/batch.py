@@ -42,6 +42,8 @@ class TrainingBatch:
     """The rows of one step, and the fate of its sessions."""
 
     rows: list[Row] = field(default_factory=list)
+    owners: list[tuple[int, str]] = field(default_factory=list)
+    """The number of each row's group, and its session."""
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
@@ -96,7 +98,9 @@ def training_batch(
     rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
-    for group, group_rewards, estimate in zip(groups, rewards, estimates, strict=True):
+    for number, (group, group_rewards, estimate) in enumerate(
+        zip(groups, rewards, estimates, strict=True)
+    ):
         for session, r, advantages, score in zip(
             group, group_rewards, estimate.advantages, estimate.scores, strict=True
         ):
@@ -120,6 +124,7 @@ def training_batch(
             ]
             left = [row for row in rows if bool(row["loss_mask"].any())]
             batch.rows += left
+            batch.owners += [(number, session.session_id)] * len(left)
             for row in left:
                 trained = row["versions"][row["loss_mask"].bool()].tolist()
                 batch.ages += [step - step_of_version[version] for version in trained]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -26,7 +27,8 @@ from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
 from trainer.loss import LOSSES, LossConfig
-from trainer.policy import Policy, PolicyConfig
+from trainer.manifests import OptimizerSettings
+from trainer.policy import PolicyConfig
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -61,7 +63,13 @@ def require_algorithm(c: TrainConfig) -> None:
 def loss_config(c: TrainConfig) -> LossConfig:
     """Return the run's loss and its constants; raises as :func:`require_algorithm`."""
     require_algorithm(c)
-    chosen = LossConfig(c.loss or c.preset, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
+    chosen = LossConfig(
+        c.loss or c.preset,
+        eps_low=c.eps_low,
+        eps_high=c.eps_high,
+        is_cap=c.is_cap,
+        kl_coef=c.kl_coef,
+    )
     log.debug("loss: %s", asdict(chosen))
     return chosen
 
@@ -83,10 +91,28 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
     )
 
 
-def set_optimizer(policy: Policy, c: TrainConfig) -> None:
-    """Give a restored optimizer the settings of this start; its state stays."""
-    for group in policy.optimizer.param_groups:
-        group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+def learning_rate(c: TrainConfig, step: int, steps: int) -> float:
+    """Return the learning rate of one of ``steps``, counted from 1.
+
+    It depends on nothing else. In the W steps of the warm-up it is ``lr * step / (W + 1)``, then
+    ``lr * (r + (1 - r) * f(p))`` with r the least ratio, ``p = (step - 1 - W) / (steps - W)``, and
+    ``f(p) = 1 - p`` (linear) or ``(1 + cos(pi p)) / 2`` (cosine, arXiv 1608.03983).
+    """
+    if step <= c.warmup_steps:
+        return c.lr * step / (c.warmup_steps + 1)
+    p = min((step - 1 - c.warmup_steps) / max(steps - c.warmup_steps, 1), 1.0)
+    left = {"constant": 1.0, "linear": 1 - p, "cosine": (1 + math.cos(math.pi * p)) / 2}
+    return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * left[c.lr_schedule])
+
+
+def optimizer_settings(c: TrainConfig, step: int) -> OptimizerSettings:
+    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step."""
+    return {
+        "lr": learning_rate(c, step, c.steps),
+        "betas": c.betas,
+        "weight_decay": c.weight_decay,
+        "grad_clip": c.grad_clip,
+    }
 
 
 def seed_all(seed: int) -> None:

@@ -38,6 +38,7 @@ class LossConfig:
     eps_low: float = 0.2
     eps_high: float = 0.28
     is_cap: float = 5.0
+    kl_coef: float = 0.0
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
@@ -268,3 +269,16 @@ def _label_logprobs(
     with torch.no_grad():
         entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
     return logprobs, entropies[owners]
+
+
+FURTHER_INPUTS = ("proximal", "reference", "sequence_log_ratio", "sequence_log_weight")
+
+
+def needs_sequence_ratio(config: LossConfig) -> bool:
+    """Return True if the loss uses each row's mean log ratio of pi_theta and pi_prox."""
+    return False
+
+
+def needs_sequence_weight(config: LossConfig) -> bool:
+    """Return True if the loss uses each row's mean log ratio of pi_prox and mu."""
+    return False

@@ -1,4 +1,4 @@
-"""Manifests: the sessions of each optimizer step, durable before the step changes anything.
+"""Manifests: the sessions of each train step, durable before the step changes anything.
 
 A trainer that resumes from a checkpoint repeats the later steps from their manifests.
 """
@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
@@ -23,11 +23,12 @@ from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
 
 FORMAT = 1
+OptimizerSettings: TypeAlias = dict[str, float | tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One step: its sessions in their order, and all settings that decide on their advantages."""
+    """One step: its sessions in their order, and all settings that decide what it does."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     SETTINGS: ClassVar = (
@@ -36,11 +37,15 @@ class Manifest:
         "max_row_tokens",
         "preset",
         "advantage_estimator",
+        "minibatches",
+        "epochs_per_batch",
+        "kl_coef",
+        "reference_model",
     )
     """The fields that are settings of `train`."""
 
     step: int
-    """The number of optimizer steps once this one is made."""
+    """The number of train steps once this one is made."""
     groups: list[list[str]]
     """Every session of the batch by its group, also those with nothing to train on."""
     trained: list[str]
@@ -49,7 +54,7 @@ class Manifest:
     tokens: list[int]
     """Trained tokens of each row."""
     versions: dict[int, int]
-    """The optimizer steps behind each weight version that sampled a token."""
+    """The train steps behind each weight version that sampled a token."""
     eta: int
     discount: float
     normalize_std: bool
@@ -59,6 +64,12 @@ class Manifest:
     max_row_tokens: int | None = None
     preset: str = "grpo"
     advantage_estimator: str = ""
+    minibatches: int = 1
+    epochs_per_batch: int = 1
+    kl_coef: float = 0.0
+    reference_model: str = ""
+    optimizer: OptimizerSettings = field(default_factory=dict)
+    """The optimizer's settings in this step, with its learning rate."""
 
     @property
     def settings(self) -> dict[str, Any]:

@@ -295,6 +295,7 @@ def step_line(
         "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
+        "updates": result.updates,
         **result.stats.means(),
         "seconds": {phase: round(seconds.get(phase, 0.0), 4) for phase in PHASES},
         "capacity": now.model_dump() if now else None,

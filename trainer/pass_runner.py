@@ -143,6 +143,17 @@ class PassRunner:
         while opened:
             yield close()
 
+    def logprobs(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return the log-probabilities of each pass's items, [n], float, in the machine's memory.
+
+        No gradient is kept. In a world all processes must call it together.
+        """
+        found = [torch.zeros(0)] * len(passes)
+        with torch.no_grad():
+            for done in self.run(passes):
+                found[done.number] = done.logprobs.cpu()
+        return found
+
     def row_logprobs(
         self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
     ) -> list[Tensor]:
@@ -151,17 +162,17 @@ class PassRunner:
         Each row states its temperature. No gradient is kept. In a world all processes must call it
         together, each with its own rows and the ``count`` of passes of the longest plan.
         """
-        with torch.no_grad():
-            found = [
-                (done.items.sequences, done.items.positions, done.logprobs)
-                for done in self.run(self.plan(rows, token_budget, count))
-                if done.items.inputs
-            ]
+        passes = self.plan(rows, token_budget, count)
+        found = [
+            (one.items.sequences, one.items.positions, logprobs)
+            for one, logprobs in zip(passes, self.logprobs(passes), strict=True)
+            if one.items.inputs
+        ]
         counts = [int(row["loss_mask"].sum()) for row in rows]
         if not found:
             return [torch.zeros(0) for _ in rows]
         parts = zip(*found, strict=True)
-        sequences, positions, logprobs = (torch.cat(part).cpu() for part in parts)
+        sequences, positions, logprobs = (torch.cat(part) for part in parts)
         order = np.lexsort((positions.numpy(), sequences.numpy()))
         return list(torch.split(logprobs[torch.from_numpy(order)], counts))
 

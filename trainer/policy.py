@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,10 +16,25 @@ from torch import Tensor, nn
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
-from trainer.loss import LOSSES, LossConfig, LossStats
+from trainer.loss import (
+    FURTHER_INPUTS,
+    LOSSES,
+    LossConfig,
+    LossStats,
+    needs_sequence_ratio,
+    needs_sequence_weight,
+)
 from trainer.packing import Batch, Pass, Row, count_trained, padded_pass
 from trainer.pass_runner import Computed, PassRunner
 from trainer.step_clock import StepClock
+from trainer.updates import (
+    Minibatch,
+    ReferenceLogprobs,
+    Snapshot,
+    StepConfig,
+    with_input,
+    with_sequence_means,
+)
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
 
@@ -57,11 +73,16 @@ class PolicyConfig:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step. ``grad_norm`` is the global L2 norm before clipping."""
+    """One train step: its optimizer updates, and means over them.
+
+    ``stats`` are sums over the updates but for the loss. ``grad_norm`` is the global L2 norm before
+    clipping.
+    """
 
     stats: LossStats
     grad_norm: float
     learning_rate: float
+    updates: int = 1
 
 
 class GradientNotFinite(FloatingPointError):
@@ -69,7 +90,9 @@ class GradientNotFinite(FloatingPointError):
 
 
 class Policy:
-    """A causal language model, its AdamW, and the number of optimizer steps made.
+    """A causal language model, its AdamW, and the number of train steps made.
+
+    A train step trains on one batch, by one optimizer update or by several.
 
     ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
     the trained policy must be the one that sampled. No method draws random numbers: the same
@@ -116,6 +139,8 @@ class Policy:
             dtype=self.config.dtype,
         )
         """Runs the passes of this model."""
+        self.reference: ReferenceLogprobs | None = None
+        """Returns what the KL term of the loss compares this model with."""
 
     @classmethod
     def load(
@@ -125,25 +150,9 @@ class Policy:
 
         Raises StartupError for missing weights, which transformers would draw at random.
         """
-        from transformers import AutoModelForCausalLM
-
         config = config or PolicyConfig()
         world = world_for(config, world)
-        with in_turn(world):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(source),
-                dtype=torch.float32,
-                use_safetensors=True,
-                attn_implementation=config.attention,
-                output_loading_info=True,
-            )
-            wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-            if wrong:
-                listed = ", ".join(wrong)
-                raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
-            whole = prepared(model, config, world)
-            del model
-        return cls(whole, config, world)
+        return cls(loaded(source, config, world), config, world)
 
     @property
     def device(self) -> torch.device:
@@ -178,63 +187,137 @@ class Policy:
         rows: Sequence[Row],
         token_budget: int | None = None,
         config: LossConfig | None = None,
+        settings: StepConfig | None = None,
+        minibatches: Sequence[Sequence[int]] | None = None,
     ) -> StepResult:
-        """Make one optimizer step on these rows, on all processes: see :meth:`step`.
+        """Make one train step on these rows, on all processes: see :meth:`step`.
 
         ``token_budget`` bounds one process's forward pass; None: what suits the device.
+        ``minibatches`` has the numbers of each one's rows; None: all rows are one.
         """
-        total = count_trained(rows)
-        if self.leader is None or not total:
+        parts = [[rows[k] for k in part] for part in minibatches or [range(len(rows))]]
+        totals = [count_trained(part) for part in parts]
+        if self.leader is None or not all(totals):
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            return self.step(self.runner.plan(rows, token_budget), total, config)
-        parts, count = self.runner.shares(rows, self.leader.world.size, token_budget)
+            plans = [self.runner.plan(part, token_budget) for part in parts]
+            return self.step(list(zip(plans, totals, strict=True)), config, settings)
+        shares = [self.runner.shares(part, self.leader.world.size, token_budget) for part in parts]
         command = {
             "do": "step",
-            "batches": count,
             "budget": token_budget,
-            "tokens": total,
+            "minibatches": [
+                {"tokens": total, "passes": count, "rows": [len(part) for part in by_rank]}
+                for total, (by_rank, count) in zip(totals, shares, strict=True)
+            ],
             "loss": asdict(config or LossConfig()),
+            "settings": asdict(settings or StepConfig()),
         }
+        every = zip(*(by_rank for by_rank, _ in shares), strict=True)
+        by_rank = [[row for part in mine for row in part] for mine in every]
         found: list[str] = []
         try:
-            with self.leader.run(command, parts) as found:
-                return self.step(self.runner.plan(parts[0], token_budget, count), total, config)
+            with self.leader.run(command, by_rank) as found:
+                return self.step_commanded(command, by_rank[0])
         except GradientNotFinite:
             if found:
                 raise FloatingPointError(found[0]) from None
             raise
 
+    def step_commanded(self, command: Mapping[str, Any], rows: Sequence[Row]) -> StepResult:
+        """Make this process's part of a step that :meth:`train` commands, with its rows."""
+        assert self.world is not None
+        left, minibatches = iter(rows), []
+        for one in command["minibatches"]:
+            mine = list(islice(left, one["rows"][self.world.rank]))
+            passes = self.runner.plan(mine, command["budget"], one["passes"])
+            minibatches.append((passes, one["tokens"]))
+        settings = StepConfig(**command["settings"])
+        return self.step(minibatches, LossConfig(**command["loss"]), settings)
+
     def step(
         self,
-        batches: Sequence[Batch | Pass],
-        total_tokens: int,
+        minibatches: Sequence[Minibatch],
         config: LossConfig | None = None,
+        settings: StepConfig | None = None,
     ) -> StepResult:
-        """Make one optimizer step over all micro-batches: accumulate, clip, update.
+        """Make one train step: an optimizer update for each minibatch, in each of the epochs.
 
-        ``batches`` are passes of :meth:`PassRunner.plan`, or padded rows; they carry
-        ``advantages`` and ``temperatures``. ``total_tokens`` is N over all micro-batches and ranks.
-        pi_prox is the policy before the step. But for rounding the result does not depend on how
-        rows are split into batches.
+        The passes carry ``advantages`` and ``temperatures``. pi_prox is the policy before the first
+        update. But for rounding the result does not depend on how rows are split into passes.
 
-        All processes of a world must bring equally many batches, idle ones if need be
-        (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
+        All processes of a world must bring equally many passes for each minibatch, idle ones if
+        need be (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
 
-        Raises ValueError without batches; FloatingPointError, the weights untouched, where a
-        log-probability, the loss or the gradient is not finite, on every process of a world.
+        Raises ValueError for a minibatch without passes; FloatingPointError, weights and optimizer
+        as they were, where a log-probability, the loss or the gradient of an update is not finite,
+        on every process of a world.
         """
-        if not batches:
+        config, settings = config or LossConfig(), settings or StepConfig()
+        if not minibatches or not all(passes for passes, _ in minibatches):
             raise ValueError("there is nothing to train on")
-        self.optimizer.zero_grad(set_to_none=True)
+        self._set_optimizer(settings)
+        count = settings.epochs * len(minibatches)
+        before = Snapshot(self.optimizer) if count > 1 else None
         self.clock.lap("pack")
         try:
-            stats = self.accumulate(batches, total_tokens, config or LossConfig())
+            work = [(self._with_fixed(passes, config, count), n) for passes, n in minibatches]
+            done: list[StepResult] = []
+            while len(done) < count:
+                passes, total = work[len(done) % len(work)]
+                if done and needs_sequence_ratio(config):
+                    now = self._logprobs(self.runner.logprobs, passes)
+                    passes = with_sequence_means(passes, "sequence_log_ratio", now, "proximal")
+                done.append(self._update(passes, total, config, settings))
+        except BaseException:
+            if before is not None:
+                before.restore()
+            raise
+        self.steps += 1
+        return _together(done)
+
+    def _set_optimizer(self, settings: StepConfig) -> None:
+        given = {name: getattr(settings, name) for name in ("lr", "betas", "weight_decay")}
+        for group in self.optimizer.param_groups:
+            group |= {name: value for name, value in given.items() if value is not None}
+
+    def _with_fixed(
+        self, batches: Sequence[Batch | Pass], config: LossConfig, updates: int
+    ) -> list[Pass]:
+        """Return the passes with what the loss wants to know of other policies than the current."""
+        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
+        if config.kl_coef:
+            if self.reference is None:
+                raise ValueError("the loss's KL term needs a reference model")
+            passes = with_input(passes, "reference", self._logprobs(self.reference, passes))
+        if updates > 1 or needs_sequence_weight(config):
+            proximal = self._logprobs(self.runner.logprobs, passes)
+            if updates > 1:
+                passes = with_input(passes, "proximal", proximal)
+            if needs_sequence_weight(config):
+                passes = with_sequence_means(passes, "sequence_log_weight", proximal, "logprobs")
+        return passes
+
+    def _logprobs(self, compute: ReferenceLogprobs, passes: Sequence[Pass]) -> list[Tensor]:
+        found = compute(passes)
+        self.clock.lap("forward")
+        return found
+
+    def _update(
+        self, passes: Sequence[Pass], total_tokens: int, config: LossConfig, settings: StepConfig
+    ) -> StepResult:
+        """Accumulate the gradient of the passes, clip it, and let the optimizer move the weights.
+
+        ``total_tokens`` is N over all passes and processes.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            stats = self.accumulate(passes, total_tokens, config)
             norm = float(
                 whole_tensor(
                     nn.utils.clip_grad_norm_(
                         [p for p in self.model.parameters() if p.requires_grad],
-                        self.config.grad_clip,
+                        self.config.grad_clip if settings.grad_clip is None else settings.grad_clip,
                     ),
                     self.device,
                 )
@@ -243,21 +326,18 @@ class Policy:
                 raise self._cause or GradientNotFinite(
                     f"the gradient's norm is {norm} at step {self.steps}"
                 )
-            rate = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.clock.lap("optimizer")
-        self.steps += 1
-        return StepResult(stats, norm, rate)
+        return StepResult(stats, norm, float(self.optimizer.param_groups[0]["lr"]))
 
     def accumulate(
-        self, batches: Sequence[Batch | Pass], total_tokens: int, config: LossConfig
+        self, passes: Sequence[Pass], total_tokens: int, config: LossConfig
     ) -> LossStats:
-        """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
+        """Add the gradient of every pass's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
-        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
         for done in self.runner.run(passes):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
@@ -287,6 +367,7 @@ class Policy:
                 total_tokens=total_tokens,
                 config=config,
                 entropies=done.entropies,
+                **{name: inputs[name] for name in FURTHER_INPUTS if name in inputs},
                 place=lambda i: f"micro-batch {done.number}, {done.items.place(i)}",
             )
         except FloatingPointError as error:
@@ -295,6 +376,45 @@ class Policy:
             # The others wait for this process's gradient: NaN tells them all.
             self._cause = self._cause or error
             return math.nan * done.logprobs.sum(), LossStats()
+
+
+def _together(updates: Sequence[StepResult]) -> StepResult:
+    """Return the result of a train step of these updates."""
+    count = len(updates)
+    stats = sum((one.stats for one in updates), LossStats())
+    stats.loss /= count
+    norm = sum(one.grad_norm for one in updates) / count
+    return StepResult(stats, norm, updates[-1].learning_rate, count)
+
+
+def loaded(
+    source: str | Path,
+    config: PolicyConfig,
+    world: World | None,
+    *,
+    frozen: bool = False,
+) -> UnshardedModel:
+    """Load a model from a local folder or a hub name, safetensors only, and prepare it.
+
+    Its weights are float32; ``frozen`` ones get no gradient and have the type that passes compute
+    in. Raises StartupError for missing weights, which transformers would draw at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with in_turn(world):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            dtype=(frozen and config.dtype) or torch.float32,
+            use_safetensors=True,
+            attn_implementation=config.attention,
+            output_loading_info=True,
+        )
+        wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        if wrong:
+            listed = ", ".join(wrong)
+            raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
+        model.requires_grad_(not frozen)
+        return prepared(model, config, world)
 
 
 def world_for(config: PolicyConfig, world: World | None) -> World | None:

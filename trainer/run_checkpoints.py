@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from any_agent.config import Config
+from any_agent.config import Config, TrainConfig
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.disk_space import DiskSpace
 from trainer.checkpoint import (
@@ -17,8 +17,8 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.command_channel import Leader
-from trainer.from_config import policy_config, seed_all, set_optimizer
-from trainer.parallel.trainer_group import load_policy
+from trainer.from_config import policy_config, seed_all
+from trainer.parallel.trainer_group import load_policy, load_reference
 from trainer.policy import Policy
 from trainer.weight_folders import tokenizer_of
 
@@ -38,6 +38,8 @@ class RunCheckpoints:
         self.latest: Path | None = None
         self.step: int | None = None
         """The step of the latest checkpoint."""
+        self._reference = ""
+        """The path of the reference model that is loaded."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
@@ -53,9 +55,15 @@ class RunCheckpoints:
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:
             return policy, None
-        set_optimizer(policy, c)
         self.step = policy.steps
         return policy, state
+
+    def load_reference(self, policy: Policy, c: TrainConfig) -> None:
+        """Give the policy the reference model that these settings need, if any."""
+        path = c.reference_model or self._config.model.path
+        if c.kl_coef and path != self._reference:
+            load_reference(policy, path)
+            self._reference = path
 
     def save(self, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, and remove the oldest ones; a full disk is waited out."""

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from any_agent.config.base import LocalPath, Section, split_texts
 
@@ -117,10 +117,29 @@ class TrainConfig(Section):
     """The probability ratio is clipped above 1 + eps_high."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the weight pi_prox / mu."""
-    kl_coef: float = 0.0
-    """No KL term to a reference model; only 0 is accepted."""
+    kl_coef: float = Field(0.0, ge=0)
+    """The weight of the loss's KL term to a reference model. 0: no such term, and no such model."""
+    reference_model: LocalPath = ""
+    """The reference model of the KL term, a folder or a hub name; it needs the policy's tokenizer.
+    Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
+    in memory beside the policy's."""
+    minibatches: int = Field(1, ge=1)
+    """Parts of a batch with an optimizer update each, about equal in trained tokens. Groups stay
+    whole, or sessions where there are fewer groups than parts. A batch and its updates are one
+    step: `train.steps`, `rollout.eta` and the learning rate count steps."""
+    epochs_per_batch: int = Field(1, ge=1)
+    """Passes over each batch, with an optimizer update for each minibatch in each of them. With
+    more than one update in a step, a copy of weights and optimizer is kept until the last one
+    has succeeded."""
     lr: float = Field(1e-6, gt=0)
-    """The constant learning rate of AdamW."""
+    """The learning rate of AdamW; a schedule's highest one."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The course of the learning rate after the warm-up: it stays, or falls evenly or by half a
+    cosine until `train.steps` are made."""
+    warmup_steps: int = Field(0, ge=0)
+    """The first steps, in which the learning rate rises evenly to `train.lr`."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The share of `train.lr` that `linear` and `cosine` fall towards."""
     betas: tuple[float, float] = (0.9, 0.999)
     """The betas of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
@@ -146,12 +165,19 @@ class TrainConfig(Section):
     keep_weights: int = Field(2, ge=1)
     """Published weight versions kept on disk."""
 
-    @field_validator("kl_coef")
-    @classmethod
-    def _no_kl(cls, coefficient: float) -> float:
-        if coefficient != 0:
-            raise ValueError("there is no KL term to a reference model: leave it out, or set 0")
-        return coefficient
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.reference_model and not self.kl_coef:
+            raise ValueError(
+                "train.reference_model is for the KL term: set train.kl_coef above 0, or leave it "
+                "out"
+            )
+        if self.min_lr_ratio and self.lr_schedule == "constant":
+            raise ValueError(
+                "train.min_lr_ratio is for a falling rate: set train.lr_schedule to linear or "
+                "cosine, or leave it out"
+            )
+        return self
 
 
 class DatasetConfig(Section):

@@ -30,6 +30,7 @@ from trainer.packing import (
     concat_padded_tensors,
     count_trained,
     micro_batches,
+    padded_pass,
     trained_tokens,
 )
 from trainer.policy import Policy, PolicyConfig
@@ -97,7 +98,7 @@ def test_padding_changes_nothing(policy: Policy) -> None:
 
     def gradient(b: dict[str, Tensor]) -> dict[str, Tensor]:
         policy.model.zero_grad(set_to_none=True)
-        policy.accumulate([b], count_trained([b]), LossConfig())
+        policy.accumulate([padded_pass(b)], count_trained([b]), LossConfig())
         return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
     expected = gradient(batch)
@@ -186,7 +187,7 @@ def steps(policy: Policy, seeds: range) -> list[float]:
     out = []
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        result = policy.step(micro_batches(rows, 60), count_trained(rows))
+        result = policy.step([(micro_batches(rows, 60), count_trained(rows))])
         out.append(result.grad_norm)
     return out
 
@@ -210,7 +211,7 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
         return float((now.logprobs * now.items.inputs["advantages"]).sum())
 
     before = objective()
-    result = policy.step(batches, count_trained(rows))
+    result = policy.step([(batches, count_trained(rows))])
     assert objective() > before
     means = result.stats.means()
     assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0
@@ -222,7 +223,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
     """SGD-like check: the norm that AdamW's first moment saw is the clipped one."""
     policy = small_policy(grad_clip=1e-3, lr=1e-3)
     rows = random_rows(10)
-    result = policy.step(micro_batches(rows, 10_000), count_trained(rows))
+    result = policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
     assert result.grad_norm > 1e-3
     moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
     norm = torch.sqrt(sum((m / 0.1).square().sum() for m in moments))
@@ -239,7 +240,7 @@ def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: fl
     batches = [concat_padded_tensors(rows[:2]), concat_padded_tensors(rows[2:])]
     place = f"micro-batch 1, row 0, position {len(rows[2]['input_ids']) - 1}"
     with pytest.raises(FloatingPointError, match=place):
-        policy.step(batches, count_trained(rows))
+        policy.step([(batches, count_trained(rows))])
     assert policy.steps == 0
     for a, b in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(a, b) and b.grad is None
@@ -251,7 +252,7 @@ def test_broken_weights_are_noticed() -> None:
         policy.model.lm_head.weight[3, 0] = float("nan")
     rows = random_rows(12)
     with pytest.raises(FloatingPointError, match="log-probability at micro-batch 0, row"):
-        policy.step(micro_batches(rows, 10_000), count_trained(rows))
+        policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -311,4 +312,4 @@ def test_models_that_bend_their_logits_are_refused() -> None:
 
 def test_a_step_needs_something_to_train_on(policy: Policy) -> None:
     with pytest.raises(ValueError, match="nothing to train on"):
-        policy.step([], 1)
+        policy.step([([], 1)])

@@ -42,7 +42,7 @@ from trainer.packing import (
     Row,
     concat_padded_tensors,
     count_trained,
-    micro_batches,
+    padded_passes,
     with_training_signal,
 )
 from trainer.policy import Policy
@@ -235,7 +235,7 @@ def loss_and_gradients_equal_trl(
 
     rows = our_rows(samples)
     n = count_trained(rows)
-    stats = policy.accumulate(micro_batches(rows, budget), n, LossConfig(is_cap=cap))
+    stats = policy.accumulate(padded_passes(rows, budget), n, LossConfig(is_cap=cap))
     assert stats.loss == pytest.approx(float(expected.detach()), abs=1e-6)
     expected_gradients = {
         name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None

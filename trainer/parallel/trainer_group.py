@@ -13,9 +13,9 @@ from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
-from trainer.from_config import policy_config, seed_all, set_optimizer
-from trainer.loss import LossConfig
+from trainer.from_config import policy_config, seed_all
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
+from trainer.reference import frozen_logprobs, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
@@ -34,6 +34,16 @@ def load_policy(
         policy, state = _load(source, settings, leader.world, checkpoint)
     policy.leader = leader
     return policy, state
+
+
+def load_reference(policy: Policy, path: str) -> None:
+    """Load the reference model of the loss's KL term, on all processes that the policy leads.
+
+    Raises as :func:`trainer.reference.frozen_logprobs`.
+    """
+    require_alike(path, policy)
+    with policy.commanded({"do": "reference", "path": path}):
+        policy.reference = frozen_logprobs(path, policy)
 
 
 def _load(
@@ -98,6 +108,7 @@ class Follower:
         actions: dict[str, Callable[[Mapping[str, Any]], object]] = {
             "nothing": lambda command: None,
             "load": self._load,
+            "reference": self._load_reference,
             "step": self._step,
             "gather": lambda command: self.policy.gathered(command["names"]),
             "save": lambda command: self._save(Path(command["folder"])),
@@ -121,15 +132,12 @@ class Follower:
         seed_all(self._train.seed)
         checkpoint = command["checkpoint"]
         self.policy, _ = _load(command["source"], self._settings, self._world, checkpoint)
-        if checkpoint:
-            set_optimizer(self.policy, self._train)
+
+    def _load_reference(self, command: Mapping[str, Any]) -> None:
+        self.policy.reference = frozen_logprobs(command["path"], self.policy)
 
     def _step(self, command: Mapping[str, Any]) -> None:
-        self.policy.step(
-            self.policy.plan(self._channel.receive_rows(), command["budget"], command["batches"]),
-            command["tokens"],
-            LossConfig(**command["loss"]),
-        )
+        self.policy.step_commanded(command, self._channel.receive_rows())
 
     def _save(self, folder: Path) -> None:
         from trainer.sharded_optimizer import save_shard

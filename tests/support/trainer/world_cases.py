@@ -73,7 +73,7 @@ def under(
         policy = divided_policy(world, master, lr=1e-3, **config)
         found = _gradient(world, policy, 0)
         for case in range(2):
-            policy.step(*_share(world, policy, case))
+            policy.step([_share(world, policy, case)])
         out.append((found, weights_of(policy)))
     return out
 
