@@ -123,6 +123,7 @@ def policy_loss(
     proximal: Tensor | None = None,
     entropies: Tensor | None = None,
     place: Callable[[int], str] = "trained token {}".format,
+    **_: Any,
 ) -> tuple[Tensor, LossStats]:
     """Return the loss's share of these tokens, a scalar to call ``backward`` on, and statistics.
 

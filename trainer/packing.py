@@ -318,8 +318,12 @@ def padded_pass(batch: Batch) -> Pass:
 
 def padded_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
     """Return the passes over padded rows, as :func:`micro_batches` divides them."""
-    numbered = [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
-    return [padded_pass(batch) for batch in micro_batches(numbered, token_budget)]
+    return [padded_pass(batch) for batch in micro_batches(numbered(rows), token_budget)]
+
+
+def numbered(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their numbers, ``sequences``, which they keep in any division."""
+    return [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
 
 
 def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True) -> list[Pass]:
@@ -328,7 +332,7 @@ def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True)
     ``divided`` passes run along the branches of the trie and have at most ``token_budget`` tokens
     each, with the ancestors that they attend to, or half of that beside long ancestors. Otherwise
     there is one pass. Rows with nothing to train on are left out; items are ordered by their place
-    in the trie.
+    in the trie. Rows are counted, unless they are :func:`numbered`.
     """
     wanted = [k for k, row in enumerate(rows) if bool(row["loss_mask"].any())]
     if not wanted:
@@ -341,7 +345,8 @@ def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True)
         longest_node=max(token_budget // 2, 1) if divided else None,
     )
     plan = plan_passes(trie, token_budget) if divided else [whole_pass(trie)]
-    items = _items([(wanted[k], rows[wanted[k]], tokens[k]) for k in trie.order])
+    numbers = [int(rows[k].get("sequences", k)) for k in wanted]
+    items = _items([(numbers[k], rows[wanted[k]], tokens[k]) for k in trie.order])
     home, local = np.zeros_like(trie.tokens), np.zeros_like(trie.tokens)
     members = []
     for number, one in enumerate(plan):

@@ -20,6 +20,7 @@ from trainer.packing import (
     balanced,
     balanced_tries,
     idle_batch,
+    numbered,
     padded_pass,
     padded_passes,
     shared_parts,
@@ -98,7 +99,7 @@ class PassRunner:
             passes = tree_passes(rows, budget)
         else:
             # Weights are gathered and divided in each pass: one must end before the next begins.
-            parts = shared_parts(rows, budget)
+            parts = shared_parts(numbered(rows), budget)
             passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
         return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
 

@@ -15,7 +15,10 @@ from trainer.updates import ReferenceLogprobs
 def require_alike(path: str, policy: Policy) -> None:
     """Raise ConfigError for a model that cannot compute the policy's rows."""
     ours = policy.model.config.get_text_config()
-    theirs = AutoConfig.from_pretrained(path).get_text_config()
+    try:
+        theirs = AutoConfig.from_pretrained(path).get_text_config()
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"train.reference_model={path} cannot be read: {error}") from error
     advice = "name a model with the policy's tokenizer and context, or leave it out"
     for name, what in (("vocab_size", "token ids"), ("max_position_embeddings", "positions")):
         mine, other = getattr(ours, name, None), getattr(theirs, name, None)

@@ -23,6 +23,7 @@ from trainer.loss import LossConfig
 from trainer.packing import Row, count_trained
 from trainer.policy import Policy, PolicyConfig
 from trainer.tree_probe import use_tree_attention
+from trainer.world import leave
 
 BUDGETS = [2, 9, 40, 10_000]
 
@@ -211,3 +212,19 @@ def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
     assert policy.runner.packing == "rows" and not caplog.records
     assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))
+
+
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_divided_weights_give_each_row_its_own_logprobs(budget: int) -> None:
+    """Their passes are made part by part, and every row keeps its number."""
+    rows = tree_rows(0)
+    expected = small_policy().runner.row_logprobs(rows)
+    try:
+        policy = small_policy(offload=True)
+        found = policy.runner.row_logprobs(rows, budget)
+        passes = policy.runner.plan(rows, budget)
+    finally:
+        leave()
+    assert len(passes) > 1 or budget > 100
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)

@@ -84,6 +84,15 @@ def computed(policy: Policy, batch: Batch, temperature: float | Tensor = 1.0) ->
     return done
 
 
+def dense_logprobs(model: Any, row: Row) -> Tensor:
+    """The log-probabilities of a row's trained tokens, on full logits."""
+    ids = row["input_ids"].long()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
+    places = row["loss_mask"].nonzero()[:, 0]
+    return table[places - 1, ids[places]]
+
+
 def dense_loss(
     model: Any, rows: Sequence[Row], config: LossConfig, prox_shift: Sequence[float] | None = None
 ) -> Tensor:
