@@ -1,4 +1,4 @@
-"""The rows of one optimizer step, made from sessions.
+"""The rows of one train step, made from sessions.
 
 A session is a leased :class:`Trajectory`, whose tree is still to be scored, or the rows of a
 :class:`SampledSession` that a workflow of this process returned.
@@ -53,7 +53,7 @@ class TrainingBatch:
     """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
-    """The optimizer steps between each trained token's version and this step."""
+    """The train steps between each trained token's version and this step."""
     prompts: list[int] = field(default_factory=list)
     """The tokens of each call's prompt, in every session, also in rejected ones."""
     outputs: list[int] = field(default_factory=list)

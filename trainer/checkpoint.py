@@ -108,7 +108,7 @@ def load_checkpoint(
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by the number of optimizer steps behind them, ascending;
+    """Return the complete checkpoints by the number of train steps behind them, ascending;
     broken ones are logged and skipped."""
     found = saved_steps(root)
     for step, path in list(found.items()):

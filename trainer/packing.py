@@ -136,9 +136,9 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
 
 
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
-    """Take tokens older than ``eta`` optimizer steps out of the loss; the row itself is kept.
+    """Take tokens older than ``eta`` train steps out of the loss; the row itself is kept.
 
-    ``step`` counts the optimizer steps made so far, ``step_of_version`` has the count at which each
+    ``step`` counts the train steps made so far, ``step_of_version`` has the count at which each
     version was published: its tokens' age is the difference. Tokens of a later step than ``step``
     (sampled in a history that a resume abandoned) have a negative age and stay; their importance
     weight is capped as any other's.

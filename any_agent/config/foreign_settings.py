@@ -22,6 +22,9 @@ _NAMES: Mapping[str, str] = {
     "train.gradient_checkpointing": "actor.gradient_checkpointing",
     "train.grad_clip": "actor.gradient_clipping actor.optimizer.gradient_clipping",
     "train.lr": "actor.optimizer.lr",
+    "train.lr_schedule": "actor.optimizer.lr_scheduler_type",
+    "train.min_lr_ratio": "actor.optimizer.min_lr_ratio",
+    "train.minibatches": "actor.ppo_n_minibatches",
     "train.weight_decay": "actor.optimizer.weight_decay",
     "sessions.group_size": "actor.group_size gconfig.n_samples rollout.group_size",
     "sampling.temperature": "actor.temperature gconfig.temperature",
@@ -54,6 +57,11 @@ _OTHER_NAMES: Mapping[str, str] = {
     "sampling.max_new_tokens": "actor.max_new_tokens train.max_new_tokens",
     "sampling.temperature": "train.temperature",
     "train.micro_batch_tokens": "actor.mb_spec.max_tokens_per_mb",
+    "train.epochs_per_batch": "train.num_iterations train.ppo_epochs",
+    "train.lr_schedule": "train.lr_scheduler train.lr_scheduler_type",
+    "train.warmup_steps": "train.lr_warmup_steps train.num_warmup_steps",
+    "train.minibatches": "train.n_minibatches train.ppo_n_minibatches",
+    "train.reference_model": "train.ref_model",
     "train.betas": "actor.optimizer.beta1 actor.optimizer.beta2",
     "train.dtype": "actor.dtype",
     "train.grad_clip": "train.max_grad_norm",
@@ -87,7 +95,7 @@ CALLED_HERE: Mapping[str, str] = {
 
 _NO_CRITIC = "leave it out: GRPO learns no values, a group's mean is its baseline"
 _NO_GAE = f"only 1 is supported: an answer's tokens share one advantage; {_NO_CRITIC}"
-_NO_KL = "only 0 is supported: there is no KL term to a reference model"
+_NO_KL = "only 0 is supported: rewards are not reduced by a KL penalty; train.kl_coef is a KL loss"
 _NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
 _SCRIPT = (
     "it is for a script with a dataset, such as examples/experimental/proxy/train.py, whose "
@@ -98,7 +106,6 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.kl_estimator": (("k1",), _NO_KL),
     "actor.gae_lambda": ((1,), _NO_GAE),
     "actor.discount": ((1,), _NO_GAE),
-    "actor.ppo_n_minibatches": ((1,), "only 1 is supported: a batch is one optimizer step"),
     "actor.reward_scaling": ((1,), "only 1 is supported: rewards are trained on as they are given"),
     "actor.reward_bias": ((0,), "only 0 is supported: rewards are trained on as they are given"),
     "actor.importance_sampling_level": (("token",), "only token is supported"),
@@ -107,7 +114,10 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
         "leave it out: groups whose rewards are all the same are always left out",
     ),
     "actor.optimizer.type": (("adam", "adamw"), "only AdamW is supported"),
-    "actor.optimizer.lr_scheduler_type": (("constant",), "only a constant rate is supported"),
+    "actor.optimizer.warmup_steps_proportion": (
+        (0,),
+        "only 0 is supported: train.warmup_steps is the number of these steps",
+    ),
     "gconfig.greedy": ((False,), "only false is supported: greedy answers teach nothing"),
     "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
     "actor.c_clip": ((), _NO_OTHER),
@@ -116,7 +126,11 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "valid_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "critic": ((), _NO_CRITIC),
-    "ref": ((), "leave it out: no reference model is loaded, as there is no KL term"),
+    "ref": (
+        (),
+        "leave it out: train.kl_coef above 0 loads train.reference_model, or else model.path, and "
+        "computes it as the policy",
+    ),
     "reward_model": ((), "leave it out: rewards are what agents, or reward functions, give"),
     "teacher": ((), "leave it out: nothing is distilled from another model"),
 }

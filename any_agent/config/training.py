@@ -46,7 +46,7 @@ class RolloutConfig(Section):
     max_concurrent: int = Field(64, ge=1)
     """Train sessions open at once."""
     eta: int = Field(2, ge=0)
-    """Optimizer steps that a token may be older than the step that trains on it."""
+    """Steps that a token may be older than the step that trains on it."""
     deterministic: bool = False
     """Derive session ids and sampling seeds from `train.seed` and each session's place in its group
     (without a group: in the order of opening), and sort batches, so that the same agents produce
@@ -76,7 +76,7 @@ class RolloutConfig(Section):
 
 class TrainConfig(Section):
     steps: int = Field(100, ge=0)
-    """Optimizer steps; afterwards train sessions are refused and inference goes on."""
+    """Steps, one batch each; afterwards train sessions are refused and inference goes on."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the dataset after which training ends, if `train.steps` does not end it earlier.
     null: as many as the steps take."""

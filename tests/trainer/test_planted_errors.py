@@ -18,6 +18,7 @@ import trainer.advantage
 import trainer.loss
 import trainer.packing
 import trainer.pass_runner
+import trainer.policy
 import trainer.trie
 from tests.support.trainer.policies import (
     assert_same,
@@ -28,13 +29,15 @@ from tests.support.trainer.policies import (
 )
 from tests.trainer.test_advantage import worked_example
 from tests.trainer.test_packing import staleness_law
-from tests.trainer.test_tree import equals_rows
+from tests.trainer.test_tree import divided_law, equals_rows
 from tests.trainer.test_trl import loss_and_gradients_equal_trl
+from tests.trainer.test_updates import inputs_law, undo_law, updates_law
 from trainer.advantage import SessionRewards
 from trainer.loss import LOSSES, LossConfig
 from trainer.packing import Batch, Pass, TrainedTokens
 from trainer.tree_attention import TreePass
 from trainer.trie import Block, NodePass, Trie
+from trainer.updates import Snapshot
 
 
 def dense_law() -> None:
@@ -52,6 +55,10 @@ LAWS: dict[str, Callable[[], None]] = {
     "staleness": staleness_law,
     "trees equal rows": lambda: equals_rows("qwen3", 0, 10_000),
     "divided trees equal rows": lambda: equals_rows("qwen3", 0, 9),
+    "divided weights": divided_law,
+    "several updates": updates_law,
+    "inputs of several updates": inputs_law,
+    "a step is undone": undo_law,
 }
 
 original_policy_loss = trainer.loss.policy_loss
@@ -61,6 +68,8 @@ original_trie_of = trainer.trie.trie_of
 original_whole_pass = trainer.trie.whole_pass
 original_plan_passes = trainer.trie.plan_passes
 original_tree_passes = trainer.packing.tree_passes
+original_with_input = trainer.policy.with_input
+original_with_sequence_means = trainer.policy.with_sequence_means
 
 
 def no_shift(tokens: TrainedTokens) -> Tensor:
@@ -170,6 +179,25 @@ def shares_of_equals(shares: Tensor) -> Tensor:
     return torch.full_like(shares, 0.5)
 
 
+def no_proximal(passes: Sequence[Pass], name: str, values: Sequence[Tensor]) -> list[Pass]:
+    """pi_prox is the policy before each update, not before the first."""
+    return list(passes) if name == "proximal" else original_with_input(passes, name, values)
+
+
+def means_of_passes(passes: Sequence[Pass], name: str, logprobs: Any, base: str) -> list[Pass]:
+    """The mean over a row's tokens in one pass instead of all of them."""
+    return [
+        original_with_sequence_means([one], name, [values], base)[0]
+        for one, values in zip(passes, logprobs, strict=True)
+    ]
+
+
+def weights_alone(before: Snapshot) -> None:
+    """The moments of the undone updates stay."""
+    for parameter, value, _ in before._parameters:
+        parameter.data.copy_(value)
+
+
 class Plant(NamedTuple):
     law: str
     owner: Any
@@ -231,6 +259,18 @@ PLANTS = {
     "parts of attention weighted alike": Plant(
         "trees equal rows", torch, "sigmoid", shares_of_equals
     ),
+    "rows of a part counted from 0": Plant(
+        "divided weights", trainer.pass_runner, "numbered", lambda rows: rows
+    ),
+    "no proximal policy": Plant("several updates", trainer.policy, "with_input", no_proximal),
+    "N of the whole batch": Plant(
+        "several updates", trainer.policy, "count_trained", lambda rows: 200
+    ),
+    "means over a pass": Plant(
+        "inputs of several updates", trainer.policy, "with_sequence_means", means_of_passes
+    ),
+    "moments are not undone": Plant("a step is undone", Snapshot, "restore", weights_alone),
+    "nothing is undone": Plant("a step is undone", Snapshot, "restore", lambda before: None),
     "the wrong sign": Plant("dense gradients", LOSSES, "find", lambda _: flipped_advantages),
 }
 

@@ -46,10 +46,10 @@ def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
 # -- the updates -----------------------------------------------------------------------------------
 
 
-def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 30) -> None:
+def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
     """Two steps, so that the second one begins with an optimizer that has a state."""
     policy, expected = small_policy(lr=1e-3), small_policy(lr=1e-3)
-    for seed in (3, 4):
+    for seed in (0, 2):
         rows = random_rows(seed, 7) if kind == "rows" else tree_rows(seed)[:7]
         result = policy.train(rows, budget, None, StepConfig(epochs), PARTS)
         plain_step(expected, rows, PARTS, epochs)
@@ -132,7 +132,7 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
         recorder = Recorder()
         patch.setattr(LOSSES, "find", lambda name: recorder)
         policy = small_policy(lr=1e-3)
-        rows = random_rows(1, 7) if kind == "rows" else tree_rows(1)[:7]
+        rows = random_rows(1, 7) if kind == "rows" else tree_rows(0)[:7]
         before = [dense_logprobs(policy.model, row).detach() for row in rows]
         frozen = [values - 0.25 for values in before]
         policy.reference = lambda passes: [v - 0.25 for v in policy.runner.logprobs(passes)]
