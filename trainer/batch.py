@@ -29,6 +29,7 @@ from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory
 from trainer.advantage import SessionRewards, estimate_advantages
 from trainer.packing import Row, mask_stale, with_training_signal
+from trainer.updates import divide
 
 log = logging.getLogger(__name__)
 
@@ -42,8 +43,8 @@ class TrainingBatch:
     """The rows of one step, and the fate of its sessions."""
 
     rows: list[Row] = field(default_factory=list)
-    owners: list[tuple[int, str]] = field(default_factory=list)
-    """The number of each row's group, and its session."""
+    minibatches: list[list[int]] = field(default_factory=list)
+    """The numbers of the rows of each optimizer update, in their order."""
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
@@ -91,13 +92,15 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
 ) -> TrainingBatch:
-    """Estimate advantages over the groups, then make one row per counted interaction.
+    """Estimate advantages over the groups, then make one row per counted interaction, and divide
+    the rows into minibatches.
 
     Stale tokens are masked. ``temperature`` applies to rows that do not state their own.
     """
     rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
+    owners: list[tuple[int, str]] = []
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
@@ -124,7 +127,7 @@ def training_batch(
             ]
             left = [row for row in rows if bool(row["loss_mask"].any())]
             batch.rows += left
-            batch.owners += [(number, session.session_id)] * len(left)
+            owners += [(number, session.session_id)] * len(left)
             for row in left:
                 trained = row["versions"][row["loss_mask"].bool()].tolist()
                 batch.ages += [step - step_of_version[version] for version in trained]
@@ -132,6 +135,7 @@ def training_batch(
                 batch.trained.append(session.session_id)
             else:
                 batch.rejected[session.session_id] = "stale" if rows else "untrainable"
+    batch.minibatches = divide(batch.rows, owners, config.minibatches)
     return batch
 
 

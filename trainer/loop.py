@@ -47,7 +47,7 @@ from trainer.publisher import (
 )
 from trainer.report import RunReport
 from trainer.run_checkpoints import RunCheckpoints
-from trainer.updates import StepConfig, divide
+from trainer.updates import StepConfig
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -305,7 +305,7 @@ class TrainingLoop:
                 c.micro_batch_tokens,
                 loss_config(c),
                 StepConfig(c.epochs_per_batch, **optimizer),
-                divide(batch.rows, batch.owners, c.minibatches),
+                batch.minibatches,
             )
         except FloatingPointError as error:
             # No step was made, so a restart must repeat none.

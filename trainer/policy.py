@@ -413,7 +413,8 @@ def loaded(
         if wrong:
             listed = ", ".join(wrong)
             raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
-        model.requires_grad_(not frozen)
+        if frozen:
+            model.requires_grad_(False)
         return prepared(model, config, world)
 
 

@@ -125,3 +125,21 @@ def test_the_order_of_a_group_is_that_of_its_tokens() -> None:
     orders = [in_stable_order(list(group)) for group in permutations([short, long, sampled])]
     assert all(order == orders[0] for order in orders)
     assert {one.session_id for one in orders[0]} == {"a", "b", "data-0-0"}
+
+
+def test_a_batch_is_divided_by_its_groups_and_sessions() -> None:
+    episodes = [pair(name, turns=2) for name in "abcd"]
+    names = [f"{name}-{how}" for name in "abcd" for how in ("good", "bad") for _ in range(2)]
+    steps = {0: 0}
+
+    def divided(count: int) -> list[set[str]]:
+        config = CONFIG.model_copy(update={"minibatches": count})
+        batch = training_batch(episodes, config, step=0, eta=2, step_of_version=steps)
+        assert sorted(k for part in batch.minibatches for k in part) == list(range(16))
+        return [{names[k] for k in part} for part in batch.minibatches]
+
+    assert divided(1) == [set(names)]
+    assert sorted(len(part) for part in divided(2)) == [4, 4]
+    assert all(len({name[0] for name in part}) == 2 for part in divided(2))
+    assert sorted(len(part) for part in divided(8)) == [1] * 8
+    assert len(divided(9)) == 8

@@ -25,7 +25,7 @@ from trainer.checkpoint import complete_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
 from trainer.manifests import Manifest, ManifestStore
 from trainer.policy import Policy, PolicyConfig
-from trainer.updates import StepConfig, divide
+from trainer.updates import StepConfig
 
 
 def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple[int, list[str]]:
@@ -57,7 +57,7 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
         config.train.micro_batch_tokens,
         loss_config(config.train),
         StepConfig(config.train.epochs_per_batch, **optimizer),
-        divide(batch.rows, batch.owners, config.train.minibatches),
+        batch.minibatches,
     )
 
 
