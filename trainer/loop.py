@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -34,6 +34,7 @@ from trainer.batch import (
 from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.command_channel import Leader
 from trainer.from_config import loss_config, optimizer_settings, require_algorithm
+from trainer.loss import LossConfig
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.policy import Policy, StepResult
@@ -278,6 +279,7 @@ class TrainingLoop:
             eta=c.rollout.eta,
             **{name: getattr(c.train, name) for name in Manifest.SETTINGS},
             positions=self._source.positions_of(groups),
+            loss=asdict(loss_config(c.train)),
             optimizer=optimizer_settings(c.train, self.policy.steps + 1),
         )
 
@@ -296,14 +298,16 @@ class TrainingLoop:
         if not batch.rows:
             return None
         c = self.config.train.model_copy(update=taken.settings)
-        self._checkpoints.load_reference(self.policy, c)
-        # A manifest of an earlier version lacks the optimizer's settings.
+        # A manifest of an earlier version lacks the settings of loss and optimizer.
+        loss = LossConfig(**taken.loss) if taken.loss else loss_config(c)
         optimizer: Any = optimizer_settings(c, taken.step) | taken.optimizer
+        if loss.kl_coef:
+            self._checkpoints.load_reference(self.policy, c.reference_model)
         try:
             result = self.policy.train(
                 batch.rows,
                 c.micro_batch_tokens,
-                loss_config(c),
+                loss,
                 StepConfig(c.epochs_per_batch, **optimizer),
                 batch.minibatches,
             )
@@ -422,7 +426,8 @@ class TrainingLoop:
         """Load the policy from the latest checkpoint, else from the configured model."""
         self.report.load()
         self.policy, state = self._checkpoints.load(self._leader)
-        self._checkpoints.load_reference(self.policy, self.config.train)
+        if self.config.train.kl_coef:
+            self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
         if state is not None:
             self._consumed.load(state)
             self._source.load(state.get("dataset"))

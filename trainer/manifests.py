@@ -39,7 +39,6 @@ class Manifest:
         "advantage_estimator",
         "minibatches",
         "epochs_per_batch",
-        "kl_coef",
         "reference_model",
     )
     """The fields that are settings of `train`."""
@@ -66,8 +65,9 @@ class Manifest:
     advantage_estimator: str = ""
     minibatches: int = 1
     epochs_per_batch: int = 1
-    kl_coef: float = 0.0
     reference_model: str = ""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """The fields of :class:`trainer.loss.LossConfig`."""
     optimizer: OptimizerSettings = field(default_factory=dict)
     """The optimizer's settings in this step, with its learning rate."""
 

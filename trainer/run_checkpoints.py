@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from any_agent.config import Config, TrainConfig
+from any_agent.config import Config
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.disk_space import DiskSpace
 from trainer.checkpoint import (
@@ -58,10 +58,10 @@ class RunCheckpoints:
         self.step = policy.steps
         return policy, state
 
-    def load_reference(self, policy: Policy, c: TrainConfig) -> None:
-        """Give the policy the reference model that these settings need, if any."""
-        path = c.reference_model or self._config.model.path
-        if c.kl_coef and path != self._reference:
+    def load_reference(self, policy: Policy, path: str) -> None:
+        """Give the policy a reference model, by default the one that training began with."""
+        path = path or self._config.model.path
+        if path != self._reference:
             load_reference(policy, path)
             self._reference = path
 

@@ -242,6 +242,7 @@ def test_a_repeated_step_has_the_settings_that_it_was_made_with(settings: list[s
     die_at(first, "step", 2)
     more = ["train.lr=1e-2", "train.betas=[0.5,0.5]", "train.weight_decay=0.5", "train.steps=9"]
     more += ["train.grad_clip=1e-3", "train.minibatches=1", "train.epochs_per_batch=3"]
+    more += ["train.eps_low=0.01", "train.eps_high=0.01", "train.is_cap=1"]
     again = Lab(config_of(settings, *RUN, *more, "train.lr_schedule=linear"), [], before=first)
     again.trainer._load()
     again.trainer._catch_up()
