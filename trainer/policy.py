@@ -17,14 +17,8 @@ from torch import Tensor, nn
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
-from trainer.loss import (
-    LOSSES,
-    LossConfig,
-    LossStats,
-    hidden_of,
-    logprobs_of,
-    pass_logprobs,
-)
+from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs
+from trainer.loss import LOSSES, LossConfig, LossInputs, LossStats
 from trainer.packing import (
     Batch,
     Items,
@@ -394,7 +388,7 @@ class Policy:
         stats = LossStats()
         self._cause = None
         passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
-        for done in self._run(passes):
+        for done in self._run(passes, entropy_gradient=config.entropy_coef > 0):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
             if len(done.items):
@@ -408,7 +402,7 @@ class Policy:
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 
-    def _run(self, passes: Sequence[Pass]) -> Iterator[Computed]:
+    def _run(self, passes: Sequence[Pass], *, entropy_gradient: bool = False) -> Iterator[Computed]:
         """Run the passes forward, and yield each when those that descend from it are done.
 
         So a caller that runs each backward at once has the gradients of a pass's keys and values
@@ -418,11 +412,11 @@ class Policy:
 
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
-            chunk = self.head_chunk
+            how = (self.head_chunk, entropy_gradient)
             if hidden is None:
-                logprobs, entropies = self._within(pass_logprobs, work, tree, chunk)
+                logprobs, entropies = self._within(pass_logprobs, work, tree, *how)
             else:
-                logprobs, entropies = self._within(logprobs_of, hidden, work.items, chunk)
+                logprobs, entropies = self._within(logprobs_of, hidden, work.items, *how)
             return Computed(number, work.items, tree, logprobs, entropies)
 
         for number, one in enumerate(passes):
@@ -448,8 +442,7 @@ class Policy:
         try:
             return LOSSES.find(config.name)(
                 done.logprobs,
-                inputs["logprobs"],
-                inputs["advantages"],
+                LossInputs.of(inputs),
                 total_tokens=total_tokens,
                 config=config,
                 entropies=done.entropies,

@@ -38,7 +38,7 @@ def test_each_session_counts_once_however_many_turns_it_has() -> None:
 
 
 def test_without_division() -> None:
-    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std=False)
+    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std="none")
     assert got.baseline == 0.625
     assert got.advantages == ((0.375,), (-0.625, -0.125))
 
@@ -57,7 +57,7 @@ def test_rounding_is_not_variance() -> None:
 
 def test_uncounted_interactions_make_no_score_and_get_no_advantage() -> None:
     half = session(5.0, 1.0, counted=[False, True])
-    (got,) = group_advantages([[half, session(0.0)]], normalize_std=False)
+    (got,) = group_advantages([[half, session(0.0)]], normalize_std="none")
     assert got.scores == (1.0, 0.0)
     assert got.advantages == ((0.0, 0.5), (-0.5,))
 
@@ -126,7 +126,7 @@ def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
 
 @given(GROUPS)
 def test_session_means_of_advantages_cancel_in_a_group(groups: list[list[list[float]]]) -> None:
-    for got in group_advantages(build(groups), normalize_std=False):
+    for got in group_advantages(build(groups), normalize_std="none"):
         if len(got.scores) > 1:
             means = [statistics.fmean(a) for a in got.advantages]
             assert sum(means) == pytest.approx(0.0, abs=1e-9)
@@ -138,8 +138,8 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
 ) -> None:
     moved = [[[r + constant for r in s] for s in g] for g in groups]
     pairs = zip(
-        group_advantages(build(groups), normalize_std=False),
-        group_advantages(build(moved), normalize_std=False),
+        group_advantages(build(groups), normalize_std="none"),
+        group_advantages(build(moved), normalize_std="none"),
         strict=True,
     )
     for a, b in pairs:

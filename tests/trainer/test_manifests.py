@@ -20,7 +20,7 @@ ONE = Manifest(
     versions={0: 0, 7: -(10**9)},
     eta=2,
     discount=0.9,
-    normalize_std=False,
+    normalize_std="none",
 )
 
 

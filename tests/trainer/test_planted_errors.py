@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 import trainer.advantage
-import trainer.loss
+import trainer.logprobs
 import trainer.packing
 import trainer.policy
 import trainer.trie
@@ -31,7 +31,7 @@ from tests.trainer.test_packing import staleness_law
 from tests.trainer.test_tree import equals_rows
 from tests.trainer.test_trl import loss_and_gradients_equal_trl
 from trainer.advantage import SessionRewards
-from trainer.loss import LOSSES, LossConfig
+from trainer.loss import LOSSES, LossConfig, LossInputs
 from trainer.packing import Batch, Pass, TrainedTokens
 from trainer.tree_attention import TreePass
 from trainer.trie import Block, NodePass, Trie
@@ -54,9 +54,9 @@ LAWS: dict[str, Callable[[], None]] = {
     "divided trees equal rows": lambda: equals_rows("qwen3", 0, 9),
 }
 
-original_policy_loss = trainer.loss.policy_loss
+grpo = LOSSES.find("grpo")
 original_trained_tokens = trainer.packing.trained_tokens
-original_label_logprobs = trainer.loss._label_logprobs
+original_label_logprobs = trainer.logprobs._label_logprobs
 original_trie_of = trainer.trie.trie_of
 original_whole_pass = trainer.trie.whole_pass
 original_plan_passes = trainer.trie.plan_passes
@@ -75,13 +75,13 @@ def mask_shifted(batch: Batch) -> TrainedTokens:
 
 
 def no_temperature(
-    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Any
 ) -> tuple[Tensor, Tensor | None]:
     return original_label_logprobs(h, w, b, torch.ones_like(t), *labels)
 
 
 def one_temperature_for_all(
-    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Any
 ) -> tuple[Tensor, Tensor | None]:
     return original_label_logprobs(h, w, b, t.mean().expand_as(t), *labels)
 
@@ -91,31 +91,29 @@ def over_turns(group: Sequence[SessionRewards]) -> list[float]:
 
 
 def n_of_the_micro_batch(logprobs: Tensor, *rest: Any, total_tokens: int, **more: Any) -> Any:
-    return original_policy_loss(logprobs, *rest, total_tokens=logprobs.numel(), **more)
+    return grpo(logprobs, *rest, total_tokens=logprobs.numel(), **more)
 
 
-def no_importance_weight(logprobs: Tensor, behaviour: Tensor, *rest: Any, **more: Any) -> Any:
-    return original_policy_loss(logprobs, logprobs.detach(), *rest, **more)
+def no_importance_weight(logprobs: Tensor, inputs: LossInputs, **more: Any) -> Any:
+    return grpo(logprobs, replace(inputs, behaviour=logprobs.detach()), **more)
 
 
 def no_cap(*given: Any, config: LossConfig, **more: Any) -> Any:
-    return original_policy_loss(*given, config=LossConfig(is_cap=1e9), **more)
+    return grpo(*given, config=LossConfig(is_cap=1e9), **more)
 
 
 def weight_with_gradient(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, total_tokens: int, **more: Any
+    logprobs: Tensor, inputs: LossInputs, *, total_tokens: int, **more: Any
 ) -> Any:
     """The forgotten stop_grad: w moves with the policy."""
-    _, stats = original_policy_loss(
-        logprobs, behaviour, advantages, total_tokens=total_tokens, **more
-    )
-    w = torch.exp(logprobs - behaviour).clamp(max=5.0)
+    _, stats = grpo(logprobs, inputs, total_tokens=total_tokens, **more)
+    w = torch.exp(logprobs - inputs.behaviour).clamp(max=5.0)
     rho = torch.exp(logprobs - logprobs.detach())
-    return -(w * rho * advantages).sum() / total_tokens, stats
+    return -(w * rho * inputs.advantages).sum() / total_tokens, stats
 
 
-def flipped_advantages(logprobs: Tensor, mu: Tensor, a: Tensor, **more: Any) -> Any:
-    return original_policy_loss(logprobs, mu, -a, **more)
+def flipped_advantages(logprobs: Tensor, inputs: LossInputs, **more: Any) -> Any:
+    return grpo(logprobs, replace(inputs, advantages=-inputs.advantages), **more)
 
 
 def depths_in_the_pass(*given: Any, **more: Any) -> Trie:
@@ -186,13 +184,13 @@ PLANTS = {
         "TRL's loss and gradients", trainer.packing, "trained_tokens", mask_shifted
     ),
     "missing temperature": Plant(
-        "dense gradients", trainer.loss, "_label_logprobs", no_temperature
+        "dense gradients", trainer.logprobs, "_label_logprobs", no_temperature
     ),
     "missing temperature, against TRL": Plant(
-        "TRL's loss and gradients", trainer.loss, "_label_logprobs", no_temperature
+        "TRL's loss and gradients", trainer.logprobs, "_label_logprobs", no_temperature
     ),
     "one temperature for all rows": Plant(
-        "dense gradients", trainer.loss, "_label_logprobs", one_temperature_for_all
+        "dense gradients", trainer.logprobs, "_label_logprobs", one_temperature_for_all
     ),
     "baseline over turns": Plant("the worked example", trainer.advantage, "_pool", over_turns),
     "deviation not offset": Plant("TRL's loss and gradients", trainer.advantage, "STD_FLOOR", 1e-2),

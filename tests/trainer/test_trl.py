@@ -17,20 +17,18 @@ process that collects tests would import it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections import defaultdict
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from benchmarks.peers.trl_trainer import Completions, trl_trainer
 from tests.support.trainer.policies import VOCAB, assert_same, gradients, random_rows, small_policy
 from trainer.advantage import SessionRewards, group_advantages
-from trainer.loss import LossConfig, policy_loss
+from trainer.loss import LOSSES, LossConfig, LossInputs
 from trainer.packing import (
     Row,
     concat_padded_tensors,
@@ -73,93 +71,20 @@ def random_samples(seed: int, groups: int = 2) -> list[Sample]:
     return out
 
 
-def trl_trainer(policy: Policy, samples: list[Sample], **changes: Any) -> Any:
-    """A GRPOTrainer with just what scoring and the loss read."""
-    from trl.trainer import grpo_trainer
+def made(policy: Policy, samples: list[Sample], **changes: Any) -> Any:
+    """TRL's trainer on a copy of the policy's model."""
     from trl.trainer.utils import add_fused_lm_head
 
     model = copy.deepcopy(policy.model)
     add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
-    identity = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        process_index=0,
-        sync_gradients=True,
-        is_main_process=True,
-        autocast=contextlib.nullcontext,
-        gather=lambda t: t,
-        gather_for_metrics=lambda t: t,
-        reduce=lambda t, reduction: t,
-        unwrap_model=lambda m: m,
+    given = Completions(
+        prompts=[s.prompt for s in samples],
+        outputs=[s.output for s in samples],
+        own=[s.own for s in samples],
+        behaviour=[s.behaviour for s in samples],
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
     )
-    args = SimpleNamespace(
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=len(samples),
-        per_device_eval_batch_size=len(samples),
-        report_to=[],
-        gradient_checkpointing_kwargs=None,
-        use_bias_correction_kl=False,
-        delta=None,
-    )
-    settings = {
-        "accelerator": identity,
-        "args": args,
-        "model": model.train(),
-        "ref_model": None,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.28,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "num_generations": GROUP,
-        "importance_sampling_level": "token",
-        "use_vllm": True,
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 5.0,
-        "vllm_importance_sampling_clip_min": None,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "aux_loss_enabled": False,
-        "_entropy_bonus_enabled": False,
-        "current_gradient_accumulation_steps": 1,
-        "multi_objective_aggregation": "sum_then_normalize",
-        "mask_truncated_completions": False,
-        "pad_to_multiple_of": None,
-        "environment_factories": None,
-        "environments": None,
-        "tools": None,
-        "_is_vlm": False,
-        "_tokenizer": SimpleNamespace(pad_token_id=0),
-        "eos_token_ids": [2],
-        "reward_func_names": ["reward"],
-        "reward_weights": torch.ones(1, dtype=torch.float64),
-        "_metrics": {"train": defaultdict(list)},
-        "_logs": defaultdict(lambda: defaultdict(list))
-        | {"prompt": [], "completion": [], "advantages": []},
-        "_pending_extra_logs": {},
-        "_pending_metrics": {},
-        "log_multimodal": False,
-    }
-    trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
-    for name, value in (settings | changes).items():
-        setattr(trainer, name, value)
-    outputs = [s.output for s in samples]
-    trainer._generate = lambda prompts: (
-        [s.prompt for s in samples],
-        outputs,
-        [s.own for s in samples],
-        [""] * len(samples),
-        [s.behaviour for s in samples],
-        {},
-        None,
-        None,
-    )
-    rewards = torch.tensor([[s.reward] for s in samples], dtype=torch.float64)
-    trainer._calculate_rewards = lambda *_: rewards
-    return trainer
+    return trl_trainer(model.train(), given, group=GROUP, each=len(samples), **changes)
 
 
 def trl_scored(trainer: Any, samples: list[Sample]) -> dict[str, Tensor]:
@@ -201,16 +126,16 @@ def our_rows(samples: list[Sample]) -> list[Row]:
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages(seed: int) -> None:
     samples = random_samples(seed)
-    scored = trl_scored(trl_trainer(small_policy(), samples), samples)
+    scored = trl_scored(made(small_policy(), samples), samples)
     got = concat_padded_tensors(our_rows(samples))["advantages"]
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
 
 
 def test_advantages_without_division() -> None:
     samples = random_samples(3)
-    scored = trl_scored(trl_trainer(small_policy(), samples, scale_rewards="none"), samples)
+    scored = trl_scored(made(small_policy(), samples, scale_rewards="none"), samples)
     groups = [[SessionRewards([s.reward], [True]) for s in samples[k : k + 4]] for k in (0, 4)]
-    got = [a for g in group_advantages(groups, normalize_std=False) for (a,) in g.advantages]
+    got = [a for g in group_advantages(groups, normalize_std="none") for (a,) in g.advantages]
     torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), scored["advantages"])
 
 
@@ -219,9 +144,7 @@ def loss_and_gradients_equal_trl(
 ) -> None:
     samples = random_samples(seed)
     policy = small_policy(head_chunk=7)
-    trainer = trl_trainer(
-        policy, samples, loss_type=loss_type, vllm_importance_sampling_clip_max=cap
-    )
+    trainer = made(policy, samples, loss_type=loss_type, vllm_importance_sampling_clip_max=cap)
     scored = trl_scored(trainer, samples)
     expected = trainer._compute_loss(trainer.model, scored)
     expected.backward()
@@ -270,7 +193,7 @@ def test_off_the_proximal_policy(seed: int) -> None:
     mask[:, 0] = 1
     advantages = torch.randn(6, generator=g, dtype=torch.float64)
 
-    trainer = trl_trainer(small_policy(), random_samples(0), beta=0.0)
+    trainer = made(small_policy(), random_samples(0), beta=0.0)
     theirs = now.clone().requires_grad_()
     trainer._get_per_token_logps_and_entropies = lambda *_, **__: (theirs, now * 0, None)
     expected = trainer._compute_loss(
@@ -290,13 +213,9 @@ def test_off_the_proximal_policy(seed: int) -> None:
 
     ours = now.clone().requires_grad_()
     own = mask.bool()
-    loss, stats = policy_loss(
-        ours[own],
-        mu[own],
-        advantages[:, None].expand(shape)[own],
-        total_tokens=int(mask.sum()),
-        config=LossConfig(),
-        proximal=old[own],
+    inputs = LossInputs(mu[own], advantages[:, None].expand(shape)[own], proximal=old[own])
+    loss, stats = LOSSES.find("grpo")(
+        ours[own], inputs, total_tokens=int(mask.sum()), config=LossConfig()
     )
     loss.backward()
     torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)

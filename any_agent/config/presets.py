@@ -1,0 +1,136 @@
+"""Algorithms by name: the settings of `train` that each of them chooses, and contradictions.
+
+``docs/reference/algorithms.md`` has the formulas and the reason for each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from any_agent.config.training import TrainConfig
+
+PresetName = Literal[
+    "grpo",
+    "dr_grpo",
+    "dapo",
+    "gspo",
+    "cispo",
+    "rloo",
+    "reinforce_pp",
+    "reinforce_pp_baseline",
+]
+
+
+class Preset(NamedTuple):
+    """An algorithm: its advantage estimator, its loss, and other settings."""
+
+    advantage_estimator: str
+    loss: str
+    others: Mapping[str, Any] = {}
+
+
+PRESETS: Mapping[str, Preset] = {
+    # With DAPO's clip and mean over tokens, which the field found better than the paper's own.
+    "grpo": Preset("grpo", "grpo"),
+    # A deviation or a length in a denominator biases the gradient.
+    "dr_grpo": Preset(
+        "grpo", "grpo", {"normalize_std": "none", "aggregation": "constant", "eps_high": 0.2}
+    ),
+    # Its length penalty depends on the task: train.overlong_length switches it on.
+    "dapo": Preset("grpo", "grpo"),
+    # The paper's mean over sequences; a row is the sequence whose ratio is clipped.
+    "gspo": Preset("grpo", "gspo", {"aggregation": "turn"}),
+    "cispo": Preset("grpo", "cispo"),
+    # An output is one action: its log-probability is the sum over its tokens, not their mean.
+    "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
+    # k2 as a loss has the gradient that the papers' k1 in the reward has on policy.
+    "reinforce_pp": Preset("reinforce_pp", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}),
+    "reinforce_pp_baseline": Preset(
+        "reinforce_pp_baseline", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}
+    ),
+}
+_COMMON: Mapping[str, Any] = {"aggregation": "token", "kl_estimator": "k3"}
+_OF_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"normalize_std": "group"},
+    "rloo": {"normalize_std": "none"},
+    "reinforce_pp": {"normalize_std": "batch"},
+    "reinforce_pp_baseline": {"normalize_std": "batch"},
+}
+_OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"eps_low": 0.2, "eps_high": 0.28, "is_level": "token"},
+    # Ratios of sequences are near 1; the importance weight is of the same kind.
+    "gspo": {"eps_low": 3e-4, "eps_high": 4e-4, "is_level": "sequence"},
+    # The weight is bounded above, at 5, and not below.
+    "cispo": {"eps_low": 1.0, "eps_high": 4.0, "is_level": "token"},
+    "reinforce": {"eps_low": None, "eps_high": None, "is_level": "token"},
+}
+CONSTANT_LENGTH = 4096
+"""The default of `sampling.max_new_tokens`, as Dr.GRPO divides by the longest possible output."""
+
+
+def completed(c: TrainConfig) -> dict[str, Any]:
+    """Return the settings that are not given, with the values of the preset.
+
+    A loss or estimator that is not the preset's brings its own constants. Those of yours, under
+    other names, have GRPO's.
+    """
+    chosen = PRESETS[c.preset]
+    estimator, loss = c.advantage_estimator or chosen.advantage_estimator, c.loss or chosen.loss
+    knobs = dict(chosen.others)
+    for table, name, usual in (
+        (_OF_ESTIMATORS, estimator, chosen.advantage_estimator),
+        (_OF_LOSSES, loss, chosen.loss),
+    ):
+        own = table.get(name, table["grpo"])
+        knobs = {**own, **knobs} if name == usual else {**knobs, **own}
+    knobs = {**_COMMON, **knobs, "advantage_estimator": estimator, "loss": loss}
+    if not c.kl_coef:
+        del knobs["kl_estimator"]
+    if (c.aggregation or knobs["aggregation"]) == "constant":
+        knobs["constant_length"] = CONSTANT_LENGTH
+    if c.overlong_length is not None:
+        knobs |= {"overlong_buffer": max(c.overlong_length // 5, 1), "overlong_penalty": 1.0}
+    return {name: value for name, value in knobs.items() if getattr(c, name) in (None, "")}
+
+
+def contradiction(c: TrainConfig) -> str | None:
+    """Return the first contradiction in completed settings, with the remedy; None if none."""
+    clips = c.eps_low is not None or c.eps_high is not None
+    off = [name for name in ("overlong_buffer", "overlong_penalty") if getattr(c, name) is not None]
+    if c.loss == "reinforce" and clips:
+        return (
+            "train.eps_low and train.eps_high have no effect on train.loss=reinforce, which does "
+            "not clip: leave them out, or set train.loss=grpo"
+        )
+    if c.loss == "gspo" and c.is_level == "token" and c.is_mode == "mask":
+        return (
+            "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "
+            "as a whole: set train.is_level=sequence, or train.is_mode=truncate"
+        )
+    if c.kl_estimator is not None and not c.kl_coef:
+        return (
+            f"train.kl_estimator={c.kl_estimator} has no effect while train.kl_coef is 0: set "
+            "train.kl_coef (0.001 is usual), or leave train.kl_estimator out"
+        )
+    if c.advantage_estimator in ("rloo", "reinforce_pp", "reinforce_pp_baseline") and (
+        c.normalize_std == "group"
+    ):
+        return (
+            f"train.normalize_std=group contradicts train.advantage_estimator="
+            f"{c.advantage_estimator}: set batch or none, or train.advantage_estimator=grpo"
+        )
+    if c.constant_length is not None and c.aggregation != "constant":
+        return (
+            f"train.constant_length has no effect on train.aggregation={c.aggregation}: leave it "
+            "out, or set train.aggregation=constant"
+        )
+    if off and c.overlong_length is None:
+        return f"train.{off[0]} has no effect without train.overlong_length: set it, too"
+    if c.overlong_length is not None and (c.overlong_buffer or 0) > c.overlong_length:
+        return (
+            f"train.overlong_buffer={c.overlong_buffer} must not exceed train.overlong_length="
+            f"{c.overlong_length}: the penalty begins that many tokens below it"
+        )
+    return None
