@@ -285,8 +285,8 @@ def clipped(
 ) -> Surrogate:
     """GRPO's and DAPO's: ``s = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)``.
 
-    ``rho = pi_theta / pi_prox``. PPO's clip (arXiv 1707.06347, eq. 7), asymmetric (DAPO, arXiv
-    2503.14476, eq. 10).
+    ``rho = pi_theta / pi_prox``. PPO's clip (arXiv 1707.06347), asymmetric (DAPO, arXiv
+    2503.14476).
     """
     return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
 

@@ -176,17 +176,24 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"critic": {"path": "x"}}, "critic.path: leave it out: GRPO learns no values"),
-        ({"ref": {"path": "x"}}, "ref.path: leave it out: no reference model"),
+        ({"critic": {"path": "x"}}, "critic.path: leave it out: no algorithm here learns values"),
+        ({"ref": {"path": "x"}}, "ref.path: leave it out: with train.kl_coef the starting model"),
         ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
         ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is supported: there is no KL term"),
+        (
+            {"actor": {"kl_ctl": 0.1}},
+            "actor.kl_ctl: only 0 is supported: no reward",
+        ),
         (
             {"actor": {"gae_lambda": 0.95}},
             "actor.gae_lambda: only 1 is supported: an answer's tokens",
         ),
         ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is supported: a batch is one optimizer step"),
-        ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
+        ({"actor": {"use_sapo_loss": True}}, "leave it out: train.preset chooses the algorithm"),
+        (
+            {"actor": {"importance_sampling_level": "sequence"}},
+            "only token is supported here: train.preset=gspo",
+        ),
         ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],
 )
