@@ -5,7 +5,7 @@
 with s the surrogate, ``w = stop_grad(pi_prox / mu)`` the importance weight, truncated or masked,
 for the differences between the behaviour policy mu and the proximal policy (decoupled PPO, arXiv
 2110.00641), kl an estimate of the divergence from a reference, H the entropy, and u the token's
-factor by `train.aggregation`. ``docs/reference/algorithms.md`` has all formulas.
+factor by `train.aggregation`. The surrogates are in :mod:`trainer.surrogates`.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class LossConfig:
 
     ``eps_low`` and ``eps_high`` are the clip's distances from 1; ``is_cap`` is C, the importance
     weight above which ``is_mode`` truncates or masks it, for each token or for a whole row
-    (``is_level``). ``kl_coef`` and ``entropy_coef`` are the factors of their terms.
+    (``is_level``). ``kl_coef`` and ``entropy_coef`` are the factors of their terms. ``tau_pos`` and
+    ``tau_neg`` are the temperatures of SAPO's gate at positive and other advantages.
     """
 
     name: str = "grpo"
@@ -42,6 +43,8 @@ class LossConfig:
     kl_coef: float = 0.0
     kl_estimator: Literal["k1", "k2", "k3"] = "k3"
     entropy_coef: float = 0.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
@@ -50,6 +53,8 @@ class LossConfig:
             raise ConfigError("is_cap must be positive")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ConfigError("kl_coef and entropy_coef must not be negative")
+        if self.tau_pos <= 0 or self.tau_neg <= 0:
+            raise ConfigError("tau_pos and tau_neg must be positive")
 
 
 def needs_sequence_ratio(config: LossConfig) -> bool:
@@ -154,7 +159,11 @@ class Loss(Protocol):
     ) -> tuple[Tensor, LossStats]: ...
 
 
-LOSSES: NamedRegistry[Loss] = NamedRegistry("loss", "train.loss")
+LOSSES: NamedRegistry[Loss] = NamedRegistry(
+    "loss",
+    "train.loss",
+    **{n: f"trainer.surrogates.{n}" for n in ("grpo", "gspo", "cispo", "sapo", "reinforce")},
+)
 
 
 def register_loss(name: str) -> Callable[[Loss], Loss]:
@@ -278,71 +287,6 @@ def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     if estimator == "k1":
         return d
     return d.square() / 2 if estimator == "k2" else torch.exp(-d) + d - 1
-
-
-def clipped(
-    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
-) -> Surrogate:
-    """GRPO's and DAPO's: ``s = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)``.
-
-    ``rho = pi_theta / pi_prox``. PPO's clip (arXiv 1707.06347), asymmetric (DAPO, arXiv
-    2503.14476).
-    """
-    return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
-
-
-def sequence_clipped(
-    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
-) -> Surrogate:
-    """GSPO's, in its token form: as :func:`clipped`, with the ratio of the whole row,
-    ``s_i = exp(mean_t(log pi_theta - log pi_prox))``, and the gradient of each token.
-
-    Source: arXiv 2507.18071, GSPO-token.
-    """
-    ratio = torch.exp(logprobs - logprobs.detach())
-    if inputs.sequence_log_ratio is not None:
-        ratio = ratio * torch.exp(inputs.sequence_log_ratio)
-    return _clipped(ratio, inputs.advantages, config)
-
-
-def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
-    low, high = 1 - config.eps_low, 1 + config.eps_high
-    loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
-    return Surrogate(
-        loss, ratio, (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
-    )
-
-
-def clipped_weight(
-    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
-) -> Surrogate:
-    """CISPO's: ``s = -stop_grad(clip(rho, 1 - eps_low, 1 + eps_high)) A log pi_theta``.
-
-    A clipped token keeps its gradient; only the weight of it is bounded. Source: MiniMax-M1 (arXiv
-    2506.13585).
-    """
-    ratio = torch.exp(logprobs.detach() - proximal)
-    low, high = 1 - config.eps_low, 1 + config.eps_high
-    loss = -ratio.clamp(low, high) * inputs.advantages * logprobs
-    return Surrogate(loss, ratio, ratio < low, ratio > high)
-
-
-def unclipped(
-    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
-) -> Surrogate:
-    """REINFORCE's, corrected for the steps since pi_prox: ``s = -rho A``, whose gradient is
-    ``-rho A grad log pi_theta``.
-
-    Source: R. J. Williams, Machine Learning 8, 1992.
-    """
-    ratio = torch.exp(logprobs - proximal)
-    return Surrogate(-ratio * inputs.advantages, ratio)
-
-
-LOSSES.register("grpo", PolicyLoss(clipped))
-LOSSES.register("gspo", PolicyLoss(sequence_clipped))
-LOSSES.register("cispo", PolicyLoss(clipped_weight))
-LOSSES.register("reinforce", PolicyLoss(unclipped))
 
 
 def _require_inputs(

@@ -17,6 +17,7 @@ PresetName = Literal[
     "dapo",
     "gspo",
     "cispo",
+    "sapo",
     "rloo",
     "reinforce_pp",
     "reinforce_pp_baseline",
@@ -43,6 +44,7 @@ PRESETS: Mapping[str, Preset] = {
     # The paper's mean over sequences; a row is the sequence whose ratio is clipped.
     "gspo": Preset("grpo", "gspo", {"aggregation": "turn"}),
     "cispo": Preset("grpo", "cispo"),
+    "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
     # An output is one action: its log-probability is the sum over its tokens, not their mean.
     "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
     # k2 as a loss has the gradient that the papers' k1 in the reward has on policy.
@@ -64,8 +66,10 @@ _OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
     "gspo": {"eps_low": 3e-4, "eps_high": 4e-4, "is_level": "sequence"},
     # The weight is bounded above, at 5, and not below.
     "cispo": {"eps_low": 1.0, "eps_high": 4.0, "is_level": "token"},
-    "reinforce": {"eps_low": None, "eps_high": None, "is_level": "token"},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "is_level": "token"},
+    "reinforce": {"is_level": "token"},
 }
+_CONSTANTS = ("eps_low", "eps_high", "tau_pos", "tau_neg")
 CONSTANT_LENGTH = 4096
 """The default of `sampling.max_new_tokens`, as Dr.GRPO divides by the longest possible output."""
 
@@ -78,14 +82,21 @@ def completed(c: TrainConfig) -> dict[str, Any]:
     """
     chosen = PRESETS[c.preset]
     estimator, loss = c.advantage_estimator or chosen.advantage_estimator, c.loss or chosen.loss
-    knobs = dict(chosen.others)
-    for table, name, usual in (
-        (_OF_ESTIMATORS, estimator, chosen.advantage_estimator),
-        (_OF_LOSSES, loss, chosen.loss),
-    ):
-        own = table.get(name, table["grpo"])
-        knobs = {**own, **knobs} if name == usual else {**knobs, **own}
-    knobs = {**_COMMON, **knobs, "advantage_estimator": estimator, "loss": loss}
+
+    def kept(knob: str) -> bool:
+        """Return whether the preset's value means something to the chosen estimator and loss."""
+        if knob in _OF_ESTIMATORS["grpo"]:
+            return estimator == chosen.advantage_estimator
+        return loss == chosen.loss or knob not in _CONSTANTS
+
+    knobs = {
+        **_COMMON,
+        **_OF_ESTIMATORS.get(estimator, _OF_ESTIMATORS["grpo"]),
+        **_OF_LOSSES.get(loss, _OF_LOSSES["grpo"]),
+        **{knob: value for knob, value in chosen.others.items() if kept(knob)},
+        "advantage_estimator": estimator,
+        "loss": loss,
+    }
     if not c.kl_coef:
         del knobs["kl_estimator"]
     if (c.aggregation or knobs["aggregation"]) == "constant":
@@ -97,13 +108,14 @@ def completed(c: TrainConfig) -> dict[str, Any]:
 
 def contradiction(c: TrainConfig) -> str | None:
     """Return the first contradiction in completed settings, with the remedy; None if none."""
-    clips = c.eps_low is not None or c.eps_high is not None
     off = [name for name in ("overlong_buffer", "overlong_penalty") if getattr(c, name) is not None]
-    if c.loss == "reinforce" and clips:
-        return (
-            "train.eps_low and train.eps_high have no effect on train.loss=reinforce, which does "
-            "not clip: leave them out, or set train.loss=grpo"
-        )
+    for knob in _CONSTANTS if c.loss in _OF_LOSSES else ():
+        if getattr(c, knob) is not None and knob not in _OF_LOSSES[c.loss]:
+            users = " or ".join(name for name, knobs in _OF_LOSSES.items() if knob in knobs)
+            return (
+                f"train.{knob} has no effect on train.loss={c.loss}: leave it out, or set "
+                f"train.loss to {users}"
+            )
     if c.loss == "gspo" and c.is_level == "token" and c.is_mode == "mask":
         return (
             "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "

@@ -115,8 +115,8 @@ class TrainConfig(Section):
     """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, or your
     own, by its registered name or as `package.module.function`. Empty: the preset's."""
     loss: str = ""
-    """The loss: `grpo`, `gspo`, `cispo`, `reinforce`, or your own, by its registered name or as
-    `package.module.function`. Empty: the preset's."""
+    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `reinforce`, or your own, by its registered name
+    or as `package.module.function`. Empty: the preset's."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
     normalize_std: NormalizeStd | None = None
@@ -140,6 +140,10 @@ class TrainConfig(Section):
     """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
     eps_high: float | None = Field(None, ge=0)
     """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
+    tau_pos: float | None = Field(None, gt=0)
+    """The temperature of the gate of the loss `sapo` where the advantage is positive. null: 1."""
+    tau_neg: float | None = Field(None, gt=0)
+    """The same where it is not. null: 1.05."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the importance weight pi_prox / mu."""
     is_mode: Literal["truncate", "mask"] = "truncate"

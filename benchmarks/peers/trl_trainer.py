@@ -30,8 +30,16 @@ class Completions:
     """Shape [n]."""
 
 
-def trl_trainer(model: Any, given: Completions, *, group: int, each: int, **changes: Any) -> Any:
-    """Return a trainer with just what scoring and the loss read.
+def trl_trainer(
+    model: Any,
+    given: Completions,
+    *,
+    group: int,
+    each: int,
+    kind: type | None = None,
+    **changes: Any,
+) -> Any:
+    """Return a trainer, by default GRPO's, with just what scoring and the loss read.
 
     By default its loss is ours: ``loss_type="dapo"``, clipped at 0.2 and 0.28, with importance
     weights of tokens truncated at 5. ``each`` is the number of rows in a pass; ``changes`` are
@@ -83,10 +91,13 @@ def trl_trainer(model: Any, given: Completions, *, group: int, each: int, **chan
         "aux_loss_enabled": False,
         "_entropy_bonus_enabled": False,
         "entropy_coef": 0.0,
+        "max_completion_length": 0,
         "use_adaptive_entropy": False,
         "current_gradient_accumulation_steps": 1,
         "multi_objective_aggregation": "sum_then_normalize",
         "mask_truncated_completions": False,
+        "normalize_advantages": False,
+        "reward_clip_range": None,
         "pad_to_multiple_of": None,
         "environment_factories": None,
         "environments": None,
@@ -104,7 +115,8 @@ def trl_trainer(model: Any, given: Completions, *, group: int, each: int, **chan
         "log_multimodal": False,
     }
     own = {name: changes.pop(name) for name in list(changes) if name not in settings}
-    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
+    kind = kind or GRPOTrainer
+    trainer: Any = kind.__new__(kind)
     for name, value in (settings | changes | {"args": SimpleNamespace(**args | own)}).items():
         setattr(trainer, name, value)
     trainer._generate = lambda _: (
