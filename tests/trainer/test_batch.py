@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
@@ -14,19 +15,25 @@ from trainer.batch import (
     TrainingBatch,
     ZeroVarianceGroups,
     in_stable_order,
+    session_rewards,
+    tokens_of,
     training_batch,
     versions_in,
 )
 
-CONFIG = TrainConfig(normalize_std=False)
+CONFIG = TrainConfig(normalize_std="none")
 
 
 def batch_of(
-    *episodes: list[Trajectory], step: int = 0, eta: int = 2, longest: int | None = None
+    *episodes: list[Trajectory],
+    step: int = 0,
+    eta: int = 2,
+    longest: int | None = None,
+    **settings: Any,
 ) -> TrainingBatch:
     """Version v was published after v steps."""
     steps = {version: version for version in versions_in(episodes)}
-    config = CONFIG.model_copy(update={"max_row_tokens": longest})
+    config = CONFIG.model_copy(update={"max_row_tokens": longest, **settings})
     return training_batch(episodes, config, step=step, eta=eta, step_of_version=steps)
 
 
@@ -97,6 +104,94 @@ def test_nothing_but_leftovers() -> None:
     batch = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=9)
     assert batch.rows == [] and batch.trained == []
     assert batch.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
+
+
+def weights_of(batch: TrainingBatch) -> list[float]:
+    """u / N of each row: the factor of its tokens in the sum that is the loss."""
+    total = sum(tokens_of(batch))
+    return [float(row["token_weights"]) / total for row in batch.rows]
+
+
+def uneven(**fields: Any) -> list[Trajectory]:
+    """Rows of 2, 2, 2 and 4 tokens: a session of three turns, and one of one."""
+    return [session("long", 1.0, turns=3, **fields), session("short", 0.0, output=(4, 4, 8, 4))]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"aggregation": "turn"}, [1 / 8, 1 / 8, 1 / 8, 1 / 16]),
+        ({"aggregation": "session"}, [1 / 12, 1 / 12, 1 / 12, 1 / 8]),
+        ({"aggregation": "constant", "constant_length": 50}, [1 / 100] * 4),
+        ({"aggregation": "constant"}, [1 / 8192] * 4),
+    ],
+)
+def test_the_mean_that_the_loss_is(settings: dict[str, Any], expected: list[float]) -> None:
+    batch = batch_of(uneven(), **settings)
+    assert weights_of(batch) == pytest.approx(expected)
+    # Each row's and each session's tokens together have the weight that the name says.
+    sums = [n * u for n, u in zip(tokens_of(batch), expected, strict=True)]
+    if settings["aggregation"] == "turn":
+        assert sums == pytest.approx([1 / 4] * 4)
+    if settings["aggregation"] == "session":
+        assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
+
+
+def test_the_mean_over_tokens_needs_no_weights() -> None:
+    assert all("token_weights" not in row for row in batch_of(uneven()).rows)
+
+
+def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
+    """The long session's first turn is stale: two rows of it are left, and a third session none."""
+    first = interaction("first", session="long", version=0)
+    second = interaction("second", "first", session="long", version=3)
+    third = interaction("third", "second", session="long", version=3)
+    long = Trajectory("long", "g", [first, second, third], final_reward=1.0)
+    short = session("short", 0.0, output=(4, 4, 8, 4), version=3)
+    gone = session("gone", 0.5, version=0)
+    batch = batch_of([long, short, gone], step=3, eta=2, aggregation="session")
+    assert batch.rejected == {"gone": "stale"}
+    assert tokens_of(batch) == [2, 2, 4]
+    assert weights_of(batch) == pytest.approx([1 / 8] * 3)
+
+
+OVERLONG = {"overlong_length": 4, "overlong_buffer": 2, "overlong_penalty": 0.5}
+
+
+def test_long_outputs_lose_reward_each_by_itself() -> None:
+    """Not the length of the session counts, and no earlier turn pays for a later one."""
+    first = interaction("first", session="s", output=(1, 2, 3, 4, 5))
+    second = interaction("second", "first", session="s", output=(8, 9, 8))
+    s = Trajectory("s", "g", [first, second], final_reward=1.0)
+    episode = [s, session("short", 0.0)]
+    batch = batch_of(episode, **OVERLONG)
+    # 5 tokens lose all of 0.5, 3 tokens half of it.
+    assert batch.scores == pytest.approx([(0.5 + 0.75) / 2, 0.0])
+    mean = batch.scores[0] / 2
+    assert advantages(batch) == pytest.approx([0.5 - mean, 0.75 - mean, -mean])
+    assert batch_of(episode).scores == [1.0, 0.0]
+
+
+def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
+    mask = np.array([0, 1, 1, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32)
+    row = {
+        "input_ids": np.arange(10, dtype=np.int32),
+        "loss_mask": mask,
+        "rewards": np.asarray(1.0),
+    }
+    sampled = SampledSession(session_id="s", group_id="g", rows=[row], temperatures=[None])
+    config = CONFIG.model_copy(update=OVERLONG)
+    assert session_rewards(sampled, config).rewards == [0.75]
+    row["loss_mask"] = np.zeros_like(mask)
+    assert session_rewards(sampled, config).rewards == [1.0]
+
+
+def test_a_penalty_makes_equal_scores_differ() -> None:
+    """A group that a filter sees has the scores that the trainer computes."""
+    episode = [session("a", 1.0, output=(1, 2, 3, 4)), session("b", 1.0)]
+    assert ZeroVarianceGroups(CONFIG).reject_reason(episode) == "zero_variance"
+    config = CONFIG.model_copy(update=OVERLONG)
+    assert ZeroVarianceGroups(config).reject_reason(episode) is None
 
 
 @pytest.mark.parametrize(
