@@ -117,24 +117,32 @@ def uneven(**fields: Any) -> list[Trajectory]:
     return [session("long", 1.0, turns=3, **fields), session("short", 0.0, output=(4, 4, 8, 4))]
 
 
-@pytest.mark.parametrize(
-    ("settings", "expected"),
-    [
-        ({"aggregation": "turn"}, [1 / 8, 1 / 8, 1 / 8, 1 / 16]),
-        ({"aggregation": "session"}, [1 / 12, 1 / 12, 1 / 12, 1 / 8]),
-        ({"aggregation": "constant", "constant_length": 50}, [1 / 100] * 4),
-        ({"aggregation": "constant"}, [1 / 8192] * 4),
-    ],
-)
-def test_the_mean_that_the_loss_is(settings: dict[str, Any], expected: list[float]) -> None:
-    batch = batch_of(uneven(), **settings)
-    assert weights_of(batch) == pytest.approx(expected)
-    # Each row's and each session's tokens together have the weight that the name says.
-    sums = [n * u for n, u in zip(tokens_of(batch), expected, strict=True)]
-    if settings["aggregation"] == "turn":
+MEANS = {
+    "turn": [1 / 8, 1 / 8, 1 / 8, 1 / 16],
+    "session": [1 / 12, 1 / 12, 1 / 12, 1 / 8],
+    "constant": [1 / 100] * 4,
+}
+
+
+def mean_law(aggregation: str) -> None:
+    """Each row's, or each session's, tokens together weigh what the name says."""
+    length = 50 if aggregation == "constant" else None
+    batch = batch_of(uneven(), aggregation=aggregation, constant_length=length)
+    assert weights_of(batch) == pytest.approx(MEANS[aggregation])
+
+
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_the_mean_that_the_loss_is(aggregation: str) -> None:
+    mean_law(aggregation)
+    sums = [n * u for n, u in zip((2, 2, 2, 4), MEANS[aggregation], strict=True)]
+    if aggregation == "turn":
         assert sums == pytest.approx([1 / 4] * 4)
-    if settings["aggregation"] == "session":
+    if aggregation == "session":
         assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
+
+
+def test_the_constant_length_has_a_default() -> None:
+    assert weights_of(batch_of(uneven(), aggregation="constant")) == pytest.approx([1 / 8192] * 4)
 
 
 def test_the_mean_over_tokens_needs_no_weights() -> None:
@@ -158,7 +166,7 @@ def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
 OVERLONG = {"overlong_length": 4, "overlong_buffer": 2, "overlong_penalty": 0.5}
 
 
-def test_long_outputs_lose_reward_each_by_itself() -> None:
+def overlong_law() -> None:
     """Not the length of the session counts, and no earlier turn pays for a later one."""
     first = interaction("first", session="s", output=(1, 2, 3, 4, 5))
     second = interaction("second", "first", session="s", output=(8, 9, 8))
@@ -170,6 +178,10 @@ def test_long_outputs_lose_reward_each_by_itself() -> None:
     mean = batch.scores[0] / 2
     assert advantages(batch) == pytest.approx([0.5 - mean, 0.75 - mean, -mean])
     assert batch_of(episode).scores == [1.0, 0.0]
+
+
+def test_long_outputs_lose_reward_each_by_itself() -> None:
+    overlong_law()
 
 
 def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
