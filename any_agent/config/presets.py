@@ -5,23 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple
-
-if TYPE_CHECKING:
-    from any_agent.config.training import TrainConfig
-
-PresetName = Literal[
-    "grpo",
-    "dr_grpo",
-    "dapo",
-    "gspo",
-    "cispo",
-    "sapo",
-    "rloo",
-    "reinforce_pp",
-    "reinforce_pp_baseline",
-]
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
 
 
 class Preset(NamedTuple):
@@ -47,7 +33,7 @@ PRESETS: Mapping[str, Preset] = {
     "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
     # An output is one action: its log-probability is the sum over its tokens, not their mean.
     "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
-    # k2 as a loss has the gradient that the papers' k1 in the reward has on policy.
+    # The paper's divergence is a penalty in the reward, or k2 in the loss; here it is the latter.
     "reinforce_pp": Preset("reinforce_pp", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}),
     "reinforce_pp_baseline": Preset(
         "reinforce_pp_baseline", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}
@@ -74,14 +60,15 @@ CONSTANT_LENGTH = 4096
 """The default of `sampling.max_new_tokens`, as Dr.GRPO divides by the longest possible output."""
 
 
-def completed(c: TrainConfig) -> dict[str, Any]:
+def completed(c: Mapping[str, Any]) -> dict[str, Any]:
     """Return the settings that are not given, with the values of the preset.
 
     A loss or estimator that is not the preset's brings its own constants. Those of yours, under
     other names, have GRPO's.
     """
-    chosen = PRESETS[c.preset]
-    estimator, loss = c.advantage_estimator or chosen.advantage_estimator, c.loss or chosen.loss
+    chosen = PRESETS[c["preset"]]
+    estimator = c["advantage_estimator"] or chosen.advantage_estimator
+    loss = c["loss"] or chosen.loss
 
     def kept(knob: str) -> bool:
         """Return whether the preset's value means something to the chosen estimator and loss."""
@@ -97,52 +84,59 @@ def completed(c: TrainConfig) -> dict[str, Any]:
         "advantage_estimator": estimator,
         "loss": loss,
     }
-    if not c.kl_coef:
+    if not c["kl_coef"]:
         del knobs["kl_estimator"]
-    if (c.aggregation or knobs["aggregation"]) == "constant":
+    if (c["aggregation"] or knobs["aggregation"]) == "constant":
         knobs["constant_length"] = CONSTANT_LENGTH
-    if c.overlong_length is not None:
-        knobs |= {"overlong_buffer": max(c.overlong_length // 5, 1), "overlong_penalty": 1.0}
-    return {name: value for name, value in knobs.items() if getattr(c, name) in (None, "")}
+    if c["overlong_length"] is not None:
+        knobs |= {"overlong_buffer": max(c["overlong_length"] // 5, 1), "overlong_penalty": 1.0}
+    return {name: value for name, value in knobs.items() if c[name] in (None, "")}
 
 
-def contradiction(c: TrainConfig) -> str | None:
+def contradiction(c: Mapping[str, Any]) -> str | None:
     """Return the first contradiction in completed settings, with the remedy; None if none."""
-    off = [name for name in ("overlong_buffer", "overlong_penalty") if getattr(c, name) is not None]
-    for knob in _CONSTANTS if c.loss in _OF_LOSSES else ():
-        if getattr(c, knob) is not None and knob not in _OF_LOSSES[c.loss]:
+    return next(chain(_in_the_loss(c), _in_the_batch(c)), None)
+
+
+def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
+    loss = c["loss"]
+    for knob in _CONSTANTS if loss in _OF_LOSSES else ():
+        if c[knob] is not None and knob not in _OF_LOSSES[loss]:
             users = " or ".join(name for name, knobs in _OF_LOSSES.items() if knob in knobs)
-            return (
-                f"train.{knob} has no effect on train.loss={c.loss}: leave it out, or set "
+            yield (
+                f"train.{knob} has no effect on train.loss={loss}: leave it out, or set "
                 f"train.loss to {users}"
             )
-    if c.loss == "gspo" and c.is_level == "token" and c.is_mode == "mask":
-        return (
+    if loss == "gspo" and c["is_level"] == "token" and c["is_mode"] == "mask":
+        yield (
             "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "
             "as a whole: set train.is_level=sequence, or train.is_mode=truncate"
         )
-    if c.kl_estimator is not None and not c.kl_coef:
-        return (
-            f"train.kl_estimator={c.kl_estimator} has no effect while train.kl_coef is 0: set "
+    if c["kl_estimator"] is not None and not c["kl_coef"]:
+        yield (
+            f"train.kl_estimator={c['kl_estimator']} has no effect while train.kl_coef is 0: set "
             "train.kl_coef (0.001 is usual), or leave train.kl_estimator out"
         )
-    if c.advantage_estimator in ("rloo", "reinforce_pp", "reinforce_pp_baseline") and (
-        c.normalize_std == "group"
-    ):
-        return (
-            f"train.normalize_std=group contradicts train.advantage_estimator="
-            f"{c.advantage_estimator}: set batch or none, or train.advantage_estimator=grpo"
+
+
+def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
+    estimator, mean, length = c["advantage_estimator"], c["aggregation"], c["overlong_length"]
+    known = _OF_ESTIMATORS.get(estimator, _OF_ESTIMATORS["grpo"])
+    if c["normalize_std"] == "group" and known["normalize_std"] != "group":
+        yield (
+            f"train.normalize_std=group contradicts train.advantage_estimator={estimator}: set "
+            "batch or none, or train.advantage_estimator=grpo"
         )
-    if c.constant_length is not None and c.aggregation != "constant":
-        return (
-            f"train.constant_length has no effect on train.aggregation={c.aggregation}: leave it "
-            "out, or set train.aggregation=constant"
+    if c["constant_length"] is not None and mean != "constant":
+        yield (
+            f"train.constant_length has no effect on train.aggregation={mean}: leave it out, or "
+            "set train.aggregation=constant"
         )
-    if off and c.overlong_length is None:
-        return f"train.{off[0]} has no effect without train.overlong_length: set it, too"
-    if c.overlong_length is not None and (c.overlong_buffer or 0) > c.overlong_length:
-        return (
-            f"train.overlong_buffer={c.overlong_buffer} must not exceed train.overlong_length="
-            f"{c.overlong_length}: the penalty begins that many tokens below it"
+    for name in ("overlong_buffer", "overlong_penalty"):
+        if length is None and c[name] is not None:
+            yield f"train.{name} has no effect without train.overlong_length: set it, too"
+    if length is not None and c["overlong_buffer"] > length:
+        yield (
+            f"train.overlong_buffer={c['overlong_buffer']} must not exceed "
+            f"train.overlong_length={length}: the penalty begins that many tokens below it"
         )
-    return None

@@ -8,7 +8,7 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from any_agent.config.base import LocalPath, Section, split_texts
-from any_agent.config.presets import PresetName, completed, contradiction
+from any_agent.config.presets import completed, contradiction
 
 TrackerNames = Annotated[
     tuple[Literal["trackio", "wandb", "tensorboard"], ...], BeforeValidator(split_texts)
@@ -108,7 +108,17 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep weights, gradients and optimizer in the machine's memory and step there; the GPU holds
     only the layers that compute. This is slower and needs far less GPU memory."""
-    preset: PresetName = "grpo"
+    preset: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ] = "grpo"
     """The algorithm, by name: it chooses the settings from here to `train.kl_estimator` that are
     not given. docs/reference/algorithms.md has them all."""
     advantage_estimator: str = ""
@@ -188,8 +198,9 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _complete(self) -> Self:
-        self.__dict__.update(completed(self))
-        if (problem := contradiction(self)) is not None:
+        settings = self.__dict__
+        settings.update(completed(settings))
+        if (problem := contradiction(settings)) is not None:
             raise ValueError(problem)
         return self
 

@@ -7,7 +7,7 @@ from typing import Any, get_args
 import pytest
 
 from any_agent.config import TrainConfig, load_config
-from any_agent.config.presets import _OF_ESTIMATORS, _OF_LOSSES, PRESETS, PresetName
+from any_agent.config.presets import _OF_ESTIMATORS, _OF_LOSSES, PRESETS
 from any_agent.errors import ConfigError
 from trainer.advantage import ESTIMATORS
 from trainer.from_config import loss_config, require_algorithm
@@ -45,7 +45,7 @@ def test_the_presets(preset: str, expected: tuple[object, ...]) -> None:
 
 
 def test_there_is_one_name_for_each() -> None:
-    assert set(PRESETS) == set(get_args(PresetName))
+    assert set(PRESETS) == set(get_args(TrainConfig.model_fields["preset"].annotation))
     assert set(_OF_LOSSES) <= set(LOSSES._known) and set(_OF_ESTIMATORS) <= set(ESTIMATORS._known)
 
 
