@@ -7,6 +7,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
 from any_agent.types import SampledSession, Trajectory
@@ -19,6 +22,7 @@ from trainer.batch import (
     tokens_of,
     training_batch,
     versions_in,
+    weighted,
 )
 
 CONFIG = TrainConfig(normalize_std="none")
@@ -141,6 +145,18 @@ def test_the_mean_that_the_loss_is(aggregation: str) -> None:
         assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
 
 
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=6))
+def test_weights_of_means_add_up_to_the_number_of_tokens(sessions: list[list[int]]) -> None:
+    """So the learning rate means the same whatever the mean is over."""
+    rows = [[{"loss_mask": torch.ones(n, dtype=torch.int32)} for n in one] for one in sessions]
+    total = sum(map(sum, sessions))
+    for aggregation in ("turn", "session"):
+        out = weighted(rows, aggregation)
+        assert len(out) == sum(map(len, sessions))
+        weights = sum(len(row["loss_mask"]) * float(row["token_weights"]) for row in out)
+        assert weights == pytest.approx(total, rel=1e-6)
+
+
 def test_the_constant_length_has_a_default() -> None:
     assert weights_of(batch_of(uneven(), aggregation="constant")) == pytest.approx([1 / 8192] * 4)
 
@@ -196,6 +212,17 @@ def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
     assert session_rewards(sampled, config).rewards == [0.75]
     row["loss_mask"] = np.zeros_like(mask)
     assert session_rewards(sampled, config).rewards == [1.0]
+
+
+def test_a_baseline_over_the_batch_keeps_groups_that_score_alike() -> None:
+    episode = [session("a", 1.0), session("b", 1.0)]
+    whole = TrainConfig(preset="reinforce_pp")
+    assert ZeroVarianceGroups(whole).reject_reason(episode) is None
+    steps = {0: 0}
+    other = [session("c", 0.0, group="h"), session("d", 0.0, group="h")]
+    batch = training_batch([episode, other], whole, step=0, eta=0, step_of_version=steps)
+    # Four scores with mean 1/2 and deviation 1 / sqrt(3).
+    assert advantages(batch) == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)
 
 
 def test_a_penalty_makes_equal_scores_differ() -> None:
