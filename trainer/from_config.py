@@ -6,7 +6,7 @@ import logging
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -55,21 +55,17 @@ def chosen_workflow(
 
 
 def require_algorithm(c: TrainConfig) -> None:
-    """Raise ConfigError, with the known names, for an unknown preset, estimator or loss."""
-    ESTIMATORS.find(c.advantage_estimator or c.preset)
-    LOSSES.find(c.loss or c.preset)
+    """Raise ConfigError, with the known names, for an unknown estimator or loss."""
+    ESTIMATORS.find(c.advantage_estimator)
+    LOSSES.find(c.loss)
 
 
 def loss_config(c: TrainConfig) -> LossConfig:
     """Return the run's loss and its constants; raises as :func:`require_algorithm`."""
     require_algorithm(c)
-    chosen = LossConfig(
-        c.loss or c.preset,
-        eps_low=c.eps_low,
-        eps_high=c.eps_high,
-        is_cap=c.is_cap,
-        kl_coef=c.kl_coef,
-    )
+    names = (f.name for f in fields(LossConfig) if f.name != "name")
+    given = {name: value for name in names if (value := getattr(c, name)) is not None}
+    chosen = LossConfig(c.loss, **given)
     log.debug("loss: %s", asdict(chosen))
     return chosen
 

@@ -16,6 +16,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from any_agent.config.training import NormalizeStd
 from any_agent.errors import AnyAgentError, ConfigError, TrainingError
 from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
@@ -37,6 +38,11 @@ class Manifest:
         "max_row_tokens",
         "preset",
         "advantage_estimator",
+        "aggregation",
+        "constant_length",
+        "overlong_length",
+        "overlong_buffer",
+        "overlong_penalty",
         "minibatches",
         "epochs_per_batch",
         "reference_model",
@@ -56,13 +62,19 @@ class Manifest:
     """The train steps behind each weight version that sampled a token."""
     eta: int
     discount: float
-    normalize_std: bool
+    normalize_std: NormalizeStd
     positions: list[int] = field(default_factory=list)
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
     max_row_tokens: int | None = None
     preset: str = "grpo"
+    """In earlier versions also the name of the estimator, where that was not set."""
     advantage_estimator: str = ""
+    aggregation: str = "token"
+    constant_length: int | None = None
+    overlong_length: int | None = None
+    overlong_buffer: int | None = None
+    overlong_penalty: float | None = None
     minibatches: int = 1
     epochs_per_batch: int = 1
     reference_model: str = ""
@@ -70,6 +82,9 @@ class Manifest:
     """The fields of :class:`trainer.loss.LossConfig`."""
     optimizer: OptimizerSettings = field(default_factory=dict)
     """The optimizer's settings in this step, with its learning rate."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "advantage_estimator", self.advantage_estimator or self.preset)
 
     @property
     def settings(self) -> dict[str, Any]:

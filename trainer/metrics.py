@@ -105,6 +105,11 @@ _STEP_GAUGES: Mapping[str, Metric] = {
         "gauge",
         "Share of the latest step's tokens whose importance weight was capped.",
     ),
+    "is_masked": Metric(
+        "any_agent_train_masked_ratio",
+        "gauge",
+        "Share of the latest step's tokens that train.is_mode=mask took out of the gradient.",
+    ),
     "weight": Metric(
         "any_agent_train_importance_weight_mean",
         "gauge",
@@ -112,6 +117,11 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     ),
     "entropy": Metric(
         "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
+    ),
+    "kl": Metric(
+        "any_agent_train_reference_kl_nats",
+        "gauge",
+        "Mean estimate of the divergence from the reference at trained tokens; 0 without one.",
     ),
 }
 """Gauges of the latest step, by their names in its line of metrics.jsonl."""

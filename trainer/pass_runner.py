@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from any_agent.errors import StartupError
-from trainer.loss import hidden_of, logprobs_of, pass_logprobs
+from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs
 from trainer.packing import (
     Items,
     Pass,
@@ -114,7 +114,7 @@ class PassRunner:
         parts = balanced_tries(rows, processes, budget)
         return parts, max(len(shared_parts(part, budget)) for part in parts)
 
-    def run(self, passes: Sequence[Pass]) -> Iterator[Computed]:
+    def run(self, passes: Sequence[Pass], *, entropy_gradient: bool = False) -> Iterator[Computed]:
         """Run the passes forward, and yield each when those that descend from it are done.
 
         So a caller that runs each backward at once has the gradients of a pass's keys and values
@@ -124,11 +124,11 @@ class PassRunner:
 
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
-            chunk = self.head_chunk
+            how = (self.head_chunk, entropy_gradient)
             if hidden is None:
-                logprobs, entropies = self.within(pass_logprobs, work, tree, chunk)
+                logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
             else:
-                logprobs, entropies = self.within(logprobs_of, hidden, work.items, chunk)
+                logprobs, entropies = self.within(logprobs_of, hidden, work.items, *how)
             return Computed(number, work.items, tree, logprobs, entropies)
 
         for number, one in enumerate(passes):

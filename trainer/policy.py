@@ -17,9 +17,9 @@ from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
 from trainer.loss import (
-    FURTHER_INPUTS,
     LOSSES,
     LossConfig,
+    LossInputs,
     LossStats,
     needs_sequence_ratio,
     needs_sequence_weight,
@@ -338,7 +338,7 @@ class Policy:
         """Add the gradient of every pass's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
-        for done in self.runner.run(passes):
+        for done in self.runner.run(passes, entropy_gradient=config.entropy_coef > 0):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
             if len(done.items):
@@ -362,12 +362,10 @@ class Policy:
         try:
             return LOSSES.find(config.name)(
                 done.logprobs,
-                inputs["logprobs"],
-                inputs["advantages"],
+                LossInputs.of(inputs),
                 total_tokens=total_tokens,
                 config=config,
                 entropies=done.entropies,
-                **{name: inputs[name] for name in FURTHER_INPUTS if name in inputs},
                 place=lambda i: f"micro-batch {done.number}, {done.items.place(i)}",
             )
         except FloatingPointError as error:

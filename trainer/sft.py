@@ -28,7 +28,7 @@ from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
 from trainer.from_config import learning_rate, policy_config, seed_all
-from trainer.loss import LossConfig, LossStats, register_loss
+from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
 from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy
 from trainer.updates import StepConfig
@@ -49,8 +49,7 @@ class Example:
 @register_loss("sft")
 def likelihood_loss(
     logprobs: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     total_tokens: int,
     config: LossConfig,

@@ -51,9 +51,24 @@ ALIASES: Mapping[str, str] = {
 """Names that are accepted, and the settings that they set."""
 
 _OTHER_NAMES: Mapping[str, str] = {
-    "train.eps_low and train.eps_high": "actor.eps_clip",
-    "train.eps_high": "actor.eps_clip_higher",
-    "train.is_cap, which caps the weight and drops no token": "actor.behav_imp_weight_cap",
+    "train.eps_low and train.eps_high": "actor.eps_clip train.epsilon train.eps_clip",
+    "train.eps_high": "actor.eps_clip_higher train.epsilon_high",
+    "train.is_cap; train.is_mode=mask drops the tokens above it": "actor.behav_imp_weight_cap",
+    "train.preset, or train.loss and train.aggregation by themselves": (
+        "train.algorithm train.loss_type train.loss_mode"
+    ),
+    "train.preset=gspo for ratios of sequences": "train.importance_sampling_level",
+    "train.aggregation": "train.loss_agg_mode",
+    "train.advantage_estimator": "train.adv_estimator algorithm.adv_estimator",
+    "train.normalize_std": (
+        "train.scale_rewards actor.adv_norm.std_level algorithm.norm_adv_by_std_in_grpo"
+    ),
+    "train.kl_coef, a term of the loss": "train.beta train.kl_loss_coef train.kl_ctl",
+    "train.kl_estimator": "train.kl_loss_type",
+    "train.entropy_coef": "train.entropy_coeff actor.entropy_coeff",
+    "train.overlong_length": "actor.overlong_reward_penalty",
+    "train.overlong_buffer": "actor.overlong_tokens",
+    "train.overlong_penalty": "actor.overlong_penalty_factor",
     "sampling.max_new_tokens": "actor.max_new_tokens train.max_new_tokens",
     "sampling.temperature": "train.temperature",
     "train.micro_batch_tokens": "actor.mb_spec.max_tokens_per_mb",
@@ -93,22 +108,25 @@ CALLED_HERE: Mapping[str, str] = {
 }
 """Other names of AReaL, and usual ones, with ours, which mean something slightly different."""
 
-_NO_CRITIC = "leave it out: GRPO learns no values, a group's mean is its baseline"
+_NO_CRITIC = "leave it out: no algorithm here learns values, baselines are means of scores"
 _NO_GAE = f"only 1 is supported: an answer's tokens share one advantage; {_NO_CRITIC}"
-_NO_KL = "only 0 is supported: rewards are not reduced by a KL penalty; train.kl_coef is a KL loss"
-_NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
+_NO_KL = "only 0 is supported: no reward is changed by it; train.kl_coef is a term of the loss"
+_NO_OTHER = "leave it out: train.preset chooses the algorithm, and this is none of them"
 _SCRIPT = (
     "it is for a script with a dataset, such as examples/experimental/proxy/train.py, whose "
     "settings are a GRPOConfig; agents outside need none"
 )
 NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.kl_ctl": ((0,), _NO_KL),
-    "actor.kl_estimator": (("k1",), _NO_KL),
+    "actor.kl_estimator": (("k1",), "set train.kl_estimator, together with train.kl_coef"),
     "actor.gae_lambda": ((1,), _NO_GAE),
     "actor.discount": ((1,), _NO_GAE),
     "actor.reward_scaling": ((1,), "only 1 is supported: rewards are trained on as they are given"),
     "actor.reward_bias": ((0,), "only 0 is supported: rewards are trained on as they are given"),
-    "actor.importance_sampling_level": (("token",), "only token is supported"),
+    "actor.importance_sampling_level": (
+        ("token",),
+        "only token is supported here: train.preset=gspo has the ratio of a sequence",
+    ),
     "actor.dynamic_sampling": (
         (True,),
         "leave it out: groups whose rewards are all the same are always left out",

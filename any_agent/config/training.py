@@ -8,10 +8,19 @@ from typing import Annotated, Literal, Self
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
 from any_agent.config.base import LocalPath, Section, split_texts
+from any_agent.config.presets import completed, contradiction
 
 TrackerNames = Annotated[
     tuple[Literal["trackio", "wandb", "tensorboard"], ...], BeforeValidator(split_texts)
 ]
+
+
+def _scope_of(value: object) -> object:
+    """Return the scope of a deviation for what was true or false in earlier versions."""
+    return ("group" if value else "none") if isinstance(value, bool) else value
+
+
+NormalizeStd = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scope_of)]
 
 
 class AgentConfig(Section):
@@ -99,26 +108,67 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep weights, gradients and optimizer in the machine's memory and step there; the GPU holds
     only the layers that compute. This is slower and needs far less GPU memory."""
-    preset: str = "grpo"
-    """The algorithm, by name: its advantage estimator and its loss."""
+    preset: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ] = "grpo"
+    """The algorithm, by name: it chooses the settings from here to `train.kl_estimator` that are
+    not given. docs/reference/algorithms.md has them all."""
     advantage_estimator: str = ""
-    """An advantage estimator of your own, by its registered name or as `package.module.function`.
-    Empty: the preset's."""
+    """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, or your
+    own, by its registered name or as `package.module.function`. Empty: the preset's."""
     loss: str = ""
-    """A loss of your own, by its registered name or as `package.module.function`. Empty: the
-    preset's."""
+    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `reinforce`, or your own, by its registered name
+    or as `package.module.function`. Empty: the preset's."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation; false is Dr.GRPO."""
-    eps_low: float = Field(0.2, ge=0)
-    """The probability ratio is clipped below 1 - eps_low."""
-    eps_high: float = Field(0.28, ge=0)
-    """The probability ratio is clipped above 1 + eps_high."""
+    normalize_std: NormalizeStd | None = None
+    """Divide advantages by the standard deviation of the scores of the `group` (GRPO) or of the
+    `batch`, or not at all: `none` (Dr.GRPO, RLOO). null: the estimator's own."""
+    aggregation: Literal["token", "session", "turn", "constant"] | None = None
+    """The mean that the loss is: over all trained `token`s (DAPO); over sessions, of each one's
+    mean over its tokens; over rows, of each `turn`'s mean; or each session's sum divided by a
+    `constant` length (Dr.GRPO). null: the preset's."""
+    constant_length: int | None = Field(None, ge=1)
+    """That length, in tokens. null: 4,096."""
+    overlong_length: int | None = Field(None, ge=1)
+    """DAPO's penalty of long outputs: an output of more tokens loses `train.overlong_penalty` of
+    its reward, and a shorter one in the buffer below proportionally less. It counts for each model
+    call by itself. null: no penalty."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """The width of that buffer, in tokens. null: a fifth of the length."""
+    overlong_penalty: float | None = Field(None, ge=0)
+    """The largest penalty. null: 1."""
+    eps_low: float | None = Field(None, ge=0, le=1)
+    """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
+    eps_high: float | None = Field(None, ge=0)
+    """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
+    tau_pos: float | None = Field(None, gt=0)
+    """The temperature of the gate of the loss `sapo` where the advantage is positive. null: 1."""
+    tau_neg: float | None = Field(None, gt=0)
+    """The same where it is not. null: 1.05."""
     is_cap: float = Field(5.0, gt=0)
-    """C: the cap of the weight pi_prox / mu."""
+    """C: the cap of the importance weight pi_prox / mu."""
+    is_mode: Literal["truncate", "mask"] = "truncate"
+    """The fate of an importance weight above the cap: it becomes the cap, or 0."""
+    is_level: Literal["token", "sequence"] | None = None
+    """Importance weights are those of single tokens, or the geometric mean over each row (one more
+    forward pass). null: `sequence` with the loss `gspo`, else `token`."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """The factor of the entropy in the loss, from which it is subtracted."""
     kl_coef: float = Field(0.0, ge=0)
-    """The weight of the loss's KL term to a reference model. 0: no such term, and no such model."""
+    """The factor of the divergence from the reference model, a term of the loss. 0: no reference
+    model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """The estimate of this divergence. On policy k2 has its gradient, k3 that of the reverse
+    divergence, and k1 none. null: the preset's, k3 with `grpo`."""
     reference_model: LocalPath = ""
     """The reference model of the KL term, a folder or a hub name; it needs the policy's tokenizer.
     Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
@@ -177,6 +227,14 @@ class TrainConfig(Section):
                 "train.min_lr_ratio is for a falling rate: set train.lr_schedule to linear or "
                 "cosine, or leave it out"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        settings = self.__dict__
+        settings.update(completed(settings))
+        if (problem := contradiction(settings)) is not None:
+            raise ValueError(problem)
         return self
 
 

@@ -178,11 +178,14 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"critic": {"path": "x"}}, "critic.path: leave it out: GRPO learns no values"),
+        ({"critic": {"path": "x"}}, "critic.path: leave it out: no algorithm here learns values"),
         ({"ref": {"path": "x"}}, "ref.path: leave it out: train.kl_coef above 0 loads"),
         ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
         ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is supported: rewards are not"),
+        (
+            {"actor": {"kl_ctl": 0.1}},
+            "actor.kl_ctl: only 0 is supported: no reward",
+        ),
         (
             {"actor": {"gae_lambda": 0.95}},
             "actor.gae_lambda: only 1 is supported: an answer's tokens",
@@ -191,7 +194,11 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
             {"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}},
             "only 0 is supported: train.warmup_steps is the number",
         ),
-        ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
+        ({"actor": {"use_sapo_loss": True}}, "leave it out: train.preset chooses the algorithm"),
+        (
+            {"actor": {"importance_sampling_level": "sequence"}},
+            "only token is supported here: train.preset=gspo",
+        ),
         ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],
 )

@@ -87,7 +87,7 @@ def test_single_underscores_in_the_environment() -> None:
         ("sampling.top_k=5", "truncated distribution"),
         ("sampling.temperature=0", "sampling.temperature"),
         ("sessions.group_size=100", "could never be admitted"),
-        ("train.kl_coef=-1", "train.kl_coef"),
+        ("train.kl_coef=-0.1", "train.kl_coef"),
         ("server.admin_key=short", "8 to 256"),
         ("server.admin_key=has a space in it", "without spaces"),
         ("server.admin_key=sk-v1.0.abc.def", "must not begin"),

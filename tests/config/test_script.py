@@ -94,6 +94,12 @@ def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> N
     ("name", "ours"),
     [
         ("actor.eps_clip", "train.eps_low"),
+        ("actor.behav_imp_weight_cap", "train.is_cap; train.is_mode=mask"),
+        ("actor.overlong_tokens", "train.overlong_buffer"),
+        ("train.epsilon_high", "train.eps_high"),
+        ("train.beta", "train.kl_coef"),
+        ("train.loss_type", "train.preset"),
+        ("train.loss_agg_mode", "train.aggregation"),
         ("train_dataset.batch_size", "rollout.batch_size"),
         ("train.learning_rate", "train.lr"),
         ("train.optimizer.lr", "train.lr"),
@@ -118,7 +124,7 @@ def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> N
         "unknown key allocation_mode: leave it out: server.ranks is",
         "unknown key actor.backend: leave it out",
         "unknown key actor.odd: leave it out, nothing here corresponds to it",
-        "unknown key critic.path: leave it out: GRPO learns no values",
+        "unknown key critic.path: leave it out: no algorithm here learns values",
     ):
         assert line in raised.value.message
     assert "actor.path" not in raised.value.message

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import trainer.loss
+import trainer.logprobs
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import StartupError
 from tests.support.trainer.policies import (
@@ -139,20 +139,20 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
     def keep_all(function: Callable[..., object], *args: object, **_: object) -> object:
         return function(*args)
 
-    monkeypatch.setattr(trainer.loss, "checkpoint", keep_all)
+    monkeypatch.setattr(trainer.logprobs, "checkpoint", keep_all)
     assert logits_kept_for_backward(batch), "the check sees what a plain forward pass keeps"
 
 
 def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(7, 8)
     seen: list[int] = []
-    original = trainer.loss._label_logprobs
+    original = trainer.logprobs._label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         seen.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.loss, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
     trainer_gradients(small_policy(head_chunk=5), rows)
     n = count_trained(rows)
     assert n > 40 and max(seen) == 5
@@ -170,13 +170,13 @@ def test_only_positions_before_trained_tokens_reach_the_head(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     counted = []
-    original = trainer.loss._label_logprobs
+    original = trainer.logprobs._label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         counted.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.loss, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
     rows = random_rows(8)
     with torch.no_grad():
         computed(policy, concat_padded_tensors(rows))

@@ -13,7 +13,7 @@ import torch
 
 from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
-from tests.support.trainer.episodes import pair
+from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, outcome, same
 from trainer.batch import TrainingBatch
 from trainer.from_config import learning_rate
@@ -25,8 +25,9 @@ UPDATES = (
     *RUN,
     *("train.lr_schedule=cosine", "train.warmup_steps=2", "train.min_lr_ratio=0.1"),
     *("train.minibatches=2", "train.epochs_per_batch=2", "train.kl_coef=0.1"),
+    *("train.preset=gspo", "train.eps_low=0.5", "train.eps_high=0.5"),
 )
-"""Steps of four updates each, at other rates."""
+"""Steps of four updates each, at other rates, with a loss that needs all inputs."""
 
 
 def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
@@ -249,6 +250,30 @@ def test_a_repeated_step_has_the_settings_that_it_was_made_with(settings: list[s
     assert again.trainer.policy.steps == 2
     assert same(first.weights(), again.weights())
     assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+
+
+def test_the_rows_of_a_step_are_its_own(settings: list[str], tmp_path: Path) -> None:
+    """Advantages, weights of tokens and penalties are those that the step was made with."""
+
+    def script() -> list[Episode]:
+        return [
+            [*pair("a"), session("odd", 0.4, group="a", turns=3)],
+            pair("b", turns=2),
+            pair("c"),
+        ]
+
+    before = ("train.aggregation=session", "train.normalize_std=batch", "train.overlong_length=2")
+    first = Lab(config_of(settings, "train.steps=3", *before), script())
+    die_at(first, "step", 2)
+    more = ("train.preset=rloo", "train.loss=grpo", "train.aggregation=turn")
+    again = Lab(config_of(settings, "train.steps=3", *more), [], before=first)
+    again.trainer._load()
+    again.trainer._catch_up()
+    assert same(first.weights(), again.weights())
+    assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+    plain = Lab(config_of(settings, f"root={tmp_path / 'plain'}", "train.steps=2"), script())
+    plain.trainer.train()
+    assert not same(first.weights(), plain.weights()), "these settings matter"
 
 
 def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> None:

@@ -29,11 +29,12 @@ BUDGETS = [2, 9, 40, 10_000]
 
 
 def computed(
-    policy: Policy, rows: list[Row], budget: int = 10_000
+    policy: Policy, rows: list[Row], budget: int = 10_000, config: LossConfig | None = None
 ) -> tuple[list[Tensor], float, dict[str, Tensor]]:
     """The rows' log-probabilities, the loss and its gradients."""
     policy.model.zero_grad(set_to_none=True)
-    stats = policy.accumulate(policy.runner.plan(rows, budget), count_trained(rows), LossConfig())
+    config = config or LossConfig()
+    stats = policy.accumulate(policy.runner.plan(rows, budget), count_trained(rows), config)
     out = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
     assert stats.tokens == count_trained(rows)
@@ -63,6 +64,54 @@ def test_logprobs_loss_and_gradients_are_those_of_rows(shape: str, budget: int) 
 @given(st.integers(0, 10_000), st.sampled_from(BUDGETS))
 def test_random_trees_equal_rows(seed: int, budget: int) -> None:
     equals_rows("qwen3", seed, budget)
+
+
+ALL_TERMS = [
+    LossConfig("gspo", is_level="sequence", kl_coef=0.1, entropy_coef=0.05),
+    LossConfig("cispo", is_mode="mask", is_cap=1.2, kl_coef=0.1, kl_estimator="k2"),
+    LossConfig("sapo", is_level="sequence", is_mode="mask", kl_coef=0.1, kl_estimator="k1"),
+    LossConfig(kl_coef=0.1, entropy_coef=0.05),
+]
+
+
+def with_all_inputs(rows: list[Row], seed: int) -> list[Row]:
+    """Rows with everything that a loss may be given."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    out = []
+    for row in rows:
+        n = len(row["input_ids"])
+        more = {
+            "proximal": -3.9 + 0.3 * normal(n),
+            "reference": -3.9 + 0.3 * normal(n),
+            "token_weights": normal().abs(),
+            "sequence_log_ratio": 0.1 * normal(),
+            "sequence_log_weight": 0.5 * normal(),
+        }
+        out.append(row | more)
+    return out
+
+
+@pytest.mark.parametrize("config", ALL_TERMS, ids=lambda c: c.name)
+def test_all_terms_are_those_of_the_rows(config: LossConfig) -> None:
+    """A row's scalars and the entropies' gradient, wherever the row's tokens are computed."""
+    rows = with_all_inputs(tree_rows(5), 5)
+    _, loss, expected = computed(shaped_policy("qwen3", packing="rows"), rows, 10_000, config)
+    for budget in BUDGETS:
+        _, again, got = computed(shaped_policy("qwen3"), rows, budget, config)
+        assert again == pytest.approx(loss, abs=1e-10)
+        assert_same(got, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
+    policy = small_policy()
+    work = policy.runner.plan(tree_rows(6), 10_000)
+    for wanted in (False, True):
+        (done,) = policy.runner.run(work, entropy_gradient=wanted)
+        assert done.entropies.requires_grad is wanted and done.logprobs.requires_grad
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -18,7 +18,6 @@ from tests.support.trainer.trees import tree_rows
 from tests.support.trainer.updates import (
     SEQUENCE_LEVEL,
     Recorder,
-    every_input,
     plain_step,
     state_of,
 )
@@ -128,7 +127,7 @@ def test_every_minibatch_needs_tokens() -> None:
 
 def inputs_law(kind: str = "tree", budget: int = 9) -> None:
     """Every input against full logits of the policy as it was at that time."""
-    with pytest.MonkeyPatch.context() as patch, every_input():
+    with pytest.MonkeyPatch.context() as patch:
         recorder = Recorder()
         patch.setattr(LOSSES, "find", lambda name: recorder)
         policy = small_policy(lr=1e-3)
@@ -189,10 +188,9 @@ def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
 
 def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
     """One update: pi_prox is the policy itself, and needs no values of its own."""
-    with every_input():
-        policy = small_policy()
-        policy.reference = policy.runner.logprobs
-        policy.train(random_rows(0), 30, SEQUENCE_LEVEL)
+    policy = small_policy()
+    policy.reference = policy.runner.logprobs
+    policy.train(random_rows(0), 30, SEQUENCE_LEVEL)
     assert all("sequence_log_weight" in call for call in recorder.calls)
     assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
 

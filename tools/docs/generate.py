@@ -300,7 +300,7 @@ def _type(annotation: str) -> str:
     names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
-    names |= {"TrackerNames": "list of texts"}
+    names |= {"TrackerNames": "list of texts", "NormalizeStd": "group / batch / none"}
     return names[out]
 
 

@@ -2,75 +2,38 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields
 from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
-import trainer.policy
 from tests.support.trainer.policies import dense_logprobs
-from trainer.loss import LossConfig, LossStats, policy_loss
+from trainer.loss import LossConfig, LossInputs, LossStats
 from trainer.packing import Row
 from trainer.policy import Policy
+from trainer.surrogates import grpo
+
+SEQUENCE_LEVEL = LossConfig(
+    "gspo", eps_low=0.9, eps_high=5.0, is_level="sequence", kl_coef=0.1, kl_estimator="k2"
+)
+"""A loss that needs every input there is, and whose clip leaves the gradient of most rows."""
 
 
 @dataclass(slots=True)
 class Recorder:
-    """The loss `recorded`: GRPO's, and what each call of it got, one entry per token."""
+    """GRPO's loss, and what each call of it got, one entry per token."""
 
     calls: list[dict[str, Tensor]] = field(default_factory=list)
 
-    def __call__(self, logprobs: Tensor, *given: Any, **more: Any) -> tuple[Tensor, LossStats]:
-        names = ("proximal", "reference", "sequence_log_ratio", "sequence_log_weight")
-        further = {name: more.pop(name) for name in names if name in more}
-        behaviour, advantages = given
-        self.calls.append(
-            {"logprobs": logprobs.detach(), "behaviour": behaviour, "advantages": advantages}
-            | further
-        )
-        return policy_loss(logprobs, *given, proximal=further.get("proximal"), **more)
-
-
-SEQUENCE_LEVEL = LossConfig("tests.support.trainer.updates.sequence_loss", kl_coef=0.1)
-
-
-def sequence_loss(
-    logprobs: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
-    *,
-    total_tokens: int,
-    **inputs: Any,
-) -> tuple[Tensor, LossStats]:
-    """A loss by each row's mean log ratio (arXiv 2507.18071, without its clip), weighted by that of
-    pi_prox and mu, with the k3 estimate of the KL divergence; it needs every input there is."""
-    ratio = inputs.get("sequence_log_ratio", torch.zeros_like(logprobs))
-    ratio = torch.exp(ratio + logprobs - logprobs.detach())
-    weight = torch.exp(inputs["sequence_log_weight"]).clamp(max=2.0)
-    apart = inputs["reference"] - logprobs
-    per_token = -weight * ratio * advantages + 0.1 * (torch.exp(apart) - apart - 1)
-    loss = per_token.sum() / total_tokens
-    proximal = inputs.get("proximal", logprobs.detach())
-    stats = LossStats(
-        tokens=logprobs.numel(),
-        loss=float(loss.detach()),
-        ratio=float(ratio.detach().sum()),
-        mismatch=float((proximal - behaviour).sum()),
-    )
-    return loss, stats
-
-
-@contextmanager
-def every_input() -> Iterator[None]:
-    """The loss SEQUENCE_LEVEL is known to need the mean log ratios of rows."""
-    with pytest.MonkeyPatch.context() as patch:
-        for name in ("needs_sequence_ratio", "needs_sequence_weight"):
-            patch.setattr(trainer.policy, name, lambda config: config == SEQUENCE_LEVEL)
-        yield
+    def __call__(
+        self, logprobs: Tensor, inputs: LossInputs, **more: Any
+    ) -> tuple[Tensor, LossStats]:
+        given = {f.name: getattr(inputs, f.name) for f in fields(inputs)}
+        got = {name: value for name, value in given.items() if value is not None}
+        self.calls.append({"logprobs": logprobs.detach()} | got)
+        return grpo(logprobs, inputs, **more)
 
 
 def plain_step(

@@ -26,7 +26,7 @@ from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
 from tests.support.trainer.trees import tree_rows
-from tests.support.trainer.updates import SEQUENCE_LEVEL, every_input
+from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
@@ -99,18 +99,17 @@ def _gradient(world: World, policy: Policy, case: int) -> Found:
 def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStats, Weights]]:
     """Of each case: the statistics of a step of several updates, and the weights after it."""
     out = []
-    with every_input():
-        for case in range(cases):
-            policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
-            policy.reference = frozen.runner.logprobs
-            rows, parts, budget = divided_case(case)
-            work = []
-            for part in parts:
-                shares, count = policy.runner.shares([rows[k] for k in part], world.size, budget)
-                passes = policy.runner.plan(shares[world.rank], budget, count)
-                work.append((passes, count_trained([rows[k] for k in part])))
-            result = policy.step(work, config, StepConfig(2))
-            out.append((result.stats, weights_of(policy)))
+    for case in range(cases):
+        policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
+        policy.reference = frozen.runner.logprobs
+        rows, parts, budget = divided_case(case)
+        work = []
+        for part in parts:
+            shares, count = policy.runner.shares([rows[k] for k in part], world.size, budget)
+            passes = policy.runner.plan(shares[world.rank], budget, count)
+            work.append((passes, count_trained([rows[k] for k in part])))
+        result = policy.step(work, config, StepConfig(2))
+        out.append((result.stats, weights_of(policy)))
     return out
 
 
@@ -128,17 +127,16 @@ def commanded(leader: Leader, model: str, broken: int | None) -> tuple[Weights, 
     load_reference(policy, model)
     parts, settings = [[0, 2, 4], [1, 3, 5]], StepConfig(2, lr=2e-3)
     said = ""
-    with every_input():
-        policy.train(random_rows(0, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
-        if broken is not None:
-            bad = random_rows(1, dtype=torch.float32)
-            bad[parts[1][broken]]["advantages"] = torch.tensor(float("nan"))
-            try:
-                policy.train(bad, 60, LossConfig(kl_coef=0.1), settings, parts)
-            except FloatingPointError as error:
-                said = str(error)
-        assert policy.steps == 1
-        policy.train(random_rows(2, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
+    policy.train(random_rows(0, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
+    if broken is not None:
+        bad = random_rows(1, dtype=torch.float32)
+        bad[parts[1][broken]]["advantages"] = torch.tensor(float("nan"))
+        try:
+            policy.train(bad, 60, LossConfig(kl_coef=0.1), settings, parts)
+        except FloatingPointError as error:
+            said = str(error)
+    assert policy.steps == 1
+    policy.train(random_rows(2, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
     assert policy.steps == 2
     return weights_of(policy), said
 
@@ -147,8 +145,7 @@ def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
     """``case(leader, *arguments)`` on the leader, while the others follow it."""
     torch.set_num_threads(1)
     if not world.leads:
-        with every_input():
-            Follower(world, CONFIG, TRAIN).follow()
+        Follower(world, CONFIG, TRAIN).follow()
         return None
     leader = Leader(world)
     try:

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tests.support.trainer.policies import assert_same, random_rows, small_policy, trainer_gradients
-from tests.support.trainer.updates import SEQUENCE_LEVEL, every_input
+from tests.support.trainer.updates import SEQUENCE_LEVEL
 from tests.support.trainer.world import together
 from tests.support.trainer.world_cases import (
     CONFIG,
@@ -67,16 +67,15 @@ def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> 
 def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> None:
     """With every input that a loss can have."""
     found = together(size, updated, 6, SEQUENCE_LEVEL)
-    with every_input():
-        for case in range(6):
-            policy, frozen = small_policy(lr=1e-3), small_policy()
-            policy.reference = frozen.runner.logprobs
-            rows, parts, _ = divided_case(case)
-            stats = policy.train(rows, None, SEQUENCE_LEVEL, StepConfig(2), parts).stats
-            for result in found:
-                assert result[case][0].loss == pytest.approx(stats.loss, abs=1e-8)
-                assert result[case][0].tokens == stats.tokens
-            assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
+    for case in range(6):
+        policy, frozen = small_policy(lr=1e-3), small_policy()
+        policy.reference = frozen.runner.logprobs
+        rows, parts, _ = divided_case(case)
+        stats = policy.train(rows, None, SEQUENCE_LEVEL, StepConfig(2), parts).stats
+        for result in found:
+            assert result[case][0].loss == pytest.approx(stats.loss, abs=1e-8)
+            assert result[case][0].tokens == stats.tokens
+        assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
 
 
 @pytest.mark.parametrize("broken", [0, 1])
@@ -91,10 +90,9 @@ def test_a_step_of_several_updates_is_undone_in_every_process(
     _same(found, expected)
     alone = Policy.load(tiny_model_dir, CONFIG)
     alone.reference = frozen_logprobs(str(tiny_model_dir), alone)
-    with every_input():
-        for seed in (0, 2):
-            rows, parts = random_rows(seed, dtype=torch.float32), [[0, 2, 4], [1, 3, 5]]
-            alone.train(rows, 60, SEQUENCE_LEVEL, StepConfig(2, lr=2e-3), parts)
+    for seed in (0, 2):
+        rows, parts = random_rows(seed, dtype=torch.float32), [[0, 2, 4], [1, 3, 5]]
+        alone.train(rows, 60, SEQUENCE_LEVEL, StepConfig(2, lr=2e-3), parts)
     assert_same(found, weights_of(alone), atol=1e-5)
 
 
