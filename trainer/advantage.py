@@ -53,8 +53,8 @@ class GroupAdvantages:
     """The advantages of one group's sessions.
 
     ``advantages[s][i]`` belongs to interaction i of session s; 0.0 where it is not counted.
-    ``baseline`` and ``std`` (ddof 1) are those of the group's scores, or of the batch's where the
-    estimator compares with these; None where too few scores exist.
+    ``baseline`` and ``std`` (ddof 1) are the mean and deviation of the group's scores; GRPO gives
+    those that it uses, which may be the batch's. None where too few scores exist.
     """
 
     advantages: tuple[tuple[float, ...], ...]

@@ -57,11 +57,6 @@ class LossConfig:
             raise ConfigError("tau_pos and tau_neg must be positive")
 
 
-def needs_sequence_ratio(config: LossConfig) -> bool:
-    """Return whether the loss needs ``sequence_log_ratio`` after the first step on a batch."""
-    return config.name == "gspo"
-
-
 def needs_sequence_weight(config: LossConfig) -> bool:
     """Return whether the importance weight is that of a whole row: ``sequence_log_weight``."""
     return config.is_level == "sequence"
@@ -191,6 +186,8 @@ class PolicyLoss:
     """A loss by its surrogate: with importance weights, KL term, entropy bonus and statistics."""
 
     surrogate: SurrogateFunction
+    sequence_ratio: bool = False
+    """The surrogate uses ``sequence_log_ratio``."""
 
     def __call__(
         self,
@@ -251,6 +248,11 @@ class PolicyLoss:
                 kl=0.0 if kl is None else float(kl.detach().sum()),
             )
         return loss, stats
+
+
+def needs_sequence_ratio(config: LossConfig) -> bool:
+    """Return whether the loss needs ``sequence_log_ratio`` after the first step on a batch."""
+    return bool(getattr(LOSSES.find(config.name), "sequence_ratio", False))
 
 
 def importance_weight(

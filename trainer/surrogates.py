@@ -6,6 +6,8 @@ all losses share. ``docs/reference/algorithms.md`` has their defaults and tests.
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import Tensor
 
@@ -22,7 +24,7 @@ def grpo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossCon
     return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
 
 
-@PolicyLoss
+@partial(PolicyLoss, sequence_ratio=True)
 def gspo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Surrogate:
     """Clip the ratio of a whole row: as GRPO, with ``exp(mean(log pi_theta - log pi_prox))`` over
     the row as the value of rho, and the gradient ``rho * grad log pi_theta`` of each token.

@@ -16,7 +16,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from trainer.loss import LOSSES, LossConfig, LossInputs, LossStats, kl_term
+from trainer.loss import (
+    LOSSES,
+    LossConfig,
+    LossInputs,
+    LossStats,
+    kl_term,
+    needs_sequence_ratio,
+    needs_sequence_weight,
+)
 
 
 @dataclass(frozen=True)
@@ -247,6 +255,14 @@ def test_inputs_that_the_constants_need(
         LOSSES.find("grpo")(
             one, LossInputs(one, one, **given), total_tokens=1, config=LossConfig(**config)
         )
+
+
+def test_a_loss_asks_for_the_means_of_rows() -> None:
+    asked = {name for name in CONFIGS if needs_sequence_ratio(CONFIGS[name])}
+    assert asked == {"gspo", "k3"}
+    of_rows = {name for name in CONFIGS if needs_sequence_weight(CONFIGS[name])}
+    assert of_rows == {"gspo", "masked rows", "truncated rows"}
+    assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))
 
 
 def test_inputs_come_by_their_names_in_rows() -> None:
