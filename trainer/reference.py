@@ -32,10 +32,9 @@ def require_alike(path: str, policy: Policy) -> None:
 def frozen_logprobs(path: str, policy: Policy) -> ReferenceLogprobs:
     """Load a model beside the policy, divided as that is, and return its log-probabilities.
 
-    All processes of the policy's world must call it together. Raises ConfigError as
-    :func:`require_alike`, StartupError for a model that cannot be loaded.
+    All processes of the policy's world must call it together. Raises StartupError for a model that
+    cannot be loaded.
     """
-    require_alike(path, policy)
     config = replace(policy.config, gradient_checkpointing=False)
     whole = loaded(path, config, policy.world, frozen=True)
     runner = PassRunner(

@@ -26,6 +26,7 @@ class Recorder:
     """GRPO's loss, and what each call of it got, one entry per token."""
 
     calls: list[dict[str, Tensor]] = field(default_factory=list)
+    sequence_ratio: bool = True
 
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, **more: Any
