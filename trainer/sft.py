@@ -28,6 +28,7 @@ from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
 from trainer.from_config import policy_config, seed_all
+from trainer.lora import FOLDER, save_adapter
 from trainer.loss import LossConfig, LossStats, register_loss
 from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy
@@ -231,6 +232,8 @@ def run(arguments: argparse.Namespace) -> int:
         tuning.epoch(epoch, trained)
         with atomic_folder(out, replace=True) as folder:
             save_pretrained(policy, tokenizer, folder)
+            if policy.config.lora is not None:
+                save_adapter(policy, folder / FOLDER)
         order.shuffle(trained)
     if before is not None:
         print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")

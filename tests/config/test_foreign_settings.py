@@ -187,6 +187,12 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
         ),
         ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is supported: a batch is one optimizer step"),
         ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
+        (
+            {"actor": {"use_lora": True}},
+            "actor.use_lora: set train.lora.rank, train.lora.alpha and",
+        ),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora: leave it out: engines get the model"),
+        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "leave it out: only the adapter"),
         ({"train": {"kl_coef": 0.1}}, "train.kl_coef: there is no KL term to a reference model"),
         ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],

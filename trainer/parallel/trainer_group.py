@@ -22,25 +22,36 @@ log = logging.getLogger(__name__)
 
 
 def load_policy(
-    source: str | Path, settings: PolicyConfig, leader: Leader | None, *, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    leader: Leader | None,
+    *,
+    checkpoint: bool,
+    base: str | None = None,
 ) -> tuple[Policy, dict[str, Any]]:
     """Load a model, or a checkpoint and its state, on all processes that ``leader`` commands.
 
-    Each gets its share; without a leader it is this process alone.
+    Each gets its share; without a leader it is this process alone. ``base`` is the model of a
+    checkpoint's adapter.
     """
     if leader is None:
-        return _load(source, settings, None, checkpoint)
-    with leader.run({"do": "load", "source": str(source), "checkpoint": checkpoint}):
-        policy, state = _load(source, settings, leader.world, checkpoint)
+        return _load(source, settings, None, checkpoint, base)
+    command = {"do": "load", "source": str(source), "checkpoint": checkpoint, "base": base}
+    with leader.run(command):
+        policy, state = _load(source, settings, leader.world, checkpoint, base)
     policy.leader = leader
     return policy, state
 
 
 def _load(
-    source: str | Path, settings: PolicyConfig, world: World | None, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    world: World | None,
+    checkpoint: bool,
+    base: str | None,
 ) -> tuple[Policy, dict[str, Any]]:
     if checkpoint:
-        return load_checkpoint(Path(source), settings, world=world)
+        return load_checkpoint(Path(source), settings, world=world, base=base)
     return Policy.load(source, settings, world), {}
 
 
@@ -120,7 +131,9 @@ class Follower:
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
         checkpoint = command["checkpoint"]
-        self.policy, _ = _load(command["source"], self._settings, self._world, checkpoint)
+        self.policy, _ = _load(
+            command["source"], self._settings, self._world, checkpoint, command["base"]
+        )
         if checkpoint:
             set_optimizer(self.policy, self._train)
 
