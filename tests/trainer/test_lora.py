@@ -20,19 +20,20 @@ from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.trainer.adapters import (
     LORA,
     adapted_policy,
+    all_gradients,
     full_policy,
+    gradients_of_adapter,
     plain_sums,
+    row_logprobs,
     stirred,
 )
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
-from tests.support.trainer.policies import gradients, random_rows, small_policy
+from tests.support.trainer.policies import random_rows, small_policy
 from tests.support.trainer.trees import SHAPES, shaped_model, shaped_policy, tree_rows
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.from_config import policy_config
 from trainer.lora import Lora, adapter_tensors, layers
-from trainer.loss import LossConfig
-from trainer.packing import count_trained
 from trainer.policy import Policy, PolicyConfig
 from trainer.weight_folders import holds_weights, publish_to_disk
 
@@ -57,7 +58,7 @@ def test_the_first_version_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None
     expected, found = weights_of(base), weights_of(policy)
     assert list(found) == list(expected)
     assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
-    for one, other in zip(base.row_logprobs(rows), policy.row_logprobs(rows), strict=True):
+    for one, other in zip(row_logprobs(base, rows), row_logprobs(policy, rows), strict=True):
         assert torch.equal(one, other)
 
 
@@ -74,20 +75,10 @@ def test_only_the_adapter_is_trained(tiny_model_dir: Path) -> None:
     assert {id(p) for p in policy.optimizer.state} == {id(p) for p in adapter.values()}
 
 
-def gradients_of_adapter(policy: Policy, rows: list[Any], budget: int) -> dict[str, torch.Tensor]:
-    policy.model.zero_grad(set_to_none=True)
-    policy.accumulate(policy.plan(rows, budget), count_trained(rows), LossConfig())
-    found = gradients(policy)
-    adapter = adapter_tensors(policy.model)
-    assert all(not t.any() for name, t in found.items() if name not in adapter)
-    return {name: found[name] for name in adapter}
-
-
 def gradients_by_the_chain_rule(policy: Policy, rows: list[Any]) -> dict[str, torch.Tensor]:
     """From the gradient G of each whole weight: s B'G for A, s GA' for B."""
     full = full_policy(replaced(policy, packing="rows"))
-    full.accumulate(full.plan(rows), count_trained(rows), LossConfig())
-    whole = gradients(full)
+    _, whole = all_gradients(full, rows)
     out = {}
     for name, layer in layers(policy.model).items():
         a, b = (getattr(layer, part)["default"].weight.detach() for part in ("lora_A", "lora_B"))
@@ -106,7 +97,7 @@ def gradients_are_those_of_whole_weights(**config: Any) -> None:
     for seed, budget in ((0, 10_000), (1, 40), (2, 9)):
         policy = adapted_policy(**config)
         for rows in (random_rows(seed), tree_rows(seed)):
-            found = gradients_of_adapter(policy, rows, budget)
+            _, found = gradients_of_adapter(policy, rows, budget)
             expected = gradients_by_the_chain_rule(adapted_policy(**config), rows)
             assert found.keys() == expected.keys()
             for name, tensor in expected.items():
@@ -132,24 +123,24 @@ def test_gradients_are_those_of_whole_weights(config: dict[str, Any]) -> None:
 def test_logprobs_are_those_of_whole_weights() -> None:
     policy = adapted_policy()
     full, rows = full_policy(policy), tree_rows(3)
-    for one, other in zip(policy.row_logprobs(rows, 40), full.row_logprobs(rows), strict=True):
+    for one, other in zip(row_logprobs(policy, rows, 40), row_logprobs(full, rows), strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
 def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
     policy, rows = adapted_policy(torch.float32), tree_rows(4, torch.float32)
     base = small_policy(dtype=torch.float32)
-    with_it = policy.row_logprobs(rows)
+    with_it = row_logprobs(policy, rows)
     with policy.without_adapter():
-        for one, other in zip(base.row_logprobs(rows), policy.row_logprobs(rows), strict=True):
+        for one, other in zip(row_logprobs(base, rows), row_logprobs(policy, rows), strict=True):
             assert torch.equal(one, other)
-    again = policy.row_logprobs(rows)
+    again = row_logprobs(policy, rows)
     assert all(torch.equal(a, b) for a, b in zip(with_it, again, strict=True))
-    assert not torch.equal(torch.cat(again), torch.cat(base.row_logprobs(rows)))
+    assert not torch.equal(torch.cat(again), torch.cat(row_logprobs(base, rows)))
     # It is trained afterwards, as it was before.
     policy.train(rows, 40)
     assert all(p.requires_grad for p in adapter_tensors(policy.model).values())
-    assert not torch.equal(torch.cat(policy.row_logprobs(rows)), torch.cat(again))
+    assert not torch.equal(torch.cat(row_logprobs(policy, rows)), torch.cat(again))
     with pytest.raises(ValueError, match=r"no adapter: train\.lora"), base.without_adapter():
         pass
 
@@ -162,14 +153,14 @@ def published_is_trained(folder: Path, model: Path) -> float:
     the published folder."""
     policy = stirred(Policy.load(model, CONFIG))
     rows = random_rows(5, dtype=torch.float32)
-    trained = torch.cat(policy.row_logprobs(rows))
+    trained = torch.cat(row_logprobs(policy, rows))
     path = publish_to_disk(policy, model, folder, 1)
     fresh = Policy(
         AutoModelForCausalLM.from_pretrained(path, dtype="auto"), PolicyConfig(threads=1)
     )
-    base = torch.cat(Policy.load(model).row_logprobs(rows))
+    base = torch.cat(row_logprobs(Policy.load(model), rows))
     assert (base - trained).abs().max() > 0.1, "an adapter that does nothing proves nothing"
-    difference = float((torch.cat(fresh.row_logprobs(rows)) - trained).abs().max())
+    difference = float((torch.cat(row_logprobs(fresh, rows)) - trained).abs().max())
     assert difference < 1e-4, difference
     return difference
 
@@ -242,17 +233,17 @@ def checkpoint_is_complete(path: Path, base: Path) -> None:
     """Model and adapter in it compute what the policy computes."""
     policy, _ = load_checkpoint(path, CONFIG)
     rows = random_rows(8, dtype=torch.float32)
-    expected = torch.cat(policy.row_logprobs(rows))
+    expected = torch.cat(row_logprobs(policy, rows))
     settings = PolicyConfig(threads=1)
     model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
     torch.testing.assert_close(
-        torch.cat(Policy(model, settings).row_logprobs(rows)), expected, atol=1e-4, rtol=0
+        torch.cat(row_logprobs(Policy(model, settings), rows)), expected, atol=1e-4, rtol=0
     )
     bare = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
     by_peft = PeftModel.from_pretrained(bare, path / "adapter").merge_and_unload()
     by_peft.requires_grad_(True)
     torch.testing.assert_close(
-        torch.cat(Policy(by_peft, settings).row_logprobs(rows)), expected, atol=1e-4, rtol=0
+        torch.cat(row_logprobs(Policy(by_peft, settings), rows)), expected, atol=1e-4, rtol=0
     )
 
 
@@ -392,7 +383,7 @@ def test_every_shape_of_model(shape: str) -> None:
     rows = tree_rows(6)
     model = shaped_model(shape)
     model.load_state_dict(weights_of(policy), strict=False)
-    expected = Policy(model, PolicyConfig()).row_logprobs(rows)
+    expected = row_logprobs(Policy(model, PolicyConfig()), rows)
     assert weights_of(policy).keys() == weights_of(shaped_policy(shape)).keys()
-    for one, other in zip(policy.row_logprobs(rows, 40), expected, strict=True):
+    for one, other in zip(row_logprobs(policy, rows, 40), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)

@@ -7,9 +7,12 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from tests.support.trainer.policies import small_policy
 from trainer.lora import Lora, adapter_tensors, layers
+from trainer.loss import LossConfig
+from trainer.packing import Row, count_trained
 from trainer.policy import Policy
 
 LORA = Lora(rank=4, alpha=12, seed=5)
@@ -26,7 +29,11 @@ def stirred(policy: Policy, seed: int = 7) -> Policy:
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for parameter in adapter_tensors(policy.model).values():
-            parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+            fresh = 0.2 * torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
+            if isinstance(parameter, DTensor):
+                mesh, places = parameter.device_mesh, parameter.placements
+                fresh = distribute_tensor(fresh, mesh, places)
+            parameter.copy_(fresh)
     return policy
 
 
@@ -50,3 +57,28 @@ def plain_sums(policy: Policy) -> dict[str, Tensor]:
         a, b = (state[f"{name}.lora_{part}.default.weight"] for part in "AB")
         out[f"{name}.weight"] = out[f"{name}.weight"] + lora.alpha / lora.rank * (b @ a)
     return out
+
+
+def gradients_of_adapter(
+    policy: Policy, rows: list[Row], budget: int
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients of the adapter; there are no others."""
+    loss, found = all_gradients(policy, rows, budget)
+    adapter = adapter_tensors(policy.model)
+    assert found.keys() <= adapter.keys()
+    return loss, {name: found[name] for name in adapter if name in found}
+
+
+def all_gradients(
+    policy: Policy, rows: list[Row], budget: int | None = None
+) -> tuple[float, dict[str, Tensor]]:
+    """The loss, and the gradients of all that has one."""
+    policy.model.zero_grad(set_to_none=True)
+    stats = policy.accumulate(policy.plan(rows, budget), count_trained(rows), LossConfig())
+    return stats.loss, {
+        name: p.grad.clone() for name, p in policy.model.named_parameters() if p.grad is not None
+    }
+
+
+def row_logprobs(policy: Policy, rows: list[Row], budget: int | None = None) -> list[Tensor]:
+    return policy.row_logprobs(rows, budget)

@@ -1,0 +1,68 @@
+"""An adapter that several processes train is that of one; one or several go on with it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.support.trainer.adapters import adapted_policy, gradients_of_adapter, row_logprobs
+from tests.support.trainer.policies import assert_same, random_rows, small_policy
+from tests.support.trainer.world import together
+from tests.support.trainer.world_cases import (
+    LORA_CONFIG,
+    adapters_of,
+    gone_on,
+    led_lora,
+    split,
+    trained,
+    weights_of,
+)
+from trainer.checkpoint import load_checkpoint
+from trainer.sharded_optimizer import moments
+
+pytestmark = pytest.mark.service
+CONFIGS = [{}, {"gradient_checkpointing": True, "offload": True}]
+CASES = 6
+
+
+def test_gradients_weights_and_the_base_are_those_of_one_process() -> None:
+    results = together(2, adapters_of, CONFIGS, CASES)
+    policy, base = adapted_policy(), small_policy()
+    bare = torch.cat([row_logprobs(base, [row])[0] for row in split(0)[0]])
+    for number, _ in enumerate(CONFIGS):
+        found, without, weights = results[0][number]
+        for case in range(CASES):
+            rows, budget = split(case)
+            loss, expected = gradients_of_adapter(policy, rows, budget)
+            assert [result[number][0][case][0] for result in results] == (
+                pytest.approx([loss] * 2, abs=1e-9)
+            )
+            assert_same(found[case][1], expected, atol=1e-9)
+        torch.testing.assert_close(without, bare, atol=1e-12, rtol=0)
+        same(weights, weights_of(policy))
+
+
+def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert torch.equal(tensor, other[name]), name
+
+
+def test_what_two_have_kept_one_and_two_go_on_from(tiny_model_dir: Path, tmp_path: Path) -> None:
+    model, root = str(tiny_model_dir), str(tmp_path / "two")
+    expected = together(2, led_lora, trained, model, range(2), root, LORA_CONFIG)[0]
+    checkpoint = tmp_path / "two" / "step-00000002"
+    one, state = load_checkpoint(checkpoint, LORA_CONFIG)
+    assert state == {"seen": 2} and one.steps == 2
+    same(weights_of(one), expected)
+    assert next(iter(moments(one).values())).any(), "comparing zeros proves nothing"
+
+    unbroken = together(
+        2, led_lora, trained, model, range(3), str(tmp_path / "unbroken"), LORA_CONFIG
+    )[0]
+    same(together(2, led_lora, gone_on, str(checkpoint), range(2, 3), LORA_CONFIG)[0], unbroken)
+    one.train(random_rows(2, dtype=torch.float32), 60)
+    for name, tensor in weights_of(one).items():
+        torch.testing.assert_close(tensor, unbroken[name], atol=1e-5, rtol=0)
