@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,10 +13,13 @@ import pytest
 import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trainer.lora
+import trainer.tree_attention
 from any_agent.config import Config, load_config
 from any_agent.demo.models.tiny import save_tiny_model
+from any_agent.engine.embedded.weight_loading import apply_weights, fit_weights
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.trainer.adapters import (
@@ -62,8 +67,8 @@ def test_the_first_version_is_the_base_bit_for_bit(tiny_model_dir: Path) -> None
         assert torch.equal(one, other)
 
 
-def test_only_the_adapter_is_trained(tiny_model_dir: Path) -> None:
-    policy = Policy.load(tiny_model_dir, CONFIG)
+def only_the_adapter_is_trained(model: Path, folder: Path) -> None:
+    policy = Policy.load(model, CONFIG)
     before = {n: p.detach().clone() for n, p in policy.model.named_parameters()}
     adapter = adapter_tensors(policy.model)
     assert [n for n, p in policy.model.named_parameters() if p.requires_grad] == list(adapter)
@@ -73,6 +78,10 @@ def test_only_the_adapter_is_trained(tiny_model_dir: Path) -> None:
         assert parameter.dtype == torch.float32
         assert torch.equal(parameter, before[name]) != (name in adapter), name
     assert {id(p) for p in policy.optimizer.state} == {id(p) for p in adapter.values()}
+
+
+def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> None:
+    only_the_adapter_is_trained(tiny_model_dir, tmp_path)
 
 
 def gradients_by_the_chain_rule(policy: Policy, rows: list[Any]) -> dict[str, torch.Tensor]:
@@ -94,7 +103,7 @@ def replaced(policy: Policy, **config: Any) -> Policy:
 
 
 def gradients_are_those_of_whole_weights(**config: Any) -> None:
-    for seed, budget in ((0, 10_000), (1, 40), (2, 9)):
+    for seed, budget in ((1, 40), (2, 9)):
         policy = adapted_policy(**config)
         for rows in (random_rows(seed), tree_rows(seed)):
             _, found = gradients_of_adapter(policy, rows, budget)
@@ -127,7 +136,7 @@ def test_logprobs_are_those_of_whole_weights() -> None:
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
 
 
-def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
+def without_the_adapter_it_is_the_base(*_: Path) -> None:
     policy, rows = adapted_policy(torch.float32), tree_rows(4, torch.float32)
     base = small_policy(dtype=torch.float32)
     with_it = row_logprobs(policy, rows)
@@ -145,10 +154,14 @@ def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
         pass
 
 
+def test_without_the_adapter_it_is_the_base_bit_for_bit() -> None:
+    without_the_adapter_it_is_the_base()
+
+
 # -- what is published -----------------------------------------------------------------------------
 
 
-def published_is_trained(folder: Path, model: Path) -> float:
+def published_is_trained(model: Path, folder: Path) -> float:
     """The greatest difference between log-probabilities of the trainer and of a fresh model from
     the published folder."""
     policy = stirred(Policy.load(model, CONFIG))
@@ -162,30 +175,37 @@ def published_is_trained(folder: Path, model: Path) -> float:
     assert (base - trained).abs().max() > 0.1, "an adapter that does nothing proves nothing"
     difference = float((torch.cat(row_logprobs(fresh, rows)) - trained).abs().max())
     assert difference < 1e-4, difference
+    # As the engines get it in buckets.
+    by_buckets = AutoModelForCausalLM.from_pretrained(model, dtype="auto")
+    sent = dict(pair for bucket in policy.buckets(3000) for pair in bucket)
+    apply_weights(by_buckets, fit_weights(by_buckets, sent))
+    for name, tensor in by_buckets.state_dict().items():
+        assert torch.equal(tensor, fresh.model.state_dict()[name]), name
     return difference
 
 
 def test_engines_load_what_is_trained(
     tiny_model_dir: Path, tmp_path: Path, record_property: Any
 ) -> None:
-    difference = published_is_trained(tmp_path, tiny_model_dir)
+    difference = published_is_trained(tiny_model_dir, tmp_path)
     record_property("figure", f"published and trained log-probabilities differ by {difference:.1e}")
     print(f"published and trained log-probabilities differ by {difference:.1e}")
     names = AutoModelForCausalLM.from_pretrained(tmp_path / "v00000001").state_dict().keys()
     assert names == AutoModelForCausalLM.from_pretrained(tiny_model_dir).state_dict().keys()
 
 
-def merged_weights_are_exact(policy: Policy) -> None:
+def merged_weights_are_exact(model: Path, folder: Path) -> None:
     """But for the rounding of float32, whose 24 bits are those of each number."""
+    policy = stirred(Policy.load(model, CONFIG))
     found, expected = weights_of(policy), plain_sums(policy)
     assert found.keys() == expected.keys()
     for name, tensor in expected.items():
         torch.testing.assert_close(found[name].double(), tensor, atol=1e-6, rtol=1e-6, msg=name)
 
 
-def test_merged_weights_are_exact_and_always_the_same(tiny_model_dir: Path) -> None:
+def test_merged_weights_are_exact_and_always_the_same(tiny_model_dir: Path, tmp_path: Path) -> None:
+    merged_weights_are_exact(tiny_model_dir, tmp_path)
     policy = stirred(Policy.load(tiny_model_dir, CONFIG))
-    merged_weights_are_exact(policy)
     once, again = weights_of(policy), weights_of(policy)
     half = weights_of(policy, torch.bfloat16)
     for name, tensor in once.items():
@@ -193,24 +213,26 @@ def test_merged_weights_are_exact_and_always_the_same(tiny_model_dir: Path) -> N
         assert torch.equal(tensor.bfloat16(), half[name]), "rounded once, after the sum"
 
 
-def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_path: Path) -> None:
-    policy = stirred(Policy.load(tiny_model_dir, CONFIG))
-    path = publish_to_disk(policy, tiny_model_dir, tmp_path, 1)
+def a_folder_is_recognised_until_the_next_step(model: Path, folder: Path) -> None:
+    policy = stirred(Policy.load(model, CONFIG))
+    path = publish_to_disk(policy, model, folder, 1)
     assert holds_weights(path, policy)
-    assert holds_weights(path, stirred(Policy.load(tiny_model_dir, CONFIG)))
+    assert holds_weights(path, stirred(Policy.load(model, CONFIG)))
     train(policy, range(1))
     assert not holds_weights(path, policy)
+
+
+def test_a_folder_is_recognised_until_the_next_step(tiny_model_dir: Path, tmp_path: Path) -> None:
+    a_folder_is_recognised_until_the_next_step(tiny_model_dir, tmp_path)
 
 
 # -- checkpoints -----------------------------------------------------------------------------------
 
 
-def test_going_on_equals_never_having_stopped_bit_for_bit(
-    tiny_model_dir: Path, tmp_path: Path
-) -> None:
-    policy = Policy.load(tiny_model_dir, CONFIG)
+def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
+    policy = Policy.load(model, CONFIG)
     train(policy, range(3))
-    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {"version": 3})
+    path = save_checkpoint(folder, policy, model, {"version": 3})
     train(policy, range(3, 5))
     again, state = load_checkpoint(path, CONFIG)
     assert state == {"version": 3} and again.steps == 3
@@ -222,6 +244,12 @@ def test_going_on_equals_never_having_stopped_bit_for_bit(
             assert torch.equal(moment, again.optimizer.state[other[name]][key]), (name, key)
 
 
+def test_going_on_equals_never_having_stopped_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    going_on_equals_never_having_stopped(tiny_model_dir, tmp_path)
+
+
 @pytest.fixture(scope="module")
 def saved(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     policy = stirred(Policy.load(tiny_model_dir, CONFIG))
@@ -229,9 +257,10 @@ def saved(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Pat
     return save_checkpoint(tmp_path_factory.mktemp("run"), policy, tiny_model_dir, {"version": 1})
 
 
-def checkpoint_is_complete(path: Path, base: Path) -> None:
+def a_checkpoint_is_complete(base: Path, folder: Path) -> None:
     """Model and adapter in it compute what the policy computes."""
-    policy, _ = load_checkpoint(path, CONFIG)
+    policy = stirred(Policy.load(base, CONFIG))
+    path = save_checkpoint(folder, policy, base, {})
     rows = random_rows(8, dtype=torch.float32)
     expected = torch.cat(row_logprobs(policy, rows))
     settings = PolicyConfig(threads=1)
@@ -248,9 +277,9 @@ def checkpoint_is_complete(path: Path, base: Path) -> None:
 
 
 def test_a_checkpoint_has_the_merged_model_and_the_adapter(
-    saved: Path, tiny_model_dir: Path
+    saved: Path, tiny_model_dir: Path, tmp_path: Path
 ) -> None:
-    checkpoint_is_complete(saved, tiny_model_dir)
+    a_checkpoint_is_complete(tiny_model_dir, tmp_path)
     config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
     given = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "peft_type")}
     assert given == {"r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "peft_type": "LORA"}
@@ -387,3 +416,115 @@ def test_every_shape_of_model(shape: str) -> None:
     assert weights_of(policy).keys() == weights_of(shaped_policy(shape)).keys()
     for one, other in zip(row_logprobs(policy, rows, 40), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+# -- planted errors --------------------------------------------------------------------------------
+
+original_merged = trainer.lora.merged
+original_add_adapter = trainer.lora.add_adapter
+original_attention = trainer.tree_attention.tree_attention
+
+
+def doubled(model: Any, *arguments: Any) -> list[torch.Tensor]:
+    for layer in layers(model).values():
+        layer.scaling["default"] *= 2
+    try:
+        return original_merged(model, *arguments)
+    finally:
+        for layer in layers(model).values():
+            layer.scaling["default"] /= 2
+
+
+def forgotten(model: Any, stored: Any, names: Any, whole: Any) -> list[torch.Tensor]:
+    every = {**stored, **adapter_tensors(model)}
+    return [whole(every[name]) for name in names]
+
+
+def stale(model: Any, stored: Any, names: Any, whole: Any) -> list[torch.Tensor]:
+    """Merged once."""
+    known = model.__dict__.setdefault("known", {})
+    for name in names:
+        if name not in known:
+            known[name] = original_merged(model, stored, [name], whole)[0].clone()
+    return [known[name] for name in names]
+
+
+def thawed(model: Any, lora: Lora) -> None:
+    original_add_adapter(model, lora)
+    model.model.norm.weight.requires_grad_(True)
+
+
+def without_alpha(model: Any, lora: Lora) -> None:
+    original_add_adapter(model, lora)
+    for layer in layers(model).values():
+        layer.scaling["default"] = 1.0
+
+
+def keys_decide(module: Any, query: Any, key: Any, value: Any, *rest: Any, **others: Any) -> Any:
+    """Values that a later pass uses get a gradient only if keys do."""
+    out = original_attention(module, query, key, value, *rest, **others)
+    tree = others.get("tree")
+    if tree is not None and module.layer_idx in tree.kept and not key.requires_grad:
+        kept = tree.kept[module.layer_idx]
+        tree.kept[module.layer_idx] = replace(
+            kept, leaves=(kept.leaves[0], kept.leaves[1].detach())
+        )
+    return out
+
+
+def nothing(*_: Any) -> None: ...
+
+
+def values_of_some_layers(*_: Path) -> None:
+    gradients_are_those_of_whole_weights(lora=Lora(3, 2, ("v_proj", "0.mlp.down_proj")))
+
+
+Law = Callable[[Path, Path], object]
+PLANTED: dict[str, tuple[str, Any, Law]] = {
+    "the merge doubles the scale": ("trainer.policy.merged", doubled, merged_weights_are_exact),
+    "engines get twice the adapter": ("trainer.policy.merged", doubled, published_is_trained),
+    "engines get the base": ("trainer.policy.merged", forgotten, published_is_trained),
+    "the merge is stale": (
+        "trainer.policy.merged",
+        stale,
+        a_folder_is_recognised_until_the_next_step,
+    ),
+    "alpha is ignored": ("trainer.policy.add_adapter", without_alpha, merged_weights_are_exact),
+    "a base weight is trained": ("trainer.policy.add_adapter", thawed, only_the_adapter_is_trained),
+    "the adapter is not loaded": (
+        "trainer.lora.load_adapter",
+        nothing,
+        going_on_equals_never_having_stopped,
+    ),
+    "the adapter's prefix is missing": ("trainer.lora._PREFIX", "", a_checkpoint_is_complete),
+    "the checkpoint's model is the base": (
+        "trainer.policy.merged",
+        forgotten,
+        a_checkpoint_is_complete,
+    ),
+    "the adapter stays on": (
+        "trainer.policy.switched_off",
+        nullcontext,
+        without_the_adapter_it_is_the_base,
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:Found missing adapter keys")
+@pytest.mark.parametrize("error", PLANTED)
+def test_a_planted_error_is_noticed(
+    error: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    place, wrong, law = PLANTED[error]
+    monkeypatch.setattr(place, wrong)
+    with pytest.raises(AssertionError):
+        law(tiny_model_dir, tmp_path)
+
+
+def test_that_values_need_gradients_although_keys_do_not_is_noticed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    values_of_some_layers()
+    monkeypatch.setitem(ALL_ATTENTION_FUNCTIONS, trainer.tree_attention.NAME, keys_decide)
+    with pytest.raises(AssertionError):
+        values_of_some_layers()
