@@ -106,7 +106,10 @@ def add_adapter(model: Any, lora: Lora) -> None:
     try:
         peft.inject_adapter_in_model(config, model, _NAME)
     except ValueError as error:
-        raise ConfigError(f"{type(model).__name__} takes no LoRA adapter: {error}") from error
+        name = type(model).__name__
+        raise ConfigError(
+            f"train.lora.target_modules: peft cannot adapt these layers of {name}: {error}"
+        ) from error
     if odd := layers(model).keys() ^ targets:
         raise ConfigError(
             f"train.lora.target_modules: peft does not adapt the linear layers of these names in "
@@ -131,11 +134,12 @@ def _targets(model: Any, wanted: Sequence[str]) -> set[str]:
             kinds -= _OF_EXPERTS
         wanted = sorted(kinds)
     found = {end: [n for n in linear if f".{n}".endswith(f".{end}")] for end in wanted}
-    if missing := [end for end, names in found.items() if not names] or not found:
-        listed = f"{', '.join(missing)}" if isinstance(missing, list) else "any"
+    if not kinds:
+        raise ConfigError(f"{type(model).__name__} has no linear layers for a LoRA adapter")
+    if missing := [end for end, names in found.items() if not names]:
         raise ConfigError(
-            f"train.lora.target_modules: {type(model).__name__} has no linear layers {listed} in "
-            f"its decoder; it has {', '.join(sorted(kinds)) or 'none'}"
+            f"train.lora.target_modules: {type(model).__name__} has no linear layers "
+            f"{', '.join(missing)} in its decoder; it has {', '.join(sorted(kinds))}"
         )
     return {name for names in found.values() for name in names}
 

@@ -237,6 +237,8 @@ def run(arguments: argparse.Namespace) -> int:
         order.shuffle(trained)
     if before is not None:
         print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")
+    if policy.config.lora is not None:
+        print(f"adapter   {out / FOLDER}")
     print(f"model     {out}")
     return 0
 

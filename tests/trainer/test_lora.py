@@ -12,7 +12,8 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from transformers import AutoModelForCausalLM
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import trainer.lora
@@ -38,7 +39,7 @@ from tests.support.trainer.policies import random_rows, small_policy
 from tests.support.trainer.trees import SHAPES, shaped_model, shaped_policy, tree_rows
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.from_config import policy_config
-from trainer.lora import Lora, adapter_tensors, layers
+from trainer.lora import Lora, adapter_tensors, layers, save_adapter
 from trainer.policy import Policy, PolicyConfig
 from trainer.weight_folders import holds_weights, publish_to_disk
 
@@ -416,6 +417,45 @@ def test_every_shape_of_model(shape: str) -> None:
     assert weights_of(policy).keys() == weights_of(shaped_policy(shape)).keys()
     for one, other in zip(row_logprobs(policy, rows, 40), expected, strict=True):
         torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+EXPERTS: dict[str, dict[str, Any]] = {
+    # The first layer is dense, with names that experts have in other layers.
+    "qwen3_moe": {"num_experts": 4, "moe_intermediate_size": 16, "mlp_only_layers": [0]},
+    "mixtral": {"num_local_experts": 4},
+}
+
+
+@pytest.mark.parametrize("kind", EXPERTS)
+def test_experts_stay_as_they_are(kind: str, tmp_path: Path) -> None:
+    """They are no linear layers; what is published is loaded by its names in files all the same."""
+    shape = EXPERTS[kind] | {"model_type": kind, "num_experts_per_tok": 2}
+    base = shaped_model("llama", torch.float32, **shape)
+    base.save_pretrained(tmp_path / "base")
+    policy = stirred(Policy.load(tmp_path / "base", CONFIG))
+    kinds = {name.rpartition(".")[2] for name in layers(policy.model)}
+    assert kinds == {"q_proj", "k_proj", "v_proj", "o_proj"}
+    rows = tree_rows(9, torch.float32)
+    expected = torch.cat(row_logprobs(policy, rows))
+    folder = tmp_path / "published"
+    folder.mkdir()
+    save_file(weights_of(policy), folder / "model.safetensors", metadata={"format": "pt"})
+    policy.model.config.save_pretrained(folder)
+    save_adapter(policy, folder / "adapter")
+    bare = AutoModelForCausalLM.from_pretrained(tmp_path / "base")
+    by_peft = PeftModel.from_pretrained(bare, folder / "adapter").merge_and_unload()
+    for model in (by_peft, AutoModelForCausalLM.from_pretrained(folder)):
+        model.requires_grad_(True)
+        found = torch.cat(row_logprobs(Policy(model, PolicyConfig(threads=1)), rows))
+        torch.testing.assert_close(found, expected, atol=1e-4, rtol=0)
+    with pytest.raises(ConfigError, match=r"^train\.lora\.target_modules: "):
+        Policy.load(tmp_path / "base", replace(CONFIG, lora=Lora(targets=("gate_proj", "up_proj"))))
+
+
+def test_a_model_without_linear_layers_is_refused() -> None:
+    config = GPT2Config(n_embd=32, n_head=4, n_layer=1, vocab_size=48)
+    with pytest.raises(ConfigError, match="GPT2LMHeadModel has no linear layers for a LoRA"):
+        Policy(GPT2LMHeadModel(config), PolicyConfig(lora=LORA))
 
 
 # -- planted errors --------------------------------------------------------------------------------
