@@ -39,7 +39,7 @@ from any_agent.rundir.layout import (
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from any_agent.runtime.disk_space import is_disk_full
-from trainer import lora
+from trainer import adapter_files
 from trainer.policy import Policy, PolicyConfig
 from trainer.weight_folders import save_pretrained, weights_bytes
 from trainer.world import World, is_divided
@@ -65,7 +65,7 @@ def save_checkpoint(
     with atomic_folder(target, replace=True) as folder:
         save_pretrained(policy, tokenizer, folder)
         if policy.config.lora is not None:
-            lora.save_adapter(policy, folder / lora.FOLDER)
+            adapter_files.save_adapter(policy, folder / adapter_files.FOLDER)
         extra = folder / "trainer"
         extra.mkdir()
         _save_optimizer(policy, extra)
@@ -111,13 +111,13 @@ def load_checkpoint(
             f"{path} has format {saved['format']}, but this version of any-agent reads {FORMAT}"
         )
     adapter = saved.get("adapter")
-    lora.require_same_settings(path, adapter, config.lora)
+    adapter_files.require_same_settings(path, adapter, config.lora)
     if adapter is None:
         policy = Policy.load(path, config, world)
     else:
         policy = Policy.load(base or adapter["base"]["path"], config, world)
-        lora.require_same_model(path, adapter, policy)
-        lora.load_adapter(policy, path / lora.FOLDER)
+        adapter_files.require_same_model(path, adapter, policy)
+        adapter_files.load_adapter(policy, path / adapter_files.FOLDER)
     _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
     # Last: building the model drew random numbers.
@@ -258,7 +258,7 @@ def _state_document(policy: Policy, state: Mapping[str, Any]) -> str:
         "steps": policy.steps,
         "optimizer": groups,
         "generators": generators,
-        "adapter": lora.record(policy),
+        "adapter": adapter_files.record(policy),
         "state": dict(state),
     }
     return json.dumps(document, allow_nan=False)

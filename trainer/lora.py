@@ -11,30 +11,22 @@ import logging
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from copy import copy
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from any_agent.engine.embedded.weight_loading import weight_files
 from any_agent.errors import ConfigError
 from any_agent.rundir.checksums import file_checksums
 
-if TYPE_CHECKING:
-    from trainer.policy import Policy
-
 log = logging.getLogger(__name__)
 
-FOLDER = "adapter"
-"""The adapter's folder in a checkpoint."""
-_NAME = "default"
-_PREFIX = "base_model.model."
-"""Begins every name in peft's files."""
+NAME = "default"
+"""The adapter's name in the model."""
 _OF_EXPERTS = {"gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
 """Names by which peft means stacked experts, which are no linear layers, too."""
 
@@ -104,7 +96,7 @@ def add_adapter(model: Any, lora: Lora) -> None:
         init_lora_weights=False,
     )
     try:
-        peft.inject_adapter_in_model(config, model, _NAME)
+        peft.inject_adapter_in_model(config, model, NAME)
     except ValueError as error:
         name = type(model).__name__
         raise ConfigError(
@@ -117,8 +109,8 @@ def add_adapter(model: Any, lora: Lora) -> None:
         )
     generator = torch.Generator().manual_seed(lora.seed)
     for layer in layers(model).values():
-        nn.init.kaiming_uniform_(layer.lora_A[_NAME].weight, a=math.sqrt(5), generator=generator)
-        nn.init.zeros_(layer.lora_B[_NAME].weight)
+        nn.init.kaiming_uniform_(layer.lora_A[NAME].weight, a=math.sqrt(5), generator=generator)
+        nn.init.zeros_(layer.lora_B[NAME].weight)
     count = sum(p.numel() for p in adapter_tensors(model).values())
     log.info("LoRA: %d parameters are trained, in %d layers", count, len(targets))
 
@@ -152,7 +144,7 @@ def layers(model: Any) -> dict[str, Any]:
 def adapter_tensors(model: Any) -> dict[str, Tensor]:
     """Return the adapter's parameters by the model's names; shards if it is sharded."""
     return {
-        f"{name}.{part}.{_NAME}.weight": getattr(layer, part)[_NAME].weight
+        f"{name}.{part}.{NAME}.weight": getattr(layer, part)[NAME].weight
         for name, layer in layers(model).items()
         for part in ("lora_A", "lora_B")
     }
@@ -186,8 +178,8 @@ def merged(
         layer = adapted.get(name.removesuffix(".weight"))
         if layer is not None and name.endswith(".weight"):
             exact = torch.promote_types(tensor.dtype, torch.float32)
-            a, b = (whole(part[_NAME].weight).to(exact) for part in (layer.lora_A, layer.lora_B))
-            tensor = torch.addmm(tensor.to(exact), b, a, alpha=layer.scaling[_NAME])
+            a, b = (whole(part[NAME].weight).to(exact) for part in (layer.lora_A, layer.lora_B))
+            tensor = torch.addmm(tensor.to(exact), b, a, alpha=layer.scaling[NAME])
         out.append(tensor)
     return out
 
@@ -203,89 +195,3 @@ def switched_off(model: Any) -> Iterator[None]:
     finally:
         for layer in adapted:
             layer.enable_adapters(True)
-
-
-# -- files -----------------------------------------------------------------------------------------
-
-
-def save_adapter(policy: Policy, folder: Path) -> None:
-    """Write the adapter into a new folder as peft does, for ``PeftModel.from_pretrained``."""
-    folder.mkdir()
-    names = list(adapter_tensors(policy.model))
-    with policy.commanded({"do": "gather", "names": names}):
-        tensors = policy.gathered(names)
-    named = {_in_file(n): t.cpu().contiguous() for n, t in zip(names, tensors, strict=True)}
-    save_file(named, folder / "adapter_model.safetensors", metadata={"format": "pt"})
-    config = copy(policy.model.peft_config[_NAME])
-    config.base_model_name_or_path = policy.base.path if policy.base is not None else None
-    config.target_modules = sorted(config.target_modules)
-    config.init_lora_weights = True
-    config.inference_mode = True
-    config.save_pretrained(str(folder))
-
-
-def load_adapter(policy: Policy, folder: Path) -> None:
-    """Read the adapter's tensors, or this process's shares of them."""
-    from trainer.sharded_optimizer import load_shards
-
-    tensors = {_in_file(n): p.detach() for n, p in adapter_tensors(policy.model).items()}
-    load_shards(folder, tensors, "the adapter")
-
-
-def _in_file(name: str) -> str:
-    return _PREFIX + name.replace(f".{_NAME}.", ".")
-
-
-def record(policy: Policy) -> dict[str, Any] | None:
-    """Return what a resume must find again, as JSON; None for a policy without an adapter."""
-    lora = policy.config.lora
-    if lora is None:
-        return None
-    return {
-        "rank": lora.rank,
-        "alpha": lora.alpha,
-        "target_modules": sorted(layers(policy.model)),
-        "base": None if policy.base is None else asdict(policy.base),
-    }
-
-
-def require_same_settings(path: Path, saved: Mapping[str, Any] | None, lora: Lora | None) -> None:
-    """Raise ConfigError unless a checkpoint, whose record is ``saved``, continues with ``lora``."""
-    if saved is None and lora is None:
-        return
-    new = "or choose another --trial"
-    if saved is None:
-        raise ConfigError(
-            f"{path} was trained without LoRA, and train.lora is set: leave it out, {new}"
-        )
-    if lora is None:
-        raise ConfigError(
-            f"{path} is the training of a LoRA adapter: set train.lora.rank={saved['rank']} and "
-            f"train.lora.alpha={saved['alpha']}, {new}"
-        )
-    for name, now in (("rank", lora.rank), ("alpha", lora.alpha)):
-        if saved[name] != now:
-            raise ConfigError(
-                f"{path} is the training of a LoRA adapter with {name} {saved[name]}, and "
-                f"train.lora.{name}={now}: set train.lora.{name}={saved[name]}, {new}"
-            )
-
-
-def require_same_model(path: Path, saved: Mapping[str, Any], policy: Policy) -> None:
-    """Raise ConfigError unless the policy has the checkpoint's base and adapts the same layers."""
-    now = record(policy)
-    assert now is not None
-    if odd := set(saved["target_modules"]) ^ set(now["target_modules"]):
-        raise ConfigError(
-            f"{path} is the training of a LoRA adapter of other layers than those of "
-            f"train.lora.target_modules: they differ in {', '.join(sorted(odd)[:4])}; set it as it "
-            "was, or choose another --trial"
-        )
-    before, base = saved["base"], policy.base
-    if before is not None and base is not None and before["crc32"] != base.crc32:
-        wrong = sorted(name for name, _ in before["crc32"].items() ^ base.crc32.items())
-        raise ConfigError(
-            f"{path} is the training of a LoRA adapter on other weights ({before['path']}) than "
-            f"those of {base.path}: {', '.join(dict.fromkeys(wrong))} differ; restore them, or "
-            "choose another --trial"
-        )

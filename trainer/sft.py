@@ -27,8 +27,8 @@ from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
+from trainer.adapter_files import FOLDER, save_adapter
 from trainer.from_config import policy_config, seed_all
-from trainer.lora import FOLDER, save_adapter
 from trainer.loss import LossConfig, LossStats, register_loss
 from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy

@@ -9,14 +9,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from tests.support.trainer.policies import small_policy
+from tests.support.trainer.policies import random_rows, small_policy
 from trainer.lora import Lora, adapter_tensors, layers
 from trainer.loss import LossConfig
 from trainer.packing import Row, count_trained
-from trainer.policy import Policy
+from trainer.policy import Policy, PolicyConfig
 
 LORA = Lora(rank=4, alpha=12, seed=5)
 """Its scale is 3, which no forgotten or doubled factor leaves as it is."""
+CONFIG = PolicyConfig(lr=1e-3, threads=1, lora=LORA)
 
 
 def adapted_policy(dtype: torch.dtype = torch.float64, lora: Lora = LORA, **config: Any) -> Policy:
@@ -82,3 +83,12 @@ def all_gradients(
 
 def row_logprobs(policy: Policy, rows: list[Row], budget: int | None = None) -> list[Tensor]:
     return policy.row_logprobs(rows, budget)
+
+
+def weights_of(policy: Policy, dtype: torch.dtype | None = None) -> dict[str, Tensor]:
+    return {name: t.clone() for bucket in policy.buckets(3000, dtype) for name, t in bucket}
+
+
+def train(policy: Policy, seeds: range) -> None:
+    for seed in seeds:
+        policy.train(random_rows(seed, dtype=torch.float32), 60)
