@@ -30,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from any_agent.errors import ConfigError, NotFound, StartupError, TrainingError
+from any_agent.launcher.trial import check_model
 from any_agent.rundir.checksums import damaged_folders, set_aside, sound, write_manifest
 from any_agent.rundir.layout import (
     checkpoint_folder,
@@ -115,7 +116,9 @@ def load_checkpoint(
     if adapter is None:
         policy = Policy.load(path, config, world)
     else:
-        policy = Policy.load(base or adapter["base"]["path"], config, world)
+        base = base or adapter["base"]["path"]
+        check_model(str(base))
+        policy = Policy.load(base, config, world)
         adapter_files.require_same_model(path, adapter, policy)
         adapter_files.load_adapter(policy, path / adapter_files.FOLDER)
     _restore_optimizer(policy, extra, saved["optimizer"])

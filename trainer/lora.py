@@ -130,8 +130,8 @@ def _targets(model: Any, wanted: Sequence[str]) -> set[str]:
         raise ConfigError(f"{type(model).__name__} has no linear layers for a LoRA adapter")
     if missing := [end for end, names in found.items() if not names]:
         raise ConfigError(
-            f"train.lora.target_modules: {type(model).__name__} has no linear layers "
-            f"{', '.join(missing)} in its decoder; it has {', '.join(sorted(kinds))}"
+            f"train.lora.target_modules: {type(model).__name__} has no linear layer "
+            f"named {', '.join(missing)} in its decoder; it has {', '.join(sorted(kinds))}"
         )
     return {name for names in found.values() for name in names}
 

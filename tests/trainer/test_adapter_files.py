@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 
@@ -112,7 +113,11 @@ def test_another_base_is_refused(saved: Path, tiny_model_dir: Path, tmp_path: Pa
     other = save_tiny_model(tmp_path / "model", seed=1)
     with pytest.raises(ConfigError, match=r"on other weights .* model\.safetensors differ"):
         load_checkpoint(saved, CONFIG, base=other)
-    policy, _ = load_checkpoint(saved, CONFIG, base=tiny_model_dir)
+    with pytest.raises(ConfigError, match="gone is no model folder"):
+        load_checkpoint(saved, CONFIG, base=tmp_path / "gone")
+    # The same files in another place are the same base.
+    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
+    policy, _ = load_checkpoint(saved, CONFIG, base=moved)
     assert policy.steps == 1
 
 
