@@ -26,6 +26,7 @@ from any_agent.workflow import WorkflowLike
 from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
+from trainer.lora import Lora, require_peft
 from trainer.loss import LOSSES, LossConfig
 from trainer.manifests import OptimizerSettings
 from trainer.policy import PolicyConfig
@@ -71,7 +72,7 @@ def loss_config(c: TrainConfig) -> LossConfig:
 
 
 def policy_config(c: TrainConfig) -> PolicyConfig:
-    """Return optimizer and device settings; ConfigError for a device that is not there."""
+    """Return optimizer and device settings; ConfigError for a device or package that is missing."""
     device = _device(c.device)
     return PolicyConfig(
         lr=c.lr,
@@ -84,7 +85,15 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         offload=c.offload_optimizer,
         device=device,
         threads=c.threads if device == "cpu" else None,
+        lora=_lora(c),
     )
+
+
+def _lora(c: TrainConfig) -> Lora | None:
+    if c.lora is None:
+        return None
+    require_peft()
+    return Lora(c.lora.rank, c.lora.alpha, c.lora.target_modules, c.seed)
 
 
 def learning_rate(c: TrainConfig, step: int, steps: int) -> float:

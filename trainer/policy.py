@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
+from trainer.lora import BaseWeights, Lora, add_adapter, merged, switched_off
 from trainer.loss import (
     LOSSES,
     LossConfig,
@@ -65,6 +66,8 @@ class PolicyConfig:
     """Keep weights, gradients and optimizer in the machine's memory between their uses."""
     device: str = "cpu"
     threads: int | None = None
+    lora: Lora | None = None
+    """Train an adapter of this kind, and leave the model's own weights as they are."""
 
     def __post_init__(self) -> None:
         if (self.head_chunk or 1) < 1 or self.grad_clip <= 0:
@@ -114,6 +117,8 @@ class Policy:
         self.world = world = world_for(self.config, world)
         self.leader: Leader | None = None
         """The commands to the other processes of the world, if this one leads them."""
+        self.base: BaseWeights | None = None
+        """The weights that an adapter is trained on, where this process leads."""
         self.whole: Any = (
             model if isinstance(model, UnshardedModel) else prepared(model, self.config, world)
         )
@@ -152,7 +157,10 @@ class Policy:
         """
         config = config or PolicyConfig()
         world = world_for(config, world)
-        return cls(loaded(source, config, world), config, world)
+        policy = cls(loaded(source, config, world), config, world)
+        if config.lora is not None and (world is None or world.leads):
+            policy.base = BaseWeights.of(source)
+        return policy
 
     @property
     def device(self) -> torch.device:
@@ -178,9 +186,23 @@ class Policy:
         return self.leader.run(command) if self.leader is not None else nullcontext()
 
     def gathered(self, names: Sequence[str]) -> list[Tensor]:
-        """Return these stored tensors, whole. All processes must call it together."""
+        """Return these stored tensors, whole, or tensors of the adapter, which is in the others.
+
+        All processes must call it together.
+        """
         stored = stored_tensors(self.model)
-        return [whole_tensor(stored[name].detach(), self.device) for name in names]
+        return merged(self.model, stored, names, lambda t: whole_tensor(t.detach(), self.device))
+
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Let this process compute the log-probabilities of the base model, bit for bit.
+
+        Raises ValueError for a policy without an adapter.
+        """
+        if self.config.lora is None:
+            raise ValueError("this policy has no adapter: train.lora is not set")
+        with switched_off(self.model):
+            yield
 
     def train(
         self,
@@ -424,7 +446,10 @@ def world_for(config: PolicyConfig, world: World | None) -> World | None:
 
 
 def prepared(model: Any, config: PolicyConfig, world: World | None) -> UnshardedModel:
-    """Prepare a model for training: no dropout, on its device, divided among the processes."""
+    """Prepare a model for training: with the adapter to train, if any, no dropout, on its device,
+    divided among the processes."""
+    if config.lora is not None:
+        add_adapter(model, config.lora)
     whole = UnshardedModel(model)
     model.eval()
     if world is None:

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
+from functools import partial
+from pathlib import Path
 
+from torch import Tensor
 from transformers import AutoConfig
 
 from any_agent.errors import ConfigError
+from trainer.packing import Pass
 from trainer.pass_runner import PassRunner
 from trainer.policy import Policy, loaded
 from trainer.updates import ReferenceLogprobs
@@ -29,13 +34,21 @@ def require_alike(path: str, policy: Policy) -> None:
             )
 
 
-def frozen_logprobs(path: str, policy: Policy) -> ReferenceLogprobs:
+def is_base(path: str, policy: Policy) -> bool:
+    """Return True if a path is that of the model that the policy's adapter is trained on."""
+    return policy.base is not None and policy.base.path in (path, str(Path(path).absolute()))
+
+
+def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:
     """Load a model beside the policy, divided as that is, and return its log-probabilities.
 
+    The ``base`` of the policy's adapter is not loaded again: it is the policy without the adapter.
     All processes of the policy's world must call it together. Raises StartupError for a model that
     cannot be loaded.
     """
-    config = replace(policy.config, gradient_checkpointing=False)
+    if base:
+        return partial(_without_adapter, policy)
+    config = replace(policy.config, gradient_checkpointing=False, lora=None)
     whole = loaded(path, config, policy.world, frozen=True)
     runner = PassRunner(
         whole,
@@ -48,3 +61,8 @@ def frozen_logprobs(path: str, policy: Policy) -> ReferenceLogprobs:
     # It computes the policy's passes, so these are of a kind that both can compute.
     policy.runner.packing = runner.packing
     return runner.logprobs
+
+
+def _without_adapter(policy: Policy, passes: Sequence[Pass]) -> list[Tensor]:
+    with policy.without_adapter():
+        return policy.runner.logprobs(passes)

@@ -50,7 +50,9 @@ class RunCheckpoints:
         self.latest = latest = latest_checkpoint(self._folder)
         model = self._config.model.path
         policy, state = load_policy(
-            latest or model, policy_config(c), leader, checkpoint=latest is not None
+            *(latest or model, policy_config(c), leader),
+            checkpoint=latest is not None,
+            base=model or None,
         )
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:

@@ -27,6 +27,7 @@ from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
+from trainer.adapter_files import FOLDER, save_adapter
 from trainer.from_config import learning_rate, policy_config, seed_all
 from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
 from trainer.packing import Row, count_trained, with_training_signal
@@ -236,9 +237,13 @@ def run(arguments: argparse.Namespace) -> int:
         tuning.epoch(epoch, trained)
         with atomic_folder(out, replace=True) as folder:
             save_pretrained(policy, tokenizer, folder)
+            if policy.config.lora is not None:
+                save_adapter(policy, folder / FOLDER)
         order.shuffle(trained)
     if before is not None:
         print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")
+    if policy.config.lora is not None:
+        print(f"adapter   {out / FOLDER}")
     print(f"model     {out}")
     return 0
 

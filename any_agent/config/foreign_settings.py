@@ -80,6 +80,10 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.betas": "actor.optimizer.beta1 actor.optimizer.beta2",
     "train.dtype": "actor.dtype",
     "train.grad_clip": "train.max_grad_norm",
+    "train.lora.rank, which switches LoRA on": "actor.lora_rank train.lora.r train.lora_rank",
+    "train.lora.alpha": "actor.lora_alpha train.lora.lora_alpha train.lora_alpha",
+    "train.lora.target_modules": "actor.target_modules train.target_modules",
+    "train.lora.dropout, and only 0 is accepted": "train.lora.lora_dropout",
     "train.lr": "lr learning_rate optimizer.lr train.learning_rate train.optimizer.lr",
     "train.steps": (
         "max_steps total_steps train.max_steps train.num_steps train.total_steps "
@@ -126,6 +130,16 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.importance_sampling_level": (
         ("token",),
         "only token is supported here: train.preset=gspo has the ratio of a sequence",
+    ),
+    "actor.use_lora": (
+        (False,),
+        "set train.lora.rank, train.lora.alpha and train.lora.target_modules instead",
+    ),
+    "actor.peft_type": (("lora",), "only lora is supported"),
+    "rollout.use_lora": ((False,), "leave it out: engines get the model with the adapter merged"),
+    "train.lora.modules_to_save": (
+        (),
+        "leave it out: only the adapter is trained, no other weights",
     ),
     "actor.dynamic_sampling": (
         (True,),
@@ -326,7 +340,9 @@ def put(data: MutableMapping[str, Any], name: str, value: Any) -> None:
     """Set a dotted name; ConfigError where one of its sections is a value."""
     *sections, leaf = name.split(".")
     for section in sections:
-        part = data.setdefault(section, {})
+        if data.get(section) is None:
+            data[section] = {}
+        part = data[section]
         if not isinstance(part, MutableMapping):
             raise ConfigError(f"{name}: {section} is a value, not a section")
         data = part

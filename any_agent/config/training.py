@@ -7,7 +7,7 @@ from typing import Annotated, Literal, Self
 
 from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from any_agent.config.base import LocalPath, Section, split_texts
+from any_agent.config.base import LocalPath, Section, Texts, split_texts
 from any_agent.config.presets import completed, contradiction
 
 TrackerNames = Annotated[
@@ -81,6 +81,41 @@ class RolloutConfig(Section):
     tokenizer_path: LocalPath = ""
     """The tokenizer that decodes the texts of these files. Empty: the model's own."""
     agent: AgentConfig = AgentConfig()  # type: ignore[call-arg]
+
+
+class LoraConfig(Section):
+    """LoRA: an adapter of low rank is trained on the frozen model, so that gradients and optimizer
+    are as small as the adapter. Engines get the model with the adapter merged. It needs the extra
+    `[lora]`. Any of these settings switches it on, such as `train.lora.rank=16`; without one, or
+    with `train.lora=null`, all weights are trained."""
+
+    rank: int = Field(16, ge=1, le=4096)
+    """The rank of the adapter's matrices."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """No dropout, as the trained policy must be the one that sampled; only 0 is accepted."""
+    target_modules: Texts = ()
+    """The layers to adapt, by name or the end of it, such as `q_proj`. Empty, or `all-linear`:
+    every linear layer of the decoder."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, share: float) -> float:
+        if share != 0:
+            raise ValueError(
+                "the trained policy must be the one that sampled: leave it out, or set 0"
+            )
+        return share
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_alone(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if "all-linear" not in names:
+            return names
+        if len(names) > 1:
+            raise ValueError("all-linear stands for every layer: leave the others out")
+        return ()
 
 
 class TrainConfig(Section):
@@ -172,7 +207,7 @@ class TrainConfig(Section):
     reference_model: LocalPath = ""
     """The reference model of the KL term, a folder or a hub name; it needs the policy's tokenizer.
     Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
-    in memory beside the policy's."""
+    in memory beside the policy's, unless it is the model that `train.lora` adapts."""
     minibatches: int = Field(1, ge=1)
     """Parts of a batch with an optimizer update each, about equal in trained tokens. Groups stay
     whole, or sessions where there are fewer groups than parts. A batch and its updates are one
@@ -196,6 +231,8 @@ class TrainConfig(Section):
     """The weight decay of AdamW."""
     grad_clip: float = Field(1.0, gt=0)
     """The norm to which a larger gradient is scaled down."""
+    lora: LoraConfig | None = None
+    """An adapter of low rank to train. null: all weights are trained."""
     packing: Literal["tree", "rows"] = "tree"
     """`tree` computes a prefix that several calls share once, with the same loss and gradient;
     `rows` computes every call by itself, as does `tree`, with a warning, for models whose attention

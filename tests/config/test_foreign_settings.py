@@ -199,6 +199,12 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
             {"actor": {"importance_sampling_level": "sequence"}},
             "only token is supported here: train.preset=gspo",
         ),
+        (
+            {"actor": {"use_lora": True}},
+            "actor.use_lora: set train.lora.rank, train.lora.alpha and",
+        ),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora: leave it out: engines get the model"),
+        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "leave it out: only the adapter"),
         ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],
 )

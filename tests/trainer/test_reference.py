@@ -11,13 +11,18 @@ from torch import Tensor
 
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import ConfigError
+from tests.support.trainer.adapters import CONFIG as ADAPTED
+from tests.support.trainer.adapters import stirred
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of
 from tests.support.trainer.policies import random_rows
 from tests.support.trainer.trees import shaped_model
+from trainer.loss import LossConfig
+from trainer.parallel.trainer_group import load_reference
 from trainer.policy import Policy, PolicyConfig
 from trainer.reference import frozen_logprobs, require_alike
-from trainer.updates import ReferenceLogprobs
+from trainer.updates import ReferenceLogprobs, StepConfig
+from trainer.weight_folders import save_pretrained
 from trainer.world import leave
 
 CONFIG = PolicyConfig(lr=1e-2, threads=1)
@@ -98,6 +103,32 @@ def test_another_model_is_refused_by_name_at_the_start(
     settings.append(f"train.reference_model={tmp_path / 'vocabulary'}")
     with pytest.raises(ConfigError, match=r"train\.reference_model="):
         Lab(config_of(settings), []).trainer.train()
+
+
+def test_the_base_of_an_adapter_is_the_policy_without_it(tiny_model_dir: Path) -> None:
+    policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
+    load_reference(policy, str(tiny_model_dir))
+    assert policy.reference is not None and not hasattr(policy.reference, "__self__")
+    start = Policy.load(tiny_model_dir, CONFIG)
+    before = logprobs(start.runner.logprobs, start)
+    assert equal(logprobs(policy.reference, policy), before)
+    now = logprobs(policy.runner.logprobs, policy)
+    assert not equal(now, before)
+    rows = random_rows(1, dtype=torch.float32)
+    policy.train(rows, None, LossConfig(kl_coef=1.0), StepConfig(2))
+    assert equal(logprobs(policy.reference, policy), before)
+    assert not equal(logprobs(policy.runner.logprobs, policy), now)
+
+
+def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    other = Policy.load(tiny_model_dir, CONFIG)
+    other.train(random_rows(1, dtype=torch.float32))
+    save_pretrained(other, tiny_model_dir, tmp_path)
+    policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
+    load_reference(policy, str(tmp_path))
+    assert policy.reference is not None
+    expected = logprobs(other.runner.logprobs, other)
+    assert equal(logprobs(policy.reference, policy), expected)
 
 
 def test_where_it_cannot_share_prefixes_the_policy_shares_none(tmp_path: Path) -> None:

@@ -15,23 +15,30 @@ from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
-from trainer.reference import frozen_logprobs, require_alike
+from trainer.reference import frozen_logprobs, is_base, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
 
 
 def load_policy(
-    source: str | Path, settings: PolicyConfig, leader: Leader | None, *, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    leader: Leader | None,
+    *,
+    checkpoint: bool,
+    base: str | None = None,
 ) -> tuple[Policy, dict[str, Any]]:
     """Load a model, or a checkpoint and its state, on all processes that ``leader`` commands.
 
-    Each gets its share; without a leader it is this process alone.
+    Each gets its share; without a leader it is this process alone. ``base`` is the model of a
+    checkpoint's adapter.
     """
     if leader is None:
-        return _load(source, settings, None, checkpoint)
-    with leader.run({"do": "load", "source": str(source), "checkpoint": checkpoint}):
-        policy, state = _load(source, settings, leader.world, checkpoint)
+        return _load(source, settings, None, checkpoint, base)
+    command = {"do": "load", "source": str(source), "checkpoint": checkpoint, "base": base}
+    with leader.run(command):
+        policy, state = _load(source, settings, leader.world, checkpoint, base)
     policy.leader = leader
     return policy, state
 
@@ -42,15 +49,20 @@ def load_reference(policy: Policy, path: str) -> None:
     Raises as :func:`trainer.reference.frozen_logprobs`.
     """
     require_alike(path, policy)
-    with policy.commanded({"do": "reference", "path": path}):
-        policy.reference = frozen_logprobs(path, policy)
+    base = is_base(path, policy)
+    with policy.commanded({"do": "reference", "path": path, "base": base}):
+        policy.reference = frozen_logprobs(path, policy, base=base)
 
 
 def _load(
-    source: str | Path, settings: PolicyConfig, world: World | None, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    world: World | None,
+    checkpoint: bool,
+    base: str | None,
 ) -> tuple[Policy, dict[str, Any]]:
     if checkpoint:
-        return load_checkpoint(Path(source), settings, world=world)
+        return load_checkpoint(Path(source), settings, world=world, base=base)
     return Policy.load(source, settings, world), {}
 
 
@@ -131,10 +143,12 @@ class Follower:
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
         checkpoint = command["checkpoint"]
-        self.policy, _ = _load(command["source"], self._settings, self._world, checkpoint)
+        self.policy, _ = _load(
+            command["source"], self._settings, self._world, checkpoint, command["base"]
+        )
 
     def _load_reference(self, command: Mapping[str, Any]) -> None:
-        self.policy.reference = frozen_logprobs(command["path"], self.policy)
+        self.policy.reference = frozen_logprobs(command["path"], self.policy, base=command["base"])
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step_commanded(command, self._channel.receive_rows())

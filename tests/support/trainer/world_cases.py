@@ -22,6 +22,7 @@ from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
+from tests.support.trainer.adapters import LORA, row_logprobs, stirred
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
@@ -30,6 +31,7 @@ from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
+from trainer.lora import adapter_tensors
 from trainer.loss import LossConfig, LossStats
 from trainer.packing import Pass, Row, count_trained
 from trainer.parallel.trainer_group import Follower, load_policy, load_reference
@@ -38,6 +40,7 @@ from trainer.updates import StepConfig, divide
 from trainer.world import World, whole_tensor
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
+LORA_CONFIG = replace(CONFIG, lora=LORA)
 TRAIN = TrainConfig(lr=1e-3)
 
 Weights = dict[str, Tensor]
@@ -96,6 +99,32 @@ def _gradient(world: World, policy: Policy, case: int) -> Found:
     return stats.loss, found if world.leads else {}
 
 
+def adapters_of(
+    world: World, configs: list[dict[str, Any]], cases: int
+) -> list[tuple[list[Found], Tensor, dict[str, Tensor]]]:
+    """With each of these configurations, of an adapter that is not zero: the loss and the
+    gradients of each case's rows, the log-probabilities of the first rows without the adapter, and
+    what is published."""
+    out = []
+    for config in configs:
+        policy = stirred(divided_policy(world, lora=LORA, **config))
+        adapter = adapter_tensors(policy.model)
+        found = []
+        for case in range(cases):
+            passes, total = _share(world, policy, case)
+            policy.optimizer.zero_grad(set_to_none=True)
+            stats = policy.accumulate(passes, total, LossConfig())
+            assert {n for n, p in policy.model.named_parameters() if p.grad is not None} <= (
+                adapter.keys()
+            )
+            whole = {n: whole_tensor(p.grad, world.device) for n, p in adapter.items()}
+            found.append((stats.loss, whole if world.leads else {}))
+        with policy.without_adapter():
+            bare = torch.cat([row_logprobs(policy, [row])[0] for row in split(0)[0]])
+        out.append((found, bare, weights_of(policy)))
+    return out
+
+
 def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStats, Weights]]:
     """Of each case: the statistics of a step of several updates, and the weights after it."""
     out = []
@@ -120,10 +149,12 @@ def divided_case(case: int) -> tuple[list[Row], list[list[int]], int]:
     return rows, divide(rows, owners, 2), budget
 
 
-def commanded(leader: Leader, model: str, broken: int | None) -> tuple[Weights, str]:
+def commanded(
+    leader: Leader, model: str, broken: int | None, config: PolicyConfig = CONFIG
+) -> tuple[Weights, str]:
     """The weights after two commanded steps of several updates beside a reference model, and what
     is said of one in between whose second minibatch has a ``broken`` row."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
     load_reference(policy, model)
     parts, settings = [[0, 2, 4], [1, 3, 5]], StepConfig(2, lr=2e-3)
     said = ""
@@ -141,11 +172,18 @@ def commanded(leader: Leader, model: str, broken: int | None) -> tuple[Weights, 
     return weights_of(policy), said
 
 
-def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
+def led_lora(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
+    """As :func:`led`, with an adapter."""
+    return led(world, case, *arguments, config=LORA_CONFIG)
+
+
+def led(
+    world: World, case: Callable[..., Any], *arguments: Any, config: PolicyConfig = CONFIG
+) -> Any:
     """``case(leader, *arguments)`` on the leader, while the others follow it."""
     torch.set_num_threads(1)
     if not world.leads:
-        Follower(world, CONFIG, TRAIN).follow()
+        Follower(world, config, TRAIN).follow()
         return None
     leader = Leader(world)
     try:
@@ -154,9 +192,11 @@ def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
         leader.stop()
 
 
-def trained(leader: Leader, model: str, seeds: range, root: str) -> dict[str, Tensor]:
+def trained(
+    leader: Leader, model: str, seeds: range, root: str, config: PolicyConfig = CONFIG
+) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
@@ -170,8 +210,10 @@ def saved_again(leader: Leader, checkpoint: str, root: str) -> dict[str, Tensor]
     return weights_of(policy)
 
 
-def gone_on(leader: Leader, checkpoint: str, seeds: range) -> dict[str, Tensor]:
-    policy, _ = load_policy(checkpoint, CONFIG, leader, checkpoint=True)
+def gone_on(
+    leader: Leader, checkpoint: str, seeds: range, config: PolicyConfig = CONFIG
+) -> dict[str, Tensor]:
+    policy, _ = load_policy(checkpoint, config, leader, checkpoint=True)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     return weights_of(policy)
