@@ -1,6 +1,6 @@
-"""Advantage estimators by name. GRPO's compares each interaction's reward with its group's mean.
+"""Advantage estimators by name, and DAPO's penalty of long outputs.
 
-It needs no torch: rewards are few, float64, and the arithmetic should be readable.
+They need no torch: rewards are few, float64, and the arithmetic should be readable.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import Literal, TypeAlias
 
 from any_agent.config import TrainConfig
 from any_agent.runtime.import_string import NamedRegistry
@@ -53,8 +53,8 @@ class GroupAdvantages:
     """The advantages of one group's sessions.
 
     ``advantages[s][i]`` belongs to interaction i of session s; 0.0 where it is not counted.
-    ``std`` has ddof 1 and is None where fewer than two scores exist; for a group of one,
-    ``baseline`` and ``std`` are the batch's.
+    ``baseline`` and ``std`` (ddof 1) are the mean and deviation of the group's scores; GRPO gives
+    those that it uses, which may be the batch's. None where too few scores exist.
     """
 
     advantages: tuple[tuple[float, ...], ...]
@@ -87,21 +87,23 @@ def estimate_advantages(
 
     Raises ConfigError, with the known names, for an unknown estimator.
     """
-    return ESTIMATORS.find(config.advantage_estimator or config.preset)(groups, config)
+    return ESTIMATORS.find(config.advantage_estimator)(groups, config)
 
 
 @register_advantage_estimator("grpo")
 def _grpo(groups: Sequence[Sequence[SessionRewards]], config: TrainConfig) -> list[GroupAdvantages]:
-    return group_advantages(groups, normalize_std=config.normalize_std)
+    return group_advantages(groups, config.normalize_std or "group")
 
 
 def group_advantages(
-    groups: Sequence[Sequence[SessionRewards]], *, normalize_std: bool = True
+    groups: Sequence[Sequence[SessionRewards]],
+    normalize_std: Literal["group", "batch", "none"] = "group",
 ) -> list[GroupAdvantages]:
     """Compute ``A(i) = (r(i) - b) / (std + 1e-4)`` for every group of one batch.
 
     b is the mean and std the deviation (ddof 1) of the scores of the group's sessions, each
-    counting once however many turns it has. ``normalize_std=False`` gives Dr.GRPO's advantages.
+    counting once however many turns it has. ``batch`` takes std over the scores of the batch, and
+    ``none``, which gives Dr.GRPO's advantages, does not divide.
 
     A group of one session takes b and std from the batch: from all scores of the groups that stay
     in it, that is without those of zero variance, so that dropping these first changes nothing.
@@ -109,28 +111,124 @@ def group_advantages(
     no scale to divide by, and its advantages stay undivided.
 
     A group of several sessions with fewer than two scores has nothing to compare: zero variance.
+    Dropping such groups, and taking others, is DAPO's dynamic sampling (arXiv 2503.14476).
 
     Source: GRPO (arXiv 2402.03300, eq. 10), over sessions instead of single completions;
     Dr.GRPO (arXiv 2503.20783).
     """
-    pools = [_pool(group) for group in groups]
-    stays = [len(group) == 1 or not _equal(pool) for group, pool in zip(groups, pools, strict=True)]
-    batch = [score for pool, stay in zip(pools, stays, strict=True) if stay for score in pool]
+    pools, stays, batch = _pools(groups)
     out = []
     for group, own, stay in zip(groups, pools, stays, strict=True):
         pool = batch if len(group) == 1 else own
         baseline, std = _mean_and_std(pool)
-        scale = 1.0 if std is None or not normalize_std or _equal(pool) else std + STD_FLOOR
-        out.append(
-            GroupAdvantages(
-                advantages=tuple(_of_session(s, baseline, scale, stay) for s in group),
-                scores=tuple(session.score for session in group),
-                baseline=baseline,
-                std=std,
-                zero_variance=not stay,
-            )
-        )
+        if normalize_std == "batch":
+            _, std = _mean_and_std(pool := batch)
+        scale = 1.0 if std is None or normalize_std == "none" or _equal(pool) else std + STD_FLOOR
+        advantages = tuple(_of_session(s, baseline, 0.0, scale, stay) for s in group)
+        out.append(_estimate(group, advantages, baseline, std, stay))
     return out
+
+
+@register_advantage_estimator("rloo")
+def leave_one_out(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Compute ``A(i) = r(i) - b``, b the mean score of the group's **other** sessions.
+
+    Groups of one and groups without variance are treated as in :func:`group_advantages`.
+
+    Source: RLOO (arXiv 2402.14740), over sessions instead of single completions.
+    """
+    pools, stays, batch = _pools(groups)
+    baselines = [
+        [_mean_of_others(batch if len(group) == 1 else pool, s.score) for s in group]
+        for group, pool in zip(groups, pools, strict=True)
+    ]
+    return _from_baselines(groups, baselines, stays, config.normalize_std)
+
+
+@register_advantage_estimator("reinforce_pp")
+def batch_advantages(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Compute ``A(i) = (r(i) - b) / (std + 1e-4)`` with mean and deviation over the whole batch.
+
+    Every session counts once. Groups have no part in it, so that none lacks variance.
+
+    Source: REINFORCE++ (arXiv 2501.03262), without its KL penalty in the reward.
+    """
+    stays = [len(group) == 1 or bool(_pool(group)) for group in groups]
+    mean, _ = _mean_and_std([score for group in groups for score in _pool(group)])
+    return _from_baselines(groups, [[mean] * len(g) for g in groups], stays, config.normalize_std)
+
+
+@register_advantage_estimator("reinforce_pp_baseline")
+def batch_advantages_of_groups(
+    groups: Sequence[Sequence[SessionRewards]], config: TrainConfig
+) -> list[GroupAdvantages]:
+    """Compute ``A'(i) = r(i) - b`` with the mean b of the group, then
+    ``A(i) = (A'(i) - mean) / (std + 1e-4)`` over the A' of the whole batch.
+
+    Mean and std are over sessions, each once. Groups of one and groups without variance are treated
+    as in :func:`group_advantages`.
+
+    Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    """
+    pools, stays, batch = _pools(groups)
+    means = [
+        _mean_and_std(batch if len(group) == 1 else pool)[0]
+        for group, pool in zip(groups, pools, strict=True)
+    ]
+    baselines = [[mean] * len(group) for group, mean in zip(groups, means, strict=True)]
+    return _from_baselines(groups, baselines, stays, config.normalize_std)
+
+
+def _from_baselines(
+    groups: Sequence[Sequence[SessionRewards]],
+    baselines: Sequence[Sequence[float | None]],
+    stays: Sequence[bool],
+    normalize_std: str | None,
+) -> list[GroupAdvantages]:
+    """Subtract each session's baseline; ``batch``: also the mean of what is left over the batch,
+    and divide by its deviation."""
+    centred = [
+        score - b
+        for group, of_group, stay in zip(groups, baselines, stays, strict=True)
+        for session, b in zip(group, of_group, strict=True)
+        if stay and b is not None and (score := session.score) is not None
+    ]
+    mean, std = _mean_and_std(centred)
+    shift, scale = 0.0, 1.0
+    if normalize_std == "batch" and mean is not None and std is not None and not _equal(centred):
+        shift, scale = mean, std + STD_FLOOR
+    out = []
+    for group, of_group, stay in zip(groups, baselines, stays, strict=True):
+        pairs = zip(group, of_group, strict=True)
+        advantages = tuple(_of_session(s, b, shift, scale, stay) for s, b in pairs)
+        out.append(_estimate(group, advantages, *_mean_and_std(_pool(group)), stay))
+    return out
+
+
+def _estimate(
+    group: Sequence[SessionRewards],
+    advantages: tuple[tuple[float, ...], ...],
+    baseline: float | None,
+    std: float | None,
+    stays: bool,
+) -> GroupAdvantages:
+    scores = tuple(session.score for session in group)
+    return GroupAdvantages(advantages, scores, baseline, std, zero_variance=not stays)
+
+
+def _pools(
+    groups: Sequence[Sequence[SessionRewards]],
+) -> tuple[list[list[float]], list[bool], list[float]]:
+    """Return each group's scores, whether it has something to learn from, and the scores of the
+    groups that have."""
+    pools = [_pool(group) for group in groups]
+    stays = [len(group) == 1 or not _equal(pool) for group, pool in zip(groups, pools, strict=True)]
+    batch = [score for pool, stay in zip(pools, stays, strict=True) if stay for score in pool]
+    return pools, stays, batch
 
 
 def _pool(group: Sequence[SessionRewards]) -> list[float]:
@@ -138,13 +236,20 @@ def _pool(group: Sequence[SessionRewards]) -> list[float]:
     return [score for session in group if (score := session.score) is not None]
 
 
+def _mean_of_others(pool: Sequence[float], score: float | None) -> float | None:
+    """Return the mean of a pool without one score that it contains; None if no other is left."""
+    if score is None or len(pool) < 2:
+        return None
+    return (math.fsum(pool) - score) / (len(pool) - 1)
+
+
 def _of_session(
-    session: SessionRewards, baseline: float | None, scale: float, stays: bool
+    session: SessionRewards, baseline: float | None, shift: float, scale: float, stays: bool
 ) -> tuple[float, ...]:
     if baseline is None or not stays:
         return (0.0,) * len(session.rewards)
     return tuple(
-        (r - baseline) / scale if counted else 0.0
+        (r - baseline - shift) / scale if counted else 0.0
         for r, counted in zip(session.rewards, session.counted, strict=True)
     )
 
@@ -163,3 +268,17 @@ def _equal(values: Sequence[float]) -> bool:
     if len(values) < 2:
         return True
     return max(values) - min(values) <= _SAME * max(1.0, *map(abs, values))
+
+
+def overlong_penalty(length: int, config: TrainConfig) -> float:
+    """Return what the reward of an output of ``length`` tokens loses: from 0 to the factor.
+
+    ``factor * min(max(length - (L - buffer), 0) / buffer, 1)`` with L = `train.overlong_length`:
+    it grows over the last ``buffer`` tokens below L. 0 without such a length.
+
+    Source: DAPO's soft overlong punishment (arXiv 2503.14476, eq. 13), with a factor.
+    """
+    if config.overlong_length is None:
+        return 0.0
+    buffer, factor = config.overlong_buffer or 1, config.overlong_penalty or 0.0
+    return factor * min(max(length - (config.overlong_length - buffer), 0) / buffer, 1.0)

@@ -1,4 +1,4 @@
-"""The rows of one optimizer step, made from sessions.
+"""The rows of one train step, made from sessions.
 
 A session is a leased :class:`Trajectory`, whose tree is still to be scored, or the rows of a
 :class:`SampledSession` that a workflow of this process returned.
@@ -14,8 +14,10 @@ from typing import TypeAlias
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from any_agent.config import TrainConfig
+from any_agent.config.presets import CONSTANT_LENGTH
 from any_agent.record import (
     InteractionTree,
     TrainabilityWatch,
@@ -27,8 +29,9 @@ from any_agent.record import (
 from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory
-from trainer.advantage import SessionRewards, estimate_advantages
+from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
 from trainer.packing import Row, mask_stale, with_training_signal
+from trainer.updates import divide
 
 log = logging.getLogger(__name__)
 
@@ -42,6 +45,8 @@ class TrainingBatch:
     """The rows of one step, and the fate of its sessions."""
 
     rows: list[Row] = field(default_factory=list)
+    minibatches: list[list[int]] = field(default_factory=list)
+    """The numbers of the rows of each optimizer update, in their order."""
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
@@ -51,7 +56,7 @@ class TrainingBatch:
     """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
     ages: list[int] = field(default_factory=list)
-    """The optimizer steps between each trained token's version and this step."""
+    """The train steps between each trained token's version and this step."""
     prompts: list[int] = field(default_factory=list)
     """The tokens of each call's prompt, in every session, also in rejected ones."""
     outputs: list[int] = field(default_factory=list)
@@ -61,23 +66,37 @@ class TrainingBatch:
     """For each call whose end is known, whether its output was cut by its length."""
 
 
-def session_rewards(session: Session, discount: float) -> SessionRewards:
+def session_rewards(session: Session, config: TrainConfig) -> SessionRewards:
     """Return each interaction's reward after propagation through the tree, and if it counts.
 
-    Rewards have a row's precision. A sampled session's rewards are propagated already.
+    Rewards have a row's precision. A sampled session's rewards are propagated already. The penalty
+    of a long output is subtracted afterwards: it belongs to its own interaction alone, that of a
+    row with several outputs to the longest.
     """
     if isinstance(session, SampledSession):
         return SessionRewards(
-            rewards=[float(row["rewards"]) for row in session.rows],
+            rewards=[
+                float(row["rewards"]) - overlong_penalty(_longest_run(row["loss_mask"]), config)
+                for row in session.rows
+            ],
             counted=[bool(row["loss_mask"].any()) for row in session.rows],
         )
     nodes = session.interactions
-    r = propagate_rewards(nodes, discount=discount, final_reward=session.final_reward)
+    r = propagate_rewards(nodes, discount=config.discount, final_reward=session.final_reward)
     gone = discarded(nodes)
     return SessionRewards(
-        rewards=[float(np.float32(r[node.id])) for node in nodes],
+        rewards=[
+            float(np.float32(r[node.id])) - overlong_penalty(len(node.output_ids), config)
+            for node in nodes
+        ],
         counted=[node.trainable and node.id not in gone for node in nodes],
     )
+
+
+def _longest_run(mask: npt.NDArray[np.int32]) -> int:
+    """Return the number of trained tokens in the longest unbroken run of a row."""
+    edges = np.flatnonzero(np.diff(mask.astype(bool), prepend=False, append=False))
+    return int((edges[1::2] - edges[::2]).max(initial=0))
 
 
 def training_batch(
@@ -89,14 +108,20 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
 ) -> TrainingBatch:
-    """Estimate advantages over the groups, then make one row per counted interaction.
+    """Estimate advantages over the groups, then make one row per counted interaction, and divide
+    the rows into minibatches.
 
-    Stale tokens are masked. ``temperature`` applies to rows that do not state their own.
+    Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
+    ``temperature`` applies to rows that do not state their own.
     """
-    rewards = [[session_rewards(s, config.discount) for s in group] for group in groups]
+    rewards = [[session_rewards(s, config) for s in group] for group in groups]
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
-    for group, group_rewards, estimate in zip(groups, rewards, estimates, strict=True):
+    of_rows: list[Row] = []
+    owners: list[tuple[int, str]] = []
+    for number, (group, group_rewards, estimate) in enumerate(
+        zip(groups, rewards, estimates, strict=True)
+    ):
         for session, r, advantages, score in zip(
             group, group_rewards, estimate.advantages, estimate.scores, strict=True
         ):
@@ -119,7 +144,8 @@ def training_batch(
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
             left = [row for row in rows if bool(row["loss_mask"].any())]
-            batch.rows += left
+            of_rows += left
+            owners += [(number, session.session_id)] * len(left)
             for row in left:
                 trained = row["versions"][row["loss_mask"].bool()].tolist()
                 batch.ages += [step - step_of_version[version] for version in trained]
@@ -127,7 +153,54 @@ def training_batch(
                 batch.trained.append(session.session_id)
             else:
                 batch.rejected[session.session_id] = "stale" if rows else "untrainable"
+    batch.minibatches = divide(of_rows, owners, config.minibatches)
+    sessions = [session for _, session in owners]
+    batch.rows = _weighted_parts(of_rows, sessions, batch.minibatches, config)
     return batch
+
+
+def _weighted_parts(
+    rows: Sequence[Row],
+    sessions: Sequence[str],
+    minibatches: Sequence[Sequence[int]],
+    config: TrainConfig,
+) -> list[Row]:
+    """Return the rows with their tokens' factors in the loss of their minibatch."""
+    out = list(rows)
+    for part in minibatches:
+        places: dict[str, list[int]] = {}
+        for k in part:
+            places.setdefault(sessions[k], []).append(k)
+        mine = [[rows[k] for k in one] for one in places.values()]
+        found = weighted(mine, config.aggregation, config.constant_length)
+        for k, row in zip((k for one in places.values() for k in one), found, strict=True):
+            out[k] = row
+    return out
+
+
+def weighted(
+    sessions: Sequence[Sequence[Row]], aggregation: str | None, constant_length: int | None = None
+) -> list[Row]:
+    """Return all rows, with the factor u of their tokens in ``L = (1/N) sum_t u_t l_t``.
+
+    N trained tokens are in R rows of S sessions, n of them in a row or session. `token`: u = 1,
+    which needs no tensor. `turn`: u = N / (R n of the row). `session`: u = N / (S n of the
+    session). `constant`: u = N / (S ``constant_length``).
+
+    Sources: DAPO (arXiv 2503.14476) for `token`, GRPO (arXiv 2402.03300) for `turn` and `session`,
+    Dr.GRPO (arXiv 2503.20783) for `constant`.
+    """
+    if aggregation in (None, "token"):
+        return [row for rows in sessions for row in rows]
+    counts = [[int(row["loss_mask"].sum()) for row in rows] for rows in sessions if rows]
+    total, turns = sum(map(sum, counts)), sum(map(len, counts))
+    out = []
+    for rows, ns in zip(filter(None, sessions), counts, strict=True):
+        length = sum(ns) if aggregation == "session" else constant_length or CONSTANT_LENGTH
+        for row, n in zip(rows, ns, strict=True):
+            parts = turns * n if aggregation == "turn" else len(counts) * length
+            out.append(row | {"token_weights": torch.tensor(total / parts, dtype=torch.float32)})
+    return out
 
 
 def _add_lengths(batch: TrainingBatch, session: Session) -> None:
@@ -231,7 +304,7 @@ class ZeroVarianceGroups:
         for session in group:
             if isinstance(session, Trajectory):
                 self.trainability.add(count_calls(session.interactions))
-        rewards = [session_rewards(session, self._config.discount) for session in group]
+        rewards = [session_rewards(session, self._config) for session in group]
         scores = [r.score for r in rewards if r.score is not None]
         if not scores:
             reason = "untrainable"

@@ -9,6 +9,7 @@
         rng.safetensors         torch's generators
         state.json              steps, optimizer scalars, Python's and numpy's generators,
                                 and the caller's state
+      adapter/                with LoRA: the adapter as peft writes it, which is in the model, too
       manifest.json           every other file with its size and checksum, written last
     latest                    the name of the newest checkpoint
 """
@@ -29,6 +30,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from any_agent.errors import ConfigError, NotFound, StartupError, TrainingError
+from any_agent.launcher.trial import check_model
 from any_agent.rundir.checksums import damaged_folders, set_aside, sound, write_manifest
 from any_agent.rundir.layout import (
     checkpoint_folder,
@@ -38,6 +40,7 @@ from any_agent.rundir.layout import (
 )
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from any_agent.runtime.disk_space import is_disk_full
+from trainer import adapter_files
 from trainer.policy import Policy, PolicyConfig
 from trainer.weight_folders import save_pretrained, weights_bytes
 from trainer.world import World, is_divided
@@ -62,6 +65,8 @@ def save_checkpoint(
     document = _state_document(policy, state)
     with atomic_folder(target, replace=True) as folder:
         save_pretrained(policy, tokenizer, folder)
+        if policy.config.lora is not None:
+            adapter_files.save_adapter(policy, folder / adapter_files.FOLDER)
         extra = folder / "trainer"
         extra.mkdir()
         _save_optimizer(policy, extra)
@@ -82,24 +87,40 @@ def checkpoint_bytes(policy: Policy) -> int:
 
 
 def load_checkpoint(
-    path: Path, config: PolicyConfig | None = None, *, world: World | None = None
+    path: Path,
+    config: PolicyConfig | None = None,
+    *,
+    world: World | None = None,
+    base: str | Path | None = None,
 ) -> tuple[Policy, dict[str, Any]]:
     """Return the policy exactly as :func:`save_checkpoint` saw it, and its ``state``.
 
     The optimizer's settings are the saved ones (the learning rate may follow a schedule); device,
-    chunks and the like come from ``config``. Restores the generators of torch, Python and numpy.
-    All processes of a ``world`` must call it together. Raises NotFound if the folder is not a
-    complete checkpoint, StartupError if it does not fit.
+    chunks and the like come from ``config``. With LoRA the checkpoint's adapter is put on the model
+    ``base``, by default the one that the checkpoint names. Restores the generators of torch, Python
+    and numpy. All processes of a ``world`` must call it together. Raises NotFound if the folder is
+    not a complete checkpoint, StartupError if it does not fit, ConfigError for another base or
+    adapter.
     """
     if problem := checkpoint_problem(path):
         raise NotFound(f"{path} is not a complete checkpoint: {problem}")
-    policy = Policy.load(path, config, world)
+    config = config or PolicyConfig()
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
     if saved["format"] != FORMAT:
         raise StartupError(
             f"{path} has format {saved['format']}, but this version of any-agent reads {FORMAT}"
         )
+    adapter = saved.get("adapter")
+    adapter_files.require_same_settings(path, adapter, config.lora)
+    if adapter is None:
+        policy = Policy.load(path, config, world)
+    else:
+        base = base or adapter["base"]["path"]
+        check_model(str(base))
+        policy = Policy.load(base, config, world)
+        adapter_files.require_same_model(path, adapter, policy)
+        adapter_files.load_adapter(policy, path / adapter_files.FOLDER)
     _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
     # Last: building the model drew random numbers.
@@ -108,7 +129,7 @@ def load_checkpoint(
 
 
 def complete_checkpoints(root: Path) -> dict[int, Path]:
-    """Return the complete checkpoints by the number of optimizer steps behind them, ascending;
+    """Return the complete checkpoints by the number of train steps behind them, ascending;
     broken ones are logged and skipped."""
     found = saved_steps(root)
     for step, path in list(found.items()):
@@ -240,6 +261,7 @@ def _state_document(policy: Policy, state: Mapping[str, Any]) -> str:
         "steps": policy.steps,
         "optimizer": groups,
         "generators": generators,
+        "adapter": adapter_files.record(policy),
         "state": dict(state),
     }
     return json.dumps(document, allow_nan=False)

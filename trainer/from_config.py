@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+import math
 import random
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from typing import Any
 
 import numpy as np
@@ -25,8 +26,10 @@ from any_agent.workflow import WorkflowLike
 from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
+from trainer.lora import Lora, require_peft
 from trainer.loss import LOSSES, LossConfig
-from trainer.policy import Policy, PolicyConfig
+from trainer.manifests import OptimizerSettings
+from trainer.policy import PolicyConfig
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -53,21 +56,23 @@ def chosen_workflow(
 
 
 def require_algorithm(c: TrainConfig) -> None:
-    """Raise ConfigError, with the known names, for an unknown preset, estimator or loss."""
-    ESTIMATORS.find(c.advantage_estimator or c.preset)
-    LOSSES.find(c.loss or c.preset)
+    """Raise ConfigError, with the known names, for an unknown estimator or loss."""
+    ESTIMATORS.find(c.advantage_estimator)
+    LOSSES.find(c.loss)
 
 
 def loss_config(c: TrainConfig) -> LossConfig:
     """Return the run's loss and its constants; raises as :func:`require_algorithm`."""
     require_algorithm(c)
-    chosen = LossConfig(c.loss or c.preset, eps_low=c.eps_low, eps_high=c.eps_high, is_cap=c.is_cap)
+    names = (f.name for f in fields(LossConfig) if f.name != "name")
+    given = {name: value for name in names if (value := getattr(c, name)) is not None}
+    chosen = LossConfig(c.loss, **given)
     log.debug("loss: %s", asdict(chosen))
     return chosen
 
 
 def policy_config(c: TrainConfig) -> PolicyConfig:
-    """Return optimizer and device settings; ConfigError for a device that is not there."""
+    """Return optimizer and device settings; ConfigError for a device or package that is missing."""
     device = _device(c.device)
     return PolicyConfig(
         lr=c.lr,
@@ -80,13 +85,39 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         offload=c.offload_optimizer,
         device=device,
         threads=c.threads if device == "cpu" else None,
+        lora=_lora(c),
     )
 
 
-def set_optimizer(policy: Policy, c: TrainConfig) -> None:
-    """Give a restored optimizer the settings of this start; its state stays."""
-    for group in policy.optimizer.param_groups:
-        group.update(lr=c.lr, betas=c.betas, weight_decay=c.weight_decay)
+def _lora(c: TrainConfig) -> Lora | None:
+    if c.lora is None:
+        return None
+    require_peft()
+    return Lora(c.lora.rank, c.lora.alpha, c.lora.target_modules, c.seed)
+
+
+def learning_rate(c: TrainConfig, step: int, steps: int) -> float:
+    """Return the learning rate of one of ``steps``, counted from 1.
+
+    It depends on nothing else. In the W steps of the warm-up it is ``lr * step / (W + 1)``, then
+    ``lr * (r + (1 - r) * f(p))`` with r the least ratio, ``p = (step - 1 - W) / (steps - W)``, and
+    ``f(p) = 1 - p`` (linear) or ``(1 + cos(pi p)) / 2`` (cosine, arXiv 1608.03983).
+    """
+    if step <= c.warmup_steps:
+        return c.lr * step / (c.warmup_steps + 1)
+    p = min((step - 1 - c.warmup_steps) / max(steps - c.warmup_steps, 1), 1.0)
+    left = {"constant": 1.0, "linear": 1 - p, "cosine": (1 + math.cos(math.pi * p)) / 2}
+    return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * left[c.lr_schedule])
+
+
+def optimizer_settings(c: TrainConfig, step: int) -> OptimizerSettings:
+    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step."""
+    return {
+        "lr": learning_rate(c, step, c.steps),
+        "betas": c.betas,
+        "weight_decay": c.weight_decay,
+        "grad_clip": c.grad_clip,
+    }
 
 
 def seed_all(seed: int) -> None:

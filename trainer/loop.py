@@ -10,7 +10,7 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -33,7 +33,8 @@ from trainer.batch import (
 )
 from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.command_channel import Leader
-from trainer.from_config import loss_config
+from trainer.from_config import loss_config, optimizer_settings, require_algorithm
+from trainer.loss import LossConfig
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.policy import Policy, StepResult
@@ -47,6 +48,7 @@ from trainer.publisher import (
 )
 from trainer.report import RunReport
 from trainer.run_checkpoints import RunCheckpoints
+from trainer.updates import StepConfig
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -103,7 +105,7 @@ class TrainingLoop:
         )
         self._manifests = ManifestStore(self.dir.manifests)
         self._checkpoints = RunCheckpoints(config, self.dir, self.disk)
-        self._loss = loss_config(config.train)
+        require_algorithm(config.train)
         self.policy: Policy
         self.loaded = False
         """True once model, optimizer and counters are loaded."""
@@ -140,7 +142,7 @@ class TrainingLoop:
         self._source.interrupt()
 
     def train(self) -> bool:
-        """Make the configured number of optimizer steps, from the latest checkpoint if any.
+        """Make the configured number of train steps, from the latest checkpoint if any.
 
         Returns False if it was stopped before the last step.
         """
@@ -277,6 +279,8 @@ class TrainingLoop:
             eta=c.rollout.eta,
             **{name: getattr(c.train, name) for name in Manifest.SETTINGS},
             positions=self._source.positions_of(groups),
+            loss=asdict(loss_config(c.train)),
+            optimizer=optimizer_settings(c.train, self.policy.steps + 1),
         )
 
     def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
@@ -290,11 +294,23 @@ class TrainingLoop:
         )
 
     def _optimize(self, batch: TrainingBatch, taken: Manifest) -> StepResult | None:
-        """Make one optimizer step; None if there is nothing to train on, or it is not finite."""
+        """Make one train step; None if there is nothing to train on, or it is not finite."""
         if not batch.rows:
             return None
+        c = self.config.train.model_copy(update=taken.settings)
+        # A manifest of an earlier version lacks the settings of loss and optimizer.
+        loss = LossConfig(**taken.loss) if taken.loss else loss_config(c)
+        optimizer: Any = optimizer_settings(c, taken.step) | taken.optimizer
+        if loss.kl_coef:
+            self._checkpoints.load_reference(self.policy, c.reference_model)
         try:
-            result = self.policy.train(batch.rows, self.config.train.micro_batch_tokens, self._loss)
+            result = self.policy.train(
+                batch.rows,
+                c.micro_batch_tokens,
+                loss,
+                StepConfig(c.epochs_per_batch, **optimizer),
+                batch.minibatches,
+            )
         except FloatingPointError as error:
             # No step was made, so a restart must repeat none.
             self._manifests.remove(taken.step)
@@ -410,6 +426,8 @@ class TrainingLoop:
         """Load the policy from the latest checkpoint, else from the configured model."""
         self.report.load()
         self.policy, state = self._checkpoints.load(self._leader)
+        if self.config.train.kl_coef:
+            self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
         if state is not None:
             self._consumed.load(state)
             self._source.load(state.get("dataset"))

@@ -1,27 +1,24 @@
-"""Log-probabilities of trained tokens, and losses by name. GRPO's is the clipped policy loss:
+"""Losses by name. Those of the field differ in the surrogate of a token's policy gradient alone:
 
-``L = -(1/N) sum_t w_t * min(rho_t A_t, clip(rho_t, 1 - eps_low, 1 + eps_high) A_t)`` with
-``rho = pi_theta / pi_prox`` and ``w = stop_grad(min(pi_prox / mu, C))``: PPO's clip
-(arXiv 1707.06347) around a proximal policy that differs from the behaviour policy mu
-(decoupled PPO, arXiv 2110.00641), asymmetric (DAPO, arXiv 2503.14476), truncated
-importance weights for the differences between engine and trainer.
+``L = (1/N) sum_t u_t * (w_t * s_t + kl_coef * kl_t - entropy_coef * H_t)``
+
+with s the surrogate, ``w = stop_grad(pi_prox / mu)`` the importance weight, truncated or masked,
+for the differences between the behaviour policy mu and the proximal policy (decoupled PPO, arXiv
+2110.00641), kl an estimate of the divergence from a reference, H the entropy, and u the token's
+factor by `train.aggregation`. The surrogates are in :mod:`trainer.surrogates`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any, Protocol
+from typing import Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import NamedRegistry
-from trainer.packing import Items, Pass
-from trainer.tree_attention import TreePass
 
 _LOG_RATIO_LIMIT = 20.0
 """The bound of a log ratio in the mismatch gauge, so that one token cannot make it infinite."""
@@ -29,29 +26,79 @@ _LOG_RATIO_LIMIT = 20.0
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """The loss by its registered or dotted name, and its constants.
+    """The loss by its registered or dotted name, and its constants, named as in `train`.
 
-    ``eps_low`` and ``eps_high`` are the clip's distances from 1, ``is_cap`` is C.
+    ``eps_low`` and ``eps_high`` are the clip's distances from 1; ``is_cap`` is C, the importance
+    weight above which ``is_mode`` truncates or masks it, for each token or for a whole row
+    (``is_level``). ``kl_coef`` and ``entropy_coef`` are the factors of their terms. ``tau_pos`` and
+    ``tau_neg`` are the temperatures of SAPO's gate at positive and other advantages.
     """
 
     name: str = "grpo"
     eps_low: float = 0.2
     eps_high: float = 0.28
     is_cap: float = 5.0
+    is_mode: Literal["truncate", "mask"] = "truncate"
+    is_level: Literal["token", "sequence"] = "token"
+    kl_coef: float = 0.0
+    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    entropy_coef: float = 0.0
+    tau_pos: float = 1.0
+    tau_neg: float = 1.05
 
     def __post_init__(self) -> None:
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
             raise ConfigError("eps_low must lie in [0, 1] and eps_high must not be negative")
         if self.is_cap <= 0:
             raise ConfigError("is_cap must be positive")
+        if self.kl_coef < 0 or self.entropy_coef < 0:
+            raise ConfigError("kl_coef and entropy_coef must not be negative")
+        if self.tau_pos <= 0 or self.tau_neg <= 0:
+            raise ConfigError("tau_pos and tau_neg must be positive")
+
+
+def needs_sequence_weight(config: LossConfig) -> bool:
+    """Return whether the importance weight is that of a whole row: ``sequence_log_weight``."""
+    return config.is_level == "sequence"
+
+
+@dataclass(frozen=True, slots=True)
+class LossInputs:
+    """The given tensors of n trained tokens: float, shape [n], without gradient, nats.
+
+    A scalar of a row is the same for all of its tokens. No loss sees a row whole: with shared
+    prefixes the tokens of a row may lie in several passes.
+    """
+
+    behaviour: Tensor
+    """log mu, as recorded."""
+    advantages: Tensor
+    proximal: Tensor | None = None
+    """log pi_prox: the policy before the first optimizer step on the batch. None: the current
+    one."""
+    reference: Tensor | None = None
+    """log pi_ref; given if and only if ``kl_coef`` is positive."""
+    token_weights: Tensor | None = None
+    """u, a scalar of each row. None: 1, the mean over all tokens."""
+    sequence_log_ratio: Tensor | None = None
+    """The mean over the row's trained tokens of log pi_theta - log pi_prox at the beginning of this
+    optimizer step. None: 0, on the first step."""
+    sequence_log_weight: Tensor | None = None
+    """The mean over the row's trained tokens of log pi_prox - log mu."""
+
+    @classmethod
+    def of(cls, inputs: Mapping[str, Tensor]) -> LossInputs:
+        """Return the inputs of a pass's items: rows call the behaviour ``logprobs``."""
+        names = (f.name for f in fields(cls) if f.name in inputs and f.name != "behaviour")
+        return cls(inputs["logprobs"], **{name: inputs[name] for name in names})
 
 
 @dataclass(slots=True)
 class LossStats:
     """Sums over trained tokens, so that micro-batches and ranks add up exactly.
 
-    :meth:`means` gives the means. ``entropy`` is nan where the loss was given none. The policy
-    fills the counts of the passes' tokens.
+    :meth:`means` gives the means. ``entropy`` is nan where the loss was given none; ``kl`` is 0
+    without a reference. The policy fills the counts of the passes' tokens.
     """
 
     tokens: int = 0
@@ -66,10 +113,14 @@ class LossStats:
     clipped_high: float = 0.0
     weight: float = 0.0
     is_capped: float = 0.0
+    """Tokens whose importance weight is truncated."""
+    is_masked: float = 0.0
+    """Tokens that their importance weight takes out of the policy gradient."""
     mismatch: float = 0.0
     mismatch_max: float = 0.0
     """The largest difference of a token's log-probabilities in engine and trainer, not a sum."""
     entropy: float = 0.0
+    kl: float = 0.0
 
     def __add__(self, other: LossStats) -> LossStats:
         pairs = ((f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self))
@@ -89,13 +140,12 @@ class LossStats:
 
 
 class Loss(Protocol):
-    """A loss function; :func:`policy_loss` describes its arguments and results."""
+    """A loss function; :meth:`PolicyLoss.__call__` describes its arguments and results."""
 
     def __call__(
         self,
         logprobs: Tensor,
-        behaviour: Tensor,
-        advantages: Tensor,
+        inputs: LossInputs,
         *,
         total_tokens: int,
         config: LossConfig,
@@ -104,7 +154,11 @@ class Loss(Protocol):
     ) -> tuple[Tensor, LossStats]: ...
 
 
-LOSSES: NamedRegistry[Loss] = NamedRegistry("loss", "train.loss")
+LOSSES: NamedRegistry[Loss] = NamedRegistry(
+    "loss",
+    "train.loss",
+    **{n: f"trainer.surrogates.{n}" for n in ("grpo", "gspo", "cispo", "sapo", "reinforce")},
+)
 
 
 def register_loss(name: str) -> Callable[[Loss], Loss]:
@@ -112,75 +166,166 @@ def register_loss(name: str) -> Callable[[Loss], Loss]:
     return lambda loss: LOSSES.register(name, loss)
 
 
-def policy_loss(
-    logprobs: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
-    *,
-    total_tokens: int,
-    config: LossConfig,
-    proximal: Tensor | None = None,
-    entropies: Tensor | None = None,
-    place: Callable[[int], str] = "trained token {}".format,
-) -> tuple[Tensor, LossStats]:
-    """Return the loss's share of these tokens, a scalar to call ``backward`` on, and statistics.
+class Surrogate(NamedTuple):
+    """A loss's policy term of each token [n], with gradient, and the effect of its clip."""
 
-    All tensors are float, shape [n], one entry per trained token, natural logarithms:
-    ``logprobs`` of pi_theta (with gradient), ``behaviour`` of mu as recorded, ``proximal`` of
-    pi_prox (default: ``logprobs`` without gradient, right for one optimizer step per batch).
-    ``total_tokens`` is N, the trained tokens of **all** micro-batches and ranks: the shares must be
-    summed, over ranks too.
+    loss: Tensor
+    ratio: Tensor
+    """pi_theta / pi_prox, of the token or its row."""
+    low: Tensor | None = None
+    """bool: tokens whose ratio is clipped from below."""
+    high: Tensor | None = None
 
-    Raises ValueError for shapes that do not match, FloatingPointError with the token's ``place``
-    where an input, or the loss of a token, is not finite.
+
+SurrogateFunction: TypeAlias = Callable[[Tensor, Tensor, LossInputs, LossConfig], Surrogate]
+"""A function of log pi_theta [n], log pi_prox [n], the inputs and the constants."""
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyLoss:
+    """A loss by its surrogate: with importance weights, KL term, entropy bonus and statistics."""
+
+    surrogate: SurrogateFunction
+    sequence_ratio: bool = False
+    """The surrogate uses ``sequence_log_ratio``."""
+
+    def __call__(
+        self,
+        logprobs: Tensor,
+        inputs: LossInputs,
+        *,
+        total_tokens: int,
+        config: LossConfig,
+        entropies: Tensor | None = None,
+        place: Callable[[int], str] = "trained token {}".format,
+    ) -> tuple[Tensor, LossStats]:
+        """Return the loss's share of these tokens, a scalar to call ``backward`` on, and
+        statistics.
+
+        ``logprobs`` is log pi_theta, float, shape [n], with gradient; so are ``entropies`` where
+        ``entropy_coef`` is positive. ``total_tokens`` is N, the trained tokens of **all**
+        micro-batches and ranks: the shares must be summed, over ranks too.
+
+        Raises ValueError for shapes that do not match and inputs that the constants need,
+        FloatingPointError with the token's ``place`` where an input, or the loss of a token, is not
+        finite.
+        """
+        if total_tokens < max(1, logprobs.numel()):
+            raise ValueError(f"N = {total_tokens} is less than the {logprobs.numel()} tokens given")
+        _require_inputs(logprobs, inputs, config, entropies, place)
+        proximal = logprobs.detach() if inputs.proximal is None else inputs.proximal
+        term = self.surrogate(logprobs, proximal, inputs, config)
+        require_finite("ratio", term.ratio, place)
+        weight, beyond = importance_weight(proximal, inputs, config)
+        per_token = weight * term.loss
+        kl = None
+        if inputs.reference is not None:
+            kl = kl_term(logprobs, inputs.reference, config.kl_estimator)
+            per_token = per_token + config.kl_coef * kl
+        if config.entropy_coef and entropies is not None:
+            per_token = per_token - config.entropy_coef * entropies
+        if inputs.token_weights is not None:
+            per_token = per_token * inputs.token_weights
+        require_finite("loss", per_token, place)
+        loss = per_token.sum() / total_tokens
+
+        with torch.no_grad():
+            masks = config.is_mode == "mask"
+            log_r = proximal - inputs.behaviour
+            bounded = log_r.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+            stats = LossStats(
+                tokens=logprobs.numel(),
+                loss=float(loss.detach()),
+                ratio=float(term.ratio.sum()),
+                clipped_low=0.0 if term.low is None else float(term.low.sum()),
+                clipped_high=0.0 if term.high is None else float(term.high.sum()),
+                weight=float(weight.sum()),
+                is_capped=0.0 if masks else float(beyond.sum()),
+                is_masked=float(beyond.sum()) if masks else 0.0,
+                mismatch=float((torch.exp(bounded) - bounded - 1).sum()),
+                mismatch_max=float(log_r.abs().max()) if logprobs.numel() else 0.0,
+                entropy=float("nan") if entropies is None else float(entropies.sum()),
+                kl=0.0 if kl is None else float(kl.detach().sum()),
+            )
+        return loss, stats
+
+
+def needs_sequence_ratio(config: LossConfig) -> bool:
+    """Return whether the loss needs ``sequence_log_ratio`` after the first step on a batch."""
+    return bool(getattr(LOSSES.find(config.name), "sequence_ratio", False))
+
+
+def importance_weight(
+    proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> tuple[Tensor, Tensor]:
+    """Return w [n], and bool [n]: the tokens whose raw weight is above C.
+
+    The raw weight is pi_prox / mu, of each token, or the geometric mean over its row
+    (``is_level``). Above C it becomes C (``truncate``), or 0 (``mask``).
     """
-    if total_tokens < max(1, logprobs.numel()):
-        raise ValueError(f"N = {total_tokens} is less than the {logprobs.numel()} tokens given")
-    given = {
-        "log-probability": logprobs,
-        "behaviour log-probability": behaviour,
-        "advantage": advantages,
-        "proximal log-probability": proximal,
-    }
+    log_weight = proximal - inputs.behaviour
+    if config.is_level == "sequence" and inputs.sequence_log_weight is not None:
+        log_weight = inputs.sequence_log_weight
+    raw = torch.exp(log_weight)
+    beyond = raw > config.is_cap
+    if config.is_mode == "mask":
+        return raw.masked_fill(beyond, 0.0), beyond
+    return raw.clamp(max=config.is_cap), beyond
+
+
+def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    """Return an estimate of KL(pi_theta, pi_ref) at each token [n]; d = log pi_theta - log pi_ref.
+
+    ==  ==================  ===========================  =====================================
+    k1  ``d``               ``grad log pi``              mean gradient 0: it only adds noise
+    k2  ``d ** 2 / 2``      ``d * grad log pi``          on policy the divergence's gradient
+    k3  ``e**-d + d - 1``   ``(1 - e**-d) grad log pi``  on policy that of KL(pi_ref, pi_theta)
+    ==  ==================  ===========================  =====================================
+
+    The columns: name, value, gradient, and the mean of the gradient over tokens that pi_theta
+    samples. Source: J. Schulman, "Approximating KL Divergence", 2020.
+    """
+    d = logprobs - reference
+    if estimator == "k1":
+        return d
+    return d.square() / 2 if estimator == "k2" else torch.exp(-d) + d - 1
+
+
+def _require_inputs(
+    logprobs: Tensor,
+    inputs: LossInputs,
+    config: LossConfig,
+    entropies: Tensor | None,
+    place: Callable[[int], str],
+) -> None:
+    given = {"log-probability": logprobs, "entropy": entropies}
+    given |= {_TITLES[f.name]: getattr(inputs, f.name) for f in fields(inputs)}
     for name, values in given.items():
         if values is not None:
             if values.shape != logprobs.shape:
                 raise ValueError(f"{name}: shape {tuple(values.shape)} is not that of logprobs")
-            _require_finite(name, values, place)
-
-    fixed = logprobs.detach() if proximal is None else proximal.detach()
-    ratio = torch.exp(logprobs - fixed)
-    _require_finite("ratio", ratio, place)
-    clipped = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
-    raw_weight = torch.exp(fixed - behaviour)
-    weight = raw_weight.clamp(max=config.is_cap)
-    per_token = -weight * torch.min(ratio * advantages, clipped * advantages)
-    _require_finite("loss", per_token, place)
-    loss = per_token.sum() / total_tokens
-
-    with torch.no_grad():
-        log_r = (fixed - behaviour).clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
-        low = (ratio < 1 - config.eps_low) & (advantages < 0)
-        high = (ratio > 1 + config.eps_high) & (advantages > 0)
-        stats = LossStats(
-            tokens=logprobs.numel(),
-            loss=float(loss.detach()),
-            ratio=float(ratio.sum()),
-            clipped_low=float(low.sum()),
-            clipped_high=float(high.sum()),
-            weight=float(weight.sum()),
-            is_capped=float((raw_weight > config.is_cap).sum()),
-            mismatch=float((torch.exp(log_r) - log_r - 1).sum()),
-            mismatch_max=float((fixed - behaviour).abs().max()) if logprobs.numel() else 0.0,
-            entropy=float("nan") if entropies is None else float(entropies.sum()),
-        )
-    return loss, stats
+            require_finite(name, values, place)
+    if (config.kl_coef > 0) is not (inputs.reference is not None):
+        raise ValueError("reference log-probabilities must be given if and only if kl_coef > 0")
+    if config.entropy_coef > 0 and entropies is None:
+        raise ValueError("entropy_coef > 0 needs the entropies")
+    if needs_sequence_weight(config) and inputs.sequence_log_weight is None:
+        raise ValueError("is_level=sequence needs sequence_log_weight in the rows")
 
 
-LOSSES.register("grpo", policy_loss)
+_TITLES = {
+    "behaviour": "behaviour log-probability",
+    "advantages": "advantage",
+    "proximal": "proximal log-probability",
+    "reference": "reference log-probability",
+    "token_weights": "token's weight",
+    "sequence_log_ratio": "row's log ratio",
+    "sequence_log_weight": "row's log weight",
+}
 
 
-def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> None:
+def require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> None:
+    """Raise FloatingPointError with the place of the first value that is not finite."""
     values = values.detach()
     bad = ~torch.isfinite(values)
     if bool(bad.any()):
@@ -189,82 +334,3 @@ def _require_finite(name: str, values: Tensor, place: Callable[[int], str]) -> N
         raise FloatingPointError(
             f"the {name} at {place(k)} is {float(values[k])} ({count} of {values.numel()} tokens)"
         )
-
-
-def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
-    """Return the last hidden states [tokens, size] of a pass; ``tree`` is its attention."""
-    # Right padding and causal attention: no trained token sees padding, so no mask is needed,
-    # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
-    shape: dict[str, Any] = {}
-    if tree is not None:
-        # transformers makes no mask where it gets one of four dimensions; the tree needs none.
-        none = work.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
-        shape = {"position_ids": work.depths, "attention_mask": none, "tree": tree}
-    out = model.base_model(input_ids=work.ids, use_cache=False, **shape)
-    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
-    return hidden
-
-
-def logprobs_of(model: Any, hidden: Tensor, items: Items, head_chunk: int) -> tuple[Tensor, Tensor]:
-    """Return ``log_softmax(logits / T)`` [n] of the items, and the entropies.
-
-    The head runs once for each token and temperature that predict something, on ``head_chunk`` of
-    them at a time, and again in the backward pass.
-    """
-    if not len(items):
-        empty = hidden.new_zeros(0)
-        return empty, empty
-    pairs = torch.stack([items.sources.double(), items.temperatures.double()])
-    (sources, temperatures), owners = torch.unique(pairs, dim=1, return_inverse=True)
-    owners, order = owners.sort(stable=True)
-    selected = hidden[sources.long()]
-    head = model.get_output_embeddings()
-    logprobs, entropies = [], []
-    starts = torch.arange(0, len(sources) + head_chunk, head_chunk, device=owners.device)
-    ends = torch.searchsorted(owners, starts).tolist()
-    for first, start, end in zip(starts.tolist(), ends, ends[1:], strict=False):
-        edges = slice(first, first + head_chunk)
-        arguments = (
-            *(selected[edges], head.weight, getattr(head, "bias", None), temperatures[edges]),
-            *(items.labels[order[start:end]], owners[start:end] - first),
-        )
-        if torch.is_grad_enabled():
-            lp, ent = checkpoint(
-                _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            lp, ent = _label_logprobs(*arguments)
-        logprobs.append(lp)
-        entropies.append(ent)
-    back = order.argsort()
-    return torch.cat(logprobs)[back], torch.cat(entropies)[back]
-
-
-def pass_logprobs(
-    model: Any, work: Pass, tree: TreePass | None, head_chunk: int
-) -> tuple[Tensor, Tensor]:
-    """Return what :func:`logprobs_of` does, from the pass's tokens on."""
-    return logprobs_of(model, hidden_of(model, work, tree), work.items, head_chunk)
-
-
-def _label_logprobs(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    temperatures: Tensor,
-    labels: Tensor,
-    owners: Tensor,
-) -> tuple[Tensor, Tensor]:
-    """Return the labels' log-softmax(logits / T) [n], and the entropies.
-
-    ``hidden`` and ``temperatures`` belong to the tokens that predict, ``owners`` gives the number
-    of each label's.
-    """
-    logits = functional.linear(hidden, weight, bias)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperatures.to(logits.dtype)[:, None]
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits[owners, labels] - normaliser[owners]
-    with torch.no_grad():
-        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropies[owners]

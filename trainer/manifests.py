@@ -1,4 +1,4 @@
-"""Manifests: the sessions of each optimizer step, durable before the step changes anything.
+"""Manifests: the sessions of each train step, durable before the step changes anything.
 
 A trainer that resumes from a checkpoint repeats the later steps from their manifests.
 """
@@ -9,13 +9,14 @@ import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeAlias
 
 import numpy as np
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
+from any_agent.config.training import NormalizeStd
 from any_agent.errors import AnyAgentError, ConfigError, TrainingError
 from any_agent.rollout import Consumed
 from any_agent.rundir.layout import numbered, write_json
@@ -23,11 +24,12 @@ from any_agent.runtime.atomic_files import write_atomic
 from any_agent.types import Row, SampledSession
 
 FORMAT = 1
+OptimizerSettings: TypeAlias = dict[str, float | tuple[float, float]]
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One step: its sessions in their order, and all settings that decide on their advantages."""
+    """One step: its sessions in their order, and all settings that decide what it does."""
 
     __pydantic_config__: ClassVar = ConfigDict(extra="forbid")
     SETTINGS: ClassVar = (
@@ -36,11 +38,19 @@ class Manifest:
         "max_row_tokens",
         "preset",
         "advantage_estimator",
+        "aggregation",
+        "constant_length",
+        "overlong_length",
+        "overlong_buffer",
+        "overlong_penalty",
+        "minibatches",
+        "epochs_per_batch",
+        "reference_model",
     )
     """The fields that are settings of `train`."""
 
     step: int
-    """The number of optimizer steps once this one is made."""
+    """The number of train steps once this one is made."""
     groups: list[list[str]]
     """Every session of the batch by its group, also those with nothing to train on."""
     trained: list[str]
@@ -49,16 +59,32 @@ class Manifest:
     tokens: list[int]
     """Trained tokens of each row."""
     versions: dict[int, int]
-    """The optimizer steps behind each weight version that sampled a token."""
+    """The train steps behind each weight version that sampled a token."""
     eta: int
     discount: float
-    normalize_std: bool
+    normalize_std: NormalizeStd
     positions: list[int] = field(default_factory=list)
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
     max_row_tokens: int | None = None
     preset: str = "grpo"
+    """In earlier versions also the name of the estimator, where that was not set."""
     advantage_estimator: str = ""
+    aggregation: str = "token"
+    constant_length: int | None = None
+    overlong_length: int | None = None
+    overlong_buffer: int | None = None
+    overlong_penalty: float | None = None
+    minibatches: int = 1
+    epochs_per_batch: int = 1
+    reference_model: str = ""
+    loss: dict[str, Any] = field(default_factory=dict)
+    """The fields of :class:`trainer.loss.LossConfig`."""
+    optimizer: OptimizerSettings = field(default_factory=dict)
+    """The optimizer's settings in this step, with its learning rate."""
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "advantage_estimator", self.advantage_estimator or self.preset)
 
     @property
     def settings(self) -> dict[str, Any]:

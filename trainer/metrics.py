@@ -16,7 +16,7 @@ from trainer.batch import TrainingBatch
 from trainer.batch_source import BatchSource
 from trainer.policy import StepResult
 
-STEP = Metric("any_agent_train_step", "gauge", "Optimizer steps made in this trial.")
+STEP = Metric("any_agent_train_step", "gauge", "Train steps made in this trial.")
 VERSION = Metric(
     "any_agent_train_version", "gauge", "The highest weight version ever published in this trial."
 )
@@ -48,7 +48,7 @@ SECONDS = Metric(
 TOKENS_COMPUTED = Metric(
     "any_agent_train_tokens_computed_total",
     "counter",
-    "Tokens that went through the model in training, padding included.",
+    "Tokens that went through the model with a gradient, padding included.",
 )
 TOKENS_IN_ROWS = Metric(
     "any_agent_train_tokens_in_rows_total",
@@ -57,7 +57,9 @@ TOKENS_IN_ROWS = Metric(
     "padding, above 1 are shared prefixes that were computed once.",
 )
 TOKENS = Metric(
-    "any_agent_train_tokens_total", "counter", "Sampled tokens trained on; its rate is tokens/s."
+    "any_agent_train_tokens_total",
+    "counter",
+    "Sampled tokens trained on, in each epoch of a batch; its rate is tokens/s.",
 )
 INTERACTIONS = Metric("any_agent_train_interactions_total", "counter", "Interactions trained on.")
 TRAINED = Metric("any_agent_train_sessions_total", "counter", "Sessions trained on.")
@@ -74,7 +76,7 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "staleness_mean": Metric(
         "any_agent_train_staleness_mean_steps",
         "gauge",
-        "Optimizer steps by which the tokens that the latest step trained on were behind, mean.",
+        "Steps by which the tokens that the latest step trained on were behind, mean.",
     ),
     "staleness_max": Metric(
         "any_agent_train_staleness_max_steps", "gauge", "The same of the oldest token."
@@ -103,6 +105,11 @@ _STEP_GAUGES: Mapping[str, Metric] = {
         "gauge",
         "Share of the latest step's tokens whose importance weight was capped.",
     ),
+    "is_masked": Metric(
+        "any_agent_train_masked_ratio",
+        "gauge",
+        "Share of the latest step's tokens that train.is_mode=mask took out of the gradient.",
+    ),
     "weight": Metric(
         "any_agent_train_importance_weight_mean",
         "gauge",
@@ -110,6 +117,11 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     ),
     "entropy": Metric(
         "any_agent_train_entropy_nats", "gauge", "Mean entropy of the policy at trained tokens."
+    ),
+    "kl": Metric(
+        "any_agent_train_reference_kl_nats",
+        "gauge",
+        "Mean estimate of the divergence from the reference at trained tokens; 0 without one.",
     ),
 }
 """Gauges of the latest step, by their names in its line of metrics.jsonl."""
@@ -122,7 +134,7 @@ CLIPPED = Metric(
 STALENESS = Metric(
     "any_agent_train_staleness_ratio",
     "gauge",
-    "Share of the latest step's trained tokens by their age in optimizer steps.",
+    "Share of the latest step's trained tokens by their age in steps.",
     ("age",),
 )
 LENGTHS = Metric(
@@ -295,6 +307,7 @@ def step_line(
         "cut": sum(batch.cut) / len(batch.cut) if batch.cut else None,
         "grad_norm": result.grad_norm,
         "learning_rate": result.learning_rate,
+        "updates": result.updates,
         **result.stats.means(),
         "seconds": {phase: round(seconds.get(phase, 0.0), 4) for phase in PHASES},
         "capacity": now.model_dump() if now else None,

@@ -136,9 +136,9 @@ def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
 
 
 def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: int) -> Row:
-    """Take tokens older than ``eta`` optimizer steps out of the loss; the row itself is kept.
+    """Take tokens older than ``eta`` train steps out of the loss; the row itself is kept.
 
-    ``step`` counts the optimizer steps made so far, ``step_of_version`` has the count at which each
+    ``step`` counts the train steps made so far, ``step_of_version`` has the count at which each
     version was published: its tokens' age is the difference. Tokens of a later step than ``step``
     (sampled in a history that a resume abandoned) have a negative age and stay; their importance
     weight is capped as any other's.
@@ -167,7 +167,7 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     Equal rows keep their order, so the same rows are always divided alike.
     """
     wanted = [row for row in rows if bool(row["loss_mask"].any())]
-    shares = _dealt([row["input_ids"].shape[0] for row in wanted], parts)
+    shares = dealt([row["input_ids"].shape[0] for row in wanted], parts)
     return [[wanted[k] for k in share] for share in shares]
 
 
@@ -178,7 +178,7 @@ def balanced_tries(rows: Sequence[Row], parts: int, token_budget: int) -> list[l
     while len(tries) < min(parts, wanted):
         token_budget = token_budget // 2
         tries = shared_parts(rows, token_budget)
-    shares = _dealt([_distinct(one) for one in tries], parts)
+    shares = dealt([_distinct(one) for one in tries], parts)
     return [[row for k in share for row in tries[k]] for share in shares]
 
 
@@ -188,7 +188,7 @@ def _distinct(rows: Sequence[Row]) -> int:
     return sum(len(row) - common_prefix(before, row) for before, row in pairwise(ids))
 
 
-def _dealt(weights: Sequence[int], parts: int) -> list[list[int]]:
+def dealt(weights: Sequence[int], parts: int) -> list[list[int]]:
     """Divide numbered things so that each part weighs about as much.
 
     Each, the heaviest first, goes to the part with the least weight so far: no part exceeds the
@@ -318,8 +318,12 @@ def padded_pass(batch: Batch) -> Pass:
 
 def padded_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
     """Return the passes over padded rows, as :func:`micro_batches` divides them."""
-    numbered = [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
-    return [padded_pass(batch) for batch in micro_batches(numbered, token_budget)]
+    return [padded_pass(batch) for batch in micro_batches(numbered(rows), token_budget)]
+
+
+def numbered(rows: Sequence[Row]) -> list[Row]:
+    """Return the rows with their numbers, ``sequences``, which they keep in any division."""
+    return [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
 
 
 def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True) -> list[Pass]:
@@ -328,7 +332,7 @@ def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True)
     ``divided`` passes run along the branches of the trie and have at most ``token_budget`` tokens
     each, with the ancestors that they attend to, or half of that beside long ancestors. Otherwise
     there is one pass. Rows with nothing to train on are left out; items are ordered by their place
-    in the trie.
+    in the trie. Rows are counted, unless they are :func:`numbered`.
     """
     wanted = [k for k, row in enumerate(rows) if bool(row["loss_mask"].any())]
     if not wanted:
@@ -337,11 +341,12 @@ def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True)
     trie = trie_of(
         [rows[k]["input_ids"].numpy() for k in wanted],
         [one.positions.numpy() for one in tokens],
-        [_tie(rows[k]) for k in wanted],
+        [tie(rows[k]) for k in wanted],
         longest_node=max(token_budget // 2, 1) if divided else None,
     )
     plan = plan_passes(trie, token_budget) if divided else [whole_pass(trie)]
-    items = _items([(wanted[k], rows[wanted[k]], tokens[k]) for k in trie.order])
+    numbers = [int(rows[k].get("sequences", k)) for k in wanted]
+    items = _items([(numbers[k], rows[wanted[k]], tokens[k]) for k in trie.order])
     home, local = np.zeros_like(trie.tokens), np.zeros_like(trie.tokens)
     members = []
     for number, one in enumerate(plan):
@@ -394,7 +399,7 @@ def _items(rows: Sequence[tuple[int, Row, TrainedTokens]]) -> Items:
     )
 
 
-def _tie(row: Row) -> bytes:
+def tie(row: Row) -> bytes:
     """Return the inputs of the loss, which order rows with the same tokens."""
     named = sorted(row.items())
     return b"".join(t.contiguous().numpy().tobytes() for _, t in named if t.is_floating_point())
@@ -412,7 +417,7 @@ def shared_parts(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     the budget stands alone. Rows with nothing to train on are left out.
     """
     wanted = [row for row in rows if bool(row["loss_mask"].any())]
-    keys = [(row["input_ids"].numpy().astype(">u4").tobytes(), _tie(row)) for row in wanted]
+    keys = [(row["input_ids"].numpy().astype(">u4").tobytes(), tie(row)) for row in wanted]
     parts: list[list[Row]] = []
     total, previous = 0, np.zeros(0, dtype=np.int32)
     for k in sorted(range(len(wanted)), key=keys.__getitem__):

@@ -1,61 +1,43 @@
-"""The model being trained: log-probabilities of trained tokens, and optimizer steps."""
+"""The model being trained, its optimizer, and its steps."""
 
 from __future__ import annotations
 
-import logging
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
+from itertools import islice
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
 from any_agent.engine.weight_serialization import align
 from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
+from trainer.lora import BaseWeights, Lora, add_adapter, merged, switched_off
 from trainer.loss import (
     LOSSES,
     LossConfig,
+    LossInputs,
     LossStats,
-    hidden_of,
-    logprobs_of,
-    pass_logprobs,
+    needs_sequence_ratio,
+    needs_sequence_weight,
 )
-from trainer.packing import (
-    Batch,
-    Items,
-    Pass,
-    Row,
-    TrainedTokens,
-    balanced,
-    balanced_tries,
-    count_trained,
-    idle_batch,
-    padded_pass,
-    padded_passes,
-    shared_parts,
-    trained_tokens,
-    tree_passes,
-)
+from trainer.packing import Batch, Pass, Row, count_trained, padded_pass
+from trainer.pass_runner import Computed, PassRunner
 from trainer.step_clock import StepClock
-from trainer.tree_attention import TreePass
-from trainer.tree_probe import use_tree_attention
+from trainer.updates import (
+    Minibatch,
+    ReferenceLogprobs,
+    Snapshot,
+    StepConfig,
+    with_input,
+    with_sequence_means,
+)
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
 from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
-
-log = logging.getLogger(__name__)
-
-PASS_TOKENS = {"cpu": 1536, "cuda": 16_384}
-"""Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
-page by page; a GPU needs large matrices."""
-
-MAX_HEAD_CHUNK = 1024
-_CPU_LOGITS = 1 << 25
-"""The most logits at a time on a CPU: 128 MiB in float32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +66,8 @@ class PolicyConfig:
     """Keep weights, gradients and optimizer in the machine's memory between their uses."""
     device: str = "cpu"
     threads: int | None = None
+    lora: Lora | None = None
+    """Train an adapter of this kind, and leave the model's own weights as they are."""
 
     def __post_init__(self) -> None:
         if (self.head_chunk or 1) < 1 or self.grad_clip <= 0:
@@ -91,33 +75,17 @@ class PolicyConfig:
 
 
 @dataclass(frozen=True, slots=True)
-class TokenLogprobs:
-    """The policy's log-probabilities of a batch's n trained tokens: float, shape [n], nats."""
-
-    tokens: TrainedTokens
-    logprobs: Tensor
-    entropies: Tensor
-    """The entropies, without gradient."""
-
-
-@dataclass(frozen=True, slots=True)
-class Computed:
-    """One pass, computed forward: its items' log-probabilities and entropies, [n]."""
-
-    number: int
-    items: Items
-    tree: TreePass | None
-    logprobs: Tensor
-    entropies: Tensor
-
-
-@dataclass(frozen=True, slots=True)
 class StepResult:
-    """One optimizer step. ``grad_norm`` is the global L2 norm before clipping."""
+    """One train step: its optimizer updates, and means over them.
+
+    ``stats`` are sums over the updates but for the loss. ``grad_norm`` is the global L2 norm before
+    clipping.
+    """
 
     stats: LossStats
     grad_norm: float
     learning_rate: float
+    updates: int = 1
 
 
 class GradientNotFinite(FloatingPointError):
@@ -125,7 +93,9 @@ class GradientNotFinite(FloatingPointError):
 
 
 class Policy:
-    """A causal language model, its AdamW, and the number of optimizer steps made.
+    """A causal language model, its AdamW, and the number of train steps made.
+
+    A train step trains on one batch, by one optimizer update or by several.
 
     ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
     the trained policy must be the one that sampled. No method draws random numbers: the same
@@ -147,6 +117,8 @@ class Policy:
         self.world = world = world_for(self.config, world)
         self.leader: Leader | None = None
         """The commands to the other processes of the world, if this one leads them."""
+        self.base: BaseWeights | None = None
+        """The weights that an adapter is trained on, where this process leads."""
         self.whole: Any = (
             model if isinstance(model, UnshardedModel) else prepared(model, self.config, world)
         )
@@ -163,15 +135,17 @@ class Policy:
         """The seconds of packing, forward and backward passes, and optimizer."""
         self._cause: FloatingPointError | None = None
         """The first value of the current step on this process that is not finite."""
-        self.head_chunk = self.config.head_chunk or self._suitable_chunk()
-        self._require_plain_head()
-        self.packing = self.config.packing
-        """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
-        if self.packing == "tree":
-            dtype = self.config.dtype or next(self.model.parameters()).dtype
-            if reason := use_tree_attention(self.model, self._within, dtype, self.device):
-                log.warning("%s: every row is computed by itself, which costs more", reason)
-                self.packing = "rows"
+        self.runner = PassRunner(
+            self.whole,
+            self.device,
+            divided=world is not None,
+            packing=self.config.packing,
+            head_chunk=self.config.head_chunk,
+            dtype=self.config.dtype,
+        )
+        """Runs the passes of this model."""
+        self.reference: ReferenceLogprobs | None = None
+        """Returns what the KL term of the loss compares this model with."""
 
     @classmethod
     def load(
@@ -181,25 +155,12 @@ class Policy:
 
         Raises StartupError for missing weights, which transformers would draw at random.
         """
-        from transformers import AutoModelForCausalLM
-
         config = config or PolicyConfig()
         world = world_for(config, world)
-        with in_turn(world):
-            model, report = AutoModelForCausalLM.from_pretrained(
-                str(source),
-                dtype=torch.float32,
-                use_safetensors=True,
-                attn_implementation=config.attention,
-                output_loading_info=True,
-            )
-            wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-            if wrong:
-                listed = ", ".join(wrong)
-                raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
-            whole = prepared(model, config, world)
-            del model
-        return cls(whole, config, world)
+        policy = cls(loaded(source, config, world), config, world)
+        if config.lora is not None and (world is None or world.leads):
+            policy.base = BaseWeights.of(source)
+        return policy
 
     @property
     def device(self) -> torch.device:
@@ -225,152 +186,160 @@ class Policy:
         return self.leader.run(command) if self.leader is not None else nullcontext()
 
     def gathered(self, names: Sequence[str]) -> list[Tensor]:
-        """Return these stored tensors, whole. All processes must call it together."""
+        """Return these stored tensors, whole, or tensors of the adapter, which is in the others.
+
+        All processes must call it together.
+        """
         stored = stored_tensors(self.model)
-        return [whole_tensor(stored[name].detach(), self.device) for name in names]
+        return merged(self.model, stored, names, lambda t: whole_tensor(t.detach(), self.device))
 
-    def token_logprobs(self, batch: Batch, temperature: float | Tensor = 1.0) -> TokenLogprobs:
-        """Return ``log_softmax(logits / T)`` of every trained token of padded rows, and the
-        entropies.
+    @contextmanager
+    def without_adapter(self) -> Iterator[None]:
+        """Let this process compute the log-probabilities of the base model, bit for bit.
 
-        ``temperature`` is one for all or [batch]. The head runs only where the next token is
-        trained, chunk by chunk, and again in the backward pass, so that [tokens, vocab] logits
-        never exist at once. The results are at least float32, whatever the model computes in.
+        Raises ValueError for a policy without an adapter.
         """
-        if not isinstance(temperature, Tensor):
-            temperature = torch.tensor(temperature, dtype=torch.float64)
-        per_row = temperature.expand(batch["input_ids"].shape[0])
-        work = padded_pass(batch | {"temperatures": per_row}).to(self.device)
-        logprobs, entropies = self._within(pass_logprobs, work, None, self.head_chunk)
-        return TokenLogprobs(trained_tokens(batch), logprobs, entropies)
-
-    def row_logprobs(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
-    ) -> list[Tensor]:
-        """Return the log-probabilities of each row's trained tokens, [their number], float.
-
-        Each row states its temperature. No gradient is kept. In a world all processes must call it
-        together, each with its own rows and the ``count`` of passes of the longest plan.
-        """
-        with torch.no_grad():
-            found = [
-                (done.items.sequences, done.items.positions, done.logprobs)
-                for done in self._run(self.plan(rows, token_budget, count))
-                if done.items.inputs
-            ]
-        counts = [int(row["loss_mask"].sum()) for row in rows]
-        if not found:
-            return [torch.zeros(0) for _ in rows]
-        parts = zip(*found, strict=True)
-        sequences, positions, logprobs = (torch.cat(part).cpu() for part in parts)
-        order = np.lexsort((positions.numpy(), sequences.numpy()))
-        return list(torch.split(logprobs[torch.from_numpy(order)], counts))
-
-    def plan(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
-    ) -> list[Pass]:
-        """Return the passes over these rows, and idle ones up to ``count``.
-
-        ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
-        in any order, and the same settings make the same plan.
-        """
-        budget = self._budget(token_budget)
-        if self.packing == "rows":
-            passes = padded_passes(rows, budget)
-        elif self.world is None:
-            passes = tree_passes(rows, budget)
-        else:
-            # Weights are gathered and divided in each pass: one must end before the next begins.
-            parts = shared_parts(rows, budget)
-            passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
-        return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
-
-    def shares(
-        self, rows: Sequence[Row], processes: int, token_budget: int | None = None
-    ) -> tuple[list[list[Row]], int]:
-        """Return the rows of each process, and the number of passes that each must run."""
-        budget = self._budget(token_budget)
-        if self.packing == "rows":
-            parts = balanced(rows, processes)
-            return parts, max(len(padded_passes(part, budget)) for part in parts)
-        parts = balanced_tries(rows, processes, budget)
-        return parts, max(len(shared_parts(part, budget)) for part in parts)
-
-    def _budget(self, wanted: int | None) -> int:
-        if wanted is not None and wanted < 1:
-            raise ValueError("the token budget must be positive")
-        return PASS_TOKENS[self.device.type] if wanted is None else wanted
-
-    def _within(self, work: Callable[..., Any], *arguments: Any) -> Any:
-        """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
-        out = self.whole(work, *arguments)
-        if self.world is not None and not torch.is_grad_enabled():
-            # No backward pass follows that would divide the last of them again.
-            self.whole.reshard()
-        return out
+        if self.config.lora is None:
+            raise ValueError("this policy has no adapter: train.lora is not set")
+        with switched_off(self.model):
+            yield
 
     def train(
         self,
         rows: Sequence[Row],
         token_budget: int | None = None,
         config: LossConfig | None = None,
+        settings: StepConfig | None = None,
+        minibatches: Sequence[Sequence[int]] | None = None,
     ) -> StepResult:
-        """Make one optimizer step on these rows, on all processes: see :meth:`step`.
+        """Make one train step on these rows, on all processes: see :meth:`step`.
 
         ``token_budget`` bounds one process's forward pass; None: what suits the device.
+        ``minibatches`` has the numbers of each one's rows; None: all rows are one.
         """
-        total = count_trained(rows)
-        if self.leader is None or not total:
+        parts = [[rows[k] for k in part] for part in minibatches or [range(len(rows))]]
+        totals = [count_trained(part) for part in parts]
+        if self.leader is None or not all(totals):
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            return self.step(self.plan(rows, token_budget), total, config)
-        parts, count = self.shares(rows, self.leader.world.size, token_budget)
+            plans = [self.runner.plan(part, token_budget) for part in parts]
+            return self.step(list(zip(plans, totals, strict=True)), config, settings)
+        shares = [self.runner.shares(part, self.leader.world.size, token_budget) for part in parts]
         command = {
             "do": "step",
-            "batches": count,
             "budget": token_budget,
-            "tokens": total,
+            "minibatches": [
+                {"tokens": total, "passes": count, "rows": [len(part) for part in by_rank]}
+                for total, (by_rank, count) in zip(totals, shares, strict=True)
+            ],
             "loss": asdict(config or LossConfig()),
+            "settings": asdict(settings or StepConfig()),
         }
+        every = zip(*(by_rank for by_rank, _ in shares), strict=True)
+        by_rank = [[row for part in mine for row in part] for mine in every]
         found: list[str] = []
         try:
-            with self.leader.run(command, parts) as found:
-                return self.step(self.plan(parts[0], token_budget, count), total, config)
+            with self.leader.run(command, by_rank) as found:
+                return self.step_commanded(command, by_rank[0])
         except GradientNotFinite:
             if found:
                 raise FloatingPointError(found[0]) from None
             raise
 
+    def step_commanded(self, command: Mapping[str, Any], rows: Sequence[Row]) -> StepResult:
+        """Make this process's part of a step that :meth:`train` commands, with its rows."""
+        assert self.world is not None
+        left, minibatches = iter(rows), []
+        for one in command["minibatches"]:
+            mine = list(islice(left, one["rows"][self.world.rank]))
+            passes = self.runner.plan(mine, command["budget"], one["passes"])
+            minibatches.append((passes, one["tokens"]))
+        settings = StepConfig(**command["settings"])
+        return self.step(minibatches, LossConfig(**command["loss"]), settings)
+
     def step(
         self,
-        batches: Sequence[Batch | Pass],
-        total_tokens: int,
+        minibatches: Sequence[Minibatch],
         config: LossConfig | None = None,
+        settings: StepConfig | None = None,
     ) -> StepResult:
-        """Make one optimizer step over all micro-batches: accumulate, clip, update.
+        """Make one train step: an optimizer update for each minibatch, in each of the epochs.
 
-        ``batches`` are passes of :meth:`plan`, or padded rows; they carry ``advantages`` and
-        ``temperatures``. ``total_tokens`` is N over all micro-batches and ranks. pi_prox is the
-        policy before the step. But for rounding the result does not depend on how rows are split
-        into batches.
+        The passes carry ``advantages`` and ``temperatures``. pi_prox is the policy before the first
+        update. But for rounding the result does not depend on how rows are split into passes.
 
-        All processes of a world must bring equally many batches, idle ones if need be
-        (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
+        All processes of a world must bring equally many passes for each minibatch, idle ones if
+        need be (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
 
-        Raises ValueError without batches; FloatingPointError, the weights untouched, where a
-        log-probability, the loss or the gradient is not finite, on every process of a world.
+        Raises ValueError for a minibatch without passes; FloatingPointError, weights and optimizer
+        as they were, where a log-probability, the loss or the gradient of an update is not finite,
+        on every process of a world.
         """
-        if not batches:
+        config, settings = config or LossConfig(), settings or StepConfig()
+        if not minibatches or not all(passes for passes, _ in minibatches):
             raise ValueError("there is nothing to train on")
-        self.optimizer.zero_grad(set_to_none=True)
+        self._set_optimizer(settings)
+        count = settings.epochs * len(minibatches)
+        before = Snapshot(self.optimizer) if count > 1 else None
         self.clock.lap("pack")
         try:
-            stats = self.accumulate(batches, total_tokens, config or LossConfig())
+            work = [(self._with_fixed(passes, config, count), n) for passes, n in minibatches]
+            done: list[StepResult] = []
+            while len(done) < count:
+                passes, total = work[len(done) % len(work)]
+                if done and needs_sequence_ratio(config):
+                    now = self._logprobs(self.runner.logprobs, passes)
+                    passes = with_sequence_means(passes, "sequence_log_ratio", now, "proximal")
+                done.append(self._update(passes, total, config, settings))
+        except BaseException:
+            if before is not None:
+                before.restore()
+            raise
+        self.steps += 1
+        return _together(done)
+
+    def _set_optimizer(self, settings: StepConfig) -> None:
+        given = {name: getattr(settings, name) for name in ("lr", "betas", "weight_decay")}
+        for group in self.optimizer.param_groups:
+            group |= {name: value for name, value in given.items() if value is not None}
+
+    def _with_fixed(
+        self, batches: Sequence[Batch | Pass], config: LossConfig, updates: int
+    ) -> list[Pass]:
+        """Return the passes with what the loss wants to know of other policies than the current."""
+        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
+        if config.kl_coef:
+            if self.reference is None:
+                raise ValueError("the loss's KL term needs a reference model")
+            passes = with_input(passes, "reference", self._logprobs(self.reference, passes))
+        if updates > 1 or needs_sequence_weight(config):
+            proximal = self._logprobs(self.runner.logprobs, passes)
+            if updates > 1:
+                passes = with_input(passes, "proximal", proximal)
+            if needs_sequence_weight(config):
+                passes = with_sequence_means(passes, "sequence_log_weight", proximal, "logprobs")
+        return passes
+
+    def _logprobs(self, compute: ReferenceLogprobs, passes: Sequence[Pass]) -> list[Tensor]:
+        found = compute(passes)
+        self.clock.lap("forward")
+        return found
+
+    def _update(
+        self, passes: Sequence[Pass], total_tokens: int, config: LossConfig, settings: StepConfig
+    ) -> StepResult:
+        """Accumulate the gradient of the passes, clip it, and let the optimizer move the weights.
+
+        ``total_tokens`` is N over all passes and processes.
+        """
+        self.optimizer.zero_grad(set_to_none=True)
+        try:
+            stats = self.accumulate(passes, total_tokens, config)
             norm = float(
                 whole_tensor(
                     nn.utils.clip_grad_norm_(
                         [p for p in self.model.parameters() if p.requires_grad],
-                        self.config.grad_clip,
+                        self.config.grad_clip if settings.grad_clip is None else settings.grad_clip,
                     ),
                     self.device,
                 )
@@ -379,22 +348,19 @@ class Policy:
                 raise self._cause or GradientNotFinite(
                     f"the gradient's norm is {norm} at step {self.steps}"
                 )
-            rate = float(self.optimizer.param_groups[0]["lr"])
             self.optimizer.step()
         finally:
             self.optimizer.zero_grad(set_to_none=True)
             self.clock.lap("optimizer")
-        self.steps += 1
-        return StepResult(stats, norm, rate)
+        return StepResult(stats, norm, float(self.optimizer.param_groups[0]["lr"]))
 
     def accumulate(
-        self, batches: Sequence[Batch | Pass], total_tokens: int, config: LossConfig
+        self, passes: Sequence[Pass], total_tokens: int, config: LossConfig
     ) -> LossStats:
-        """Add the gradient of every micro-batch's share of the loss to the parameters' ``grad``."""
+        """Add the gradient of every pass's share of the loss to the parameters' ``grad``."""
         stats = LossStats()
         self._cause = None
-        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
-        for done in self._run(passes):
+        for done in self.runner.run(passes, entropy_gradient=config.entropy_coef > 0):
             outputs, gradients = done.tree.collected() if done.tree is not None else ([], [])
             part = LossStats()
             if len(done.items):
@@ -408,36 +374,6 @@ class Policy:
             stats = stats + part
         return stats if self.world is None else summed(stats, self.world)
 
-    def _run(self, passes: Sequence[Pass]) -> Iterator[Computed]:
-        """Run the passes forward, and yield each when those that descend from it are done.
-
-        So a caller that runs each backward at once has the gradients of a pass's keys and values
-        together. Only the passes on the way to the current one are retained.
-        """
-        opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
-
-        def close() -> Computed:
-            number, work, tree, hidden = opened.pop()
-            chunk = self.head_chunk
-            if hidden is None:
-                logprobs, entropies = self._within(pass_logprobs, work, tree, chunk)
-            else:
-                logprobs, entropies = self._within(logprobs_of, hidden, work.items, chunk)
-            return Computed(number, work.items, tree, logprobs, entropies)
-
-        for number, one in enumerate(passes):
-            while opened and opened[-1][0] != one.parent:
-                yield close()
-            work, tree, hidden = one.to(self.device), None, None
-            if work.depths is not None:
-                past = [ancestor for _, _, ancestor, _ in opened if ancestor is not None]
-                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
-            if work.keeps:
-                hidden = self._within(hidden_of, work, tree)
-            opened.append((number, work, tree, hidden))
-        while opened:
-            yield close()
-
     def _loss(
         self, done: Computed, total_tokens: int, config: LossConfig
     ) -> tuple[Tensor, LossStats]:
@@ -448,8 +384,7 @@ class Policy:
         try:
             return LOSSES.find(config.name)(
                 done.logprobs,
-                inputs["logprobs"],
-                inputs["advantages"],
+                LossInputs.of(inputs),
                 total_tokens=total_tokens,
                 config=config,
                 entropies=done.entropies,
@@ -462,24 +397,45 @@ class Policy:
             self._cause = self._cause or error
             return math.nan * done.logprobs.sum(), LossStats()
 
-    def _suitable_chunk(self) -> int:
-        if self.device.type != "cpu":
-            return MAX_HEAD_CHUNK
-        vocabulary: int = self.model.get_output_embeddings().weight.shape[0]
-        return min(MAX_HEAD_CHUNK, max(_CPU_LOGITS // vocabulary, 1))
 
-    def _require_plain_head(self) -> None:
-        """Raise StartupError for a model that changes its logits after the head, as by a cap."""
-        vocabulary = self.model.get_output_embeddings().weight.shape[0]
-        ids = torch.arange(1, 5, device=self.device)[None] % vocabulary
-        with torch.no_grad():
-            whole, parts = self._within(_logits_in_two_ways, ids)
-        bent = getattr(self.model.config.get_text_config(), "final_logit_softcapping", None)
-        if bent or not torch.allclose(whole, parts, rtol=1e-6, atol=1e-6):
-            raise StartupError(
-                f"{type(self.model).__name__} changes its logits after the output head; "
-                "such models cannot be trained yet"
-            )
+def _together(updates: Sequence[StepResult]) -> StepResult:
+    """Return the result of a train step of these updates."""
+    count = len(updates)
+    stats = sum((one.stats for one in updates), LossStats())
+    stats.loss /= count
+    norm = sum(one.grad_norm for one in updates) / count
+    return StepResult(stats, norm, updates[-1].learning_rate, count)
+
+
+def loaded(
+    source: str | Path,
+    config: PolicyConfig,
+    world: World | None,
+    *,
+    frozen: bool = False,
+) -> UnshardedModel:
+    """Load a model from a local folder or a hub name, safetensors only, and prepare it.
+
+    Its weights are float32; ``frozen`` ones get no gradient and have the type that passes compute
+    in. Raises StartupError for missing weights, which transformers would draw at random.
+    """
+    from transformers import AutoModelForCausalLM
+
+    with in_turn(world):
+        model, report = AutoModelForCausalLM.from_pretrained(
+            str(source),
+            dtype=(frozen and config.dtype) or torch.float32,
+            use_safetensors=True,
+            attn_implementation=config.attention,
+            output_loading_info=True,
+        )
+        wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
+        if wrong:
+            listed = ", ".join(wrong)
+            raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
+        if frozen:
+            model.requires_grad_(False)
+        return prepared(model, config, world)
 
 
 def world_for(config: PolicyConfig, world: World | None) -> World | None:
@@ -490,7 +446,10 @@ def world_for(config: PolicyConfig, world: World | None) -> World | None:
 
 
 def prepared(model: Any, config: PolicyConfig, world: World | None) -> UnshardedModel:
-    """Prepare a model for training: no dropout, on its device, divided among the processes."""
+    """Prepare a model for training: with the adapter to train, if any, no dropout, on its device,
+    divided among the processes."""
+    if config.lora is not None:
+        add_adapter(model, config.lora)
     whole = UnshardedModel(model)
     model.eval()
     if world is None:
@@ -504,11 +463,6 @@ def prepared(model: Any, config: PolicyConfig, world: World | None) -> Unsharded
     if world is not None:
         shard(whole, world, dtype=config.dtype, offload=config.offload)
     return whole
-
-
-def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
-    body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
-    return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)
 
 
 def _switch_dropout_off(model: nn.Module) -> None:

@@ -30,7 +30,7 @@ TIMEOUT = 120.0  # seconds that the trainer waits for a proxy to restart
 _ANNOUNCE_TIMEOUT = 5.0  # seconds that a rank may take to accept the announcement of a checkpoint
 _BUCKET_BYTES = 256 * 2**20
 """Bytes of weights in one bucket; no more of sharded weights is ever whole in one place."""
-_MAX_REMEMBERED = 4096  # versions whose optimizer steps are recorded
+_MAX_REMEMBERED = 4096  # versions whose train steps are recorded
 _LONG_AGO = -(10**9)
 
 TrainingState: TypeAlias = Literal["training", "finished"]
@@ -51,7 +51,7 @@ def _read_state(path: Path) -> dict[str, Any]:
 
 
 class WeightVersions:
-    """Weight versions of one run, and how many optimizer steps each has behind it.
+    """Weight versions of one run, and how many train steps each has behind it.
 
     The run's `state.json` stores them, so that a resumed run continues above the highest.
     """
@@ -81,7 +81,7 @@ class WeightVersions:
         return self.highest
 
     def steps_of(self, versions: set[int]) -> Mapping[int, int]:
-        """Return the optimizer steps behind each; unknown versions count as long ago."""
+        """Return the train steps behind each; unknown versions count as long ago."""
         return {version: self._steps.get(version, _LONG_AGO) for version in versions}
 
 

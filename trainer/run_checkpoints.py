@@ -17,8 +17,8 @@ from trainer.checkpoint import (
     save_checkpoint,
 )
 from trainer.command_channel import Leader
-from trainer.from_config import policy_config, seed_all, set_optimizer
-from trainer.parallel.trainer_group import load_policy
+from trainer.from_config import policy_config, seed_all
+from trainer.parallel.trainer_group import load_policy, load_reference
 from trainer.policy import Policy
 from trainer.weight_folders import tokenizer_of
 
@@ -38,6 +38,8 @@ class RunCheckpoints:
         self.latest: Path | None = None
         self.step: int | None = None
         """The step of the latest checkpoint."""
+        self._reference = ""
+        """The path of the reference model that is loaded."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
@@ -48,14 +50,22 @@ class RunCheckpoints:
         self.latest = latest = latest_checkpoint(self._folder)
         model = self._config.model.path
         policy, state = load_policy(
-            latest or model, policy_config(c), leader, checkpoint=latest is not None
+            *(latest or model, policy_config(c), leader),
+            checkpoint=latest is not None,
+            base=model or None,
         )
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:
             return policy, None
-        set_optimizer(policy, c)
         self.step = policy.steps
         return policy, state
+
+    def load_reference(self, policy: Policy, path: str) -> None:
+        """Give the policy a reference model, by default the one that training began with."""
+        path = path or self._config.model.path
+        if path != self._reference:
+            load_reference(policy, path)
+            self._reference = path
 
     def save(self, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, and remove the oldest ones; a full disk is waited out."""

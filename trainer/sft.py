@@ -27,10 +27,12 @@ from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
-from trainer.from_config import policy_config, seed_all
-from trainer.loss import LossConfig, LossStats, register_loss
+from trainer.adapter_files import FOLDER, save_adapter
+from trainer.from_config import learning_rate, policy_config, seed_all
+from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
 from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy
+from trainer.updates import StepConfig
 from trainer.weight_folders import save_pretrained, tokenizer_of
 
 _WHOLE_SESSION = "interactions"
@@ -48,8 +50,7 @@ class Example:
 @register_loss("sft")
 def likelihood_loss(
     logprobs: Tensor,
-    behaviour: Tensor,
-    advantages: Tensor,
+    inputs: LossInputs,
     *,
     total_tokens: int,
     config: LossConfig,
@@ -225,15 +226,24 @@ def run(arguments: argparse.Namespace) -> int:
         f"data      {len(trained)} examples, "
         f"{sum(count_trained(e.rows) for e in trained)} tokens trained on, {held} held out"
     )
-    tuning = _Tuning(policy, config, arguments.batch)
+    steps = arguments.epochs * -(-len(trained) // arguments.batch)
+    if (warmup := config.train.warmup_steps) >= max(steps, 1):
+        raise ConfigError(
+            f"train.warmup_steps={warmup} must be below the {steps} steps that the data make"
+        )
+    tuning = _Tuning(policy, config, arguments.batch, steps)
     before = tuning.loss_of(held_out)
     for epoch in range(1, arguments.epochs + 1):
         tuning.epoch(epoch, trained)
         with atomic_folder(out, replace=True) as folder:
             save_pretrained(policy, tokenizer, folder)
+            if policy.config.lora is not None:
+                save_adapter(policy, folder / FOLDER)
         order.shuffle(trained)
     if before is not None:
         print(f"held out  {before:.4f} nats a token before, {tuning.loss_of(held_out):.4f} after")
+    if policy.config.lora is not None:
+        print(f"adapter   {out / FOLDER}")
     print(f"model     {out}")
     return 0
 
@@ -242,7 +252,8 @@ def _config(arguments: argparse.Namespace) -> Config:
     settings = [*overrides_of(arguments)]
     if arguments.model is not None:
         settings.append(f"model.path={arguments.model}")
-    config = load_config(arguments.config, settings)
+    # The data decide on the number of steps.
+    config = load_config(arguments.config, [*settings, "train.steps=1000000000"])
     if not config.model.path:
         raise ConfigError("no model is named: give --model DIR")
     if config.train.processes > 1:
@@ -260,19 +271,23 @@ def _short_enough(examples: Sequence[Example], most: int) -> list[Example]:
 class _Tuning:
     """The optimizer steps of a run."""
 
-    def __init__(self, policy: Policy, config: Config, batch: int) -> None:
+    def __init__(self, policy: Policy, config: Config, batch: int, steps: int) -> None:
         self._policy = policy
+        self._config = config.train
         self._budget = config.train.micro_batch_tokens
         self._batch = batch
+        self._steps = steps
 
     def epoch(self, number: int, examples: Sequence[Example]) -> None:
         for start in range(0, len(examples), self._batch):
             rows = [row for e in examples[start : start + self._batch] for row in e.rows]
-            result = self._policy.train(rows, self._budget, LossConfig("sft"))
+            rate = learning_rate(self._config, self._policy.steps + 1, self._steps)
+            settings = StepConfig(lr=rate)
+            result = self._policy.train(rows, self._budget, LossConfig("sft"), settings)
             print(
                 f"step {self._policy.steps:<4} epoch {number}, {len(rows)} rows, "
                 f"{result.stats.tokens} tokens, loss {result.stats.loss:.4f}, "
-                f"gradient {result.grad_norm:.3g}",
+                f"gradient {result.grad_norm:.3g}, rate {result.learning_rate:.3g}",
                 flush=True,
             )
 
@@ -281,7 +296,7 @@ class _Tuning:
         rows = [row for e in examples for row in e.rows]
         if not rows:
             return None
-        sums = [float(one.sum()) for one in self._policy.row_logprobs(rows, self._budget)]
+        sums = [float(one.sum()) for one in self._policy.runner.row_logprobs(rows, self._budget)]
         return -sum(sums) / count_trained(rows)
 
 

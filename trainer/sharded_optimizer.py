@@ -56,10 +56,13 @@ def save_shard(policy: Policy, folder: Path) -> None:
             )
 
 
-def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
+def load_shards(
+    folder: Path, tensors: dict[str, Tensor], what: str = "the optimizer's state"
+) -> None:
     """Fill these tensors, or this process's shares of them, from the files in ``folder``.
 
-    Raises StartupError for a tensor that is missing or has another shape.
+    ``what`` they are is for messages. Raises StartupError for a tensor that is missing or has
+    another shape.
     """
     reader = HuggingFaceStorageReader(str(folder))
     there = reader.read_metadata().state_dict_metadata
@@ -68,12 +71,12 @@ def load_shards(folder: Path, tensors: dict[str, Tensor]) -> None:
         if size != tensor.size():
             found = "nothing" if size is None else f"shape {tuple(size)}"
             raise StartupError(
-                f"{folder}: the optimizer's state has {found} for {name}, the model wants shape "
+                f"{folder}: {what} has {found} for {name}, the model wants shape "
                 f"{tuple(tensor.size())}"
             )
     wanted = {name: t for name, t in tensors.items() if not isinstance(t, DTensor) or _has_part(t)}
     if wanted:
-        with _translated_errors(f"{folder}: the optimizer's state cannot be read"):
+        with _translated_errors(f"{folder}: {what} cannot be read"):
             state_dict_loader.load(dict(wanted), storage_reader=reader, no_dist=True)
 
 

@@ -122,10 +122,12 @@ def tree_attention(
         out = chain_attention(tree.blocks, scale, query, key, value, *past)
     tree.layers.add(module.layer_idx)
     if tree.keeps and module.layer_idx not in tree.kept:
-        leaves = (key.detach(), value.detach())
-        if key.requires_grad and torch.is_grad_enabled():
-            leaves = (leaves[0].requires_grad_(), leaves[1].requires_grad_())
-        tree.kept[module.layer_idx] = Kept((key, value), leaves)
+        # Either may be frozen, as where an adapter changes only the values.
+        leaves = [
+            one.detach().requires_grad_(one.requires_grad and torch.is_grad_enabled())
+            for one in (key, value)
+        ]
+        tree.kept[module.layer_idx] = Kept((key, value), (leaves[0], leaves[1]))
     return out.transpose(1, 2), None
 
 

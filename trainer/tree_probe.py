@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trainer.loss import hidden_of
+from trainer.logprobs import hidden_of
 from trainer.packing import Items, Row, padded_passes, tree_passes, with_training_signal
 from trainer.tree_attention import NAME, TreePass
 

@@ -8,6 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from trainer.lora import without_adapter_names
+
 Bucket = list[tuple[str, Tensor]]
 
 
@@ -15,8 +17,9 @@ def stored_tensors(model: Any) -> dict[str, Tensor]:
     """Return a checkpoint's tensors by the model's names: tied weights once, under their source's.
 
     They are the parameters and persistent buffers themselves, no copies; shards if it is sharded.
+    Those of an adapter are left out, and the others have the names that they have without it.
     """
-    state: Mapping[str, Tensor] = model.state_dict(keep_vars=True)
+    state = without_adapter_names(model.state_dict(keep_vars=True))
     tied: Mapping[str, str] = getattr(model, "all_tied_weights_keys", None) or {}
     dropped = set(model._keys_to_ignore_on_save or ())
     out: dict[str, Tensor] = {}

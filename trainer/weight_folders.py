@@ -17,6 +17,7 @@ from any_agent.rundir.checksums import write_manifest
 from any_agent.rundir.layout import published_versions, weights_folder
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder
 from trainer.policy import Policy
+from trainer.weight_buckets import stored_tensors
 
 _BUCKET = 4 << 30  # bytes of weights that are whole in memory at once, and that one file has
 _TOKENIZER_FILES = (
@@ -55,7 +56,7 @@ def weights_bytes(policy: Policy, dtype: torch.dtype | None = None) -> int:
     """Return the bytes of the weights' tensors in ``dtype``."""
     sizes = (
         (p.numel(), dtype if dtype is not None and p.is_floating_point() else p.dtype)
-        for p in policy.model.parameters()
+        for p in stored_tensors(policy.model).values()
     )
     return sum(count * kind.itemsize for count, kind in sizes)
 

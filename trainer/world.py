@@ -181,6 +181,12 @@ def is_divided(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")
 
 
+def local_part(tensor: Tensor) -> Tensor:
+    """Return this process's share of a divided tensor, any other as it is; memory is shared."""
+    part: Tensor = tensor.to_local() if is_divided(tensor) else tensor  # type: ignore[attr-defined]
+    return part
+
+
 def whole_tensor(tensor: Tensor, device: torch.device) -> Tensor:
     """Return a divided tensor as one, any other as it is; all processes must call it together."""
     if not is_divided(tensor):

@@ -22,6 +22,9 @@ _NAMES: Mapping[str, str] = {
     "train.gradient_checkpointing": "actor.gradient_checkpointing",
     "train.grad_clip": "actor.gradient_clipping actor.optimizer.gradient_clipping",
     "train.lr": "actor.optimizer.lr",
+    "train.lr_schedule": "actor.optimizer.lr_scheduler_type",
+    "train.min_lr_ratio": "actor.optimizer.min_lr_ratio",
+    "train.minibatches": "actor.ppo_n_minibatches",
     "train.weight_decay": "actor.optimizer.weight_decay",
     "sessions.group_size": "actor.group_size gconfig.n_samples rollout.group_size",
     "sampling.temperature": "actor.temperature gconfig.temperature",
@@ -48,15 +51,39 @@ ALIASES: Mapping[str, str] = {
 """Names that are accepted, and the settings that they set."""
 
 _OTHER_NAMES: Mapping[str, str] = {
-    "train.eps_low and train.eps_high": "actor.eps_clip",
-    "train.eps_high": "actor.eps_clip_higher",
-    "train.is_cap, which caps the weight and drops no token": "actor.behav_imp_weight_cap",
+    "train.eps_low and train.eps_high": "actor.eps_clip train.epsilon train.eps_clip",
+    "train.eps_high": "actor.eps_clip_higher train.epsilon_high",
+    "train.is_cap; train.is_mode=mask drops the tokens above it": "actor.behav_imp_weight_cap",
+    "train.preset, or train.loss and train.aggregation by themselves": (
+        "train.algorithm train.loss_type train.loss_mode"
+    ),
+    "train.preset=gspo for ratios of sequences": "train.importance_sampling_level",
+    "train.aggregation": "train.loss_agg_mode",
+    "train.advantage_estimator": "train.adv_estimator algorithm.adv_estimator",
+    "train.normalize_std": (
+        "train.scale_rewards actor.adv_norm.std_level algorithm.norm_adv_by_std_in_grpo"
+    ),
+    "train.kl_coef, a term of the loss": "train.beta train.kl_loss_coef train.kl_ctl",
+    "train.kl_estimator": "train.kl_loss_type",
+    "train.entropy_coef": "train.entropy_coeff actor.entropy_coeff",
+    "train.overlong_length": "actor.overlong_reward_penalty",
+    "train.overlong_buffer": "actor.overlong_tokens",
+    "train.overlong_penalty": "actor.overlong_penalty_factor",
     "sampling.max_new_tokens": "actor.max_new_tokens train.max_new_tokens",
     "sampling.temperature": "train.temperature",
     "train.micro_batch_tokens": "actor.mb_spec.max_tokens_per_mb",
+    "train.epochs_per_batch": "train.num_iterations train.ppo_epochs",
+    "train.lr_schedule": "train.lr_scheduler train.lr_scheduler_type",
+    "train.warmup_steps": "train.lr_warmup_steps train.num_warmup_steps",
+    "train.minibatches": "train.n_minibatches train.ppo_n_minibatches",
+    "train.reference_model": "train.ref_model",
     "train.betas": "actor.optimizer.beta1 actor.optimizer.beta2",
     "train.dtype": "actor.dtype",
     "train.grad_clip": "train.max_grad_norm",
+    "train.lora.rank, which switches LoRA on": "actor.lora_rank train.lora.r train.lora_rank",
+    "train.lora.alpha": "actor.lora_alpha train.lora.lora_alpha train.lora_alpha",
+    "train.lora.target_modules": "actor.target_modules train.target_modules",
+    "train.lora.dropout, and only 0 is accepted": "train.lora.lora_dropout",
     "train.lr": "lr learning_rate optimizer.lr train.learning_rate train.optimizer.lr",
     "train.steps": (
         "max_steps total_steps train.max_steps train.num_steps train.total_steps "
@@ -85,29 +112,44 @@ CALLED_HERE: Mapping[str, str] = {
 }
 """Other names of AReaL, and usual ones, with ours, which mean something slightly different."""
 
-_NO_CRITIC = "leave it out: GRPO learns no values, a group's mean is its baseline"
+_NO_CRITIC = "leave it out: no algorithm here learns values, baselines are means of scores"
 _NO_GAE = f"only 1 is supported: an answer's tokens share one advantage; {_NO_CRITIC}"
-_NO_KL = "only 0 is supported: there is no KL term to a reference model"
-_NO_OTHER = "leave it out: the algorithm is GRPO (train.preset), with its own loss"
+_NO_KL = "only 0 is supported: no reward is changed by it; train.kl_coef is a term of the loss"
+_NO_OTHER = "leave it out: train.preset chooses the algorithm, and this is none of them"
 _SCRIPT = (
     "it is for a script with a dataset, such as examples/experimental/proxy/train.py, whose "
     "settings are a GRPOConfig; agents outside need none"
 )
 NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "actor.kl_ctl": ((0,), _NO_KL),
-    "actor.kl_estimator": (("k1",), _NO_KL),
+    "actor.kl_estimator": (("k1",), "set train.kl_estimator, together with train.kl_coef"),
     "actor.gae_lambda": ((1,), _NO_GAE),
     "actor.discount": ((1,), _NO_GAE),
-    "actor.ppo_n_minibatches": ((1,), "only 1 is supported: a batch is one optimizer step"),
     "actor.reward_scaling": ((1,), "only 1 is supported: rewards are trained on as they are given"),
     "actor.reward_bias": ((0,), "only 0 is supported: rewards are trained on as they are given"),
-    "actor.importance_sampling_level": (("token",), "only token is supported"),
+    "actor.importance_sampling_level": (
+        ("token",),
+        "only token is supported here: train.preset=gspo has the ratio of a sequence",
+    ),
+    "actor.use_lora": (
+        (False,),
+        "set train.lora.rank, train.lora.alpha and train.lora.target_modules instead",
+    ),
+    "actor.peft_type": (("lora",), "only lora is supported"),
+    "rollout.use_lora": ((False,), "leave it out: engines get the model with the adapter merged"),
+    "train.lora.modules_to_save": (
+        (),
+        "leave it out: only the adapter is trained, no other weights",
+    ),
     "actor.dynamic_sampling": (
         (True,),
         "leave it out: groups whose rewards are all the same are always left out",
     ),
     "actor.optimizer.type": (("adam", "adamw"), "only AdamW is supported"),
-    "actor.optimizer.lr_scheduler_type": (("constant",), "only a constant rate is supported"),
+    "actor.optimizer.warmup_steps_proportion": (
+        (0,),
+        "only 0 is supported: train.warmup_steps is the number of these steps",
+    ),
     "gconfig.greedy": ((False,), "only false is supported: greedy answers teach nothing"),
     "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
     "actor.c_clip": ((), _NO_OTHER),
@@ -116,7 +158,11 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "valid_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),
     "critic": ((), _NO_CRITIC),
-    "ref": ((), "leave it out: no reference model is loaded, as there is no KL term"),
+    "ref": (
+        (),
+        "leave it out: train.kl_coef above 0 loads train.reference_model, or else model.path, and "
+        "computes it as the policy",
+    ),
     "reward_model": ((), "leave it out: rewards are what agents, or reward functions, give"),
     "teacher": ((), "leave it out: nothing is distilled from another model"),
 }
@@ -294,7 +340,9 @@ def put(data: MutableMapping[str, Any], name: str, value: Any) -> None:
     """Set a dotted name; ConfigError where one of its sections is a value."""
     *sections, leaf = name.split(".")
     for section in sections:
-        part = data.setdefault(section, {})
+        if data.get(section) is None:
+            data[section] = {}
+        part = data[section]
         if not isinstance(part, MutableMapping):
             raise ConfigError(f"{name}: {section} is a value, not a section")
         data = part

@@ -39,9 +39,12 @@ AnyConfig = TypeVar("AnyConfig", bound=Config)
 def _fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield the dotted name and the type of every setting."""
     for name, info in model.model_fields.items():
-        kind = info.annotation
-        if isinstance(kind, type) and issubclass(kind, BaseModel):
-            yield from _fields(kind, f"{prefix}{name}.")
+        kind: Any = info.annotation
+        # A section that may be null is one of these.
+        kinds = [one for one in (kind, *get_args(kind)) if isinstance(one, type)]
+        section = next((one for one in kinds if issubclass(one, BaseModel)), None)
+        if section is not None:
+            yield from _fields(section, f"{prefix}{name}.")
         else:
             yield prefix + name, kind
 

@@ -91,6 +91,21 @@ class Config(Section):
         return self
 
     @model_validator(mode="after")
+    def _steps_suffice(self) -> Self:
+        c = self.train
+        if c.warmup_steps and c.warmup_steps >= c.steps:
+            raise ValueError(
+                f"train.warmup_steps={c.warmup_steps} must be below train.steps={c.steps}: the "
+                "learning rate would never reach train.lr"
+            )
+        if c.minibatches > self.rollout.batch_size:
+            raise ValueError(
+                f"train.minibatches={c.minibatches} must not exceed rollout.batch_size="
+                f"{self.rollout.batch_size}: each needs a session at least"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_model_a_name(self) -> Self:
         policy = {self.model.name, *self.model.policy_names}
         both = next((name for name in frozen_names(self.frozen.model_list) if name in policy), None)

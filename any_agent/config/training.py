@@ -3,15 +3,24 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator
+from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
 
-from any_agent.config.base import LocalPath, Section, split_texts
+from any_agent.config.base import LocalPath, Section, Texts, split_texts
+from any_agent.config.presets import completed, contradiction
 
 TrackerNames = Annotated[
     tuple[Literal["trackio", "wandb", "tensorboard"], ...], BeforeValidator(split_texts)
 ]
+
+
+def _scope_of(value: object) -> object:
+    """Return the scope of a deviation for what was true or false in earlier versions."""
+    return ("group" if value else "none") if isinstance(value, bool) else value
+
+
+NormalizeStd = Annotated[Literal["group", "batch", "none"], BeforeValidator(_scope_of)]
 
 
 class AgentConfig(Section):
@@ -46,7 +55,7 @@ class RolloutConfig(Section):
     max_concurrent: int = Field(64, ge=1)
     """Train sessions open at once."""
     eta: int = Field(2, ge=0)
-    """Optimizer steps that a token may be older than the step that trains on it."""
+    """Steps that a token may be older than the step that trains on it."""
     deterministic: bool = False
     """Derive session ids and sampling seeds from `train.seed` and each session's place in its group
     (without a group: in the order of opening), and sort batches, so that the same agents produce
@@ -74,9 +83,44 @@ class RolloutConfig(Section):
     agent: AgentConfig = AgentConfig()  # type: ignore[call-arg]
 
 
+class LoraConfig(Section):
+    """LoRA: an adapter of low rank is trained on the frozen model, so that gradients and optimizer
+    are as small as the adapter. Engines get the model with the adapter merged. It needs the extra
+    `[lora]`. Any of these settings switches it on, such as `train.lora.rank=16`; without one, or
+    with `train.lora=null`, all weights are trained."""
+
+    rank: int = Field(16, ge=1, le=4096)
+    """The rank of the adapter's matrices."""
+    alpha: int = Field(32, ge=1)
+    """The adapter's output is multiplied by alpha / rank."""
+    dropout: float = 0.0
+    """No dropout, as the trained policy must be the one that sampled; only 0 is accepted."""
+    target_modules: Texts = ()
+    """The layers to adapt, by name or the end of it, such as `q_proj`. Empty, or `all-linear`:
+    every linear layer of the decoder."""
+
+    @field_validator("dropout")
+    @classmethod
+    def _no_dropout(cls, share: float) -> float:
+        if share != 0:
+            raise ValueError(
+                "the trained policy must be the one that sampled: leave it out, or set 0"
+            )
+        return share
+
+    @field_validator("target_modules")
+    @classmethod
+    def _all_alone(cls, names: tuple[str, ...]) -> tuple[str, ...]:
+        if "all-linear" not in names:
+            return names
+        if len(names) > 1:
+            raise ValueError("all-linear stands for every layer: leave the others out")
+        return ()
+
+
 class TrainConfig(Section):
     steps: int = Field(100, ge=0)
-    """Optimizer steps; afterwards train sessions are refused and inference goes on."""
+    """Steps, one batch each; afterwards train sessions are refused and inference goes on."""
     epochs: int | None = Field(None, ge=1)
     """Passes over the dataset after which training ends, if `train.steps` does not end it earlier.
     null: as many as the steps take."""
@@ -99,34 +143,96 @@ class TrainConfig(Section):
     offload_optimizer: bool = False
     """Keep weights, gradients and optimizer in the machine's memory and step there; the GPU holds
     only the layers that compute. This is slower and needs far less GPU memory."""
-    preset: str = "grpo"
-    """The algorithm, by name: its advantage estimator and its loss."""
+    preset: Literal[
+        "grpo",
+        "dr_grpo",
+        "dapo",
+        "gspo",
+        "cispo",
+        "sapo",
+        "rloo",
+        "reinforce_pp",
+        "reinforce_pp_baseline",
+    ] = "grpo"
+    """The algorithm, by name: it chooses the settings from here to `train.kl_estimator` that are
+    not given. docs/reference/algorithms.md has them all."""
     advantage_estimator: str = ""
-    """An advantage estimator of your own, by its registered name or as `package.module.function`.
-    Empty: the preset's."""
+    """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, or your
+    own, by its registered name or as `package.module.function`. Empty: the preset's."""
     loss: str = ""
-    """A loss of your own, by its registered name or as `package.module.function`. Empty: the
-    preset's."""
+    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `reinforce`, or your own, by its registered name
+    or as `package.module.function`. Empty: the preset's."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
-    normalize_std: bool = True
-    """Divide advantages by the group's standard deviation; false is Dr.GRPO."""
-    eps_low: float = Field(0.2, ge=0)
-    """The probability ratio is clipped below 1 - eps_low."""
-    eps_high: float = Field(0.28, ge=0)
-    """The probability ratio is clipped above 1 + eps_high."""
+    normalize_std: NormalizeStd | None = None
+    """Divide advantages by the standard deviation of the scores of the `group` (GRPO) or of the
+    `batch`, or not at all: `none` (Dr.GRPO, RLOO). null: the estimator's own."""
+    aggregation: Literal["token", "session", "turn", "constant"] | None = None
+    """The mean that the loss is: over all trained `token`s (DAPO); over sessions, of each one's
+    mean over its tokens; over rows, of each `turn`'s mean; or each session's sum divided by a
+    `constant` length (Dr.GRPO). null: the preset's."""
+    constant_length: int | None = Field(None, ge=1)
+    """That length, in tokens. null: 4,096."""
+    overlong_length: int | None = Field(None, ge=1)
+    """DAPO's penalty of long outputs: an output of more tokens loses `train.overlong_penalty` of
+    its reward, and a shorter one in the buffer below proportionally less. It counts for each model
+    call by itself. null: no penalty."""
+    overlong_buffer: int | None = Field(None, ge=1)
+    """The width of that buffer, in tokens. null: a fifth of the length."""
+    overlong_penalty: float | None = Field(None, ge=0)
+    """The largest penalty. null: 1."""
+    eps_low: float | None = Field(None, ge=0, le=1)
+    """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
+    eps_high: float | None = Field(None, ge=0)
+    """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
+    tau_pos: float | None = Field(None, gt=0)
+    """The temperature of the gate of the loss `sapo` where the advantage is positive. null: 1."""
+    tau_neg: float | None = Field(None, gt=0)
+    """The same where it is not. null: 1.05."""
     is_cap: float = Field(5.0, gt=0)
-    """C: the cap of the weight pi_prox / mu."""
-    kl_coef: float = 0.0
-    """No KL term to a reference model; only 0 is accepted."""
+    """C: the cap of the importance weight pi_prox / mu."""
+    is_mode: Literal["truncate", "mask"] = "truncate"
+    """The fate of an importance weight above the cap: it becomes the cap, or 0."""
+    is_level: Literal["token", "sequence"] | None = None
+    """Importance weights are those of single tokens, or the geometric mean over each row (one more
+    forward pass). null: `sequence` with the loss `gspo`, else `token`."""
+    entropy_coef: float = Field(0.0, ge=0)
+    """The factor of the entropy in the loss, from which it is subtracted."""
+    kl_coef: float = Field(0.0, ge=0)
+    """The factor of the divergence from the reference model, a term of the loss. 0: no reference
+    model is loaded."""
+    kl_estimator: Literal["k1", "k2", "k3"] | None = None
+    """The estimate of this divergence. On policy k2 has its gradient, k3 that of the reverse
+    divergence, and k1 none. null: the preset's, k3 with `grpo`."""
+    reference_model: LocalPath = ""
+    """The reference model of the KL term, a folder or a hub name; it needs the policy's tokenizer.
+    Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
+    in memory beside the policy's, unless it is the model that `train.lora` adapts."""
+    minibatches: int = Field(1, ge=1)
+    """Parts of a batch with an optimizer update each, about equal in trained tokens. Groups stay
+    whole, or sessions where there are fewer groups than parts. A batch and its updates are one
+    step: `train.steps`, `rollout.eta` and the learning rate count steps."""
+    epochs_per_batch: int = Field(1, ge=1)
+    """Passes over each batch, with an optimizer update for each minibatch in each of them. With
+    more than one update in a step, a copy of weights and optimizer is kept until the last one
+    has succeeded."""
     lr: float = Field(1e-6, gt=0)
-    """The constant learning rate of AdamW."""
+    """The learning rate of AdamW; a schedule's highest one."""
+    lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    """The course of the learning rate after the warm-up: it stays, or falls evenly or by half a
+    cosine until `train.steps` are made."""
+    warmup_steps: int = Field(0, ge=0)
+    """The first steps, in which the learning rate rises evenly to `train.lr`."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The share of `train.lr` that `linear` and `cosine` fall towards."""
     betas: tuple[float, float] = (0.9, 0.999)
     """The betas of AdamW."""
     weight_decay: float = Field(0.0, ge=0)
     """The weight decay of AdamW."""
     grad_clip: float = Field(1.0, gt=0)
     """The norm to which a larger gradient is scaled down."""
+    lora: LoraConfig | None = None
+    """An adapter of low rank to train. null: all weights are trained."""
     packing: Literal["tree", "rows"] = "tree"
     """`tree` computes a prefix that several calls share once, with the same loss and gradient;
     `rows` computes every call by itself, as does `tree`, with a warning, for models whose attention
@@ -146,12 +252,27 @@ class TrainConfig(Section):
     keep_weights: int = Field(2, ge=1)
     """Published weight versions kept on disk."""
 
-    @field_validator("kl_coef")
-    @classmethod
-    def _no_kl(cls, coefficient: float) -> float:
-        if coefficient != 0:
-            raise ValueError("there is no KL term to a reference model: leave it out, or set 0")
-        return coefficient
+    @model_validator(mode="after")
+    def _has_an_effect(self) -> Self:
+        if self.reference_model and not self.kl_coef:
+            raise ValueError(
+                "train.reference_model is for the KL term: set train.kl_coef above 0, or leave it "
+                "out"
+            )
+        if self.min_lr_ratio and self.lr_schedule == "constant":
+            raise ValueError(
+                "train.min_lr_ratio is for a falling rate: set train.lr_schedule to linear or "
+                "cosine, or leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _complete(self) -> Self:
+        settings = self.__dict__
+        settings.update(completed(settings))
+        if (problem := contradiction(settings)) is not None:
+            raise ValueError(problem)
+        return self
 
 
 class DatasetConfig(Section):

@@ -38,7 +38,7 @@ def write_manifest(folder: Path) -> None:
     data = {
         "format": FORMAT,
         "files": dict(zip(names, sizes, strict=True)),
-        "crc32": dict(zip(names, _checksums(files), strict=True)),
+        "crc32": dict(zip(names, file_checksums(files), strict=True)),
     }
     manifest.write_text(json.dumps(data, indent=1), encoding="utf-8")
 
@@ -61,7 +61,7 @@ def damage(folder: Path) -> str | None:
             return next(filter(None, map(_malformed, sorted(folder.rglob("*")))), None)
         if sums.keys() != data["files"].keys():
             return f"{MANIFEST} does not have a checksum for each file"
-        found = _checksums([folder / name for name in sums])
+        found = file_checksums([folder / name for name in sums])
     except (OSError, ValueError, KeyError, AttributeError) as error:
         if isinstance(error, OSError) and error.errno in _OF_THIS_PROCESS:
             raise StartupError(
@@ -113,7 +113,8 @@ def damaged_folders(root: Path) -> list[str]:
     return sorted(path.name for path in root.glob(f"{_DAMAGED}*"))
 
 
-def _checksums(files: list[Path]) -> list[str]:
+def file_checksums(files: list[Path]) -> list[str]:
+    """Return the CRC-32 of each file, 8 hexadecimal digits."""
     with ThreadPoolExecutor(_THREADS) as threads:
         return list(threads.map(_checksum, files))
 

@@ -7,17 +7,15 @@ with importance weights capped at 5, the global norm clipped at 1, and AdamW.
 
 from __future__ import annotations
 
-import contextlib
-from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils.rnn import pad_sequence
 
+from benchmarks.peers.trl_trainer import Completions, trl_trainer
 from benchmarks.training_rows import length
 from trainer.packing import Row
 
@@ -159,91 +157,19 @@ def _prompt(row: Row) -> int:
 
 
 def _trl_trainer(model: Any, rows: Sequence[Row], each: int) -> Any:
-    """Return a GRPOTrainer with just what scoring and the loss read."""
-    from trl.trainer.grpo_trainer import GRPOTrainer
-
-    identity = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        process_index=0,
-        sync_gradients=True,
-        is_main_process=True,
-        autocast=contextlib.nullcontext,
-        gather=lambda t: t,
-        gather_for_metrics=lambda t: t,
-        reduce=lambda t, reduction: t,
-        unwrap_model=lambda m: m,
-    )
-    args = SimpleNamespace(
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=each,
-        per_device_eval_batch_size=each,
-        report_to=[],
-        gradient_checkpointing_kwargs=None,
-        use_bias_correction_kl=False,
-        delta=None,
-    )
-    settings: dict[str, Any] = {
-        "accelerator": identity,
-        "args": args,
-        "model": model,
-        "ref_model": None,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.28,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "num_generations": len(rows),
-        "importance_sampling_level": "token",
-        "use_vllm": True,
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": CAP,
-        "vllm_importance_sampling_clip_min": None,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "aux_loss_enabled": False,
-        "_entropy_bonus_enabled": False,
-        "current_gradient_accumulation_steps": 1,
-        "multi_objective_aggregation": "sum_then_normalize",
-        "mask_truncated_completions": False,
-        "pad_to_multiple_of": None,
-        "environment_factories": None,
-        "environments": None,
-        "tools": None,
-        "_is_vlm": False,
-        "_tokenizer": SimpleNamespace(pad_token_id=0),
-        "eos_token_ids": [2],
-        "reward_func_names": ["reward"],
-        "reward_weights": torch.ones(1),
-        "_metrics": {"train": defaultdict(list)},
-        "_logs": defaultdict(lambda: defaultdict(list))
-        | {"prompt": [], "completion": [], "advantages": []},
-        "_pending_extra_logs": {},
-        "_pending_metrics": {},
-        "log_multimodal": False,
-    }
-    trainer: Any = GRPOTrainer.__new__(GRPOTrainer)
-    for name, value in settings.items():
-        setattr(trainer, name, value)
-    ids = [row["input_ids"].tolist() for row in rows]
     prompts = [_prompt(row) for row in rows]
 
-    def outputs(key: str) -> list[list[Any]]:
-        return [row[key].tolist()[p:] for row, p in zip(rows, prompts, strict=True)]
+    def parts(key: str) -> list[tuple[list[Any], list[Any]]]:
+        given = [row[key].tolist() for row in rows]
+        return [(one[:p], one[p:]) for one, p in zip(given, prompts, strict=True)]
 
-    trainer._generate = lambda _: (
-        [row[:p] for row, p in zip(ids, prompts, strict=True)],
-        outputs("input_ids"),
-        outputs("loss_mask"),
-        [""] * len(rows),
-        outputs("logprobs"),
-        {},
-        None,
-        None,
+    given = Completions(
+        prompts=[prompt for prompt, _ in parts("input_ids")],
+        outputs=[output for _, output in parts("input_ids")],
+        own=[output for _, output in parts("loss_mask")],
+        behaviour=[output for _, output in parts("logprobs")],
+        rewards=torch.stack([row["rewards"] for row in rows]),
     )
-    rewards = torch.stack([row["rewards"] for row in rows])[:, None]
-    trainer._calculate_rewards = lambda *_: rewards
-    return trainer
+    return trl_trainer(
+        model, given, group=len(rows), each=each, vllm_importance_sampling_clip_max=CAP
+    )

@@ -17,6 +17,8 @@ from any_agent.errors import ConfigError
 GIVEN = {"rollout.openai.mode": "subproc", "rollout.openai.subproc_max_workers": 3}
 GIVEN |= {"rollout.group_size": 4, "experiment_name": "007", "rollout.max_head_offpolicyness": 1}
 GIVEN |= {"actor.path": "a/b", "actor.optimizer.lr": 1e-3, "gconfig.max_new_tokens": 9}
+GIVEN |= {"actor.optimizer.lr_scheduler_type": "cosine", "actor.optimizer.min_lr_ratio": 0.1}
+GIVEN |= {"actor.ppo_n_minibatches": 4}
 
 
 def value_of(config: Config, key: str) -> Any:
@@ -176,18 +178,33 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("given", "said"),
     [
-        ({"critic": {"path": "x"}}, "critic.path: leave it out: GRPO learns no values"),
-        ({"ref": {"path": "x"}}, "ref.path: leave it out: no reference model"),
+        ({"critic": {"path": "x"}}, "critic.path: leave it out: no algorithm here learns values"),
+        ({"ref": {"path": "x"}}, "ref.path: leave it out: train.kl_coef above 0 loads"),
         ({"reward_model": {"path": "x"}}, "reward_model.path: leave it out: rewards are what"),
         ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
-        ({"actor": {"kl_ctl": 0.1}}, "actor.kl_ctl: only 0 is supported: there is no KL term"),
+        (
+            {"actor": {"kl_ctl": 0.1}},
+            "actor.kl_ctl: only 0 is supported: no reward",
+        ),
         (
             {"actor": {"gae_lambda": 0.95}},
             "actor.gae_lambda: only 1 is supported: an answer's tokens",
         ),
-        ({"actor": {"ppo_n_minibatches": 4}}, "only 1 is supported: a batch is one optimizer step"),
-        ({"actor": {"use_sapo_loss": True}}, "leave it out: the algorithm is GRPO"),
-        ({"train": {"kl_coef": 0.1}}, "train.kl_coef: there is no KL term to a reference model"),
+        (
+            {"actor": {"optimizer": {"warmup_steps_proportion": 0.1}}},
+            "only 0 is supported: train.warmup_steps is the number",
+        ),
+        ({"actor": {"use_sapo_loss": True}}, "leave it out: train.preset chooses the algorithm"),
+        (
+            {"actor": {"importance_sampling_level": "sequence"}},
+            "only token is supported here: train.preset=gspo",
+        ),
+        (
+            {"actor": {"use_lora": True}},
+            "actor.use_lora: set train.lora.rank, train.lora.alpha and",
+        ),
+        ({"rollout": {"use_lora": True}}, "rollout.use_lora: leave it out: engines get the model"),
+        ({"train": {"lora": {"modules_to_save": ["x"]}}}, "leave it out: only the adapter"),
         ({"gconfig": {"greedy": True}}, "gconfig.greedy: only false is supported"),
     ],
 )

@@ -87,7 +87,11 @@ def test_single_underscores_in_the_environment() -> None:
         ("sampling.top_k=5", "truncated distribution"),
         ("sampling.temperature=0", "sampling.temperature"),
         ("sessions.group_size=100", "could never be admitted"),
-        ("train.kl_coef=1", "train.kl_coef"),
+        ("train.kl_coef=-0.1", "train.kl_coef"),
+        ("train.lora.dropout=0.1", "train.lora.dropout: the trained policy must be the one that"),
+        ("train.lora.rank=0", "train.lora.rank"),
+        ("train.lora.rnk=1", "did you mean train.lora.rank?"),
+        ("train.lora.target_modules=all-linear,q_proj", "stands for every layer"),
         ("server.admin_key=short", "8 to 256"),
         ("server.admin_key=has a space in it", "without spaces"),
         ("server.admin_key=sk-v1.0.abc.def", "must not begin"),
@@ -133,6 +137,24 @@ def test_names_are_text_whatever_they_look_like(name: str) -> None:
 )
 def test_numbers(text: str, value: float) -> None:
     assert load_config(None, [f"train.lr={text}"], {}).train.lr == value
+
+
+def test_a_section_that_is_null_until_one_of_its_settings_is_given(tmp_path: Path) -> None:
+    assert load_config(None, [], {}).train.lora is None
+    off = write(tmp_path, {"train": {"lora": None}})
+    for given, environ in (
+        (["train.lora.rank=8"], {}),
+        (["train.lora=null", "train.lora.rank=8"], {}),
+        ([], {"ANY_AGENT_TRAIN__LORA__RANK": "8"}),
+    ):
+        lora = load_config(off, given, environ).train.lora
+        assert lora is not None and (lora.rank, lora.alpha, lora.target_modules) == (8, 32, ())
+    for text in ("q_proj,v_proj", "[q_proj, v_proj]"):
+        lora = load_config(None, [f"train.lora.target_modules={text}"], {}).train.lora
+        assert lora is not None and lora.target_modules == ("q_proj", "v_proj")
+    both = write(tmp_path, {"train": {"lora": {"rank": 8, "target_modules": "all-linear"}}})
+    assert load_config(both, [], {}).train.lora == load_config(off, given, environ).train.lora
+    assert load_config(both, ["train.lora=null"], {}).train.lora is None
 
 
 def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
@@ -198,4 +220,4 @@ def test_every_setting_can_be_named(tmp_path: Path) -> None:
         node: Any = dumped
         for part in key.split("."):
             if key not in SECRETS:
-                node = node[part]
+                node = node[part] if node is not None else None

@@ -94,10 +94,20 @@ def test_arguments_that_are_no_settings(capsys: pytest.CaptureFixture[str]) -> N
     ("name", "ours"),
     [
         ("actor.eps_clip", "train.eps_low"),
+        ("actor.behav_imp_weight_cap", "train.is_cap; train.is_mode=mask"),
+        ("actor.overlong_tokens", "train.overlong_buffer"),
+        ("train.epsilon_high", "train.eps_high"),
+        ("train.beta", "train.kl_coef"),
+        ("train.loss_type", "train.preset"),
+        ("train.loss_agg_mode", "train.aggregation"),
         ("train_dataset.batch_size", "rollout.batch_size"),
         ("train.learning_rate", "train.lr"),
         ("train.optimizer.lr", "train.lr"),
         ("total_steps", "train.steps"),
+        ("actor.lora_rank", "train.lora.rank"),
+        ("actor.lora_alpha", "train.lora.alpha"),
+        ("actor.target_modules", "train.lora.target_modules"),
+        ("train.lora.r", "train.lora.rank"),
         ("train.num_epochs", "train.epochs"),
         ("total_train_epochs", "train.epochs"),
     ],
@@ -118,7 +128,7 @@ def test_what_nothing_corresponds_to_is_told_to_be_left_out(tmp_path: Path) -> N
         "unknown key allocation_mode: leave it out: server.ranks is",
         "unknown key actor.backend: leave it out",
         "unknown key actor.odd: leave it out, nothing here corresponds to it",
-        "unknown key critic.path: leave it out: GRPO learns no values",
+        "unknown key critic.path: leave it out: no algorithm here learns values",
     ):
         assert line in raised.value.message
     assert "actor.path" not in raised.value.message

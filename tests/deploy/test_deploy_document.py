@@ -17,7 +17,7 @@ from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
-from trainer.policy import PASS_TOKENS
+from trainer.pass_runner import PASS_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "how-to" / "deploy.md").read_text()

@@ -10,6 +10,7 @@ import pytest
 
 from any_agent import EngineOpenAI, InteractionWithTokenLogpReward
 from any_agent.chat import ChatFormat
+from any_agent.config import TrainConfig
 from any_agent.errors import InvalidRequest, NotFound, Unprocessable
 from tests.direct.conftest import Make
 from tests.support.direct import HELLO, MODEL, MORE, said
@@ -46,7 +47,10 @@ async def test_the_worked_example(make: Make, engine: ScriptedEngine, chat: Chat
         assert [float(e.row["rewards"]) for e in exported.values()] == pytest.approx(rewards)
     # The trainer gets own rewards, and comes to the same.
     episode = [client.trajectory(group_id="g") for client in clients]
-    of_sessions = [session_rewards(trajectory, 0.9) for trajectory in episode]
+    of_sessions = [
+        session_rewards(trajectory, TrainConfig(discount=0.9))  # type: ignore[call-arg]
+        for trajectory in episode
+    ]
     (group,) = group_advantages([of_sessions])
     assert group.baseline == pytest.approx(0.4875)
     advantages = [[round(a, 2) for a in session] for session in group.advantages]

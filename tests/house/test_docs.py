@@ -89,7 +89,9 @@ def test_configuration_shows_the_defaults() -> None:
     text = (ROOT / "docs" / "reference" / "configuration.md").read_text()
     rows = re.findall(r"^\| `([a-z_.]+)` \| .+? \| `(.*?)` \|", text, re.M)
     given = [f"{name}={text}" for name, text in rows if text != '""' and text[0] != "("]
-    assert load_config(None, given, environ={}) == load_config(None, environ={})
+    # Naming any of this section's settings switches it on.
+    assert load_config(None, given, environ={}) == load_config(None, ["train.lora={}"], environ={})
+    assert load_config(None, environ={}).train.lora is None
 
 
 def test_parameters_are_up_to_date(generate: ModuleType) -> None:

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+import random
 import statistics
 import subprocess
 import sys
@@ -9,7 +10,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from trainer.advantage import STD_FLOOR, SessionRewards, group_advantages
+from any_agent.config import TrainConfig
+from trainer.advantage import (
+    STD_FLOOR,
+    SessionRewards,
+    estimate_advantages,
+    group_advantages,
+)
 
 
 def session(*rewards: float, counted: list[bool] | None = None) -> SessionRewards:
@@ -38,7 +45,7 @@ def test_each_session_counts_once_however_many_turns_it_has() -> None:
 
 
 def test_without_division() -> None:
-    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std=False)
+    (got,) = group_advantages([[session(1.0), session(0.0, 0.5)]], normalize_std="none")
     assert got.baseline == 0.625
     assert got.advantages == ((0.375,), (-0.625, -0.125))
 
@@ -57,7 +64,7 @@ def test_rounding_is_not_variance() -> None:
 
 def test_uncounted_interactions_make_no_score_and_get_no_advantage() -> None:
     half = session(5.0, 1.0, counted=[False, True])
-    (got,) = group_advantages([[half, session(0.0)]], normalize_std=False)
+    (got,) = group_advantages([[half, session(0.0)]], normalize_std="none")
     assert got.scores == (1.0, 0.0)
     assert got.advantages == ((0.0, 0.5), (-0.5,))
 
@@ -105,6 +112,131 @@ def test_a_group_of_one_that_says_nothing_is_kept_at_zero() -> None:
     assert got.scores == (None,) and got.baseline is None and got.advantages == ((0.0,),)
 
 
+# -- the other estimators, each by its formula ----------------------------------------------------
+
+
+def config(estimator: str, **more: object) -> TrainConfig:
+    return TrainConfig(advantage_estimator=estimator, **more)  # type: ignore[arg-type]
+
+
+UNEVEN = [
+    [session(1.0), session(0.9, 1.0), session(0.0, 0.0)],
+    [session(2.0), session(4.0), session(3.0, 3.0, counted=[True, False]), session(1.0)],
+    [session(0.5), session(0.5)],
+    [session(7.0)],
+]
+SCORES = [[1.0, 0.95, 0.0], [2.0, 4.0, 3.0, 1.0], [0.5, 0.5], [7.0]]
+STAYS = [0, 1, 3]
+"""The groups that have something to compare."""
+
+
+def leave_one_out_law() -> None:
+    got = estimate_advantages(UNEVEN, config("rloo"))
+    batch = [score for k in STAYS for score in SCORES[k]]
+    for k, (group, scores) in enumerate(zip(UNEVEN, SCORES, strict=True)):
+        pool = scores if len(scores) > 1 else batch
+        for s, one in enumerate(group):
+            own = s if len(scores) > 1 else len(batch) - 1
+            b = statistics.fmean(pool[:own] + pool[own + 1 :])
+            expected = [r - b if c else 0.0 for r, c in zip(one.rewards, one.counted, strict=True)]
+            expected = expected if k in STAYS else [0.0] * len(expected)
+            assert got[k].advantages[s] == pytest.approx(expected)
+        assert got[k].zero_variance is (k not in STAYS)
+
+
+def batch_law() -> None:
+    got = estimate_advantages(UNEVEN, config("reinforce_pp"))
+    scores = [score for group in SCORES for score in group]
+    mean, std = statistics.fmean(scores), statistics.stdev(scores)
+    for estimate, group in zip(got, UNEVEN, strict=True):
+        assert not estimate.zero_variance
+        for advantages, one in zip(estimate.advantages, group, strict=True):
+            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
+                assert a == pytest.approx((r - mean) / (std + STD_FLOOR) if c else 0.0)
+
+
+def batch_of_groups_law() -> None:
+    got = estimate_advantages(UNEVEN, config("reinforce_pp_baseline"))
+    batch = [score for k in STAYS for score in SCORES[k]]
+    means = [statistics.fmean(s if len(s) > 1 else batch) for s in SCORES]
+    centred = [score - means[k] for k in STAYS for score in SCORES[k]]
+    mean, std = statistics.fmean(centred), statistics.stdev(centred)
+    for k, group in enumerate(UNEVEN):
+        for advantages, one in zip(got[k].advantages, group, strict=True):
+            for a, r, c in zip(advantages, one.rewards, one.counted, strict=True):
+                expected = (r - means[k] - mean) / (std + STD_FLOOR) if c and k in STAYS else 0.0
+                assert a == pytest.approx(expected)
+        assert got[k].zero_variance is (k not in STAYS)
+
+
+def deviation_of_the_batch_law() -> None:
+    got = group_advantages(UNEVEN, "batch")
+    batch = [score for k in STAYS for score in SCORES[k]]
+    std = statistics.stdev(batch)
+    for k, group in enumerate(UNEVEN):
+        b = statistics.fmean(SCORES[k] if len(SCORES[k]) > 1 else batch)
+        for advantages, one in zip(got[k].advantages, group, strict=True):
+            expected = (one.rewards[0] - b) / (std + STD_FLOOR) if k in STAYS else 0.0
+            assert advantages[0] == pytest.approx(expected)
+
+
+def test_leave_one_out() -> None:
+    leave_one_out_law()
+
+
+def test_mean_and_deviation_of_the_batch() -> None:
+    batch_law()
+
+
+def test_the_groups_mean_and_then_the_batch() -> None:
+    batch_of_groups_law()
+
+
+def test_grpo_with_the_deviation_of_the_batch() -> None:
+    deviation_of_the_batch_law()
+
+
+def test_the_others_without_a_deviation() -> None:
+    plain = config("reinforce_pp_baseline", normalize_std="none")
+    got = [one.advantages for one in estimate_advantages(UNEVEN, plain)]
+    assert got == [one.advantages for one in group_advantages(UNEVEN, "none")]
+    rloo = config("rloo", normalize_std="batch")
+    others = estimate_advantages(UNEVEN, config("rloo"))
+    # A reward less its advantage is the session's baseline.
+    centred = [
+        score - (one.rewards[0] - a[0])
+        for k in STAYS
+        for score, one, a in zip(SCORES[k], UNEVEN[k], others[k].advantages, strict=True)
+    ]
+    mean, std = statistics.fmean(centred), statistics.stdev(centred)
+    for k in STAYS:
+        pairs = zip(
+            estimate_advantages(UNEVEN, rloo)[k].advantages, others[k].advantages, strict=True
+        )
+        for a, plain_a in pairs:
+            assert a[0] == pytest.approx((plain_a[0] - mean) / (std + STD_FLOOR))
+
+
+ESTIMATORS = ("grpo", "rloo", "reinforce_pp", "reinforce_pp_baseline")
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_a_batch_without_variance_is_not_blown_up(estimator: str) -> None:
+    for groups in ([[session(0.9, 1.0)], [session(0.95)]], [[session(1.0)]], [[session(1.0)] * 3]):
+        for got in estimate_advantages(groups, config(estimator)):
+            assert all(abs(a) <= 0.05 + 1e-9 for of_session in got.advantages for a in of_session)
+
+
+@pytest.mark.parametrize("estimator", ESTIMATORS)
+def test_what_says_nothing_gets_nothing(estimator: str) -> None:
+    mute = session(9.0, counted=[False])
+    groups = [[session(1.0), session(0.0), mute], [mute], [mute, mute]]
+    one, alone, two = estimate_advantages(groups, config(estimator))
+    assert one.advantages[2] == (0.0,) and one.scores == (1.0, 0.0, None)
+    assert alone.advantages == ((0.0,),) and not alone.zero_variance
+    assert two.advantages == ((0.0,), (0.0,)) and two.zero_variance
+
+
 @pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf])
 def test_rewards_must_be_finite(bad: float) -> None:
     with pytest.raises(ValueError, match="interaction 1"):
@@ -126,7 +258,7 @@ def build(groups: list[list[list[float]]]) -> list[list[SessionRewards]]:
 
 @given(GROUPS)
 def test_session_means_of_advantages_cancel_in_a_group(groups: list[list[list[float]]]) -> None:
-    for got in group_advantages(build(groups), normalize_std=False):
+    for got in group_advantages(build(groups), normalize_std="none"):
         if len(got.scores) > 1:
             means = [statistics.fmean(a) for a in got.advantages]
             assert sum(means) == pytest.approx(0.0, abs=1e-9)
@@ -138,8 +270,8 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
 ) -> None:
     moved = [[[r + constant for r in s] for s in g] for g in groups]
     pairs = zip(
-        group_advantages(build(groups), normalize_std=False),
-        group_advantages(build(moved), normalize_std=False),
+        group_advantages(build(groups), normalize_std="none"),
+        group_advantages(build(moved), normalize_std="none"),
         strict=True,
     )
     for a, b in pairs:
@@ -148,19 +280,42 @@ def test_a_constant_added_to_all_rewards_changes_nothing(
                 assert x == pytest.approx(y, abs=1e-7)
 
 
+NORMALIZED = [(e, n) for e in ESTIMATORS for n in ("batch", "none")] + [("grpo", "group")]
+
+
+@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS)
 def test_dropping_zero_variance_groups_first_changes_nothing(
-    groups: list[list[list[float]]],
+    estimator: str, normalize_std: str, groups: list[list[list[float]]]
 ) -> None:
-    built = build(groups)
-    got = group_advantages(built)
+    built, c = build(groups), config(estimator, normalize_std=normalize_std)
+    got = estimate_advantages(built, c)
     stays = [k for k, g in enumerate(got) if not g.zero_variance]
-    assert group_advantages([built[k] for k in stays]) == [got[k] for k in stays]
+    assert estimate_advantages([built[k] for k in stays], c) == [got[k] for k in stays]
 
 
+@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
+@given(GROUPS, st.randoms())
+def test_the_order_of_groups_and_sessions_changes_nothing(
+    estimator: str, normalize_std: str, groups: list[list[list[float]]], r: random.Random
+) -> None:
+    built, c = build(groups), config(estimator, normalize_std=normalize_std)
+    order = r.sample(range(len(built)), len(built))
+    inner = [r.sample(range(len(group)), len(group)) for group in built]
+    got = estimate_advantages(built, c)
+    shuffled = estimate_advantages([[built[k][s] for s in inner[k]] for k in order], c)
+    for place, k in enumerate(order):
+        assert shuffled[place].zero_variance is got[k].zero_variance
+        for other, s in zip(shuffled[place].advantages, inner[k], strict=True):
+            assert other == pytest.approx(got[k].advantages[s], abs=1e-12)
+
+
+@pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS)
-def test_advantages_are_finite(groups: list[list[list[float]]]) -> None:
-    for got in group_advantages(build(groups)):
+def test_advantages_are_finite(
+    estimator: str, normalize_std: str, groups: list[list[list[float]]]
+) -> None:
+    for got in estimate_advantages(build(groups), config(estimator, normalize_std=normalize_std)):
         assert all(math.isfinite(a) for of_session in got.advantages for a in of_session)
 
 

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 from itertools import permutations
+from typing import Any
 
 import numpy as np
 import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from any_agent.config import TrainConfig
 from any_agent.types import SampledSession, Trajectory
@@ -14,19 +18,26 @@ from trainer.batch import (
     TrainingBatch,
     ZeroVarianceGroups,
     in_stable_order,
+    session_rewards,
+    tokens_of,
     training_batch,
     versions_in,
+    weighted,
 )
 
-CONFIG = TrainConfig(normalize_std=False)
+CONFIG = TrainConfig(normalize_std="none")
 
 
 def batch_of(
-    *episodes: list[Trajectory], step: int = 0, eta: int = 2, longest: int | None = None
+    *episodes: list[Trajectory],
+    step: int = 0,
+    eta: int = 2,
+    longest: int | None = None,
+    **settings: Any,
 ) -> TrainingBatch:
     """Version v was published after v steps."""
     steps = {version: version for version in versions_in(episodes)}
-    config = CONFIG.model_copy(update={"max_row_tokens": longest})
+    config = CONFIG.model_copy(update={"max_row_tokens": longest, **settings})
     return training_batch(episodes, config, step=step, eta=eta, step_of_version=steps)
 
 
@@ -99,6 +110,129 @@ def test_nothing_but_leftovers() -> None:
     assert batch.rejected == {"odd": "untrainable", "a-good": "stale", "a-bad": "stale"}
 
 
+def weights_of(batch: TrainingBatch) -> list[float]:
+    """u / N of each row: the factor of its tokens in the sum that is the loss."""
+    total = sum(tokens_of(batch))
+    return [float(row["token_weights"]) / total for row in batch.rows]
+
+
+def uneven(**fields: Any) -> list[Trajectory]:
+    """Rows of 2, 2, 2 and 4 tokens: a session of three turns, and one of one."""
+    return [session("long", 1.0, turns=3, **fields), session("short", 0.0, output=(4, 4, 8, 4))]
+
+
+MEANS = {
+    "turn": [1 / 8, 1 / 8, 1 / 8, 1 / 16],
+    "session": [1 / 12, 1 / 12, 1 / 12, 1 / 8],
+    "constant": [1 / 100] * 4,
+}
+
+
+def mean_law(aggregation: str) -> None:
+    """Each row's, or each session's, tokens together weigh what the name says."""
+    length = 50 if aggregation == "constant" else None
+    batch = batch_of(uneven(), aggregation=aggregation, constant_length=length)
+    assert weights_of(batch) == pytest.approx(MEANS[aggregation])
+
+
+@pytest.mark.parametrize("aggregation", MEANS)
+def test_the_mean_that_the_loss_is(aggregation: str) -> None:
+    mean_law(aggregation)
+    sums = [n * u for n, u in zip((2, 2, 2, 4), MEANS[aggregation], strict=True)]
+    if aggregation == "turn":
+        assert sums == pytest.approx([1 / 4] * 4)
+    if aggregation == "session":
+        assert (sum(sums[:3]), sums[3]) == pytest.approx((1 / 2, 1 / 2))
+
+
+@given(st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=6))
+def test_weights_of_means_add_up_to_the_number_of_tokens(sessions: list[list[int]]) -> None:
+    """So the learning rate means the same whatever the mean is over."""
+    rows = [[{"loss_mask": torch.ones(n, dtype=torch.int32)} for n in one] for one in sessions]
+    total = sum(map(sum, sessions))
+    for aggregation in ("turn", "session"):
+        out = weighted(rows, aggregation)
+        assert len(out) == sum(map(len, sessions))
+        weights = sum(len(row["loss_mask"]) * float(row["token_weights"]) for row in out)
+        assert weights == pytest.approx(total, rel=1e-6)
+
+
+def test_the_constant_length_has_a_default() -> None:
+    assert weights_of(batch_of(uneven(), aggregation="constant")) == pytest.approx([1 / 8192] * 4)
+
+
+def test_the_mean_over_tokens_needs_no_weights() -> None:
+    assert all("token_weights" not in row for row in batch_of(uneven()).rows)
+
+
+def test_weights_are_those_of_the_tokens_that_staleness_leaves() -> None:
+    """The long session's first turn is stale: two rows of it are left, and a third session none."""
+    first = interaction("first", session="long", version=0)
+    second = interaction("second", "first", session="long", version=3)
+    third = interaction("third", "second", session="long", version=3)
+    long = Trajectory("long", "g", [first, second, third], final_reward=1.0)
+    short = session("short", 0.0, output=(4, 4, 8, 4), version=3)
+    gone = session("gone", 0.5, version=0)
+    batch = batch_of([long, short, gone], step=3, eta=2, aggregation="session")
+    assert batch.rejected == {"gone": "stale"}
+    assert tokens_of(batch) == [2, 2, 4]
+    assert weights_of(batch) == pytest.approx([1 / 8] * 3)
+
+
+OVERLONG = {"overlong_length": 4, "overlong_buffer": 2, "overlong_penalty": 0.5}
+
+
+def overlong_law() -> None:
+    """Not the length of the session counts, and no earlier turn pays for a later one."""
+    first = interaction("first", session="s", output=(1, 2, 3, 4, 5))
+    second = interaction("second", "first", session="s", output=(8, 9, 8))
+    s = Trajectory("s", "g", [first, second], final_reward=1.0)
+    episode = [s, session("short", 0.0)]
+    batch = batch_of(episode, **OVERLONG)
+    # 5 tokens lose all of 0.5, 3 tokens half of it.
+    assert batch.scores == pytest.approx([(0.5 + 0.75) / 2, 0.0])
+    mean = batch.scores[0] / 2
+    assert advantages(batch) == pytest.approx([0.5 - mean, 0.75 - mean, -mean])
+    assert batch_of(episode).scores == [1.0, 0.0]
+
+
+def test_long_outputs_lose_reward_each_by_itself() -> None:
+    overlong_law()
+
+
+def test_a_row_with_several_outputs_loses_by_its_longest() -> None:
+    mask = np.array([0, 1, 1, 1, 0, 0, 1, 1, 0, 1], dtype=np.int32)
+    row = {
+        "input_ids": np.arange(10, dtype=np.int32),
+        "loss_mask": mask,
+        "rewards": np.asarray(1.0),
+    }
+    sampled = SampledSession(session_id="s", group_id="g", rows=[row], temperatures=[None])
+    config = CONFIG.model_copy(update=OVERLONG)
+    assert session_rewards(sampled, config).rewards == [0.75]
+    row["loss_mask"] = np.zeros_like(mask)
+    assert session_rewards(sampled, config).rewards == [1.0]
+
+
+def test_a_baseline_over_the_batch_keeps_groups_that_score_alike() -> None:
+    episode = [session("a", 1.0), session("b", 1.0)]
+    whole = TrainConfig(preset="reinforce_pp")
+    assert ZeroVarianceGroups(whole).reject_reason(episode) is None
+    steps = {0: 0}
+    other = [session("c", 0.0, group="h"), session("d", 0.0, group="h")]
+    batch = training_batch([episode, other], whole, step=0, eta=0, step_of_version=steps)
+    # Four scores with mean 1/2 and deviation 1 / sqrt(3).
+    assert advantages(batch) == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)
+
+
+def test_a_penalty_makes_equal_scores_differ() -> None:
+    """A group that a filter sees has the scores that the trainer computes."""
+    episode = [session("a", 1.0, output=(1, 2, 3, 4)), session("b", 1.0)]
+    assert ZeroVarianceGroups(CONFIG).reject_reason(episode) == "zero_variance"
+    config = CONFIG.model_copy(update=OVERLONG)
+    assert ZeroVarianceGroups(config).reject_reason(episode) is None
+
+
 @pytest.mark.parametrize(
     ("episode", "why"),
     [
@@ -125,3 +259,42 @@ def test_the_order_of_a_group_is_that_of_its_tokens() -> None:
     orders = [in_stable_order(list(group)) for group in permutations([short, long, sampled])]
     assert all(order == orders[0] for order in orders)
     assert {one.session_id for one in orders[0]} == {"a", "b", "data-0-0"}
+
+
+def test_a_batch_is_divided_by_its_groups_and_sessions() -> None:
+    episodes = [pair(name, turns=2) for name in "abcd"]
+    names = [f"{name}-{how}" for name in "abcd" for how in ("good", "bad") for _ in range(2)]
+    steps = {0: 0}
+
+    def divided(count: int) -> list[set[str]]:
+        config = CONFIG.model_copy(update={"minibatches": count})
+        batch = training_batch(episodes, config, step=0, eta=2, step_of_version=steps)
+        assert sorted(k for part in batch.minibatches for k in part) == list(range(16))
+        return [{names[k] for k in part} for part in batch.minibatches]
+
+    assert divided(1) == [set(names)]
+    assert sorted(len(part) for part in divided(2)) == [4, 4]
+    assert all(len({name[0] for name in part}) == 2 for part in divided(2))
+    assert sorted(len(part) for part in divided(8)) == [1] * 8
+    assert len(divided(9)) == 8
+
+
+@pytest.mark.parametrize("aggregation", ["session", "turn", "constant"])
+def test_the_weights_of_tokens_are_those_of_their_minibatch(aggregation: str) -> None:
+    """As if each minibatch were a batch of its own."""
+    episodes = [[session("a", 1.0, turns=3), session("b", 0.0)], pair("c", turns=2), pair("d")]
+    more = {"minibatches": 2, "aggregation": aggregation, "constant_length": 5}
+    config = CONFIG.model_copy(update=more)
+    batch = training_batch(episodes, config, step=0, eta=2, step_of_version={0: 0})
+    turns = [3, 1, 2, 2, 1, 1]
+    owner = [k for k, n in enumerate(turns) for _ in range(n)]
+    assert len(batch.minibatches) == 2
+    for part in batch.minibatches:
+        of_sessions = [[batch.rows[k] for k in part if owner[k] == one] for one in range(6)]
+        expected = weighted(of_sessions, aggregation, 5)
+        found = [batch.rows[k] for one in range(6) for k in part if owner[k] == one]
+        for row, other in zip(found, expected, strict=True):
+            assert torch.equal(row["token_weights"], other["token_weights"])
+        if aggregation != "constant":
+            total = sum(float(r["token_weights"]) * int(r["loss_mask"].sum()) for r in found)
+            assert total == pytest.approx(sum(int(r["loss_mask"].sum()) for r in found))

@@ -31,7 +31,7 @@ CONFIG = PolicyConfig(lr=1e-3, threads=1)
 def train(policy: Policy, seeds: range) -> None:
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        policy.step(micro_batches(rows, 60), count_trained(rows))
+        policy.step([(micro_batches(rows, 60), count_trained(rows))])
 
 
 def draws() -> tuple[float, float, float]:

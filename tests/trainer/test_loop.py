@@ -142,14 +142,22 @@ def test_a_resume_goes_on_with_the_settings_of_its_own_start(settings: list[str]
     first.trainer.train()
     moments = moments_of(first.trainer.policy)
     more = ["train.steps=3", "train.lr=0.25", "train.betas=[0.5, 0.75]", "train.weight_decay=0.125"]
-    again = Lab(config_of(settings, *more, "train.grad_clip=0.0625"), [], before=first)
+    again = Lab(config_of(settings, *more, "train.grad_clip=0.0625"), [pair("c")], before=first)
     again.trainer._load()
-    (group,) = again.trainer.policy.optimizer.param_groups
-    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
-    assert again.trainer.policy.config.grad_clip == 0.0625
     # What it has learned so far stays.
     assert same(moments, moments_of(again.trainer.policy))
     assert same(first.weights(), again.weights())
+    again.trainer._catch_up()
+    again.trainer._step()
+    (group,) = again.trainer.policy.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (0.25, (0.5, 0.75), 0.125)
+    taken = again.trainer._manifests.read(3).optimizer
+    assert taken == {
+        "lr": 0.25,
+        "betas": (0.5, 0.75),
+        "weight_decay": 0.125,
+        "grad_clip": 0.0625,
+    }
 
 
 def test_the_version_of_an_engine_is_not_used_again(settings: list[str]) -> None:

@@ -20,7 +20,7 @@ ONE = Manifest(
     versions={0: 0, 7: -(10**9)},
     eta=2,
     discount=0.9,
-    normalize_std=False,
+    normalize_std="none",
 )
 
 
@@ -38,6 +38,20 @@ def test_there_and_back(manifests: ManifestStore) -> None:
     manifests.write(ONE)
     assert manifests.read(1) == ONE
     assert ONE.sessions == ["b", "a", "c"]
+
+
+def test_one_of_an_earlier_version(manifests: ManifestStore, tmp_path: Path) -> None:
+    """It knew GRPO alone, whose estimator went by the preset's name, and true or false."""
+    later = ("aggregation", "constant_length", "advantage_estimator")
+    data = {name: value for name, value in asdict(ONE).items() if name not in later}
+    data = {name: value for name, value in data.items() if not name.startswith("overlong")}
+    for before, now in ((True, "group"), (False, "none")):
+        text = json.dumps({"format": 1, **data, "normalize_std": before, "preset": "mine"})
+        (tmp_path / "step-00000001.json").write_text(text)
+        settings = manifests.read(1).settings
+        assert settings["normalize_std"] == now
+        assert settings["advantage_estimator"] == "mine"
+        assert (settings["aggregation"], settings["overlong_length"]) == ("token", None)
 
 
 def test_later_ones_belong_to_a_history_that_was_given_up(manifests: ManifestStore) -> None:

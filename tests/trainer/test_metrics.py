@@ -68,6 +68,8 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         "logprob_mismatch": "mismatch",
         "logprob_difference_max": "mismatch_max",
         "capped_ratio": "is_capped",
+        "masked_ratio": "is_masked",
+        "reference_kl_nats": "kl",
         "importance_weight_mean": "weight",
         "entropy_nats": "entropy",
     }.items():

@@ -17,9 +17,9 @@ from tests.support.extend_page import run_code_of
 from tests.support.trainer.episodes import session
 from tests.support.trainer.loop import Lab, config_of
 from trainer.advantage import ESTIMATORS, SessionRewards, estimate_advantages
-from trainer.loss import LOSSES, LossConfig
+from trainer.loss import LOSSES, LossConfig, LossInputs
 
-SETTINGS = ("train.advantage_estimator=leave_one_out", "train.loss=cispo")
+SETTINGS = ("train.advantage_estimator=median", "train.loss=imitate")
 
 
 @pytest.fixture
@@ -33,9 +33,8 @@ def page() -> Iterator[dict[str, Any]]:
 
 
 def test_the_estimators_numbers(page: dict[str, Any]) -> None:
-    config = TrainConfig(advantage_estimator="leave_one_out")  # type: ignore[call-arg]
+    config = TrainConfig(advantage_estimator="median")  # type: ignore[call-arg]
     groups = [
-        [SessionRewards([1.0], [True]), SessionRewards([0.5, 0.0], [True, True])],
         [
             SessionRewards([1.0], [True]),
             SessionRewards([0.0], [True]),
@@ -45,31 +44,26 @@ def test_the_estimators_numbers(page: dict[str, Any]) -> None:
         [SessionRewards([1.0], [True]), SessionRewards([1.0], [True])],
         [SessionRewards([1.0], [True])],
     ]
-    two, four, equal, one = estimate_advantages(groups, config)
-    # The baseline of each session is the mean score of the others: 0.25 and 1.
-    assert two.advantages == ((0.75,), (-0.5, -1.0))
-    assert two.scores == (1.0, 0.25) and two.baseline == 0.625 and not two.zero_variance
-    expected = [(1 - 0.1,), (0 - 0.6,), (0.2 - 0.5, 0.0), (0.0,)]
-    for got, wanted in zip(four.advantages, expected, strict=True):
-        assert got == pytest.approx(wanted)
-    assert four.scores == (1.0, 0.0, 0.2, None)
+    four, equal, one = estimate_advantages(groups, config)
+    assert four.advantages == ((0.8,), (-0.2,), (0.0, 0.0), (0.0,))
+    assert four.scores == (1.0, 0.0, 0.2, None) and not four.zero_variance
     assert equal.zero_variance and equal.advantages == ((0.0,), (0.0,))
     assert one.zero_variance and one.advantages == ((0.0,),)
 
 
 def test_the_losss_numbers(page: dict[str, Any]) -> None:
     logprobs = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
-    behaviour = torch.tensor([-1.1, -2.0, 0.0], dtype=torch.float64)
+    behaviour = torch.tensor([-1.1, -9.0, 0.0], dtype=torch.float64)
     advantages = torch.tensor([2.0, 1.0, -1.0], dtype=torch.float64)
-    loss, stats = LOSSES.find("cispo")(
-        logprobs, behaviour, advantages, total_tokens=6, config=LossConfig("cispo")
+    inputs = LossInputs(behaviour, advantages)
+    loss, stats = LOSSES.find("imitate")(
+        logprobs, inputs, total_tokens=6, config=LossConfig("imitate")
     )
-    weights = [math.exp(0.1), 1.28, 0.8]
-    assert float(loss.detach()) == pytest.approx((2 * weights[0] + weights[1] - weights[2]) / 6)
+    weights = [math.exp(0.1), 5.0, math.exp(-1.0)]
+    assert float(loss.detach()) == pytest.approx(-(2 * weights[0] + weights[1]) / 6)
     loss.backward()  # type: ignore[no-untyped-call]
     assert logprobs.grad is not None
-    slopes = [-2 * weights[0] / 6, -weights[1] / 6, weights[2] / 6]
-    assert logprobs.grad.tolist() == pytest.approx(slopes)
+    assert logprobs.grad.tolist() == pytest.approx([-2 * weights[0] / 6, -weights[1] / 6, 0.0])
     assert stats.tokens == 3 and stats.weight == pytest.approx(sum(weights))
 
 
@@ -82,12 +76,8 @@ def test_a_step_with_both(page: dict[str, Any], tiny_model_dir: Path, tmp_path: 
     with torch.no_grad():
         logits = model(torch.tensor([[5, 6, 7, 8, 9]])).logits[0, 2:4].log_softmax(-1)
     sampled = [float(logits[0, 8]), float(logits[1, 9])]
-    low, high = 0.8, 1.28
-    expected = 0.0
-    for advantage, behaviour in ((1.0, -3.0), (-1.0, -8.0)):
-        for logprob in sampled:
-            weight = min(max(math.exp(logprob - behaviour), low), high)
-            expected -= weight * advantage * logprob / 4
+    # The scores are 1 and 0: the bad session has a negative advantage, and no part in the loss.
+    expected = -sum(0.5 * min(math.exp(logprob + 3.0), 5.0) for logprob in sampled) / 4
     (line,) = lab.metrics
     assert line["loss"] == pytest.approx(expected, rel=1e-4)
     start = model.state_dict().values()

@@ -15,10 +15,15 @@ import torch
 from torch import Tensor
 
 import trainer.advantage
+import trainer.batch
+import trainer.logprobs
 import trainer.loss
 import trainer.packing
+import trainer.pass_runner
 import trainer.policy
+import trainer.surrogates
 import trainer.trie
+from any_agent.config import TrainConfig
 from tests.support.trainer.policies import (
     assert_same,
     dense_gradients,
@@ -26,15 +31,31 @@ from tests.support.trainer.policies import (
     small_policy,
     trainer_gradients,
 )
-from tests.trainer.test_advantage import worked_example
+from tests.trainer.test_advantage import (
+    batch_law,
+    batch_of_groups_law,
+    deviation_of_the_batch_law,
+    leave_one_out_law,
+    worked_example,
+)
+from tests.trainer.test_batch import mean_law, overlong_law
 from tests.trainer.test_packing import staleness_law
-from tests.trainer.test_tree import equals_rows
-from tests.trainer.test_trl import loss_and_gradients_equal_trl
+from tests.trainer.test_surrogates import equals_the_formula
+from tests.trainer.test_tree import divided_law, equals_rows
+from tests.trainer.test_trl import (
+    given_equal_trl,
+    loss_and_gradients_equal_trl,
+    preset_equals_trl,
+    rloo_equals_trl,
+)
+from tests.trainer.test_updates import inputs_law, undo_law, updates_law
 from trainer.advantage import SessionRewards
-from trainer.loss import LOSSES, LossConfig
+from trainer.loss import LOSSES, LossConfig, LossInputs, PolicyLoss, Surrogate
 from trainer.packing import Batch, Pass, TrainedTokens
+from trainer.surrogates import _clipped
 from trainer.tree_attention import TreePass
 from trainer.trie import Block, NodePass, Trie
+from trainer.updates import Snapshot
 
 
 def dense_law() -> None:
@@ -52,15 +73,50 @@ LAWS: dict[str, Callable[[], None]] = {
     "staleness": staleness_law,
     "trees equal rows": lambda: equals_rows("qwen3", 0, 10_000),
     "divided trees equal rows": lambda: equals_rows("qwen3", 0, 9),
+    "divided weights": divided_law,
+    "several updates": updates_law,
+    "inputs of several updates": inputs_law,
+    "a step is undone": undo_law,
+    "GSPO's formula": lambda: equals_the_formula("gspo"),
+    "CISPO's formula": lambda: equals_the_formula("cispo"),
+    "REINFORCE's formula": lambda: equals_the_formula("reinforce"),
+    "SAPO's formula": lambda: equals_the_formula("sapo"),
+    "k2's formula": lambda: equals_the_formula("k2"),
+    "k3's formula": lambda: equals_the_formula("k3"),
+    "masked weights' formula": lambda: equals_the_formula("masked"),
+    "weights of rows": lambda: equals_the_formula("truncated rows"),
+    "the formula of all terms": lambda: equals_the_formula("all terms"),
+    "TRL's GSPO": lambda: given_equal_trl("gspo"),
+    "TRL's Dr.GRPO": lambda: preset_equals_trl("dr_grpo"),
+    "TRL's CISPO with KL and entropy": lambda: preset_equals_trl("cispo"),
+    "TRL's RLOO": lambda: rloo_equals_trl(normalize=False),
+    "leave one out": leave_one_out_law,
+    "the batch's mean": batch_law,
+    "the group's mean and the batch": batch_of_groups_law,
+    "the batch's deviation": deviation_of_the_batch_law,
+    "the mean over sessions": lambda: mean_law("session"),
+    "the mean over rows": lambda: mean_law("turn"),
+    "the constant length": lambda: mean_law("constant"),
+    "long outputs": overlong_law,
 }
 
-original_policy_loss = trainer.loss.policy_loss
+grpo = LOSSES.find("grpo")
+original_sapo = trainer.surrogates.sapo.surrogate
+original_frame = PolicyLoss.__call__
+original_kl_term = trainer.loss.kl_term
+original_weight = trainer.loss.importance_weight
+original_mean_and_std = trainer.advantage._mean_and_std
+original_pools = trainer.advantage._pools
+original_weighted = trainer.batch.weighted
+original_penalty = trainer.advantage.overlong_penalty
 original_trained_tokens = trainer.packing.trained_tokens
-original_label_logprobs = trainer.loss._label_logprobs
+original_label_logprobs = trainer.logprobs._label_logprobs
 original_trie_of = trainer.trie.trie_of
 original_whole_pass = trainer.trie.whole_pass
 original_plan_passes = trainer.trie.plan_passes
 original_tree_passes = trainer.packing.tree_passes
+original_with_input = trainer.policy.with_input
+original_with_sequence_means = trainer.policy.with_sequence_means
 
 
 def no_shift(tokens: TrainedTokens) -> Tensor:
@@ -75,13 +131,13 @@ def mask_shifted(batch: Batch) -> TrainedTokens:
 
 
 def no_temperature(
-    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Any
 ) -> tuple[Tensor, Tensor | None]:
     return original_label_logprobs(h, w, b, torch.ones_like(t), *labels)
 
 
 def one_temperature_for_all(
-    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Tensor
+    h: Tensor, w: Tensor, b: Tensor | None, t: Tensor, *labels: Any
 ) -> tuple[Tensor, Tensor | None]:
     return original_label_logprobs(h, w, b, t.mean().expand_as(t), *labels)
 
@@ -91,31 +147,143 @@ def over_turns(group: Sequence[SessionRewards]) -> list[float]:
 
 
 def n_of_the_micro_batch(logprobs: Tensor, *rest: Any, total_tokens: int, **more: Any) -> Any:
-    return original_policy_loss(logprobs, *rest, total_tokens=logprobs.numel(), **more)
+    return grpo(logprobs, *rest, total_tokens=logprobs.numel(), **more)
 
 
-def no_importance_weight(logprobs: Tensor, behaviour: Tensor, *rest: Any, **more: Any) -> Any:
-    return original_policy_loss(logprobs, logprobs.detach(), *rest, **more)
+def no_importance_weight(logprobs: Tensor, inputs: LossInputs, **more: Any) -> Any:
+    return grpo(logprobs, replace(inputs, behaviour=logprobs.detach()), **more)
 
 
 def no_cap(*given: Any, config: LossConfig, **more: Any) -> Any:
-    return original_policy_loss(*given, config=LossConfig(is_cap=1e9), **more)
+    return grpo(*given, config=LossConfig(is_cap=1e9), **more)
 
 
 def weight_with_gradient(
-    logprobs: Tensor, behaviour: Tensor, advantages: Tensor, *, total_tokens: int, **more: Any
+    logprobs: Tensor, inputs: LossInputs, *, total_tokens: int, **more: Any
 ) -> Any:
     """The forgotten stop_grad: w moves with the policy."""
-    _, stats = original_policy_loss(
-        logprobs, behaviour, advantages, total_tokens=total_tokens, **more
-    )
-    w = torch.exp(logprobs - behaviour).clamp(max=5.0)
+    _, stats = grpo(logprobs, inputs, total_tokens=total_tokens, **more)
+    w = torch.exp(logprobs - inputs.behaviour).clamp(max=5.0)
     rho = torch.exp(logprobs - logprobs.detach())
-    return -(w * rho * advantages).sum() / total_tokens, stats
+    return -(w * rho * inputs.advantages).sum() / total_tokens, stats
 
 
-def flipped_advantages(logprobs: Tensor, mu: Tensor, a: Tensor, **more: Any) -> Any:
-    return original_policy_loss(logprobs, mu, -a, **more)
+def flipped_advantages(logprobs: Tensor, inputs: LossInputs, **more: Any) -> Any:
+    return grpo(logprobs, replace(inputs, advantages=-inputs.advantages), **more)
+
+
+def ratio_of_tokens(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    """Each token's own ratio for the row's."""
+    return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
+
+
+def ratio_without_gradient(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    """The row's ratio as a constant: nothing would be learned by it."""
+    ratio = 0 * logprobs + 1
+    assert inputs.sequence_log_ratio is not None
+    return _clipped(ratio * torch.exp(inputs.sequence_log_ratio), inputs.advantages, config)
+
+
+def moving_weight(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    """CISPO's forgotten stop_grad."""
+    ratio = torch.exp(logprobs - proximal)
+    weight = ratio.clamp(1 - config.eps_low, 1 + config.eps_high)
+    return Surrogate(-weight * inputs.advantages * logprobs, ratio)
+
+
+def clipped_token(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    """PPO's clip where none belongs: clipped tokens lose their gradient."""
+    return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
+
+
+def stale_ratio(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    """No correction for the steps since pi_prox."""
+    ratio = torch.exp(logprobs - logprobs.detach())
+    return Surrogate(-ratio * inputs.advantages, ratio)
+
+
+def gate_of_the_other_sign(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    other = replace(config, tau_pos=config.tau_neg, tau_neg=config.tau_pos)
+    return original_sapo(logprobs, proximal, inputs, other)
+
+
+def kl_without_half(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    return 2 * original_kl_term(logprobs, reference, estimator)
+
+
+def kl_without_its_linear_part(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
+    return torch.exp(reference - logprobs) - 1
+
+
+def never_masked(proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Any:
+    return original_weight(proximal, inputs, replace(config, is_mode="truncate"))
+
+
+def always_of_tokens(proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Any:
+    return original_weight(proximal, inputs, replace(config, is_level="token"))
+
+
+def weight_of_all_terms(frame: PolicyLoss, *given: Any, config: LossConfig, **more: Any) -> Any:
+    """The importance weight on the KL term, too."""
+    plain, stats = original_frame(frame, *given, config=config, **more)
+    logprobs, inputs = given
+    weight, _ = original_weight(inputs.proximal, inputs, config)
+    kl = original_kl_term(logprobs, inputs.reference, config.kl_estimator)
+    extra = config.kl_coef * (weight - 1) * kl * inputs.token_weights
+    return plain + extra.sum() / more["total_tokens"], stats
+
+
+def no_token_weights(inputs: Any) -> LossInputs:
+    return LossInputs(inputs["logprobs"], inputs["advantages"], reference=inputs.get("reference"))
+
+
+def entropies_without_gradient(*given: Any) -> tuple[Tensor, Tensor | None]:
+    return original_label_logprobs(*given[:-1], False)
+
+
+def mean_of_all(pool: Sequence[float], score: float | None) -> float | None:
+    """The session's own score in its baseline."""
+    return None if score is None else sum(pool) / len(pool)
+
+
+def population_deviation(values: Sequence[float]) -> tuple[float | None, float | None]:
+    mean, std = original_mean_and_std(values)
+    return mean, None if std is None else std * ((len(values) - 1) / len(values)) ** 0.5
+
+
+def dropped_groups_counted(groups: Any) -> Any:
+    """The batch with the scores of groups without variance."""
+    pools, stays, _ = original_pools(groups)
+    return pools, stays, [score for pool in pools for score in pool]
+
+
+def weights_of_each_row(sessions: Any, aggregation: str, *rest: Any) -> Any:
+    """Sessions of several rows counted several times."""
+    return original_weighted([[row] for rows in sessions for row in rows], aggregation, *rest)
+
+
+def weights_of_sessions(sessions: Any, aggregation: str, *rest: Any) -> Any:
+    return original_weighted(sessions, "session", *rest)
+
+
+def penalty_above_the_length(length: int, config: TrainConfig) -> float:
+    """The buffer above the length, not below it."""
+    later = config.model_copy(
+        update={"overlong_length": (config.overlong_length or 0) + (config.overlong_buffer or 0)}
+    )
+    return original_penalty(length, later)
 
 
 def depths_in_the_pass(*given: Any, **more: Any) -> Trie:
@@ -170,6 +338,25 @@ def shares_of_equals(shares: Tensor) -> Tensor:
     return torch.full_like(shares, 0.5)
 
 
+def no_proximal(passes: Sequence[Pass], name: str, values: Sequence[Tensor]) -> list[Pass]:
+    """pi_prox is the policy before each update, not before the first."""
+    return list(passes) if name == "proximal" else original_with_input(passes, name, values)
+
+
+def means_of_passes(passes: Sequence[Pass], name: str, logprobs: Any, base: str) -> list[Pass]:
+    """The mean over a row's tokens in one pass instead of all of them."""
+    return [
+        original_with_sequence_means([one], name, [values], base)[0]
+        for one, values in zip(passes, logprobs, strict=True)
+    ]
+
+
+def weights_alone(before: Snapshot) -> None:
+    """The moments of the undone updates stay."""
+    for parameter, value, _ in before._parameters:
+        parameter.data.copy_(value)
+
+
 class Plant(NamedTuple):
     law: str
     owner: Any
@@ -186,13 +373,13 @@ PLANTS = {
         "TRL's loss and gradients", trainer.packing, "trained_tokens", mask_shifted
     ),
     "missing temperature": Plant(
-        "dense gradients", trainer.loss, "_label_logprobs", no_temperature
+        "dense gradients", trainer.logprobs, "_label_logprobs", no_temperature
     ),
     "missing temperature, against TRL": Plant(
-        "TRL's loss and gradients", trainer.loss, "_label_logprobs", no_temperature
+        "TRL's loss and gradients", trainer.logprobs, "_label_logprobs", no_temperature
     ),
     "one temperature for all rows": Plant(
-        "dense gradients", trainer.loss, "_label_logprobs", one_temperature_for_all
+        "dense gradients", trainer.logprobs, "_label_logprobs", one_temperature_for_all
     ),
     "baseline over turns": Plant("the worked example", trainer.advantage, "_pool", over_turns),
     "deviation not offset": Plant("TRL's loss and gradients", trainer.advantage, "STD_FLOOR", 1e-2),
@@ -223,15 +410,101 @@ PLANTS = {
         "divided trees equal rows", TreePass, "collected", lambda _: ([], [])
     ),
     "one item for two rows": Plant(
-        "trees equal rows", trainer.policy, "tree_passes", one_item_an_edge
+        "trees equal rows", trainer.pass_runner, "tree_passes", one_item_an_edge
     ),
     "advantages averaged over an edge": Plant(
-        "trees equal rows", trainer.policy, "tree_passes", advantages_averaged
+        "trees equal rows", trainer.pass_runner, "tree_passes", advantages_averaged
     ),
     "parts of attention weighted alike": Plant(
         "trees equal rows", torch, "sigmoid", shares_of_equals
     ),
+    "rows of a part counted from 0": Plant(
+        "divided weights", trainer.pass_runner, "numbered", lambda rows: rows
+    ),
+    "no proximal policy": Plant("several updates", trainer.policy, "with_input", no_proximal),
+    "N of the whole batch": Plant(
+        "several updates", trainer.policy, "count_trained", lambda rows: 200
+    ),
+    "means over a pass": Plant(
+        "inputs of several updates", trainer.policy, "with_sequence_means", means_of_passes
+    ),
+    "moments are not undone": Plant("a step is undone", Snapshot, "restore", weights_alone),
+    "nothing is undone": Plant("a step is undone", Snapshot, "restore", lambda before: None),
     "the wrong sign": Plant("dense gradients", LOSSES, "find", lambda _: flipped_advantages),
+    "a token's ratio for the row's": Plant(
+        "GSPO's formula", LOSSES, "find", lambda _: PolicyLoss(ratio_of_tokens)
+    ),
+    "a token's ratio for the row's, against TRL": Plant(
+        "TRL's GSPO", LOSSES, "find", lambda _: PolicyLoss(ratio_of_tokens)
+    ),
+    "a row's ratio without gradient": Plant(
+        "GSPO's formula", LOSSES, "find", lambda _: PolicyLoss(ratio_without_gradient)
+    ),
+    "CISPO's weight moves": Plant(
+        "CISPO's formula", LOSSES, "find", lambda _: PolicyLoss(moving_weight)
+    ),
+    "CISPO drops clipped tokens": Plant(
+        "CISPO's formula", LOSSES, "find", lambda _: PolicyLoss(clipped_token)
+    ),
+    "REINFORCE clips": Plant(
+        "REINFORCE's formula", LOSSES, "find", lambda _: PolicyLoss(clipped_token)
+    ),
+    "REINFORCE forgets pi_prox": Plant(
+        "REINFORCE's formula", LOSSES, "find", lambda _: PolicyLoss(stale_ratio)
+    ),
+    "SAPO's temperatures are swapped": Plant(
+        "SAPO's formula", LOSSES, "find", lambda _: PolicyLoss(gate_of_the_other_sign)
+    ),
+    "k2 without its half": Plant("k2's formula", trainer.loss, "kl_term", kl_without_half),
+    "k3 without its linear part": Plant(
+        "k3's formula", trainer.loss, "kl_term", kl_without_its_linear_part
+    ),
+    "k3 without its linear part, against TRL": Plant(
+        "TRL's CISPO with KL and entropy", trainer.loss, "kl_term", kl_without_its_linear_part
+    ),
+    "masked weights are truncated": Plant(
+        "masked weights' formula", trainer.loss, "importance_weight", never_masked
+    ),
+    "a token's weight for the row's": Plant(
+        "weights of rows", trainer.loss, "importance_weight", always_of_tokens
+    ),
+    "the importance weight on all terms": Plant(
+        "the formula of all terms", PolicyLoss, "__call__", weight_of_all_terms
+    ),
+    "no weights of tokens": Plant("TRL's Dr.GRPO", LossInputs, "of", no_token_weights),
+    "entropies without gradient": Plant(
+        "TRL's CISPO with KL and entropy",
+        trainer.logprobs,
+        "_label_logprobs",
+        entropies_without_gradient,
+    ),
+    "the own score in the baseline": Plant(
+        "leave one out", trainer.advantage, "_mean_of_others", mean_of_all
+    ),
+    "the own score in the baseline, against TRL": Plant(
+        "TRL's RLOO", trainer.advantage, "_mean_of_others", mean_of_all
+    ),
+    "the deviation of a population": Plant(
+        "the batch's mean", trainer.advantage, "_mean_and_std", population_deviation
+    ),
+    "dropped groups in the batch's deviation": Plant(
+        "the batch's deviation", trainer.advantage, "_pools", dropped_groups_counted
+    ),
+    "dropped groups in the batch's mean": Plant(
+        "the group's mean and the batch", trainer.advantage, "_pools", dropped_groups_counted
+    ),
+    "sessions counted once a row": Plant(
+        "the mean over sessions", trainer.batch, "weighted", weights_of_each_row
+    ),
+    "a constant length for each row": Plant(
+        "the constant length", trainer.batch, "weighted", weights_of_each_row
+    ),
+    "rows counted once a session": Plant(
+        "the mean over rows", trainer.batch, "weighted", weights_of_sessions
+    ),
+    "a penalty above the length": Plant(
+        "long outputs", trainer.batch, "overlong_penalty", penalty_above_the_length
+    ),
 }
 
 

@@ -11,12 +11,13 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
-import trainer.loss
+import trainer.logprobs
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import StartupError
 from tests.support.trainer.policies import (
     VOCAB,
     assert_same,
+    computed,
     dense_gradients,
     dense_loss,
     random_rows,
@@ -29,6 +30,7 @@ from trainer.packing import (
     concat_padded_tensors,
     count_trained,
     micro_batches,
+    padded_pass,
     trained_tokens,
 )
 from trainer.policy import Policy, PolicyConfig
@@ -96,7 +98,7 @@ def test_padding_changes_nothing(policy: Policy) -> None:
 
     def gradient(b: dict[str, Tensor]) -> dict[str, Tensor]:
         policy.model.zero_grad(set_to_none=True)
-        policy.accumulate([b], count_trained([b]), LossConfig())
+        policy.accumulate([padded_pass(b)], count_trained([b]), LossConfig())
         return {n: p.grad.clone() for n, p in policy.model.named_parameters() if p.grad is not None}
 
     expected = gradient(batch)
@@ -108,7 +110,7 @@ def test_padding_changes_nothing(policy: Policy) -> None:
 def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
     batch = concat_padded_tensors(random_rows(6))
     with torch.no_grad():
-        got = policy.token_logprobs(batch, batch["temperatures"])
+        got = computed(policy, batch, batch["temperatures"])
         logits = policy.model(input_ids=batch["input_ids"].long()).logits
     table = torch.log_softmax(logits / batch["temperatures"].double()[:, None, None], -1)
     tokens = trained_tokens(batch)
@@ -126,7 +128,7 @@ def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        small_policy(head_chunk=5).token_logprobs(batch, 1.0)
+        computed(small_policy(head_chunk=5), batch)
     return [shape for shape in kept if shape and shape[-1] == VOCAB]
 
 
@@ -137,20 +139,20 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
     def keep_all(function: Callable[..., object], *args: object, **_: object) -> object:
         return function(*args)
 
-    monkeypatch.setattr(trainer.loss, "checkpoint", keep_all)
+    monkeypatch.setattr(trainer.logprobs, "checkpoint", keep_all)
     assert logits_kept_for_backward(batch), "the check sees what a plain forward pass keeps"
 
 
 def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = random_rows(7, 8)
     seen: list[int] = []
-    original = trainer.loss._label_logprobs
+    original = trainer.logprobs._label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         seen.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.loss, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
     trainer_gradients(small_policy(head_chunk=5), rows)
     n = count_trained(rows)
     assert n > 40 and max(seen) == 5
@@ -158,26 +160,26 @@ def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_a_large_vocabulary_has_smaller_chunks_on_a_cpu() -> None:
-    assert small_policy().head_chunk == 1024
+    assert small_policy().runner.head_chunk == 1024
     model = make_model(150_000, 0, hidden_size=8, layers=1, context=64)
-    assert Policy(model).head_chunk == 223
-    assert Policy(model, PolicyConfig(head_chunk=7)).head_chunk == 7
+    assert Policy(model).runner.head_chunk == 223
+    assert Policy(model, PolicyConfig(head_chunk=7)).runner.head_chunk == 7
 
 
 def test_only_positions_before_trained_tokens_reach_the_head(
     monkeypatch: pytest.MonkeyPatch, policy: Policy
 ) -> None:
     counted = []
-    original = trainer.loss._label_logprobs
+    original = trainer.logprobs._label_logprobs
 
     def spy(hidden: Tensor, *rest: object) -> tuple[Tensor, Tensor | None]:
         counted.append(hidden.shape[0])
         return original(hidden, *rest)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(trainer.loss, "_label_logprobs", spy)
+    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", spy)
     rows = random_rows(8)
     with torch.no_grad():
-        policy.token_logprobs(concat_padded_tensors(rows))
+        computed(policy, concat_padded_tensors(rows))
     assert sum(counted) == count_trained(rows)
 
 
@@ -185,7 +187,7 @@ def steps(policy: Policy, seeds: range) -> list[float]:
     out = []
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        result = policy.step(micro_batches(rows, 60), count_trained(rows))
+        result = policy.step([(micro_batches(rows, 60), count_trained(rows))])
         out.append(result.grad_norm)
     return out
 
@@ -205,11 +207,11 @@ def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
 
     def objective() -> float:
         with torch.no_grad():
-            now = policy.token_logprobs(batches[0], batches[0]["temperatures"])
-        return float((now.logprobs * now.tokens.spread(batches[0]["advantages"])).sum())
+            now = computed(policy, batches[0], batches[0]["temperatures"])
+        return float((now.logprobs * now.items.inputs["advantages"]).sum())
 
     before = objective()
-    result = policy.step(batches, count_trained(rows))
+    result = policy.step([(batches, count_trained(rows))])
     assert objective() > before
     means = result.stats.means()
     assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0
@@ -221,7 +223,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
     """SGD-like check: the norm that AdamW's first moment saw is the clipped one."""
     policy = small_policy(grad_clip=1e-3, lr=1e-3)
     rows = random_rows(10)
-    result = policy.step(micro_batches(rows, 10_000), count_trained(rows))
+    result = policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
     assert result.grad_norm > 1e-3
     moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
     norm = torch.sqrt(sum((m / 0.1).square().sum() for m in moments))
@@ -238,7 +240,7 @@ def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: fl
     batches = [concat_padded_tensors(rows[:2]), concat_padded_tensors(rows[2:])]
     place = f"micro-batch 1, row 0, position {len(rows[2]['input_ids']) - 1}"
     with pytest.raises(FloatingPointError, match=place):
-        policy.step(batches, count_trained(rows))
+        policy.step([(batches, count_trained(rows))])
     assert policy.steps == 0
     for a, b in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(a, b) and b.grad is None
@@ -250,7 +252,7 @@ def test_broken_weights_are_noticed() -> None:
         policy.model.lm_head.weight[3, 0] = float("nan")
     rows = random_rows(12)
     with pytest.raises(FloatingPointError, match="log-probability at micro-batch 0, row"):
-        policy.step(micro_batches(rows, 10_000), count_trained(rows))
+        policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:
@@ -262,13 +264,13 @@ def test_gradient_checkpointing_changes_nothing() -> None:
 
 def test_greedy_rows_are_refused(policy: Policy) -> None:
     with pytest.raises(ValueError, match="greedy"):
-        policy.token_logprobs(concat_padded_tensors(random_rows(0)), 0.0)
+        computed(policy, concat_padded_tensors(random_rows(0)), 0.0)
 
 
 def test_a_batch_without_trained_tokens_has_no_logprobs(policy: Policy) -> None:
     batch = concat_padded_tensors(random_rows(0))
     batch["loss_mask"] = torch.zeros_like(batch["loss_mask"])
-    assert policy.token_logprobs(batch).logprobs.shape == (0,)
+    assert computed(policy, batch).logprobs.shape == (0,)
 
 
 def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
@@ -276,7 +278,7 @@ def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
     plain = AutoModelForCausalLM.from_pretrained(tiny_model_dir)
     for a, b in zip(policy.model.parameters(), plain.parameters(), strict=True):
         assert a.dtype == torch.float32 and torch.equal(a, b)
-    assert policy.packing == "tree"
+    assert policy.runner.packing == "tree"
 
 
 def test_missing_weights_are_an_error_not_random_numbers(
@@ -310,4 +312,4 @@ def test_models_that_bend_their_logits_are_refused() -> None:
 
 def test_a_step_needs_something_to_train_on(policy: Policy) -> None:
     with pytest.raises(ValueError, match="nothing to train on"):
-        policy.step([], 1)
+        policy.step([([], 1)])

@@ -13,13 +13,21 @@ import torch
 
 from any_agent.errors import Conflict, NotFound, TrainingError
 from any_agent.workflow import Episode
-from tests.support.trainer.episodes import pair
+from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, outcome, same
 from trainer.batch import TrainingBatch
+from trainer.from_config import learning_rate
 from trainer.manifests import Manifest, ManifestStore
 
 STEPS = 5
 RUN = (f"train.steps={STEPS}", "train.checkpoint_every=2", "rollout.eta=9")
+UPDATES = (
+    *RUN,
+    *("train.lr_schedule=cosine", "train.warmup_steps=2", "train.min_lr_ratio=0.1"),
+    *("train.minibatches=2", "train.epochs_per_batch=2", "train.kl_coef=0.1"),
+    *("train.preset=gspo", "train.eps_low=0.5", "train.eps_high=0.5"),
+)
+"""Steps of four updates each, at other rates, with a loss that needs all inputs."""
 
 
 def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
@@ -29,6 +37,7 @@ def place(lab: Lab, boundary: str) -> tuple[Any, str, bool]:
         "lease": (lab.executor, "prepare_batch", False),
         "manifest": (trainer._manifests, "write", False),
         "step": (trainer.policy, "step", False),
+        "update": (trainer.policy, "_update", False),
         "published": (trainer._publisher, "publish", False),
         "before ack": (lab.executor, "ack", True),
         "ack": (lab.executor, "ack", False),
@@ -114,6 +123,39 @@ def test_killed_at_each_boundary(
     assert [line["step"] for line in again.metrics] == list(range(1, STEPS + 1))
 
 
+@pytest.fixture(scope="module")
+def uninterrupted_updates(
+    tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
+) -> dict[str, Any]:
+    root = tmp_path_factory.mktemp("updates")
+    base = [f"root={root}", f"model.path={tiny_model_dir}", "train.lr=1e-3", "train.seed=1"]
+    lab = Lab(config_of(base, *UPDATES), episodes())
+    assert lab.trainer.train()
+    train = lab.trainer.config.train
+    rates = [learning_rate(train, step, STEPS) for step in range(1, STEPS + 1)]
+    assert [line["learning_rate"] for line in lab.metrics] == rates
+    assert len(set(rates)) == STEPS
+    assert [line["updates"] for line in lab.metrics] == [4] * STEPS
+    return outcome(lab)
+
+
+@pytest.mark.parametrize(
+    ("boundary", "when"),
+    [("update", 1), ("update", 6), ("update", 12), ("step", 3), ("manifest", 2), ("checkpoint", 1)],
+)
+def test_killed_among_several_updates(
+    settings: list[str], uninterrupted_updates: dict[str, Any], boundary: str, when: int
+) -> None:
+    first = Lab(config_of(settings, *UPDATES), episodes())
+    die_at(first, boundary, when)
+    again = Lab(config_of(settings, *UPDATES), left_for(first), before=first)
+    assert again.trainer.train()
+    assert_same(uninterrupted_updates, outcome(again))
+    assert [line["learning_rate"] for line in again.metrics] == [
+        learning_rate(again.trainer.config.train, step, STEPS) for step in range(1, STEPS + 1)
+    ]
+
+
 def test_killed_at_every_start(settings: list[str], uninterrupted: dict[str, Any]) -> None:
     """It dies in each life after one more step, and once in the replay."""
     config = config_of(settings, *RUN)
@@ -194,6 +236,44 @@ def test_the_masks_of_a_step_are_its_own(settings: list[str]) -> None:
     ]
     # Each under its own step, so that a rank keeps it for as long as a resume may want it.
     assert again.executor.steps == [1, 2]
+
+
+def test_a_repeated_step_has_the_settings_that_it_was_made_with(settings: list[str]) -> None:
+    first = Lab(config_of(settings, *UPDATES), episodes())
+    die_at(first, "step", 2)
+    more = ["train.lr=1e-2", "train.betas=[0.5,0.5]", "train.weight_decay=0.5", "train.steps=9"]
+    more += ["train.grad_clip=1e-3", "train.minibatches=1", "train.epochs_per_batch=3"]
+    more += ["train.eps_low=0.01", "train.eps_high=0.01", "train.is_cap=1"]
+    again = Lab(config_of(settings, *RUN, *more, "train.lr_schedule=linear"), [], before=first)
+    again.trainer._load()
+    again.trainer._catch_up()
+    assert again.trainer.policy.steps == 2
+    assert same(first.weights(), again.weights())
+    assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+
+
+def test_the_rows_of_a_step_are_its_own(settings: list[str], tmp_path: Path) -> None:
+    """Advantages, weights of tokens and penalties are those that the step was made with."""
+
+    def script() -> list[Episode]:
+        return [
+            [*pair("a"), session("odd", 0.4, group="a", turns=3)],
+            pair("b", turns=2),
+            pair("c"),
+        ]
+
+    before = ("train.aggregation=session", "train.normalize_std=batch", "train.overlong_length=2")
+    first = Lab(config_of(settings, "train.steps=3", *before), script())
+    die_at(first, "step", 2)
+    more = ("train.preset=rloo", "train.loss=grpo", "train.aggregation=turn")
+    again = Lab(config_of(settings, "train.steps=3", *more), [], before=first)
+    again.trainer._load()
+    again.trainer._catch_up()
+    assert same(first.weights(), again.weights())
+    assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+    plain = Lab(config_of(settings, f"root={tmp_path / 'plain'}", "train.steps=2"), script())
+    plain.trainer.train()
+    assert not same(first.weights(), plain.weights()), "these settings matter"
 
 
 def test_a_batch_that_is_not_the_same_stops_the_resume(settings: list[str]) -> None:

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
 
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.cli.sft import add_sft_arguments
@@ -96,6 +98,23 @@ def test_it_is_the_likelihood_that_falls(
     assert tune(*command[:5], tmp_path / "again", *command[6:]) == 0
     weights = [(tmp_path / name / "model.safetensors").read_bytes() for name in ("out", "again")]
     assert weights[0] == weights[1]
+
+
+def test_an_adapter_is_tuned_and_written_beside_the_model_that_has_it(
+    tiny_model_dir: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    row = {"input_ids": [5, 6, 7, 8, 9, 10], "loss_mask": [0, 0, 1, 1, 0, 1]}
+    data, out = write(tmp_path / "data", row), tmp_path / "out"
+    lora = ("train.lora.rank=4", "train.lora.target_modules=q_proj,v_proj,down_proj")
+    options = ("--epochs", 3, "--batch", 1)
+    tune("--data", data, "--model", tiny_model_dir, "--out", out, *options, *SETTINGS, *lora)
+    assert capsys.readouterr().out.splitlines()[-2] == f"adapter   {out / 'adapter'}"
+    ids, mask = row["input_ids"], row["loss_mask"]
+    assert nats(out, ids, mask) < 0.9 * nats(tiny_model_dir, ids, mask)
+    base = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="auto")
+    by_peft = PeftModel.from_pretrained(base, out / "adapter").merge_and_unload().state_dict()
+    for name, tensor in AutoModelForCausalLM.from_pretrained(out).state_dict().items():
+        torch.testing.assert_close(by_peft[name], tensor, atol=1e-6, rtol=1e-6, msg=name)
 
 
 def test_the_held_out_lines_are_measured_and_not_trained_on(

@@ -23,26 +23,28 @@ from trainer.loss import LossConfig
 from trainer.packing import Row, count_trained
 from trainer.policy import Policy, PolicyConfig
 from trainer.tree_probe import use_tree_attention
+from trainer.world import leave
 
 BUDGETS = [2, 9, 40, 10_000]
 
 
 def computed(
-    policy: Policy, rows: list[Row], budget: int = 10_000
+    policy: Policy, rows: list[Row], budget: int = 10_000, config: LossConfig | None = None
 ) -> tuple[list[Tensor], float, dict[str, Tensor]]:
     """The rows' log-probabilities, the loss and its gradients."""
     policy.model.zero_grad(set_to_none=True)
-    stats = policy.accumulate(policy.plan(rows, budget), count_trained(rows), LossConfig())
+    config = config or LossConfig()
+    stats = policy.accumulate(policy.runner.plan(rows, budget), count_trained(rows), config)
     out = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
     assert stats.tokens == count_trained(rows)
-    return policy.row_logprobs(rows, budget), stats.loss, out
+    return policy.runner.row_logprobs(rows, budget), stats.loss, out
 
 
 def equals_rows(shape: str, seed: int, budget: int) -> None:
     rows = tree_rows(seed)
     oracle, policy = (shaped_policy(shape, packing=way) for way in ("rows", "tree"))
-    assert (oracle.packing, policy.packing) == ("rows", "tree")
+    assert (oracle.runner.packing, policy.runner.packing) == ("rows", "tree")
     logprobs, loss, expected = computed(oracle, rows)
     found, again, got = computed(policy, rows, budget)
     assert len(found) == len(rows)
@@ -64,6 +66,54 @@ def test_random_trees_equal_rows(seed: int, budget: int) -> None:
     equals_rows("qwen3", seed, budget)
 
 
+ALL_TERMS = [
+    LossConfig("gspo", is_level="sequence", kl_coef=0.1, entropy_coef=0.05),
+    LossConfig("cispo", is_mode="mask", is_cap=1.2, kl_coef=0.1, kl_estimator="k2"),
+    LossConfig("sapo", is_level="sequence", is_mode="mask", kl_coef=0.1, kl_estimator="k1"),
+    LossConfig(kl_coef=0.1, entropy_coef=0.05),
+]
+
+
+def with_all_inputs(rows: list[Row], seed: int) -> list[Row]:
+    """Rows with everything that a loss may be given."""
+    g = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g, dtype=torch.float64)
+
+    out = []
+    for row in rows:
+        n = len(row["input_ids"])
+        more = {
+            "proximal": -3.9 + 0.3 * normal(n),
+            "reference": -3.9 + 0.3 * normal(n),
+            "token_weights": normal().abs(),
+            "sequence_log_ratio": 0.1 * normal(),
+            "sequence_log_weight": 0.5 * normal(),
+        }
+        out.append(row | more)
+    return out
+
+
+@pytest.mark.parametrize("config", ALL_TERMS, ids=lambda c: c.name)
+def test_all_terms_are_those_of_the_rows(config: LossConfig) -> None:
+    """A row's scalars and the entropies' gradient, wherever the row's tokens are computed."""
+    rows = with_all_inputs(tree_rows(5), 5)
+    _, loss, expected = computed(shaped_policy("qwen3", packing="rows"), rows, 10_000, config)
+    for budget in BUDGETS:
+        _, again, got = computed(shaped_policy("qwen3"), rows, budget, config)
+        assert again == pytest.approx(loss, abs=1e-10)
+        assert_same(got, expected, atol=1e-10, rtol=1e-10)
+
+
+def test_entropies_have_a_gradient_only_where_the_loss_wants_it() -> None:
+    policy = small_policy()
+    work = policy.runner.plan(tree_rows(6), 10_000)
+    for wanted in (False, True):
+        (done,) = policy.runner.run(work, entropy_gradient=wanted)
+        assert done.entropies.requires_grad is wanted and done.logprobs.requires_grad
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_each_parameters_gradient_in_float32(shape: str) -> None:
     rows = tree_rows(1, torch.float32, count=20)
@@ -82,7 +132,7 @@ def test_bfloat16_is_no_rougher_than_by_rows() -> None:
     errors = []
     for way in ("rows", "tree"):
         policy = shaped_policy("qwen3", torch.bfloat16, packing=way)
-        assert policy.packing == way
+        assert policy.runner.packing == way
         found, _, got = computed(policy, rows, 60)
         errors.append(
             (
@@ -120,10 +170,10 @@ def test_every_distinct_token_is_computed_once() -> None:
     distinct = {tuple(ids[: n + 1]) for ids in used for n in range(len(ids))}
     policy = shaped_policy("qwen3")
     for budget in BUDGETS:
-        passes = policy.plan(rows, budget)
+        passes = policy.runner.plan(rows, budget)
         assert sum(one.ids.numel() for one in passes) == len(distinct)
         assert sum(len(one.items) for one in passes) == count_trained(rows)
-    stats = policy.accumulate(policy.plan(rows, 9), count_trained(rows), LossConfig())
+    stats = policy.accumulate(policy.runner.plan(rows, 9), count_trained(rows), LossConfig())
     assert stats.tokens_computed == len(distinct)
     assert stats.tokens_in_rows == sum(len(r["input_ids"]) for r in rows)
 
@@ -134,7 +184,7 @@ def test_checkpointing_and_offloading_change_nothing(budget: int) -> None:
     _, loss, expected = computed(shaped_policy("qwen3"), rows)
     for saving in ({"gradient_checkpointing": True}, {"offload": True}):
         policy = shaped_policy("qwen3", **saving)
-        assert policy.packing == "tree"
+        assert policy.runner.packing == "tree"
         _, again, found = computed(policy, rows, budget)
         assert again == pytest.approx(loss, abs=1e-12)
         whole = {n: t.full_tensor() if hasattr(t, "full_tensor") else t for n, t in found.items()}
@@ -146,16 +196,16 @@ def test_the_device_chooses_the_passes_unless_a_number_is_set() -> None:
     for row in rows:
         row["input_ids"] = row["input_ids"].clone()
     policy = small_policy()
-    assert 1 < len(policy.plan(rows, 300)) != len(policy.plan(rows))
-    assert max(one.ids.numel() for one in policy.plan(rows)) <= 1536
+    assert 1 < len(policy.runner.plan(rows, 300)) != len(policy.runner.plan(rows))
+    assert max(one.ids.numel() for one in policy.runner.plan(rows)) <= 1536
     with pytest.raises(ValueError, match="budget"):
-        policy.plan(rows, 0)
+        policy.runner.plan(rows, 0)
 
 
 def refused(caplog: pytest.LogCaptureFixture, model: object) -> str:
-    with caplog.at_level(logging.WARNING, "trainer.policy"):
+    with caplog.at_level(logging.WARNING, "trainer.pass_runner"):
         policy = Policy(model)
-    assert policy.packing == "rows"
+    assert policy.runner.packing == "rows"
     rows = tree_rows(5)
     policy.train(rows, 40)
     (record,) = caplog.records
@@ -209,5 +259,25 @@ def test_the_probe_finds_what_no_setting_says(
 
 def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
     policy = Policy(shaped_model("qwen3"), PolicyConfig(packing="rows"))
-    assert policy.packing == "rows" and not caplog.records
-    assert all(one.depths is None for one in policy.plan(tree_rows(0)))
+    assert policy.runner.packing == "rows" and not caplog.records
+    assert all(one.depths is None for one in policy.runner.plan(tree_rows(0)))
+
+
+def divided_law(budget: int = 9) -> None:
+    """Where weights are divided the passes are made part by part: every row keeps its number."""
+    rows = tree_rows(0)
+    expected = small_policy().runner.row_logprobs(rows)
+    try:
+        policy = small_policy(offload=True)
+        found = policy.runner.row_logprobs(rows, budget)
+        passes = policy.runner.plan(rows, budget)
+    finally:
+        leave()
+    assert len(passes) > 1 or budget > 100
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-10, rtol=0)
+
+
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_divided_weights_give_each_row_its_own_logprobs(budget: int) -> None:
+    divided_law(budget)

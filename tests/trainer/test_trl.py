@@ -1,15 +1,23 @@
-"""The same numbers as TRL 1.16's GRPO, where the conventions coincide.
+"""The same numbers as TRL 1.16, where the conventions coincide: losses, gradients, advantages.
 
-They do with ``loss_type="dapo"`` (sum over trained tokens divided by their number over all
-micro-batches and ranks; ``"bnpo"`` is the same for one micro-batch), ``scale_rewards="group"`` (std
-with ddof 1, + 1e-4), ``epsilon`` / ``epsilon_high``, ``beta`` (k3, outside the importance weight)
-and vLLM's importance sampling correction as ``token_truncate`` with a maximum of C and no minimum.
+TRL's own methods run, on trainers made without their constructors: only generation, rewards and
+(for the formulas) the forward pass are replaced. Formulas alone agree to 1e-12, or 1e-6 where the
+weights of tokens take part, which are float32; TRL's fused head computes in float32, hence 1e-6
+where the model takes part.
 
-TRL's own methods run, on a trainer made without its constructor: only generation, rewards and the
-reference's forward pass are stubbed. Its rewards are one per completion, ours one per interaction:
-the comparison uses sessions of one interaction. Its tool mask is our loss mask inside the output.
-TRL pads prompts on the left and knows one temperature. Its fused head computes in float32, hence
-1e-6 where the model takes part; formulas alone agree to 1e-12.
+Where they differ:
+- TRL's rewards are one per completion, ours one per interaction: the comparison uses sessions of
+  one interaction. Its tool mask is our loss mask inside the output.
+- Its prompts are padded on the left, and it knows one temperature.
+- Its importance weight of a sequence is the product over the tokens, ours the geometric mean.
+- A sequence's ratio with weights of single tokens: GSPO's token form, here, keeps each token's own
+  weight; there the gradient has their mean.
+- Its entropy bonus is always the mean over tokens; ours has the mean of the other terms.
+- Its KL term is k3; by default it multiplies it by the ratio (``use_bias_correction_kl``).
+- ``bnpo`` divides by the tokens of a pass, and is our mean over tokens for one pass. ``luspo`` is
+  GSPO with `train.aggregation=constant`, but for the constant.
+- ``RLOOTrainer`` clips the product of a sequence's ratios: another value, and the same gradient
+  on policy. ``vespo`` and ``delta`` have no counterpart.
 
 TRL is imported by the tests that run: it brings pandas, datasets and torch's compiler, and every
 process that collects tests would import it.
@@ -17,30 +25,44 @@ process that collects tests would import it.
 
 from __future__ import annotations
 
-import contextlib
 import copy
-from collections import defaultdict
-from dataclasses import dataclass
-from types import SimpleNamespace
-from typing import Any
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.support.trainer.policies import VOCAB, assert_same, gradients, random_rows, small_policy
-from trainer.advantage import SessionRewards, group_advantages
-from trainer.loss import LossConfig, policy_loss
+from any_agent.config import TrainConfig
+from benchmarks.peers.trl_trainer import Completions, trl_trainer
+from tests.support.trainer.policies import (
+    VOCAB,
+    assert_same,
+    computed,
+    gradients,
+    random_rows,
+    small_policy,
+)
+from trainer.advantage import (
+    SessionRewards,
+    estimate_advantages,
+    group_advantages,
+    overlong_penalty,
+)
+from trainer.batch import weighted
+from trainer.from_config import loss_config
+from trainer.loss import LOSSES, LossConfig, LossInputs
 from trainer.packing import (
     Row,
     concat_padded_tensors,
     count_trained,
-    micro_batches,
+    padded_passes,
     with_training_signal,
 )
 from trainer.policy import Policy
 
 GROUP = 4
+GRPO = TrainConfig()
 TEMPERATURE = 0.8
 
 
@@ -73,93 +95,30 @@ def random_samples(seed: int, groups: int = 2) -> list[Sample]:
     return out
 
 
-def trl_trainer(policy: Policy, samples: list[Sample], **changes: Any) -> Any:
-    """A GRPOTrainer with just what scoring and the loss read."""
-    from trl.trainer import grpo_trainer
+def made(policy: Policy, samples: list[Sample], **changes: Any) -> Any:
+    """TRL's trainer on a copy of the policy's model."""
+    given = Completions(
+        prompts=[s.prompt for s in samples],
+        outputs=[s.output for s in samples],
+        own=[s.own for s in samples],
+        behaviour=[s.behaviour for s in samples],
+        rewards=torch.tensor([s.reward for s in samples], dtype=torch.float64),
+    )
+    return trl_trainer(fused(policy), given, group=GROUP, each=len(samples), **changes)
+
+
+def fused(policy: Policy) -> Any:
+    """A copy of the policy's model with TRL's head."""
     from trl.trainer.utils import add_fused_lm_head
 
     model = copy.deepcopy(policy.model)
     add_fused_lm_head(model, temperature=TEMPERATURE, outputs=("log_probs", "entropy"))
-    identity = SimpleNamespace(
-        device=torch.device("cpu"),
-        num_processes=1,
-        process_index=0,
-        sync_gradients=True,
-        is_main_process=True,
-        autocast=contextlib.nullcontext,
-        gather=lambda t: t,
-        gather_for_metrics=lambda t: t,
-        reduce=lambda t, reduction: t,
-        unwrap_model=lambda m: m,
-    )
-    args = SimpleNamespace(
-        steps_per_generation=1,
-        gradient_accumulation_steps=1,
-        per_device_train_batch_size=len(samples),
-        per_device_eval_batch_size=len(samples),
-        report_to=[],
-        gradient_checkpointing_kwargs=None,
-        use_bias_correction_kl=False,
-        delta=None,
-    )
-    settings = {
-        "accelerator": identity,
-        "args": args,
-        "model": model.train(),
-        "ref_model": None,
-        "loss_type": "dapo",
-        "scale_rewards": "group",
-        "epsilon_low": 0.2,
-        "epsilon_high": 0.28,
-        "beta": 0.0,
-        "num_iterations": 1,
-        "num_generations": GROUP,
-        "importance_sampling_level": "token",
-        "use_vllm": True,
-        "vllm_importance_sampling_correction": True,
-        "vllm_importance_sampling_mode": "token_truncate",
-        "vllm_importance_sampling_clip_max": 5.0,
-        "vllm_importance_sampling_clip_min": None,
-        "off_policy_mask_threshold": None,
-        "top_entropy_quantile": 1.0,
-        "aux_loss_enabled": False,
-        "_entropy_bonus_enabled": False,
-        "current_gradient_accumulation_steps": 1,
-        "multi_objective_aggregation": "sum_then_normalize",
-        "mask_truncated_completions": False,
-        "pad_to_multiple_of": None,
-        "environment_factories": None,
-        "environments": None,
-        "tools": None,
-        "_is_vlm": False,
-        "_tokenizer": SimpleNamespace(pad_token_id=0),
-        "eos_token_ids": [2],
-        "reward_func_names": ["reward"],
-        "reward_weights": torch.ones(1, dtype=torch.float64),
-        "_metrics": {"train": defaultdict(list)},
-        "_logs": defaultdict(lambda: defaultdict(list))
-        | {"prompt": [], "completion": [], "advantages": []},
-        "_pending_extra_logs": {},
-        "_pending_metrics": {},
-        "log_multimodal": False,
-    }
-    trainer = grpo_trainer.GRPOTrainer.__new__(grpo_trainer.GRPOTrainer)
-    for name, value in (settings | changes).items():
-        setattr(trainer, name, value)
-    outputs = [s.output for s in samples]
-    trainer._generate = lambda prompts: (
-        [s.prompt for s in samples],
-        outputs,
-        [s.own for s in samples],
-        [""] * len(samples),
-        [s.behaviour for s in samples],
-        {},
-        None,
-        None,
-    )
-    rewards = torch.tensor([[s.reward] for s in samples], dtype=torch.float64)
-    trainer._calculate_rewards = lambda *_: rewards
-    return trainer
+    return model.train()
+
+
+def there_gradients(trainer: Any) -> dict[str, Tensor]:
+    named = trainer.model.named_parameters()
+    return {name: p.grad.clone() for name, p in named if p.grad is not None}
 
 
 def trl_scored(trainer: Any, samples: list[Sample]) -> dict[str, Tensor]:
@@ -172,12 +131,13 @@ def trl_scored(trainer: Any, samples: list[Sample]) -> dict[str, Tensor]:
     return dict(scored)
 
 
-def our_rows(samples: list[Sample]) -> list[Row]:
+def our_rows(samples: list[Sample], config: TrainConfig = GRPO) -> list[Row]:
     groups = [
         [SessionRewards([s.reward], [True]) for s in samples[k : k + GROUP]]
         for k in range(0, len(samples), GROUP)
     ]
-    advantages = [a for got in group_advantages(groups) for (a,) in got.advantages]
+    estimates = estimate_advantages(groups, config)
+    advantages = [a for got in estimates for (a,) in got.advantages]
     rows = []
     for sample, advantage in zip(samples, advantages, strict=True):
         n, m = len(sample.prompt), len(sample.output)
@@ -195,22 +155,22 @@ def our_rows(samples: list[Sample]) -> list[Row]:
         row["advantages"] = torch.tensor(advantage, dtype=torch.float64)
         row["temperatures"] = torch.tensor(TEMPERATURE, dtype=torch.float64)
         rows.append(row)
-    return rows
+    return weighted([[row] for row in rows], config.aggregation, config.constant_length)
 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_advantages(seed: int) -> None:
     samples = random_samples(seed)
-    scored = trl_scored(trl_trainer(small_policy(), samples), samples)
+    scored = trl_scored(made(small_policy(), samples), samples)
     got = concat_padded_tensors(our_rows(samples))["advantages"]
     torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
 
 
 def test_advantages_without_division() -> None:
     samples = random_samples(3)
-    scored = trl_scored(trl_trainer(small_policy(), samples, scale_rewards="none"), samples)
+    scored = trl_scored(made(small_policy(), samples, scale_rewards="none"), samples)
     groups = [[SessionRewards([s.reward], [True]) for s in samples[k : k + 4]] for k in (0, 4)]
-    got = [a for g in group_advantages(groups, normalize_std=False) for (a,) in g.advantages]
+    got = [a for g in group_advantages(groups, normalize_std="none") for (a,) in g.advantages]
     torch.testing.assert_close(torch.tensor(got, dtype=torch.float64), scored["advantages"])
 
 
@@ -219,21 +179,16 @@ def loss_and_gradients_equal_trl(
 ) -> None:
     samples = random_samples(seed)
     policy = small_policy(head_chunk=7)
-    trainer = trl_trainer(
-        policy, samples, loss_type=loss_type, vllm_importance_sampling_clip_max=cap
-    )
+    trainer = made(policy, samples, loss_type=loss_type, vllm_importance_sampling_clip_max=cap)
     scored = trl_scored(trainer, samples)
     expected = trainer._compute_loss(trainer.model, scored)
     expected.backward()
 
     rows = our_rows(samples)
     n = count_trained(rows)
-    stats = policy.accumulate(micro_batches(rows, budget), n, LossConfig(is_cap=cap))
+    stats = policy.accumulate(padded_passes(rows, budget), n, LossConfig(is_cap=cap))
     assert stats.loss == pytest.approx(float(expected.detach()), abs=1e-6)
-    expected_gradients = {
-        name: p.grad.clone() for name, p in trainer.model.named_parameters() if p.grad is not None
-    }
-    assert_same(gradients(policy), expected_gradients, atol=1e-6)
+    assert_same(gradients(policy), there_gradients(trainer), atol=1e-6)
     (entropy,) = trainer._metrics["train"]["entropy"]
     assert stats.means()["entropy"] == pytest.approx(entropy, abs=1e-6)
     (weight,) = trainer._metrics["train"]["sampling/importance_sampling_ratio/mean"]
@@ -255,56 +210,294 @@ def test_micro_batches_as_well() -> None:
     loss_and_gradients_equal_trl(5, budget=40)
 
 
-@pytest.mark.parametrize("seed", range(3))
-def test_off_the_proximal_policy(seed: int) -> None:
-    """The clip at work: pi_prox is not pi_theta. Here the log-probabilities are given."""
+# -- formulas: the log-probabilities are given, and pi_prox is not pi_theta ------------------------
+
+SHAPE = (6, 9)
+
+
+class Tokens(NamedTuple):
+    """Random inputs of a loss, [6, 9] or [6], float64; ``mask`` marks the trained tokens."""
+
+    now: Tensor
+    old: Tensor
+    mu: Tensor
+    reference: Tensor
+    entropies: Tensor
+    mask: Tensor
+    advantages: Tensor
+
+
+def random_tokens(seed: int, spread: float = 0.4) -> Tokens:
     g = torch.Generator().manual_seed(seed)
-    shape = (6, 9)
 
     def near(x: Tensor, by: float) -> Tensor:
-        return x + by * torch.randn(shape, generator=g, dtype=torch.float64)
+        return x + by * torch.randn(SHAPE, generator=g, dtype=torch.float64)
 
-    now = -3 * torch.rand(shape, generator=g, dtype=torch.float64)
-    old, mu = near(now, 0.4), near(now, 1.2)
-    mask = (torch.rand(shape, generator=g) < 0.7).int()
+    now = -3 * torch.rand(SHAPE, generator=g, dtype=torch.float64)
+    mask = (torch.rand(SHAPE, generator=g) < 0.7).int()
     mask[:, 0] = 1
-    advantages = torch.randn(6, generator=g, dtype=torch.float64)
-
-    trainer = trl_trainer(small_policy(), random_samples(0), beta=0.0)
-    theirs = now.clone().requires_grad_()
-    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (theirs, now * 0, None)
-    expected = trainer._compute_loss(
-        trainer.model,
-        {
-            "prompt_ids": torch.ones(6, 1),
-            "prompt_mask": torch.ones(6, 1),
-            "completion_ids": torch.ones(shape),
-            "completion_mask": mask,
-            "advantages": advantages,
-            "old_per_token_logps": old,
-            "importance_sampling_ratio": torch.exp((old - mu) * mask).clamp(max=5.0),
-            "num_items_in_batch": mask.sum(),
-        },
+    return Tokens(
+        now,
+        near(now, spread),
+        near(now, 1.2),
+        near(now, 0.5),
+        near(now, 0.1).abs(),
+        mask,
+        torch.randn(6, generator=g, dtype=torch.float64),
     )
+
+
+def row_mean(values: Tensor, mask: Tensor) -> Tensor:
+    return (values * mask).sum(-1) / mask.sum(-1)
+
+
+class Case(NamedTuple):
+    """Our constants and mean, and TRL's attributes for the same loss."""
+
+    config: LossConfig
+    aggregation: str
+    theirs: dict[str, Any]
+    spread: float = 0.4
+    """How far pi_prox is from pi_theta."""
+
+
+CISPO = LossConfig("cispo", eps_low=1.0, eps_high=4.0)
+GSPO = LossConfig("gspo", eps_low=0.05, eps_high=0.08, is_level="sequence")
+GSPO_THERE = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.08}
+CASES = {
+    "grpo": Case(LossConfig(), "session", {"loss_type": "grpo"}),
+    "bnpo": Case(LossConfig(), "token", {"loss_type": "bnpo"}),
+    "dapo": Case(LossConfig(), "token", {"loss_type": "dapo"}),
+    "dr_grpo": Case(
+        LossConfig(eps_high=0.2),
+        "constant",
+        {"loss_type": "dr_grpo", "epsilon_high": 0.2, "max_completion_length": 7},
+    ),
+    "cispo": Case(CISPO, "token", {"loss_type": "cispo", "epsilon_high": 5.0}, 1.5),
+    "sapo": Case(
+        LossConfig("sapo"),
+        "session",
+        {"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+    ),
+    "gspo": Case(GSPO, "turn", {"loss_type": "grpo", **GSPO_THERE}, 0.3),
+    "luspo": Case(GSPO, "constant", {"loss_type": "luspo", **GSPO_THERE}, 0.3),
+    "kl": Case(LossConfig(kl_coef=0.05), "session", {"loss_type": "grpo", "beta": 0.05}),
+    "entropy": Case(
+        LossConfig(entropy_coef=0.01),
+        "token",
+        {"loss_type": "dapo", "entropy_coef": 0.01, "_entropy_bonus_enabled": True},
+    ),
+    "masked weights": Case(LossConfig(is_mode="mask", is_cap=1.5), "token", {}),
+    "weights of rows": Case(LossConfig(is_level="sequence", is_cap=1.1), "token", {}),
+    "masked weights of rows": Case(
+        LossConfig(is_level="sequence", is_mode="mask", is_cap=1.1),
+        "session",
+        {"loss_type": "grpo"},
+    ),
+}
+LENGTH = {"dr_grpo": 7, "luspo": 1}
+
+
+def given_equal_trl(name: str, seed: int = 0) -> None:
+    """The same loss and gradient by the log-probabilities, and by the entropies."""
+    config, aggregation, theirs, spread = CASES[name]
+    x = random_tokens(seed, spread)
+    trainer = made(small_policy(), random_samples(0), **theirs)
+    there = x.now.clone().requires_grad_()
+    there_h = x.entropies.clone().requires_grad_()
+    trainer._get_per_token_logps_and_entropies = lambda *_, **__: (there, there_h, None)
+    log_w = (x.old - x.mu) * x.mask
+    if config.is_level == "sequence":
+        log_w = row_mean(log_w, x.mask)[:, None]
+    weight = torch.exp(log_w)
+    beyond = weight > config.is_cap
+    masks = config.is_mode == "mask"
+    weight = weight.masked_fill(beyond, 0.0) if masks else weight.clamp(max=config.is_cap)
+    inputs = {
+        "prompt_ids": torch.ones(6, 1),
+        "prompt_mask": torch.ones(6, 1),
+        "completion_ids": torch.ones(SHAPE),
+        "completion_mask": x.mask,
+        "advantages": x.advantages,
+        "old_per_token_logps": x.old,
+        "ref_per_token_logps": x.reference,
+        "importance_sampling_ratio": weight,
+        "num_items_in_batch": x.mask.sum(),
+    }
+    expected = trainer._compute_loss(trainer.model, inputs)
     expected.backward()
 
-    ours = now.clone().requires_grad_()
-    own = mask.bool()
-    loss, stats = policy_loss(
-        ours[own],
-        mu[own],
-        advantages[:, None].expand(shape)[own],
-        total_tokens=int(mask.sum()),
-        config=LossConfig(),
-        proximal=old[own],
+    own = x.mask.bool()
+    rows: list[Row] = [{"loss_mask": mask} for mask in x.mask]
+    rows = weighted([[row] for row in rows], aggregation, LENGTH.get(name))
+    u = None
+    if aggregation != "token":
+        u = torch.stack([row["token_weights"] for row in rows])[:, None].expand(SHAPE)[own]
+    here, here_h = x.now.clone().requires_grad_(), x.entropies.clone().requires_grad_()
+    of_row = row_mean(x.now - x.old, x.mask), row_mean(x.old - x.mu, x.mask)
+    ratios, weights = (one[:, None].expand(SHAPE)[own] for one in of_row)
+    given = LossInputs(
+        x.mu[own],
+        x.advantages[:, None].expand(SHAPE)[own],
+        proximal=x.old[own],
+        reference=x.reference[own] if config.kl_coef else None,
+        token_weights=u,
+        sequence_log_ratio=ratios,
+        sequence_log_weight=weights,
+    )
+    loss, stats = LOSSES.find(config.name)(
+        here[own], given, total_tokens=int(own.sum()), config=config, entropies=here_h[own]
     )
     loss.backward()
-    torch.testing.assert_close(loss, expected, atol=1e-12, rtol=0)
-    torch.testing.assert_close(ours.grad, theirs.grad, atol=1e-12, rtol=0)
+    # The weights of tokens are float32 in a row.
+    close = {"atol": 1e-12 if u is None else 1e-6, "rtol": 0.0}
+    torch.testing.assert_close(loss, expected, **close)
+    torch.testing.assert_close(here.grad, there.grad, **close)
+    if config.entropy_coef:
+        torch.testing.assert_close(here_h.grad, there_h.grad, **close)
+    counted = stats.is_masked if masks else stats.is_capped
+    assert counted == float((beyond.expand(SHAPE) & own).sum())
     metrics, means = trainer._metrics["train"], stats.means()
-    assert means["clipped_low"] > 0 and means["clipped_high"] > 0
-    assert means["clipped_low"] == pytest.approx(metrics["clip_ratio/low_mean"][0])
-    assert means["clipped_high"] == pytest.approx(metrics["clip_ratio/high_mean"][0])
+    if config.kl_coef:
+        assert means["kl"] == pytest.approx(metrics["kl"][0])
+    if config.name == "grpo":
+        assert means["clipped_low"] > 0 and means["clipped_high"] > 0
+        assert means["clipped_low"] == pytest.approx(metrics["clip_ratio/low_mean"][0])
+        assert means["clipped_high"] == pytest.approx(metrics["clip_ratio/high_mean"][0])
+    if config.name in ("gspo", "cispo"):
+        assert means["clipped_low"] + means["clipped_high"] > 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("name", CASES)
+def test_given_logprobs(name: str, seed: int) -> None:
+    given_equal_trl(name, seed)
+
+
+# -- presets: through the model, with TRL's advantages ---------------------------------------------
+
+PRESETS_THERE: dict[str, dict[str, Any]] = {
+    "grpo": {},
+    "dapo": {},
+    "dr_grpo": {
+        "loss_type": "dr_grpo",
+        "scale_rewards": "none",
+        "epsilon_high": 0.2,
+        "max_completion_length": 4096,
+    },
+    "gspo": {
+        "loss_type": "grpo",
+        "importance_sampling_level": "sequence",
+        "epsilon_low": 3e-4,
+        "epsilon_high": 4e-4,
+    },
+    "cispo": {"loss_type": "cispo", "epsilon_high": 5.0},
+    "sapo": {
+        "loss_type": "sapo",
+        "sapo_temperature_pos": 1.0,
+        "sapo_temperature_neg": 1.05,
+    },
+}
+
+
+def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
+    """One optimizer step's loss and gradients with a preset and a KL term; with an entropy bonus
+    where the loss is a mean over tokens, as TRL's bonus always is."""
+    samples = random_samples(seed)
+    bonus = 0.02 if TrainConfig(preset=preset).aggregation == "token" else 0.0
+    config = TrainConfig(preset=preset, kl_coef=0.03, entropy_coef=bonus, **more)
+    policy, frozen = small_policy(head_chunk=7), small_policy(5)
+    theirs = PRESETS_THERE[preset] | {
+        "beta": 0.03,
+        "entropy_coef": bonus,
+        "_entropy_bonus_enabled": bonus > 0,
+        "ref_model": fused(frozen),
+    }
+    trainer = made(policy, samples, **theirs)
+    scored = trl_scored(trainer, samples)
+
+    rows = our_rows(samples, config)
+    for row, reference, now in zip(
+        rows, frozen.runner.row_logprobs(rows), policy.runner.row_logprobs(rows), strict=True
+    ):
+        own = row["loss_mask"].bool()
+        row["reference"] = torch.zeros(len(own), dtype=torch.float64)
+        row["reference"][own] = reference
+        row["sequence_log_weight"] = (now - row["logprobs"][own]).mean()
+    if config.is_level == "sequence":
+        # TRL takes the product over a row, here it is the geometric mean.
+        weights = torch.stack([row["sequence_log_weight"] for row in rows]).exp()
+        scored["importance_sampling_ratio"] = weights.clamp(max=5.0)[:, None]
+    expected = trainer._compute_loss(trainer.model, scored)
+    expected.backward()
+
+    n = count_trained(rows)
+    stats = policy.accumulate(policy.runner.plan(rows, 10_000), n, loss_config(config))
+    assert stats.loss == pytest.approx(float(expected.detach()), abs=1e-6)
+    assert_same(gradients(policy), there_gradients(trainer), atol=1e-6)
+    metrics, means = trainer._metrics["train"], stats.means()
+    assert means["entropy"] == pytest.approx(metrics["entropy"][0], abs=1e-6)
+    assert means["kl"] == pytest.approx(metrics["kl"][0], abs=1e-6)
+
+
+@pytest.mark.parametrize("preset", PRESETS_THERE)
+def test_presets(preset: str) -> None:
+    preset_equals_trl(preset)
+
+
+def test_the_deviation_of_the_batch() -> None:
+    samples = random_samples(3)
+    scored = trl_scored(made(small_policy(), samples, scale_rewards="batch"), samples)
+    rows = our_rows(samples, TrainConfig(normalize_std="batch"))
+    got = concat_padded_tensors(rows)["advantages"]
+    torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
+
+
+# -- RLOO has a trainer of its own -----------------------------------------------------------------
+
+
+def rloo_equals_trl(normalize: bool, seed: int = 0) -> None:
+    """RLOO's advantages, and the gradient of its loss before the policy has moved.
+
+    TRL knows no tools' tokens here. Its clipped loss has another value and, on policy, the
+    gradient of REINFORCE: the sum over an output's tokens, and the mean over outputs.
+    """
+    from trl.trainer.rloo_trainer import RLOOTrainer
+
+    samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(seed)]
+    config = TrainConfig(
+        preset="rloo", constant_length=1, normalize_std="batch" if normalize else "none"
+    )
+    policy = small_policy(head_chunk=7)
+    trainer = made(policy, samples, kind=RLOOTrainer, normalize_advantages=normalize)
+    generated = trainer._generate([])
+    trainer._generate = lambda _: (*generated[:2], [""] * len(samples))
+    scored = trl_scored(trainer, samples)
+    expected = trainer._compute_loss(trainer.model, scored)
+    expected.backward()
+
+    rows = our_rows(samples, config)
+    got = concat_padded_tensors(rows)["advantages"]
+    torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
+    # TRL's RLOO does not correct for the engine: its behaviour is the trainer's.
+    for row, now in zip(rows, policy.runner.row_logprobs(rows), strict=True):
+        row["logprobs"] = torch.zeros_like(row["logprobs"])
+        row["logprobs"][row["loss_mask"].bool()] = now
+    policy.accumulate(policy.runner.plan(rows, 10_000), count_trained(rows), loss_config(config))
+    assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_rloo(normalize: bool) -> None:
+    rloo_equals_trl(normalize)
+
+
+def test_the_penalty_of_long_outputs() -> None:
+    from trl.rewards import get_soft_overlong_punishment
+
+    config = TrainConfig(overlong_length=20, overlong_buffer=8)
+    theirs = get_soft_overlong_punishment(20, 8)([[1] * n for n in range(30)])
+    assert [-overlong_penalty(n, config) for n in range(30)] == pytest.approx(theirs)
 
 
 def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
@@ -314,7 +507,7 @@ def test_logprobs_are_selective_log_softmax_of_the_shifted_logits() -> None:
     batch = concat_padded_tensors(random_rows(1))
     ids = batch["input_ids"].long()
     with torch.no_grad():
-        got = policy.token_logprobs(batch, TEMPERATURE)
+        got = computed(policy, batch, TEMPERATURE)
         logits = policy.model(input_ids=ids).logits[:, :-1]
     table = selective_log_softmax(logits / TEMPERATURE, ids[:, 1:])
     expected = table[batch["loss_mask"][:, 1:].bool()]

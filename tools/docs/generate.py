@@ -213,7 +213,7 @@ def _sections(tree: ast.ClassDef, classes: dict[str, ast.ClassDef], prefix: str 
     """Return a heading and a table for each section of a tree, and for its inner sections."""
     parts = []
     for field in _fields(tree):
-        kind = ast.unparse(field.annotation)
+        kind = _section(field)
         if kind not in classes:
             continue
         section, name = classes[kind], prefix + _name(field)
@@ -231,9 +231,9 @@ def _settings(section: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[S
     followers = dict(zip(section.body, section.body[1:], strict=False))
     out = []
     for field in _fields(section):
-        kind = ast.unparse(field.annotation)
-        if kind in classes:
+        if _section(field) in classes:
             continue
+        kind = ast.unparse(field.annotation)
         default, limits = _default(field.value)
         meaning = " ".join(_text(followers.get(field)).split()).replace("None", "null")
         out.append(Setting(_name(field), " ".join([_type(kind), *limits]), default, meaning))
@@ -244,6 +244,11 @@ def _fields(section: ast.ClassDef) -> Iterator[ast.AnnAssign]:
     for node in section.body:
         if isinstance(node, ast.AnnAssign):
             yield node
+
+
+def _section(field: ast.AnnAssign) -> str:
+    """Return the class of a field, which may be null, if it is a section."""
+    return ast.unparse(field.annotation).removesuffix(" | None")
 
 
 def _name(field: ast.AnnAssign) -> str:
@@ -300,7 +305,7 @@ def _type(annotation: str) -> str:
     names |= {"EngineOptions": "list of texts", "Variables": "texts by name"}
     names |= {"dict[str, float]": "numbers by name", "ModelList": "list of mappings"}
     names |= {"tuple[float, float]": "two numbers", "Texts": "list of texts"}
-    names |= {"TrackerNames": "list of texts"}
+    names |= {"TrackerNames": "list of texts", "NormalizeStd": "group / batch / none"}
     return names[out]
 
 

@@ -13,34 +13,56 @@ from any_agent.config import TrainConfig
 from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
-from trainer.from_config import policy_config, seed_all, set_optimizer
-from trainer.loss import LossConfig
+from trainer.from_config import policy_config, seed_all
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
+from trainer.reference import frozen_logprobs, is_base, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
 
 
 def load_policy(
-    source: str | Path, settings: PolicyConfig, leader: Leader | None, *, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    leader: Leader | None,
+    *,
+    checkpoint: bool,
+    base: str | None = None,
 ) -> tuple[Policy, dict[str, Any]]:
     """Load a model, or a checkpoint and its state, on all processes that ``leader`` commands.
 
-    Each gets its share; without a leader it is this process alone.
+    Each gets its share; without a leader it is this process alone. ``base`` is the model of a
+    checkpoint's adapter.
     """
     if leader is None:
-        return _load(source, settings, None, checkpoint)
-    with leader.run({"do": "load", "source": str(source), "checkpoint": checkpoint}):
-        policy, state = _load(source, settings, leader.world, checkpoint)
+        return _load(source, settings, None, checkpoint, base)
+    command = {"do": "load", "source": str(source), "checkpoint": checkpoint, "base": base}
+    with leader.run(command):
+        policy, state = _load(source, settings, leader.world, checkpoint, base)
     policy.leader = leader
     return policy, state
 
 
+def load_reference(policy: Policy, path: str) -> None:
+    """Load the reference model of the loss's KL term, on all processes that the policy leads.
+
+    Raises as :func:`trainer.reference.frozen_logprobs`.
+    """
+    require_alike(path, policy)
+    base = is_base(path, policy)
+    with policy.commanded({"do": "reference", "path": path, "base": base}):
+        policy.reference = frozen_logprobs(path, policy, base=base)
+
+
 def _load(
-    source: str | Path, settings: PolicyConfig, world: World | None, checkpoint: bool
+    source: str | Path,
+    settings: PolicyConfig,
+    world: World | None,
+    checkpoint: bool,
+    base: str | None,
 ) -> tuple[Policy, dict[str, Any]]:
     if checkpoint:
-        return load_checkpoint(Path(source), settings, world=world)
+        return load_checkpoint(Path(source), settings, world=world, base=base)
     return Policy.load(source, settings, world), {}
 
 
@@ -98,6 +120,7 @@ class Follower:
         actions: dict[str, Callable[[Mapping[str, Any]], object]] = {
             "nothing": lambda command: None,
             "load": self._load,
+            "reference": self._load_reference,
             "step": self._step,
             "gather": lambda command: self.policy.gathered(command["names"]),
             "save": lambda command: self._save(Path(command["folder"])),
@@ -120,16 +143,15 @@ class Follower:
     def _load(self, command: Mapping[str, Any]) -> None:
         seed_all(self._train.seed)
         checkpoint = command["checkpoint"]
-        self.policy, _ = _load(command["source"], self._settings, self._world, checkpoint)
-        if checkpoint:
-            set_optimizer(self.policy, self._train)
+        self.policy, _ = _load(
+            command["source"], self._settings, self._world, checkpoint, command["base"]
+        )
+
+    def _load_reference(self, command: Mapping[str, Any]) -> None:
+        self.policy.reference = frozen_logprobs(command["path"], self.policy, base=command["base"])
 
     def _step(self, command: Mapping[str, Any]) -> None:
-        self.policy.step(
-            self.policy.plan(self._channel.receive_rows(), command["budget"], command["batches"]),
-            command["tokens"],
-            LossConfig(**command["loss"]),
-        )
+        self.policy.step_commanded(command, self._channel.receive_rows())
 
     def _save(self, folder: Path) -> None:
         from trainer.sharded_optimizer import save_shard

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
@@ -23,8 +24,8 @@ from trainer.batch import training_batch
 from trainer.checkpoint import complete_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
 from trainer.manifests import Manifest, ManifestStore
-from trainer.packing import count_trained
 from trainer.policy import Policy, PolicyConfig
+from trainer.updates import StepConfig
 
 
 def retrain(config: Config, run: RunDir, records: Mapping[str, Record]) -> tuple[int, list[str]]:
@@ -50,10 +51,13 @@ def _make(policy: Policy, config: Config, taken: Manifest, records: Mapping[str,
         eta=taken.eta,
         step_of_version=taken.versions,
     )
-    policy.step(
-        policy.plan(batch.rows, config.train.micro_batch_tokens),
-        count_trained(batch.rows),
+    optimizer: Any = taken.optimizer
+    policy.train(
+        batch.rows,
+        config.train.micro_batch_tokens,
         loss_config(config.train),
+        StepConfig(config.train.epochs_per_batch, **optimizer),
+        batch.minibatches,
     )
 
 

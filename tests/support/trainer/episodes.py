@@ -24,17 +24,17 @@ def interaction(
     reward: float | None = None,
     logprob: float = -3.0,
     untrainable: str | None = None,
-    output: tuple[int, int] = (8, 9),
+    output: tuple[int, ...] = (8, 9),
 ) -> Interaction:
-    """Three tokens of prompt, two of output."""
+    """Three tokens of prompt, two of output unless they are given."""
     return Interaction(
         id=id,
         session_id=session,
         parent_id=parent,
         prompt_delta_ids=id_array([5, 6, 7]),
         output_ids=id_array(list(output)),
-        output_logprobs=logprob_array(np.full(2, logprob)),
-        output_versions=id_array([version] * 2),
+        output_logprobs=logprob_array(np.full(len(output), logprob)),
+        output_versions=id_array([version] * len(output)),
         message_delta=[{"role": "user", "content": id}],
         output_message={"role": "assistant", "content": f"answer {id}"},
         finish_reason="stop",

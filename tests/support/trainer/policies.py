@@ -12,7 +12,8 @@ from torch import Tensor
 
 from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
-from trainer.packing import Row, count_trained, with_training_signal
+from trainer.packing import Batch, Row, count_trained, padded_pass, with_training_signal
+from trainer.pass_runner import Computed
 from trainer.policy import Policy, PolicyConfig
 
 VOCAB = 48
@@ -74,6 +75,24 @@ def random_rows(
     return rows
 
 
+def computed(policy: Policy, batch: Batch, temperature: float | Tensor = 1.0) -> Computed:
+    """Padded rows in one pass, with one temperature for all or [batch]."""
+    if not isinstance(temperature, Tensor):
+        temperature = torch.tensor(temperature, dtype=torch.float64)
+    per_row = temperature.expand(batch["input_ids"].shape[0])
+    (done,) = policy.runner.run([padded_pass(batch | {"temperatures": per_row})])
+    return done
+
+
+def dense_logprobs(model: Any, row: Row) -> Tensor:
+    """The log-probabilities of a row's trained tokens, on full logits."""
+    ids = row["input_ids"].long()
+    logits = model(input_ids=ids[None], use_cache=False).logits[0]
+    table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
+    places = row["loss_mask"].nonzero()[:, 0]
+    return table[places - 1, ids[places]]
+
+
 def dense_loss(
     model: Any, rows: Sequence[Row], config: LossConfig, prox_shift: Sequence[float] | None = None
 ) -> Tensor:
@@ -124,7 +143,7 @@ def trainer_gradients(
     """Loss and gradients by the path that ``Policy.step`` takes, without the update."""
     policy.model.zero_grad(set_to_none=True)
     total = count_trained(rows)
-    stats = policy.accumulate(policy.plan(rows, token_budget), total, config or LossConfig())
+    stats = policy.accumulate(policy.runner.plan(rows, token_budget), total, config or LossConfig())
     out = gradients(policy)
     policy.model.zero_grad(set_to_none=True)
     return stats.loss, out

@@ -22,23 +22,29 @@ from any_agent.config import TrainConfig
 from any_agent.demo.models.tiny import make_model
 from any_agent.errors import TrainingError
 from any_agent.runtime.disk_space import DiskSpace
+from tests.support.trainer.adapters import LORA, row_logprobs, stirred
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Lab, config_of, outcome
 from tests.support.trainer.policies import VOCAB, in_precision, random_rows
 from tests.support.trainer.trees import tree_rows
+from tests.support.trainer.updates import SEQUENCE_LEVEL
 from trainer.checkpoint import complete_checkpoints, save_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
-from trainer.loss import LossConfig
-from trainer.packing import Pass, count_trained
-from trainer.parallel.trainer_group import Follower, load_policy
+from trainer.lora import adapter_tensors
+from trainer.loss import LossConfig, LossStats
+from trainer.packing import Pass, Row, count_trained
+from trainer.parallel.trainer_group import Follower, load_policy, load_reference
 from trainer.policy import Policy, PolicyConfig
+from trainer.updates import StepConfig, divide
 from trainer.world import World, whole_tensor
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
+LORA_CONFIG = replace(CONFIG, lora=LORA)
 TRAIN = TrainConfig(lr=1e-3)
 
-Found = tuple[float, dict[str, Tensor]]
+Weights = dict[str, Tensor]
+Found = tuple[float, Weights]
 
 
 def divided_policy(world: World, master: torch.dtype = torch.float64, **config: Any) -> Policy:
@@ -73,7 +79,7 @@ def under(
         policy = divided_policy(world, master, lr=1e-3, **config)
         found = _gradient(world, policy, 0)
         for case in range(2):
-            policy.step(*_share(world, policy, case))
+            policy.step([_share(world, policy, case)])
         out.append((found, weights_of(policy)))
     return out
 
@@ -81,8 +87,8 @@ def under(
 def _share(world: World, policy: Policy, case: int) -> tuple[list[Pass], int]:
     """This process's passes, and the tokens of all."""
     rows, budget = split(case)
-    parts, count = policy.shares(rows, world.size, budget)
-    return policy.plan(parts[world.rank], budget, count), count_trained(rows)
+    parts, count = policy.runner.shares(rows, world.size, budget)
+    return policy.runner.plan(parts[world.rank], budget, count), count_trained(rows)
 
 
 def _gradient(world: World, policy: Policy, case: int) -> Found:
@@ -93,11 +99,91 @@ def _gradient(world: World, policy: Policy, case: int) -> Found:
     return stats.loss, found if world.leads else {}
 
 
-def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
+def adapters_of(
+    world: World, configs: list[dict[str, Any]], cases: int
+) -> list[tuple[list[Found], Tensor, dict[str, Tensor]]]:
+    """With each of these configurations, of an adapter that is not zero: the loss and the
+    gradients of each case's rows, the log-probabilities of the first rows without the adapter, and
+    what is published."""
+    out = []
+    for config in configs:
+        policy = stirred(divided_policy(world, lora=LORA, **config))
+        adapter = adapter_tensors(policy.model)
+        found = []
+        for case in range(cases):
+            passes, total = _share(world, policy, case)
+            policy.optimizer.zero_grad(set_to_none=True)
+            stats = policy.accumulate(passes, total, LossConfig())
+            assert {n for n, p in policy.model.named_parameters() if p.grad is not None} <= (
+                adapter.keys()
+            )
+            whole = {n: whole_tensor(p.grad, world.device) for n, p in adapter.items()}
+            found.append((stats.loss, whole if world.leads else {}))
+        with policy.without_adapter():
+            bare = torch.cat([row_logprobs(policy, [row])[0] for row in split(0)[0]])
+        out.append((found, bare, weights_of(policy)))
+    return out
+
+
+def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStats, Weights]]:
+    """Of each case: the statistics of a step of several updates, and the weights after it."""
+    out = []
+    for case in range(cases):
+        policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
+        policy.reference = frozen.runner.logprobs
+        rows, parts, budget = divided_case(case)
+        work = []
+        for part in parts:
+            shares, count = policy.runner.shares([rows[k] for k in part], world.size, budget)
+            passes = policy.runner.plan(shares[world.rank], budget, count)
+            work.append((passes, count_trained([rows[k] for k in part])))
+        result = policy.step(work, config, StepConfig(2))
+        out.append((result.stats, weights_of(policy)))
+    return out
+
+
+def divided_case(case: int) -> tuple[list[Row], list[list[int]], int]:
+    """Rows, their minibatches, and a budget, as :func:`split`."""
+    rows, budget = split(case)
+    owners = [(k % 3, f"s{k % 5}") for k in range(len(rows))]
+    return rows, divide(rows, owners, 2), budget
+
+
+def commanded(
+    leader: Leader, model: str, broken: int | None, config: PolicyConfig = CONFIG
+) -> tuple[Weights, str]:
+    """The weights after two commanded steps of several updates beside a reference model, and what
+    is said of one in between whose second minibatch has a ``broken`` row."""
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
+    load_reference(policy, model)
+    parts, settings = [[0, 2, 4], [1, 3, 5]], StepConfig(2, lr=2e-3)
+    said = ""
+    policy.train(random_rows(0, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
+    if broken is not None:
+        bad = random_rows(1, dtype=torch.float32)
+        bad[parts[1][broken]]["advantages"] = torch.tensor(float("nan"))
+        try:
+            policy.train(bad, 60, LossConfig(kl_coef=0.1), settings, parts)
+        except FloatingPointError as error:
+            said = str(error)
+    assert policy.steps == 1
+    policy.train(random_rows(2, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
+    assert policy.steps == 2
+    return weights_of(policy), said
+
+
+def led_lora(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
+    """As :func:`led`, with an adapter."""
+    return led(world, case, *arguments, config=LORA_CONFIG)
+
+
+def led(
+    world: World, case: Callable[..., Any], *arguments: Any, config: PolicyConfig = CONFIG
+) -> Any:
     """``case(leader, *arguments)`` on the leader, while the others follow it."""
     torch.set_num_threads(1)
     if not world.leads:
-        Follower(world, CONFIG, TRAIN).follow()
+        Follower(world, config, TRAIN).follow()
         return None
     leader = Leader(world)
     try:
@@ -106,9 +192,11 @@ def led(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
         leader.stop()
 
 
-def trained(leader: Leader, model: str, seeds: range, root: str) -> dict[str, Tensor]:
+def trained(
+    leader: Leader, model: str, seeds: range, root: str, config: PolicyConfig = CONFIG
+) -> dict[str, Tensor]:
     """Steps from a model, and a checkpoint of them; all that it holds."""
-    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    policy, _ = load_policy(model, config, leader, checkpoint=False)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     save_checkpoint(Path(root), policy, Path(model), {"seen": policy.steps})
@@ -122,8 +210,10 @@ def saved_again(leader: Leader, checkpoint: str, root: str) -> dict[str, Tensor]
     return weights_of(policy)
 
 
-def gone_on(leader: Leader, checkpoint: str, seeds: range) -> dict[str, Tensor]:
-    policy, _ = load_policy(checkpoint, CONFIG, leader, checkpoint=True)
+def gone_on(
+    leader: Leader, checkpoint: str, seeds: range, config: PolicyConfig = CONFIG
+) -> dict[str, Tensor]:
+    policy, _ = load_policy(checkpoint, config, leader, checkpoint=True)
     for seed in seeds:
         policy.train(random_rows(seed, dtype=torch.float32), 60)
     return weights_of(policy)

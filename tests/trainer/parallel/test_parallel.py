@@ -11,11 +11,14 @@ import torch
 from torch import Tensor
 
 from tests.support.trainer.policies import assert_same, random_rows, small_policy, trainer_gradients
+from tests.support.trainer.updates import SEQUENCE_LEVEL
 from tests.support.trainer.world import together
 from tests.support.trainer.world_cases import (
     CONFIG,
     buckets_left_early,
+    commanded,
     cramped,
+    divided_case,
     gone_on,
     gradients_of,
     led,
@@ -26,13 +29,16 @@ from tests.support.trainer.world_cases import (
     split,
     trained,
     under,
+    updated,
     waiting,
     weights_of,
 )
 from tests.support.trainer.world_cases import killed as one_killed
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.policy import Policy
+from trainer.reference import frozen_logprobs
 from trainer.sharded_optimizer import moments
+from trainer.updates import StepConfig
 
 pytestmark = pytest.mark.service
 
@@ -55,6 +61,39 @@ def test_loss_and_gradient_are_those_of_one_process_for_any_split(size: int) -> 
         loss, gradients = trainer_gradients(policy, rows)
         assert [result[case][0] for result in found] == pytest.approx([loss] * size, abs=1e-9)
         assert_same(found[0][case][1], gradients, atol=1e-9)
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> None:
+    """With every input that a loss can have."""
+    found = together(size, updated, 6, SEQUENCE_LEVEL)
+    for case in range(6):
+        policy, frozen = small_policy(lr=1e-3), small_policy()
+        policy.reference = frozen.runner.logprobs
+        rows, parts, _ = divided_case(case)
+        stats = policy.train(rows, None, SEQUENCE_LEVEL, StepConfig(2), parts).stats
+        for result in found:
+            assert result[case][0].loss == pytest.approx(stats.loss, abs=1e-8)
+            assert result[case][0].tokens == stats.tokens
+        assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
+
+
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_step_of_several_updates_is_undone_in_every_process(
+    tiny_model_dir: Path, broken: int
+) -> None:
+    """As if it had not been, in weights and moments of all; alone it is the same but for
+    rounding."""
+    expected, _ = together(2, led, commanded, str(tiny_model_dir), None)[0]
+    found, said = together(2, led, commanded, str(tiny_model_dir), broken)[0]
+    assert "advantage at micro-batch" in said
+    _same(found, expected)
+    alone = Policy.load(tiny_model_dir, CONFIG)
+    alone.reference = frozen_logprobs(str(tiny_model_dir), alone)
+    for seed in (0, 2):
+        rows, parts = random_rows(seed, dtype=torch.float32), [[0, 2, 4], [1, 3, 5]]
+        alone.train(rows, 60, SEQUENCE_LEVEL, StepConfig(2, lr=2e-3), parts)
+    assert_same(found, weights_of(alone), atol=1e-5)
 
 
 def test_saving_memory_changes_neither_gradients_nor_steps() -> None:

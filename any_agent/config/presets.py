@@ -1,0 +1,142 @@
+"""Algorithms by name: the settings of `train` that each of them chooses, and contradictions.
+
+``docs/reference/algorithms.md`` has the formulas and the reason for each value.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import chain
+from typing import Any, NamedTuple
+
+
+class Preset(NamedTuple):
+    """An algorithm: its advantage estimator, its loss, and other settings."""
+
+    advantage_estimator: str
+    loss: str
+    others: Mapping[str, Any] = {}
+
+
+PRESETS: Mapping[str, Preset] = {
+    # With DAPO's clip and mean over tokens, which the field found better than the paper's own.
+    "grpo": Preset("grpo", "grpo"),
+    # A deviation or a length in a denominator biases the gradient.
+    "dr_grpo": Preset(
+        "grpo", "grpo", {"normalize_std": "none", "aggregation": "constant", "eps_high": 0.2}
+    ),
+    # Its length penalty depends on the task: train.overlong_length switches it on.
+    "dapo": Preset("grpo", "grpo"),
+    # The paper's mean over sequences; a row is the sequence whose ratio is clipped.
+    "gspo": Preset("grpo", "gspo", {"aggregation": "turn"}),
+    "cispo": Preset("grpo", "cispo"),
+    "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
+    # An output is one action: its log-probability is the sum over its tokens, not their mean.
+    "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
+    # The paper's divergence is a penalty in the reward, or k2 in the loss; here it is the latter.
+    "reinforce_pp": Preset("reinforce_pp", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}),
+    "reinforce_pp_baseline": Preset(
+        "reinforce_pp_baseline", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}
+    ),
+}
+_COMMON: Mapping[str, Any] = {"aggregation": "token", "kl_estimator": "k3"}
+_OF_ESTIMATORS: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"normalize_std": "group"},
+    "rloo": {"normalize_std": "none"},
+    "reinforce_pp": {"normalize_std": "batch"},
+    "reinforce_pp_baseline": {"normalize_std": "batch"},
+}
+_OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"eps_low": 0.2, "eps_high": 0.28, "is_level": "token"},
+    # Ratios of sequences are near 1; the importance weight is of the same kind.
+    "gspo": {"eps_low": 3e-4, "eps_high": 4e-4, "is_level": "sequence"},
+    # The weight is bounded above, at 5, and not below.
+    "cispo": {"eps_low": 1.0, "eps_high": 4.0, "is_level": "token"},
+    "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "is_level": "token"},
+    "reinforce": {"is_level": "token"},
+}
+_CONSTANTS = ("eps_low", "eps_high", "tau_pos", "tau_neg")
+CONSTANT_LENGTH = 4096
+"""The default of `sampling.max_new_tokens`, as Dr.GRPO divides by the longest possible output."""
+
+
+def completed(c: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings that are not given, with the values of the preset.
+
+    A loss or estimator that is not the preset's brings its own constants. Those of yours, under
+    other names, have GRPO's.
+    """
+    chosen = PRESETS[c["preset"]]
+    estimator = c["advantage_estimator"] or chosen.advantage_estimator
+    loss = c["loss"] or chosen.loss
+
+    def kept(knob: str) -> bool:
+        """Return whether the preset's value means something to the chosen estimator and loss."""
+        if knob in _OF_ESTIMATORS["grpo"]:
+            return estimator == chosen.advantage_estimator
+        return loss == chosen.loss or knob not in _CONSTANTS
+
+    knobs = {
+        **_COMMON,
+        **_OF_ESTIMATORS.get(estimator, _OF_ESTIMATORS["grpo"]),
+        **_OF_LOSSES.get(loss, _OF_LOSSES["grpo"]),
+        **{knob: value for knob, value in chosen.others.items() if kept(knob)},
+        "advantage_estimator": estimator,
+        "loss": loss,
+    }
+    if not c["kl_coef"]:
+        del knobs["kl_estimator"]
+    if (c["aggregation"] or knobs["aggregation"]) == "constant":
+        knobs["constant_length"] = CONSTANT_LENGTH
+    if c["overlong_length"] is not None:
+        knobs |= {"overlong_buffer": max(c["overlong_length"] // 5, 1), "overlong_penalty": 1.0}
+    return {name: value for name, value in knobs.items() if c[name] in (None, "")}
+
+
+def contradiction(c: Mapping[str, Any]) -> str | None:
+    """Return the first contradiction in completed settings, with the remedy; None if none."""
+    return next(chain(_in_the_loss(c), _in_the_batch(c)), None)
+
+
+def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
+    loss = c["loss"]
+    for knob in _CONSTANTS if loss in _OF_LOSSES else ():
+        if c[knob] is not None and knob not in _OF_LOSSES[loss]:
+            users = " or ".join(name for name, knobs in _OF_LOSSES.items() if knob in knobs)
+            yield (
+                f"train.{knob} has no effect on train.loss={loss}: leave it out, or set "
+                f"train.loss to {users}"
+            )
+    if loss == "gspo" and c["is_level"] == "token" and c["is_mode"] == "mask":
+        yield (
+            "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "
+            "as a whole: set train.is_level=sequence, or train.is_mode=truncate"
+        )
+    if c["kl_estimator"] is not None and not c["kl_coef"]:
+        yield (
+            f"train.kl_estimator={c['kl_estimator']} has no effect while train.kl_coef is 0: set "
+            "train.kl_coef (0.001 is usual), or leave train.kl_estimator out"
+        )
+
+
+def _in_the_batch(c: Mapping[str, Any]) -> Iterator[str]:
+    estimator, mean, length = c["advantage_estimator"], c["aggregation"], c["overlong_length"]
+    known = _OF_ESTIMATORS.get(estimator, _OF_ESTIMATORS["grpo"])
+    if c["normalize_std"] == "group" and known["normalize_std"] != "group":
+        yield (
+            f"train.normalize_std=group contradicts train.advantage_estimator={estimator}: set "
+            "batch or none, or train.advantage_estimator=grpo"
+        )
+    if c["constant_length"] is not None and mean != "constant":
+        yield (
+            f"train.constant_length has no effect on train.aggregation={mean}: leave it out, or "
+            "set train.aggregation=constant"
+        )
+    for name in ("overlong_buffer", "overlong_penalty"):
+        if length is None and c[name] is not None:
+            yield f"train.{name} has no effect without train.overlong_length: set it, too"
+    if length is not None and c["overlong_buffer"] > length:
+        yield (
+            f"train.overlong_buffer={c['overlong_buffer']} must not exceed "
+            f"train.overlong_length={length}: the penalty begins that many tokens below it"
+        )

@@ -1,0 +1,103 @@
+"""A preset fills in what is not given, and contradictions are refused by name."""
+
+from __future__ import annotations
+
+from typing import Any, get_args
+
+import pytest
+
+from any_agent.config import TrainConfig, load_config
+from any_agent.config.presets import _OF_ESTIMATORS, _OF_LOSSES, PRESETS
+from any_agent.errors import ConfigError
+from trainer.advantage import ESTIMATORS
+from trainer.from_config import loss_config, require_algorithm
+from trainer.loss import LOSSES, needs_sequence_ratio, needs_sequence_weight
+
+KNOBS = ("advantage_estimator", "loss", "normalize_std", "aggregation", "eps_low", "eps_high")
+
+
+def train(*given: str) -> TrainConfig:
+    return load_config(None, [f"train.{one}" for one in given], {}).train
+
+
+@pytest.mark.parametrize(
+    ("preset", "expected"),
+    [
+        ("grpo", ("grpo", "grpo", "group", "token", 0.2, 0.28)),
+        ("dapo", ("grpo", "grpo", "group", "token", 0.2, 0.28)),
+        ("dr_grpo", ("grpo", "grpo", "none", "constant", 0.2, 0.2)),
+        ("gspo", ("grpo", "gspo", "group", "turn", 3e-4, 4e-4)),
+        ("cispo", ("grpo", "cispo", "group", "token", 1.0, 4.0)),
+        ("sapo", ("grpo", "sapo", "group", "session", None, None)),
+        ("rloo", ("rloo", "reinforce", "none", "constant", None, None)),
+        ("reinforce_pp", ("reinforce_pp", "grpo", "batch", "token", 0.2, 0.2)),
+        ("reinforce_pp_baseline", ("reinforce_pp_baseline", "grpo", "batch", "token", 0.2, 0.2)),
+    ],
+)
+def test_the_presets(preset: str, expected: tuple[object, ...]) -> None:
+    config = train(f"preset={preset}")
+    assert tuple(getattr(config, name) for name in KNOBS) == expected
+    require_algorithm(config)
+    loss = loss_config(config)
+    assert needs_sequence_ratio(loss) is needs_sequence_weight(loss) is (preset == "gspo")
+    # A process that reads the written settings comes to the same.
+    assert TrainConfig(**config.model_dump()) == config
+
+
+def test_there_is_one_name_for_each() -> None:
+    assert set(PRESETS) == set(get_args(TrainConfig.model_fields["preset"].annotation))
+    assert set(_OF_LOSSES) <= set(LOSSES._known) and set(_OF_ESTIMATORS) <= set(ESTIMATORS._known)
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (["preset=dapo", "eps_high=0.3"], {"eps_low": 0.2, "eps_high": 0.3}),
+        (["preset=dr_grpo", "aggregation=session"], {"constant_length": None}),
+        (["preset=dr_grpo", "constant_length=9"], {"constant_length": 9, "eps_high": 0.2}),
+        (["preset=dr_grpo", "loss=gspo"], {"eps_high": 4e-4, "is_level": "sequence"}),
+        (["preset=sapo", "tau_neg=2"], {"tau_pos": 1.0, "tau_neg": 2.0}),
+        (["preset=dr_grpo", "loss=sapo"], {"eps_high": None, "tau_pos": 1.0}),
+        (["preset=rloo", "loss=grpo"], {"eps_low": 0.2, "eps_high": 0.28}),
+        (["preset=dapo", "advantage_estimator=rloo"], {"normalize_std": "none"}),
+        (["preset=gspo", "is_level=token"], {"is_level": "token", "eps_low": 3e-4}),
+        (["loss=mine.own", "eps_low=0.1"], {"loss": "mine.own", "eps_low": 0.1, "eps_high": 0.28}),
+        (["kl_coef=0.01"], {"kl_estimator": "k3"}),
+        (["preset=reinforce_pp", "kl_coef=0.01"], {"kl_estimator": "k2"}),
+        (["overlong_length=20480"], {"overlong_buffer": 4096, "overlong_penalty": 1.0}),
+        (["overlong_length=100", "overlong_buffer=100"], {"overlong_buffer": 100}),
+        (["normalize_std=false"], {"normalize_std": "none"}),
+        (["normalize_std=true"], {"normalize_std": "group"}),
+    ],
+)
+def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> None:
+    config = train(*given)
+    assert {name: getattr(config, name) for name in expected} == expected
+    assert TrainConfig(**config.model_dump()) == config
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (["preset=ppo"], "train.preset: Input should be 'grpo'"),
+        (["preset=rloo", "eps_low=0.2"], "train.eps_low has no effect on train.loss=reinforce"),
+        (["preset=sapo", "eps_high=0.2"], "train.eps_high has no effect on train.loss=sapo"),
+        (["preset=gspo", "tau_neg=2"], "train.tau_neg has no effect on train.loss=gspo"),
+        (["preset=gspo", "is_level=token", "is_mode=mask"], "train.is_level=token masks single"),
+        (["kl_estimator=k2"], "train.kl_estimator=k2 has no effect while train.kl_coef is 0"),
+        (["preset=rloo", "normalize_std=group"], "normalize_std=group contradicts"),
+        (["preset=reinforce_pp", "normalize_std=true"], "normalize_std=group contradicts"),
+        (["constant_length=5"], "train.constant_length has no effect on train.aggregation=token"),
+        (["overlong_buffer=5"], "train.overlong_buffer has no effect without"),
+        (["overlong_penalty=0.5"], "train.overlong_penalty has no effect without"),
+        (["overlong_length=4", "overlong_buffer=5"], "train.overlong_buffer=5 must not exceed"),
+        (["entropy_coef=-0.1"], "train.entropy_coef"),
+        (["kl_coef=-1"], "train.kl_coef"),
+        (["eps_low=1.5"], "train.eps_low"),
+        (["aggregation=mean"], "train.aggregation"),
+    ],
+)
+def test_contradictions(given: list[str], says: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        train(*given)
+    assert says in raised.value.message

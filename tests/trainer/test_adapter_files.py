@@ -1,0 +1,182 @@
+"""Checkpoints of an adapter: complete, exact to resume, refused where they do not fit."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+from any_agent.config import Config
+from any_agent.demo.models.tiny import save_tiny_model
+from any_agent.errors import ConfigError
+from any_agent.rundir.layout import published_versions, weights_folder
+from tests.support.trainer.adapters import (
+    CONFIG,
+    LORA,
+    row_logprobs,
+    stirred,
+    train,
+)
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
+from tests.support.trainer.policies import random_rows
+from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.lora import Lora
+from trainer.policy import Policy, PolicyConfig
+from trainer.weight_folders import holds_weights
+
+
+def going_on_equals_never_having_stopped(model: Path, folder: Path) -> None:
+    policy = Policy.load(model, CONFIG)
+    train(policy, range(3))
+    path = save_checkpoint(folder, policy, model, {"version": 3})
+    train(policy, range(3, 5))
+    again, state = load_checkpoint(path, CONFIG)
+    assert state == {"version": 3} and again.steps == 3
+    train(again, range(3, 5))
+    mine, other = (dict(p.model.named_parameters()) for p in (policy, again))
+    for name, tensor in mine.items():
+        assert torch.equal(tensor, other[name]), name
+        for key, moment in policy.optimizer.state.get(tensor, {}).items():
+            assert torch.equal(moment, again.optimizer.state[other[name]][key]), (name, key)
+
+
+def test_going_on_equals_never_having_stopped_bit_for_bit(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    going_on_equals_never_having_stopped(tiny_model_dir, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def saved(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    policy = stirred(Policy.load(tiny_model_dir, CONFIG))
+    train(policy, range(1))
+    return save_checkpoint(tmp_path_factory.mktemp("run"), policy, tiny_model_dir, {"version": 1})
+
+
+def a_checkpoint_is_complete(base: Path, folder: Path) -> None:
+    """Model and adapter in it compute what the policy computes."""
+    policy = stirred(Policy.load(base, CONFIG))
+    path = save_checkpoint(folder, policy, base, {})
+    rows = random_rows(8, dtype=torch.float32)
+    expected = torch.cat(row_logprobs(policy, rows))
+    settings = PolicyConfig(threads=1)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype="auto")
+    torch.testing.assert_close(
+        torch.cat(row_logprobs(Policy(model, settings), rows)), expected, atol=1e-4, rtol=0
+    )
+    bare = AutoModelForCausalLM.from_pretrained(base, dtype="auto")
+    by_peft = PeftModel.from_pretrained(bare, path / "adapter").merge_and_unload()
+    by_peft.requires_grad_(True)
+    torch.testing.assert_close(
+        torch.cat(row_logprobs(Policy(by_peft, settings), rows)), expected, atol=1e-4, rtol=0
+    )
+
+
+def test_a_checkpoint_has_the_merged_model_and_the_adapter(
+    saved: Path, tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    a_checkpoint_is_complete(tiny_model_dir, tmp_path)
+    config = json.loads((saved / "adapter" / "adapter_config.json").read_text())
+    given = {name: config[name] for name in ("r", "lora_alpha", "lora_dropout", "peft_type")}
+    assert given == {"r": 4, "lora_alpha": 12, "lora_dropout": 0.0, "peft_type": "LORA"}
+    assert config["base_model_name_or_path"] == str(tiny_model_dir)
+    assert config["target_modules"][:2] == ["down_proj", "gate_proj"]
+    sizes = json.loads((saved / "manifest.json").read_text())["files"]
+    assert (
+        1 < sizes["trainer/optimizer.safetensors"] / sizes["adapter/adapter_model.safetensors"] < 3
+    )
+    assert sizes["trainer/optimizer.safetensors"] < sizes["model.safetensors"]
+
+
+@pytest.mark.parametrize(
+    ("lora", "said"),
+    [
+        (None, r"set train\.lora\.rank=4 and train\.lora\.alpha=12"),
+        (replace(LORA, rank=8), r"rank 4, and train\.lora\.rank=8: set train\.lora\.rank=4"),
+        (replace(LORA, alpha=8), r"alpha 12, and train\.lora\.alpha=8"),
+        (replace(LORA, targets=("q_proj",)), r"other layers than .* train\.lora\.target_modules"),
+    ],
+)
+def test_another_adapter_is_refused(saved: Path, lora: Lora | None, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        load_checkpoint(saved, replace(CONFIG, lora=lora))
+
+
+def test_another_base_is_refused(saved: Path, tiny_model_dir: Path, tmp_path: Path) -> None:
+    other = save_tiny_model(tmp_path / "model", seed=1)
+    with pytest.raises(ConfigError, match=r"on other weights .* model\.safetensors differ"):
+        load_checkpoint(saved, CONFIG, base=other)
+    with pytest.raises(ConfigError, match="gone is no model folder"):
+        load_checkpoint(saved, CONFIG, base=tmp_path / "gone")
+    # The same files in another place are the same base.
+    moved = shutil.copytree(tiny_model_dir, tmp_path / "moved")
+    policy, _ = load_checkpoint(saved, CONFIG, base=moved)
+    assert policy.steps == 1
+
+
+def test_a_checkpoint_of_all_weights_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    policy = Policy.load(tiny_model_dir)
+    path = save_checkpoint(tmp_path, policy, tiny_model_dir, {})
+    with pytest.raises(ConfigError, match=r"without LoRA, and train\.lora is set: leave it out"):
+        load_checkpoint(path, CONFIG)
+
+
+# -- a run -----------------------------------------------------------------------------------------
+
+
+SETTINGS = (
+    *("train.lr=1e-2", "train.lora.rank=4", "train.lora.alpha=12"),
+    *("train.checkpoint_every=2", "rollout.eta=9"),
+)
+
+
+def run_of(root: Path, model: Path, *more: str) -> Config:
+    return config_of([f"root={root}", f"model.path={model}", *SETTINGS], *more)
+
+
+def test_a_run_that_is_killed_goes_on_as_if_it_had_not_been(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Killed after the third step, whose checkpoint is that of the second."""
+    episodes = [pair(f"p{k}", turns=1 + k % 2) for k in range(4)]
+    whole = Lab(run_of(tmp_path / "whole", tiny_model_dir, "train.steps=4"), list(episodes))
+    assert whole.trainer.train()
+    expected = outcome(whole)
+    assert any("lora_A" in name for name in expected["tensors"])
+
+    config = run_of(tmp_path / "killed", tiny_model_dir, "train.steps=4")
+    first = Lab(config, list(episodes))
+    first.trainer._publish = killed(first.trainer._publish, 3)  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.trainer.train()
+    second = Lab(config, episodes[3:], before=first)
+    assert second.trainer.train()
+    found = outcome(second)
+    assert found["state"] == expected["state"]
+    assert found["tensors"].keys() == expected["tensors"].keys()
+    for name, tensor in expected["tensors"].items():
+        assert torch.equal(found["tensors"][name], tensor), name
+
+    # Its engines have what it trains, and a start that changes nothing publishes nothing.
+    newest = max(published_versions(second.trainer.dir.weights))
+    assert holds_weights(weights_folder(second.trainer.dir.weights, newest), second.trainer.policy)
+    third = Lab(config, [], before=second)
+    assert third.trainer.train() and not third.service.published
+
+
+def test_a_start_with_another_rank_is_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
+    Lab(run_of(tmp_path, tiny_model_dir, "train.steps=1"), [pair("p")]).trainer.train()
+    other = Lab(run_of(tmp_path, tiny_model_dir, "train.steps=2", "train.lora.rank=8"), [])
+    with pytest.raises(ConfigError, match=r"rank 4, and train\.lora\.rank=8"):
+        other.trainer.train()
+    plain = [s for s in SETTINGS if "lora" not in s]
+    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", *plain]
+    with pytest.raises(ConfigError, match=r"set train\.lora\.rank=4"):
+        Lab(config_of(settings), []).trainer.train()

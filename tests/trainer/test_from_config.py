@@ -1,0 +1,78 @@
+"""Settings become the trainer's parts: the learning rate of each step."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_with_warmup
+
+from any_agent.config import TrainConfig, load_config
+from any_agent.errors import ConfigError
+from trainer.from_config import learning_rate
+
+
+def train_of(**settings: Any) -> TrainConfig:
+    return TrainConfig(**{"lr": 1e-3, "steps": 10} | settings)
+
+
+def rates(c: TrainConfig, steps: int = 10) -> list[float]:
+    return [learning_rate(c, step, steps) for step in range(1, steps + 1)]
+
+
+def test_a_constant_rate_is_the_setting_itself() -> None:
+    assert rates(train_of()) == [1e-3] * 10
+
+
+def test_the_rate_rises_through_the_warm_up() -> None:
+    assert rates(train_of(warmup_steps=3))[:5] == pytest.approx(
+        [0.25e-3, 0.5e-3, 0.75e-3, 1e-3, 1e-3], abs=1e-18
+    )
+
+
+@pytest.mark.parametrize("warmup", [0, 3])
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_the_rate_falls_as_that_of_transformers(kind: str, warmup: int) -> None:
+    """From the end of the warm-up on: theirs begins with a rate of 0, ours with the first share."""
+    make = {"linear": get_linear_schedule_with_warmup, "cosine": get_cosine_schedule_with_warmup}
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
+    theirs = make[kind](optimizer, warmup, 10)
+    expected = []
+    for _ in range(10):
+        expected.append(theirs.get_last_lr()[0])
+        optimizer.step()
+        theirs.step()
+    got = rates(train_of(lr_schedule=kind, warmup_steps=warmup))
+    assert got[warmup:] == pytest.approx(expected[warmup:], rel=1e-12)
+    assert got[warmup] == 1e-3 and got[-1] < 0.2e-3
+
+
+@pytest.mark.parametrize("kind", ["linear", "cosine"])
+def test_the_rate_falls_towards_the_least_share(kind: str) -> None:
+    c = train_of(lr_schedule=kind, min_lr_ratio=0.1)
+    assert learning_rate(c, 1, 10) == 1e-3
+    assert learning_rate(c, 6, 10) == pytest.approx(0.55e-3)
+    # More steps than the schedule has, as after a restart with fewer.
+    assert learning_rate(c, 11, 10) == learning_rate(c, 99, 10) == pytest.approx(0.1e-3)
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        (["train.warmup_steps=100"], "train.warmup_steps=100 must be below train.steps=100"),
+        (["train.warmup_steps=-1"], "train.warmup_steps"),
+        (["train.min_lr_ratio=1.5", "train.lr_schedule=linear"], "train.min_lr_ratio"),
+        (["train.min_lr_ratio=0.1"], "set train.lr_schedule to linear or cosine"),
+        (["train.lr_schedule=step"], "train.lr_schedule"),
+        (["train.minibatches=65"], "train.minibatches=65 must not exceed rollout.batch_size=64"),
+        (["train.minibatches=0"], "train.minibatches"),
+        (["train.epochs_per_batch=0"], "train.epochs_per_batch"),
+        (["train.reference_model=x"], "set train.kl_coef above 0, or leave it out"),
+        (["train.kl_coef=-0.1"], "train.kl_coef"),
+    ],
+)
+def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str) -> None:
+    with pytest.raises(ConfigError) as raised:
+        load_config(None, given, {})
+    assert said in raised.value.message

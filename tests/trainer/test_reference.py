@@ -1,0 +1,141 @@
+"""The reference model is the one that training began with, whatever the policy becomes."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from any_agent.demo.models.tiny import make_model
+from any_agent.errors import ConfigError
+from tests.support.trainer.adapters import CONFIG as ADAPTED
+from tests.support.trainer.adapters import stirred
+from tests.support.trainer.episodes import pair
+from tests.support.trainer.loop import Lab, config_of
+from tests.support.trainer.policies import random_rows
+from tests.support.trainer.trees import shaped_model
+from trainer.loss import LossConfig
+from trainer.parallel.trainer_group import load_reference
+from trainer.policy import Policy, PolicyConfig
+from trainer.reference import frozen_logprobs, require_alike
+from trainer.updates import ReferenceLogprobs, StepConfig
+from trainer.weight_folders import save_pretrained
+from trainer.world import leave
+
+CONFIG = PolicyConfig(lr=1e-2, threads=1)
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    yield
+    leave()
+
+
+def logprobs(compute: ReferenceLogprobs, policy: Policy) -> list[Tensor]:
+    return compute(policy.runner.plan(random_rows(0, dtype=torch.float32), 30))
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def test_it_stays_while_the_policy_moves(tiny_model_dir: Path) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    reference = frozen_logprobs(str(tiny_model_dir), policy)
+    before = logprobs(policy.runner.logprobs, policy)
+    assert equal(logprobs(reference, policy), before)
+    policy.train(random_rows(1, dtype=torch.float32))
+    assert equal(logprobs(reference, policy), before)
+    assert not equal(logprobs(policy.runner.logprobs, policy), before)
+
+
+def test_it_is_kept_in_the_type_that_passes_compute_in(tiny_model_dir: Path, alone: None) -> None:
+    policy = Policy.load(tiny_model_dir, PolicyConfig(threads=1, dtype=torch.bfloat16))
+    reference = frozen_logprobs(str(tiny_model_dir), policy)
+    model = reference.__self__._model  # type: ignore[attr-defined]
+    assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+    assert not any(p.requires_grad for p in model.parameters())
+    assert equal(logprobs(reference, policy), logprobs(policy.runner.logprobs, policy))
+
+
+def test_after_a_restart_it_is_still_that_of_the_beginning(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    base = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-2", "train.kl_coef=1"]
+    first = Lab(config_of(base, "train.steps=2", "rollout.eta=9"), [pair("a"), pair("b")])
+    assert first.trainer.train()
+    again = Lab(config_of(base, "train.steps=3"), [], before=first)
+    again.trainer._load()
+    policy = again.trainer.policy
+    assert policy.steps == 2 and policy.reference is not None
+    start = Policy.load(tiny_model_dir, CONFIG)
+    assert equal(logprobs(policy.reference, policy), logprobs(start.runner.logprobs, start))
+    assert not equal(
+        logprobs(policy.runner.logprobs, policy), logprobs(start.runner.logprobs, start)
+    )
+
+
+def test_no_model_is_loaded_without_a_kl_term(tiny_model_dir: Path, tmp_path: Path) -> None:
+    lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
+    lab.trainer._load()
+    assert lab.trainer.policy.reference is None
+
+
+def test_another_model_is_refused_by_name_at_the_start(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    own = policy.model.config
+    other = make_model(own.vocab_size + 3, 0, hidden_size=32, context=own.max_position_embeddings)
+    other.save_pretrained(tmp_path / "vocabulary")
+    make_model(own.vocab_size, 0, hidden_size=32, context=16).save_pretrained(tmp_path / "short")
+    said = f"has {own.vocab_size + 3} token ids .vocab_size., the policy {own.vocab_size}: name a"
+    with pytest.raises(ConfigError, match=said):
+        require_alike(str(tmp_path / "vocabulary"), policy)
+    with pytest.raises(ConfigError, match="has 16 positions"):
+        require_alike(str(tmp_path / "short"), policy)
+    with pytest.raises(ConfigError, match=r"train\.reference_model=.*nothing cannot be read"):
+        require_alike(str(tmp_path / "nothing"), policy)
+    settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.kl_coef=0.1"]
+    settings.append(f"train.reference_model={tmp_path / 'vocabulary'}")
+    with pytest.raises(ConfigError, match=r"train\.reference_model="):
+        Lab(config_of(settings), []).trainer.train()
+
+
+def test_the_base_of_an_adapter_is_the_policy_without_it(tiny_model_dir: Path) -> None:
+    policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
+    load_reference(policy, str(tiny_model_dir))
+    assert policy.reference is not None and not hasattr(policy.reference, "__self__")
+    start = Policy.load(tiny_model_dir, CONFIG)
+    before = logprobs(start.runner.logprobs, start)
+    assert equal(logprobs(policy.reference, policy), before)
+    now = logprobs(policy.runner.logprobs, policy)
+    assert not equal(now, before)
+    rows = random_rows(1, dtype=torch.float32)
+    policy.train(rows, None, LossConfig(kl_coef=1.0), StepConfig(2))
+    assert equal(logprobs(policy.reference, policy), before)
+    assert not equal(logprobs(policy.runner.logprobs, policy), now)
+
+
+def test_an_adapters_reference_may_be_another_model(tiny_model_dir: Path, tmp_path: Path) -> None:
+    other = Policy.load(tiny_model_dir, CONFIG)
+    other.train(random_rows(1, dtype=torch.float32))
+    save_pretrained(other, tiny_model_dir, tmp_path)
+    policy = stirred(Policy.load(tiny_model_dir, ADAPTED))
+    load_reference(policy, str(tmp_path))
+    assert policy.reference is not None
+    expected = logprobs(other.runner.logprobs, other)
+    assert equal(logprobs(policy.reference, policy), expected)
+
+
+def test_where_it_cannot_share_prefixes_the_policy_shares_none(tmp_path: Path) -> None:
+    model = shaped_model("mistral", torch.float32)
+    shaped_model("mistral", torch.float32, sliding_window=8).save_pretrained(tmp_path)
+    policy = Policy(model, CONFIG)
+    assert policy.runner.packing == "tree"
+    policy.reference = frozen_logprobs(str(tmp_path), policy)
+    assert policy.runner.packing == "rows"
+    policy.reference(policy.runner.plan(random_rows(0, dtype=torch.float32)))

@@ -1,0 +1,273 @@
+"""Every loss against its formula, written a second time in plain float64 arithmetic.
+
+Values are computed token by token without torch; slopes are the derivatives, by hand.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from trainer.loss import (
+    LOSSES,
+    LossConfig,
+    LossInputs,
+    LossStats,
+    kl_term,
+    needs_sequence_ratio,
+    needs_sequence_weight,
+)
+
+
+@dataclass(frozen=True)
+class Token:
+    """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios."""
+
+    now: float
+    old: float
+    mu: float
+    ref: float
+    a: float
+    u: float
+    ratio: float
+    weight: float
+    entropy: float
+
+
+def random_token(r: random.Random) -> Token:
+    now = r.uniform(-4, 0)
+    return Token(
+        now,
+        now + r.gauss(0, 0.6),
+        now + r.gauss(0, 1.2),
+        now + r.gauss(0, 0.5),
+        r.choice((-1, 1)) * r.uniform(0.1, 2),
+        r.uniform(0.2, 3),
+        r.gauss(0, 0.3),
+        r.gauss(0, 1.0),
+        r.uniform(0, 3),
+    )
+
+
+def surrogate(t: Token, c: LossConfig) -> tuple[float, float]:
+    """Value and slope by log pi_theta."""
+    rho = math.exp(t.ratio) if c.name == "gspo" else math.exp(t.now - t.old)
+    if c.name in ("grpo", "gspo"):
+        bounded = min(max(rho, 1 - c.eps_low), 1 + c.eps_high)
+        if rho * t.a <= bounded * t.a:
+            return -rho * t.a, -rho * t.a
+        return -bounded * t.a, 0.0
+    if c.name == "cispo":
+        bounded = min(max(rho, 1 - c.eps_low), 1 + c.eps_high)
+        return -bounded * t.a * t.now, -bounded * t.a
+    if c.name == "sapo":
+        tau = c.tau_pos if t.a > 0 else c.tau_neg
+        gate = 1 / (1 + math.exp(-tau * (rho - 1)))
+        return -4 / tau * gate * t.a, -4 * gate * (1 - gate) * rho * t.a
+    assert c.name == "reinforce"
+    return -rho * t.a, -rho * t.a
+
+
+def kl(t: Token, estimator: str) -> tuple[float, float]:
+    d = t.now - t.ref
+    return {
+        "k1": (d, 1.0),
+        "k2": (d * d / 2, d),
+        "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
+    }[estimator]
+
+
+def importance(t: Token, c: LossConfig) -> float:
+    w = math.exp(t.weight if c.is_level == "sequence" else t.old - t.mu)
+    if w <= c.is_cap:
+        return w
+    return 0.0 if c.is_mode == "mask" else c.is_cap
+
+
+def by_hand(tokens: list[Token], c: LossConfig, n: int) -> tuple[float, list[float], list[float]]:
+    """The loss, its slopes by the log-probabilities, and those by the entropies."""
+    total, slopes, of_entropies = 0.0, [], []
+    for t in tokens:
+        value, slope = surrogate(t, c)
+        divergence, drift = kl(t, c.kl_estimator) if c.kl_coef else (0.0, 0.0)
+        w = importance(t, c)
+        total += t.u * (w * value + c.kl_coef * divergence - c.entropy_coef * t.entropy) / n
+        slopes.append(t.u * (w * slope + c.kl_coef * drift) / n)
+        of_entropies.append(-t.u * c.entropy_coef / n)
+    return total, slopes, of_entropies
+
+
+def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Tensor, LossStats]:
+    """The loss, its slopes by the log-probabilities, and those by the entropies; statistics."""
+    columns = {
+        name: torch.tensor([getattr(t, name) for t in tokens], dtype=torch.float64)
+        for name in Token.__dataclass_fields__
+    }
+    now, entropies = columns["now"].requires_grad_(), columns["entropy"].requires_grad_()
+    inputs = LossInputs(
+        columns["mu"],
+        columns["a"],
+        proximal=columns["old"],
+        reference=columns["ref"] if c.kl_coef else None,
+        token_weights=columns["u"],
+        sequence_log_ratio=columns["ratio"],
+        sequence_log_weight=columns["weight"],
+    )
+    loss, stats = LOSSES.find(c.name)(now, inputs, total_tokens=n, config=c, entropies=entropies)
+    slopes = torch.autograd.grad(loss, [now, entropies], allow_unused=True, materialize_grads=True)
+    return loss.detach(), *slopes, stats
+
+
+CONFIGS = {
+    "grpo": LossConfig(),
+    "gspo": LossConfig("gspo", eps_low=0.1, eps_high=0.2, is_level="sequence"),
+    "cispo": LossConfig("cispo", eps_low=0.6, eps_high=1.0),
+    "sapo": LossConfig("sapo", tau_pos=0.9, tau_neg=1.3),
+    "reinforce": LossConfig("reinforce"),
+    "masked": LossConfig(is_mode="mask", is_cap=1.5),
+    "masked rows": LossConfig(is_mode="mask", is_level="sequence", is_cap=1.5),
+    "truncated rows": LossConfig("cispo", is_level="sequence", is_cap=1.5),
+    "k1": LossConfig(kl_coef=0.1, kl_estimator="k1"),
+    "k2": LossConfig("reinforce", kl_coef=0.1, kl_estimator="k2"),
+    "k3": LossConfig("gspo", kl_coef=0.1),
+    "entropy": LossConfig("cispo", entropy_coef=0.05),
+    "all terms": LossConfig("sapo", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.05),
+}
+
+
+def equals_the_formula(name: str, seed: int = 0) -> None:
+    r = random.Random(seed)
+    tokens = [random_token(r) for _ in range(60)]
+    c = CONFIGS[name]
+    expected, slopes, of_entropies = by_hand(tokens, c, 100)
+    loss, got, got_entropies, stats = run(tokens, c, 100)
+    assert float(loss) == pytest.approx(expected, abs=1e-12)
+    assert got.tolist() == pytest.approx(slopes, abs=1e-12)
+    assert got_entropies.tolist() == pytest.approx(of_entropies, abs=1e-12)
+    assert stats.weight == pytest.approx(sum(importance(t, c) for t in tokens))
+    beyond = stats.is_masked if c.is_mode == "mask" else stats.is_capped
+    assert beyond == sum(math.exp(_log_weight(t, c)) > c.is_cap for t in tokens)
+    if c.kl_coef:
+        assert stats.kl == pytest.approx(sum(kl(t, c.kl_estimator)[0] for t in tokens))
+
+
+def _log_weight(t: Token, c: LossConfig) -> float:
+    return t.weight if c.is_level == "sequence" else t.old - t.mu
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_value_and_slopes(name: str) -> None:
+    for seed in range(3):
+        equals_the_formula(name, seed)
+
+
+@given(st.sampled_from(sorted(CONFIGS)), st.integers(0, 10_000), st.data())
+def test_order_and_micro_batches_change_nothing(name: str, seed: int, data: st.DataObject) -> None:
+    r = random.Random(seed)
+    tokens = [random_token(r) for _ in range(r.randint(2, 12))]
+    cut = data.draw(st.integers(0, len(tokens)))
+    order = data.draw(st.permutations(range(len(tokens))))
+    c, n = CONFIGS[name], len(tokens)
+    loss, slopes, of_entropies, stats = run(tokens, c, n)
+    shuffled = [tokens[k] for k in order]
+    parts = [run(part, c, n) for part in (shuffled[:cut], shuffled[cut:])]
+    assert sum(float(part[0]) for part in parts) == pytest.approx(float(loss), abs=1e-12)
+    for k, whole in ((1, slopes), (2, of_entropies)):
+        got = torch.cat([part[k] for part in parts]).tolist()
+        assert got == pytest.approx([float(whole[place]) for place in order], abs=1e-12)
+    assert (parts[0][3] + parts[1][3]).means() == pytest.approx(stats.means(), abs=1e-12)
+
+
+def test_the_mean_gradients_of_kl_estimates() -> None:
+    """On policy k2's mean slope is the gradient of KL(pi, ref), k3's that of KL(ref, pi), and k1's
+    is 0; the policy is a softmax over four tokens."""
+    g = torch.Generator().manual_seed(0)
+    logits = torch.randn(4, generator=g, dtype=torch.float64).requires_grad_()
+    reference = torch.randn(4, generator=g, dtype=torch.float64).log_softmax(-1)
+    p = logits.log_softmax(-1)
+
+    def gradient(value: Tensor) -> Tensor:
+        return torch.autograd.grad(value, logits, retain_graph=True)[0]
+
+    def mean_slope(estimator: str) -> Tensor:
+        return gradient((p.detach().exp() * kl_term(p, reference, estimator)).sum())
+
+    forward = gradient((p.exp() * (p - reference)).sum())
+    backward = gradient((reference.exp() * (reference - p)).sum())
+    torch.testing.assert_close(mean_slope("k1"), torch.zeros_like(forward))
+    torch.testing.assert_close(mean_slope("k2"), forward)
+    torch.testing.assert_close(mean_slope("k3"), backward)
+
+
+def test_gspo_and_its_token_form_agree_where_a_row_has_one_advantage() -> None:
+    """The gradient of s_i A by the row's log-probabilities, for one row of five tokens."""
+    g = torch.Generator().manual_seed(1)
+    now = -torch.rand(5, generator=g, dtype=torch.float64)
+    old = now + 0.02 * torch.randn(5, generator=g, dtype=torch.float64)
+    plain = now.clone().requires_grad_()
+    s = torch.exp((plain - old).mean())
+    (expected,) = torch.autograd.grad(-torch.min(s, s.clamp(0.9, 1.1)), plain)
+    lp = now.clone().requires_grad_()
+    inputs = LossInputs(
+        old,
+        torch.ones(5, dtype=torch.float64),
+        old,
+        sequence_log_ratio=(now - old).mean().expand(5),
+    )
+    config = LossConfig("gspo", eps_low=0.1, eps_high=0.1)
+    loss, stats = LOSSES.find("gspo")(lp, inputs, total_tokens=5, config=config)
+    (got,) = torch.autograd.grad(loss, lp)
+    torch.testing.assert_close(got, expected, atol=1e-15, rtol=0)
+    assert stats.means()["ratio"] == pytest.approx(float(s.detach()))
+
+
+def test_on_the_first_step_a_rows_ratio_is_one() -> None:
+    token = replace(random_token(random.Random(0)), a=2.0)
+    now = torch.tensor([token.now], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(now.detach(), torch.tensor([2.0], dtype=torch.float64))
+    loss, stats = LOSSES.find("gspo")(now, inputs, total_tokens=1, config=LossConfig("gspo"))
+    assert (float(loss.detach()), stats.ratio, stats.clipped_high) == (-2.0, 1.0, 0.0)
+
+
+@pytest.mark.parametrize(
+    ("config", "given", "says"),
+    [
+        ({"kl_coef": 0.1}, {}, "if and only if kl_coef > 0"),
+        ({}, {"reference": torch.zeros(1)}, "if and only if kl_coef > 0"),
+        ({"entropy_coef": 0.1}, {}, "needs the entropies"),
+        ({"is_level": "sequence"}, {}, "needs sequence_log_weight"),
+        ({}, {"token_weights": torch.zeros(2)}, "token's weight: shape"),
+    ],
+)
+def test_inputs_that_the_constants_need(
+    config: dict[str, Any], given: dict[str, Any], says: str
+) -> None:
+    one = torch.zeros(1)
+    with pytest.raises(ValueError, match=says):
+        LOSSES.find("grpo")(
+            one, LossInputs(one, one, **given), total_tokens=1, config=LossConfig(**config)
+        )
+
+
+def test_a_loss_asks_for_the_means_of_rows() -> None:
+    asked = {name for name in CONFIGS if needs_sequence_ratio(CONFIGS[name])}
+    assert asked == {"gspo", "k3"}
+    of_rows = {name for name in CONFIGS if needs_sequence_weight(CONFIGS[name])}
+    assert of_rows == {"gspo", "masked rows", "truncated rows"}
+    assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))
+
+
+def test_inputs_come_by_their_names_in_rows() -> None:
+    names = ("logprobs", "advantages", "proximal", "reference", "token_weights")
+    tensors = {name: torch.full((2,), float(k)) for k, name in enumerate((*names, "rewards"))}
+    inputs = LossInputs.of(tensors)
+    assert inputs.behaviour is tensors["logprobs"] and inputs.reference is tensors["reference"]
+    assert inputs.sequence_log_ratio is None and inputs.token_weights is tensors["token_weights"]

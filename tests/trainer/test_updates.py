@@ -1,0 +1,312 @@
+"""A train step of several updates is what its definition says, and all of it or nothing."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+import trainer.policy
+from tests.support.trainer.policies import dense_logprobs, random_rows, small_policy
+from tests.support.trainer.trees import tree_rows
+from tests.support.trainer.updates import (
+    SEQUENCE_LEVEL,
+    Recorder,
+    plain_step,
+    state_of,
+)
+from trainer.loss import LOSSES, LossConfig
+from trainer.packing import Row, count_trained
+from trainer.updates import Snapshot, StepConfig, divide
+
+PARTS = [[0, 2, 4], [1, 3, 5, 6]]
+
+
+@pytest.fixture
+def recorder() -> Iterator[Recorder]:
+    with pytest.MonkeyPatch.context() as patch:
+        one = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: one)
+        yield one
+
+
+def assert_close(one: list[Tensor], other: list[Tensor], atol: float) -> None:
+    assert len(one) == len(other)
+    for a, b in zip(one, other, strict=True):
+        torch.testing.assert_close(a, b, atol=atol, rtol=0)
+
+
+# -- the updates -----------------------------------------------------------------------------------
+
+
+def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
+    """Two steps, so that the second one begins with an optimizer that has a state."""
+    policy, expected = small_policy(lr=1e-3), small_policy(lr=1e-3)
+    for seed in (0, 2):
+        rows = random_rows(seed, 7) if kind == "rows" else tree_rows(seed)[:7]
+        result = policy.train(rows, budget, None, StepConfig(epochs), PARTS)
+        plain_step(expected, rows, PARTS, epochs)
+        assert result.updates == 2 * epochs
+    assert policy.steps == 2
+    assert_close(state_of(policy), state_of(expected), 1e-9)
+    start = state_of(small_policy())
+    moved = [float((a - b).norm()) for a, b in zip(state_of(policy), start, strict=False)]
+    assert max(moved) > 1e-2, "comparing what did not move proves nothing"
+
+
+@pytest.mark.parametrize("epochs", [1, 2])
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
+    updates_law(kind, epochs)
+
+
+def test_one_update_makes_no_further_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = small_policy(lr=1e-3)
+    monkeypatch.setattr(policy.runner, "logprobs", lambda passes: pytest.fail("a further pass"))
+    result = policy.train(random_rows(0), 30)
+    assert result.updates == 1
+
+
+def test_what_the_report_says_of_several_updates() -> None:
+    rows = random_rows(5, 7)
+    policy, alone = small_policy(lr=1e-3), small_policy(lr=1e-3)
+    result = policy.train(rows, 30, None, StepConfig(2, lr=2e-3), PARTS)
+    first = alone.train([rows[k] for k in PARTS[0]], 30, None, StepConfig(lr=2e-3))
+    second = alone.train([rows[k] for k in PARTS[1]], 30)
+    assert result.stats.tokens == 2 * count_trained(rows)
+    assert result.learning_rate == 2e-3
+    # The second update's ratio moves away from 1, so only the first one is the same.
+    assert result.grad_norm != first.grad_norm
+    assert 0.5 < result.grad_norm / ((first.grad_norm + second.grad_norm) / 2) < 2
+    assert abs(result.stats.loss) < abs(first.stats.loss) + abs(second.stats.loss)
+    assert result.stats.means()["ratio"] != 1.0
+
+
+@settings(deadline=None, max_examples=8)
+@given(st.integers(0, 10_000), st.integers(1, 90), st.randoms())
+def test_neither_order_nor_passes_matter(seed: int, budget: int, shuffler: random.Random) -> None:
+    rows = random_rows(seed, 5)
+    places = list(range(5))
+    shuffler.shuffle(places)
+    owners = [(k // 2, str(k)) for k in range(5)]
+    one, other = small_policy(lr=1e-3), small_policy(lr=1e-3)
+    one.train(rows, None, None, StepConfig(2), divide(rows, owners, 2))
+    moved = [rows[k] for k in places]
+    parts = divide(moved, [owners[k] for k in places], 2)
+    other.train(moved, budget, None, StepConfig(2), parts)
+    assert_close(state_of(one), state_of(other), 1e-8)
+
+
+def test_the_settings_of_a_step_are_the_optimizers() -> None:
+    """A gradient that is clipped to nearly nothing leaves moments of that size."""
+    policy = small_policy()
+    how = StepConfig(lr=1e-2, betas=(0.5, 0.75), weight_decay=0.25, grad_clip=1e-3)
+    policy.train(random_rows(0), None, None, how)
+    (group,) = policy.optimizer.param_groups
+    assert (group["lr"], group["betas"], group["weight_decay"]) == (1e-2, (0.5, 0.75), 0.25)
+    moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
+    norm = torch.sqrt(sum((m / 0.5).square().sum() for m in moments))
+    assert float(norm) == pytest.approx(1e-3, rel=1e-3)
+
+
+def test_every_minibatch_needs_tokens() -> None:
+    policy = small_policy()
+    with pytest.raises(ValueError, match="nothing to train on"):
+        policy.train(random_rows(0), None, None, None, [[0, 1], []])
+    assert policy.steps == 0
+
+
+# -- what the loss is given ------------------------------------------------------------------------
+
+
+def inputs_law(kind: str = "tree", budget: int = 9) -> None:
+    """Every input against full logits of the policy as it was at that time."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: recorder)
+        policy = small_policy(lr=1e-3)
+        rows = random_rows(1, 7) if kind == "rows" else tree_rows(0)[:7]
+        before = [dense_logprobs(policy.model, row).detach() for row in rows]
+        frozen = [values - 0.25 for values in before]
+        policy.reference = lambda passes: [v - 0.25 for v in policy.runner.logprobs(passes)]
+        update, found = policy._update, []
+
+        def spied(*given: Any) -> Any:
+            now = [dense_logprobs(policy.model, row).detach() for row in rows]
+            recorder.calls.clear()
+            result = update(*given)
+            calls = recorder.calls
+            found.append((now, {name: torch.cat([c[name] for c in calls]) for name in calls[0]}))
+            return result
+
+        patch.setattr(policy, "_update", spied)
+        policy.train(rows, budget, SEQUENCE_LEVEL, StepConfig(2), PARTS)
+    assert len(found) == 4
+    for number, (now, got) in enumerate(found):
+        part = PARTS[number % 2]
+        expected = torch.cat(
+            [
+                torch.stack(
+                    [
+                        now[k],
+                        before[k],
+                        frozen[k],
+                        (now[k] - before[k]).mean().expand_as(now[k]),
+                        (before[k] - rows[k]["logprobs"][rows[k]["loss_mask"].bool()])
+                        .mean()
+                        .expand_as(now[k]),
+                    ],
+                    1,
+                )
+                for k in part
+            ]
+        )
+        ratio = got.get("sequence_log_ratio", torch.zeros_like(got["logprobs"]))
+        assert ("sequence_log_ratio" in got) == (number > 0)
+        names = ("logprobs", "proximal", "reference")
+        columns = [*(got[name] for name in names), ratio, got["sequence_log_weight"]]
+        assert_close([sorted_rows(torch.stack(columns, 1))], [sorted_rows(expected)], 1e-9)
+    assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
+
+
+def sorted_rows(table: Tensor) -> Tensor:
+    """Rows in a fixed order, whatever passes they came from."""
+    return table[sorted(range(len(table)), key=lambda k: table[k].round(decimals=7).tolist())]
+
+
+@pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_loss_gets_what_was_computed_before(kind: str, budget: int) -> None:
+    inputs_law(kind, budget)
+
+
+def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
+    """One update: pi_prox is the policy itself, and needs no values of its own."""
+    policy = small_policy()
+    policy.reference = policy.runner.logprobs
+    policy.train(random_rows(0), 30, SEQUENCE_LEVEL)
+    assert all("sequence_log_weight" in call for call in recorder.calls)
+    assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
+
+
+def test_a_kl_term_without_its_model_is_an_error() -> None:
+    with pytest.raises(ValueError, match="needs a reference model"):
+        small_policy().train(random_rows(0), None, LossConfig(kl_coef=0.1))
+
+
+# -- what is not finite ----------------------------------------------------------------------------
+
+
+def undo_law() -> None:
+    policy = small_policy(lr=1e-3)
+    bad = random_rows(8, 7)
+    bad[PARTS[1][0]]["logprobs"] = bad[PARTS[1][0]]["logprobs"] * float("nan")
+    for made in range(2):  # the optimizer has no state at first
+        before = state_of(policy)
+        with pytest.raises(FloatingPointError, match="behaviour log-probability at micro-batch"):
+            policy.train(bad, 30, None, StepConfig(2), PARTS)
+        assert policy.steps == made
+        after = state_of(policy)
+        assert len(before) == len(after)
+        assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        assert all(p.grad is None for p in policy.model.parameters())
+        policy.train(random_rows(9, 7), 30, None, StepConfig(2), PARTS)
+
+
+def test_an_update_that_is_not_finite_undoes_the_step() -> None:
+    undo_law()
+
+
+def test_a_step_after_an_undone_one_is_as_if_that_had_not_been() -> None:
+    one, other = (small_policy(lr=1e-3, dtype=torch.float32) for _ in range(2))
+    good = random_rows(9, 7, dtype=torch.float32)
+    bad = random_rows(8, 7, dtype=torch.float32)
+    bad[1]["logprobs"] = bad[1]["logprobs"] * float("inf")
+    one.train(good, 30, None, StepConfig(2), PARTS)
+    with pytest.raises(FloatingPointError):
+        one.train(bad, 30, None, StepConfig(2), PARTS)
+    one.train(good, 30, None, StepConfig(2), PARTS)
+    for _ in range(2):
+        other.train(good, 30, None, StepConfig(2), PARTS)
+    assert all(torch.equal(a, b) for a, b in zip(state_of(one), state_of(other), strict=True))
+
+
+def test_other_errors_undo_the_step_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    policy = small_policy(lr=1e-3)
+    before, update, calls = state_of(policy), policy._update, []
+
+    def failing(*given: Any) -> Any:
+        if calls:
+            raise torch.OutOfMemoryError("out of memory")
+        calls.append(update(*given))
+        assert not torch.equal(state_of(policy)[0], before[0])
+        return calls[0]
+
+    monkeypatch.setattr(policy, "_update", failing)
+    with pytest.raises(torch.OutOfMemoryError):
+        policy.train(random_rows(0, 7), 30, None, None, PARTS)
+    assert all(torch.equal(a, b) for a, b in zip(before, state_of(policy), strict=True))
+
+
+def test_one_update_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def copied(optimizer: object) -> Snapshot:
+        pytest.fail("nothing has to be undone")
+
+    monkeypatch.setattr(trainer.policy, "Snapshot", copied)
+    small_policy().train(random_rows(0))
+
+
+# -- the division ----------------------------------------------------------------------------------
+
+
+def owned(shape: list[list[int]]) -> tuple[list[Row], list[tuple[int, str]]]:
+    """Rows of groups of sessions with these numbers of rows, every row another."""
+    owners = [
+        (g, f"{g}-{s}")
+        for g, group in enumerate(shape)
+        for s, n in enumerate(group)
+        for _ in range(n)
+    ]
+    return random_rows(len(owners), len(owners)), owners
+
+
+SHAPES = st.lists(st.lists(st.integers(1, 3), min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@settings(deadline=None, max_examples=40)
+@given(SHAPES, st.integers(1, 9), st.randoms())
+def test_a_batch_is_divided_by_groups_or_sessions(
+    shape: list[list[int]], count: int, shuffler: random.Random
+) -> None:
+    rows, owners = owned(shape)
+    parts = divide(rows, owners, count)
+    assert sorted(k for part in parts for k in part) == list(range(len(rows)))
+    sessions = set(owners)
+    assert len(parts) == min(count, len(sessions)) and all(parts)
+    whole = [owner[0] for owner in owners] if len(shape) >= count else owners
+    for unit in set(whole):
+        assert sum(any(whole[k] == unit for k in part) for part in parts) == 1
+    # Whatever the order.
+    places = list(range(len(rows)))
+    shuffler.shuffle(places)
+    moved = divide([rows[k] for k in places], [owners[k] for k in places], count)
+    assert [sorted(places[k] for k in part) for part in moved] == parts
+
+
+def test_minibatches_have_about_as_many_tokens() -> None:
+    rows, owners = owned([[1] * 4] * 8)
+    parts = divide(rows, owners, 4)
+    loads = [count_trained([rows[k] for k in part]) for part in parts]
+    assert max(loads) < 1.3 * min(loads)
+    assert all(len({owners[k][0] for k in part}) == 2 for part in parts)
+
+
+def test_one_minibatch_is_the_batch() -> None:
+    rows, owners = owned([[1, 2], [1]])
+    assert divide(rows, owners, 1) == [[0, 1, 2, 3]]

@@ -1,0 +1,215 @@
+"""Passes over rows: how they are planned, and how they run on a model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from any_agent.errors import StartupError
+from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs
+from trainer.packing import (
+    Items,
+    Pass,
+    Row,
+    balanced,
+    balanced_tries,
+    idle_batch,
+    numbered,
+    padded_pass,
+    padded_passes,
+    shared_parts,
+    tree_passes,
+)
+from trainer.tree_attention import TreePass
+from trainer.tree_probe import use_tree_attention
+from trainer.world import UnshardedModel
+
+log = logging.getLogger(__name__)
+
+PASS_TOKENS = {"cpu": 1536, "cuda": 16_384}
+"""Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
+page by page; a GPU needs large matrices."""
+
+MAX_HEAD_CHUNK = 1024
+_CPU_LOGITS = 1 << 25
+"""The most logits at a time on a CPU: 128 MiB in float32."""
+
+
+@dataclass(frozen=True, slots=True)
+class Computed:
+    """One pass, computed forward: its items' log-probabilities and entropies, [n]."""
+
+    number: int
+    items: Items
+    tree: TreePass | None
+    logprobs: Tensor
+    entropies: Tensor
+
+
+class PassRunner:
+    """Plans the passes over rows, and runs them on one model.
+
+    ``divided``: the model's weights are divided among processes, which gather them for each pass.
+    ``head_chunk``, ``packing`` and ``dtype`` are those of :class:`trainer.policy.PolicyConfig`.
+    Raises StartupError for a model that changes its logits after the output head.
+    """
+
+    def __init__(
+        self,
+        whole: UnshardedModel,
+        device: torch.device,
+        *,
+        divided: bool,
+        packing: Literal["tree", "rows"],
+        head_chunk: int | None,
+        dtype: torch.dtype | None,
+    ) -> None:
+        self._whole: Any = whole
+        self._model: Any = whole.model
+        self._device = device
+        self._divided = divided
+        self.head_chunk = head_chunk or self._suitable_chunk()
+        self._require_plain_head()
+        self.packing = packing
+        """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
+        if packing == "tree":
+            computed_in = dtype or next(self._model.parameters()).dtype
+            if reason := use_tree_attention(self._model, self.within, computed_in, device):
+                log.warning("%s: every row is computed by itself, which costs more", reason)
+                self.packing = "rows"
+
+    def plan(
+        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+    ) -> list[Pass]:
+        """Return the passes over these rows, and idle ones up to ``count``.
+
+        ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
+        in any order, and the same settings make the same plan.
+        """
+        budget = self._budget(token_budget)
+        if self.packing == "rows":
+            passes = padded_passes(rows, budget)
+        elif not self._divided:
+            passes = tree_passes(rows, budget)
+        else:
+            # Weights are gathered and divided in each pass: one must end before the next begins.
+            parts = shared_parts(numbered(rows), budget)
+            passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
+        return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
+
+    def shares(
+        self, rows: Sequence[Row], processes: int, token_budget: int | None = None
+    ) -> tuple[list[list[Row]], int]:
+        """Return the rows of each process, and the number of passes that each must run."""
+        budget = self._budget(token_budget)
+        if self.packing == "rows":
+            parts = balanced(rows, processes)
+            return parts, max(len(padded_passes(part, budget)) for part in parts)
+        parts = balanced_tries(rows, processes, budget)
+        return parts, max(len(shared_parts(part, budget)) for part in parts)
+
+    def run(self, passes: Sequence[Pass], *, entropy_gradient: bool = False) -> Iterator[Computed]:
+        """Run the passes forward, and yield each when those that descend from it are done.
+
+        So a caller that runs each backward at once has the gradients of a pass's keys and values
+        together. Only the passes on the way to the current one are retained.
+        """
+        opened: list[tuple[int, Pass, TreePass | None, Tensor | None]] = []
+
+        def close() -> Computed:
+            number, work, tree, hidden = opened.pop()
+            how = (self.head_chunk, entropy_gradient)
+            if hidden is None:
+                logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
+            else:
+                logprobs, entropies = self.within(logprobs_of, hidden, work.items, *how)
+            return Computed(number, work.items, tree, logprobs, entropies)
+
+        for number, one in enumerate(passes):
+            while opened and opened[-1][0] != one.parent:
+                yield close()
+            work, tree, hidden = one.to(self._device), None, None
+            if work.depths is not None:
+                past = [ancestor for _, _, ancestor, _ in opened if ancestor is not None]
+                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
+            if work.keeps:
+                hidden = self.within(hidden_of, work, tree)
+            opened.append((number, work, tree, hidden))
+        while opened:
+            yield close()
+
+    def logprobs(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return the log-probabilities of each pass's items, [n], float, in the machine's memory.
+
+        No gradient is kept. In a world all processes must call it together.
+        """
+        found = [torch.zeros(0)] * len(passes)
+        with torch.no_grad():
+            for done in self.run(passes):
+                found[done.number] = done.logprobs.cpu()
+        return found
+
+    def row_logprobs(
+        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+    ) -> list[Tensor]:
+        """Return the log-probabilities of each row's trained tokens, [their number], float.
+
+        Each row states its temperature. No gradient is kept. In a world all processes must call it
+        together, each with its own rows and the ``count`` of passes of the longest plan.
+        """
+        passes = self.plan(rows, token_budget, count)
+        found = [
+            (one.items.sequences, one.items.positions, logprobs)
+            for one, logprobs in zip(passes, self.logprobs(passes), strict=True)
+            if one.items.inputs
+        ]
+        counts = [int(row["loss_mask"].sum()) for row in rows]
+        if not found:
+            return [torch.zeros(0) for _ in rows]
+        parts = zip(*found, strict=True)
+        sequences, positions, logprobs = (torch.cat(part) for part in parts)
+        order = np.lexsort((positions.numpy(), sequences.numpy()))
+        return list(torch.split(logprobs[torch.from_numpy(order)], counts))
+
+    def within(self, work: Callable[..., Any], *arguments: Any) -> Any:
+        """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
+        out = self._whole(work, *arguments)
+        if self._divided and not torch.is_grad_enabled():
+            # No backward pass follows that would divide the last of them again.
+            self._whole.reshard()
+        return out
+
+    def _budget(self, wanted: int | None) -> int:
+        if wanted is not None and wanted < 1:
+            raise ValueError("the token budget must be positive")
+        return PASS_TOKENS[self._device.type] if wanted is None else wanted
+
+    def _suitable_chunk(self) -> int:
+        if self._device.type != "cpu":
+            return MAX_HEAD_CHUNK
+        vocabulary: int = self._model.get_output_embeddings().weight.shape[0]
+        return min(MAX_HEAD_CHUNK, max(_CPU_LOGITS // vocabulary, 1))
+
+    def _require_plain_head(self) -> None:
+        """Raise StartupError for a model that changes its logits after the head, as by a cap."""
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        ids = torch.arange(1, 5, device=self._device)[None] % vocabulary
+        with torch.no_grad():
+            whole, parts = self.within(_logits_in_two_ways, ids)
+        bent = getattr(self._model.config.get_text_config(), "final_logit_softcapping", None)
+        if bent or not torch.allclose(whole, parts, rtol=1e-6, atol=1e-6):
+            raise StartupError(
+                f"{type(self._model).__name__} changes its logits after the output head; "
+                "such models cannot be trained yet"
+            )
+
+
+def _logits_in_two_ways(model: Any, ids: Tensor) -> tuple[Tensor, Tensor]:
+    body = model.base_model(input_ids=ids, use_cache=False).last_hidden_state
+    return model(input_ids=ids, use_cache=False).logits, model.get_output_embeddings()(body)

@@ -1,0 +1,124 @@
+"""The optimizer updates of one train step: minibatches, their inputs, and how they are undone."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+from trainer.packing import Batch, Pass, Row, count_trained, dealt, tie
+from trainer.world import local_part
+
+Minibatch: TypeAlias = tuple[Sequence[Batch | Pass], int]
+"""The passes of one optimizer update on this process, or padded rows, and N: the number of trained
+tokens of all its passes on all processes."""
+ReferenceLogprobs: TypeAlias = Callable[[Sequence[Pass]], list[Tensor]]
+"""A function that returns another model's log-probabilities of the passes' items, [n] each, without
+gradient. All processes of a world call it together."""
+
+
+@dataclass(frozen=True, slots=True)
+class StepConfig:
+    """The settings of one train step; None: the optimizer's, or policy's, own."""
+
+    epochs: int = 1
+    """The updates that each minibatch is used for."""
+    lr: float | None = None
+    betas: tuple[float, float] | None = None
+    weight_decay: float | None = None
+    grad_clip: float | None = None
+
+
+def divide(rows: Sequence[Row], owners: Sequence[tuple[int, str]], count: int) -> list[list[int]]:
+    """Divide a batch into ``count`` minibatches of about as many trained tokens.
+
+    ``owners`` has each row's group and session. Groups stay whole; where there are fewer than
+    ``count``, sessions do, and there are never more minibatches than sessions. Returns the numbers
+    of each one's rows. The same rows in any order are divided alike.
+    """
+    units: dict[object, list[int]] = {}
+    for unit_of in (_group, _session):
+        units = defaultdict(list)
+        for k, owner in enumerate(owners):
+            units[unit_of(owner)].append(k)
+        if len(units) >= count:
+            break
+    ordered = sorted(units.values(), key=lambda unit: sorted(_content(rows[k]) for k in unit))
+    weights = [count_trained([rows[k] for k in unit]) for unit in ordered]
+    shares = dealt(weights, max(min(count, len(ordered)), 1))
+    return [sorted(k for unit in share for k in ordered[unit]) for share in shares]
+
+
+def _group(owner: tuple[int, str]) -> int:
+    return owner[0]
+
+
+def _session(owner: tuple[int, str]) -> tuple[int, str]:
+    return owner
+
+
+def _content(row: Row) -> tuple[bytes, bytes, bytes]:
+    return row["input_ids"].numpy().tobytes(), row["loss_mask"].numpy().tobytes(), tie(row)
+
+
+def with_input(passes: Sequence[Pass], name: str, values: Sequence[Tensor]) -> list[Pass]:
+    """Return the passes with one more input of the loss, [n] for each; idle ones get none."""
+    return [
+        replace(one, items=replace(one.items, inputs=one.items.inputs | {name: value}))
+        if one.items.inputs
+        else one
+        for one, value in zip(passes, values, strict=True)
+    ]
+
+
+def with_sequence_means(
+    passes: Sequence[Pass], name: str, logprobs: Sequence[Tensor], base: str
+) -> list[Pass]:
+    """Return the passes with the mean of ``logprobs - base`` over each row's trained tokens.
+
+    ``base`` is an input of the loss. A row's tokens may lie in several passes.
+    """
+    sequences, differences = [torch.zeros(0, dtype=torch.int64)], [torch.zeros(0).double()]
+    for one, values in zip(passes, logprobs, strict=True):
+        if one.items.inputs:
+            sequences.append(one.items.sequences)
+            differences.append((values - one.items.inputs[base]).double())
+    owners = torch.cat(sequences)
+    counts = owners.bincount()
+    sums = torch.zeros(len(counts)).double().index_add(0, owners, torch.cat(differences))
+    means = sums / counts.clamp(min=1)
+    spread = [
+        means[one.items.sequences].to(values) if one.items.inputs else values
+        for one, values in zip(passes, logprobs, strict=True)
+    ]
+    return with_input(passes, name, spread)
+
+
+class Snapshot:
+    """A copy of an optimizer's parameters and state, in the machine's memory."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self._optimizer = optimizer
+        self._parameters = [
+            (p, _copy(p), {key: _copy(t) for key, t in optimizer.state.get(p, {}).items()})
+            for group in optimizer.param_groups
+            for p in group["params"]
+        ]
+
+    def restore(self) -> None:
+        """Make parameters and state what they were, bit for bit."""
+        with torch.no_grad():
+            for parameter, value, state in self._parameters:
+                local_part(parameter).copy_(value)
+                if not state:
+                    self._optimizer.state.pop(parameter, None)
+                for key, kept in state.items():
+                    local_part(self._optimizer.state[parameter][key]).copy_(kept)
+
+
+def _copy(tensor: Tensor) -> Tensor:
+    return local_part(tensor.detach()).to("cpu", copy=True)
