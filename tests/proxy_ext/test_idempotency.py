@@ -12,11 +12,11 @@ import pytest
 from any_agent.errors import StoreFull
 from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
+from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext import idempotency
 from proxy_ext.idempotency import ANSWER_TTL
 from proxy_ext.journal import PutAnswer
-from proxy_ext.sessions import session as session_clock
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -200,8 +200,8 @@ async def test_answers_are_kept_by_a_clock_that_nobody_can_set(
             again = await proxy.post(START, {"mode": "eval"}, **keyed(key))
             assert again.content == answer.content
         proxy = await start()
-    boot = session_clock._boot_seconds
-    monkeypatch.setattr(session_clock, "_boot_seconds", lambda: boot() + ANSWER_TTL + 1)
+    boot = boot_clock.boot_seconds
+    monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + ANSWER_TTL + 1)
     await proxy.service.answers.sweep()
     scope = f"anyone POST {START}"
     assert await proxy.service.journal.answer(scope, "early") is None
@@ -213,7 +213,7 @@ async def test_after_a_reboot_the_wall_clock_is_left(
 ) -> None:
     before = (await start()).service.answers.now
     wall = time.time
-    monkeypatch.setattr(session_clock, "_boot_id", lambda: "another")
+    monkeypatch.setattr(boot_clock, "_boot_id", lambda: "another")
     monkeypatch.setattr(time, "time", lambda: wall() + 3600)
     again = (await start()).service.answers
     assert 3600 <= again.now - before < 3600 + 600
