@@ -467,6 +467,34 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(
     assert aborted.values("authorization") == ["Bearer sk-late"]
 
 
+async def test_a_session_that_its_own_key_may_not_abort_is_aborted_by_its_openers(
+    pair: Lab,
+) -> None:
+    """As where the operator's judge alone rewards a tenant's sessions."""
+    late, other = pair.ranks
+    go_on = asyncio.Event()
+
+    async def judged(received: Received) -> None:
+        if received.target == START:
+            await go_on.wait()
+            await received.answer({"session_id": "ses-0-late", "api_key": "sk-late"})
+        elif received.values("authorization") == ["Bearer sk-late"]:
+            await received.answer({"error": {"code": "judge_only"}}, status=403)
+        else:
+            await received.answer({"state": "aborted"})
+
+    late.handler = judged
+    pair.silent.add(0)
+    slots(other, 10)
+    for _ in range(2):
+        answer = await pair.post(START, {}, Authorization="Bearer sk-openers")
+        assert answer.json() == {"rank": 1}
+    go_on.set()
+    await until(lambda: len(late.received) == 3, "the session is aborted")
+    assert late.received[2].target == "/rl/v1/sessions/ses-0-late/abort"
+    assert late.received[2].values("authorization") == ["Bearer sk-openers"]
+
+
 @pytest.mark.parametrize("bound", ["group", "key"])
 async def test_an_open_that_is_bound_to_a_stalled_rank_is_refused_in_time(
     pair: Lab, bound: str
