@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.protocol.rl import Abort
 from any_agent.rundir.registry import PartLoad
-from router import upstream
+from router import open_session, upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
@@ -493,6 +493,19 @@ async def test_a_session_that_its_own_key_may_not_abort_is_aborted_by_its_opener
     await until(lambda: len(late.received) == 3, "the session is aborted")
     assert late.received[2].target == "/rl/v1/sessions/ses-0-late/abort"
     assert late.received[2].values("authorization") == ["Bearer sk-openers"]
+
+
+async def test_few_late_answers_are_awaited_at_once(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a descriptor for two minutes, and clients try again every few seconds."""
+    monkeypatch.setattr(open_session, "_MAX_LATE", 3)
+    home = pair.ranks[home_of("g", 2)]
+    stall(pair, home)
+    calls = [pair.post(START, {"group_id": "g"}) for _ in range(8)]
+    assert {answer.status_code for answer in await asyncio.gather(*calls)} == {503}
+    await until(lambda: home.open <= 3, "the others are closed")
+    assert home.open == 3
 
 
 @pytest.mark.parametrize("bound", ["group", "key"])
