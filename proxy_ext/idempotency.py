@@ -38,10 +38,10 @@ from any_agent.errors import (
     Unprocessable,
 )
 from any_agent.keys import JUDGE_KEY_PREFIX, SESSION_KEY_PREFIX, KeySigner, Lane
+from any_agent.runtime.boot_clock import clock_stamp, seconds_since
 from proxy_ext.auth import SESSION_HEADER
 from proxy_ext.journal import AnswerRow, DropAnswers, Journal, PutAnswer, PutMeta, Statement
 from proxy_ext.journal.base import KeepAnswer, no_receipt
-from proxy_ext.sessions.session import clock_stamp, seconds_since
 
 HEADER = "idempotency-key"
 ANSWER_TTL = 24 * 3600.0

@@ -201,11 +201,7 @@ class EntryMiddleware:
             nonlocal size, complete
             if complete:
                 return await receive()
-            try:
-                async with timeout.next_part():
-                    message = await receive()
-            except TimeoutError:
-                raise timeout.error() from None
+            message = await timeout.within(receive())
             part = len(message.get("body", b""))
             size += part
             if size > self._max_body_bytes:

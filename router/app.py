@@ -41,8 +41,8 @@ from any_agent.errors import (
 )
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
+from any_agent.runtime.bounded_server import BoundedConnection, BoundedServer, require_room
 from any_agent.runtime.metrics import watch_loop_lag
-from any_agent.runtime.open_files import HEALTH, ConnectionLimit
 from any_agent.runtime.request_limits import MAX_REQUESTS, RequestLimits, Reservation
 from router.affinity import SessionAffinity
 from router.areal import ArealRoutes
@@ -63,8 +63,6 @@ _FETCH_SITE = istr("Sec-Fetch-Site")
 _MAX_HEADER_BYTES = 32_768
 _MAX_HEADERS = 128
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
-_KEEPALIVE = 75.0
-"""Seconds after which a connection without a request or with unfinished headers is closed."""
 _MAX_LONG_BODIES = 8  # of the largest size in memory at once
 _ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
 _KEYLESS = ("/healthz", "/readyz", "/health", "/metrics")
@@ -111,7 +109,6 @@ class Router:
         if audit is not None:
             metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
             self._own["GET", "/metrics"] = metrics.show
-        self.connections = ConnectionLimit()
         self.draining = False
         """Requests under way go on, and new ones are refused."""
         self._none_running = asyncio.Event()
@@ -156,8 +153,7 @@ class Router:
     async def _handle(
         self, request: web.BaseRequest, reservation: Reservation
     ) -> web.StreamResponse:
-        if getattr(request.protocol, "crowded", False) and request.path not in HEALTH:
-            raise self.connections.error()
+        require_room(request)
         self._check(request)
         if self.draining and not request.path.startswith(_ANSWERED_WHILE_DRAINING):
             raise Draining(
@@ -255,64 +251,22 @@ class Router:
         return entry is not None and entry.store_full
 
 
-class _Connection(web.RequestHandler):
-    """The connection of one client."""
-
-    limit: ConnectionLimit
-    crowded = False
-    """The connection is above the bound: it is for health alone, and for one request."""
+class _Connection(BoundedConnection):
+    head_limits = _LIMITS
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        super().connection_made(transport)
         # Writing pauses as soon as the client takes no more, so that nothing piles up here.
-        writing = cast(asyncio.WriteTransport, transport)
-        writing.set_write_buffer_limits(high=0)
-        room = self.limit.enter()
-        if room != "any":
-            self.crowded, self._lingering_time = True, 0.0
-        if room == "none":
-            writing.write(self.limit.answer())
-            writing.close()
+        cast(asyncio.WriteTransport, transport).set_write_buffer_limits(high=0)
+        super().connection_made(transport)
 
-    def connection_lost(self, exc: BaseException | None) -> None:
-        self.limit.leave()
-        super().connection_lost(exc)
-
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer malformed HTTP (400) or a bug (500). The bytes are not logged: they hold keys."""
-        if status < 500:
-            error: AnyAgentError = InvalidRequest(
-                f"the request is not valid HTTP, or it exceeds {_LIMITS}"
-            )
-        elif isinstance(exc, ConnectionError):
-            # The client left while its answer was being sent. OpenAI's SDK does so at the end of
-            # every stream, as it does not wait for the last, empty chunk.
-            raise exc
-        else:
-            log.error("a request failed because of a bug", exc_info=exc)
-            error = AnyAgentError("the router failed; its log has the reason")
-        if request.writer.output_size > 0:
-            raise ConnectionError("the answer has started, so no error can be sent")
+    def encode(self, error: AnyAgentError, request: web.BaseRequest, status: int) -> web.Response:
         body, headers = encode_error(error, request.path, status)
-        response = web.json_response(body, status=status, headers=headers)
-        response.headers[hdrs.SERVER] = SERVER
-        response.force_close()
-        return response
+        headers = {**headers, hdrs.SERVER: SERVER}
+        return web.json_response(body, status=status, headers=headers)
 
 
-class _Server(web.Server):
-    limit: ConnectionLimit
-
-    def __call__(self) -> web.RequestHandler:
-        connection = _Connection(self, loop=self._loop, **self._kwargs)
-        connection.limit = self.limit
-        return connection
+class _Server(BoundedServer):
+    connection_type = _Connection
 
 
 @asynccontextmanager
@@ -322,17 +276,12 @@ async def listening(router: Router, listener: socket.socket) -> AsyncIterator[No
         await stack.enter_async_context(watch_loop_lag(router.stats.loop_lag))
         low_level = _Server(
             router.handle,
-            # When a client leaves, its handler is cancelled.
-            handler_cancellation=True,
-            access_log=None,
-            keepalive_timeout=_KEEPALIVE,
             max_line_size=65_536,
             # Each field is bounded before `_check` adds them up.
             max_field_size=_MAX_HEADER_BYTES,
             max_headers=_MAX_HEADERS,
             auto_decompress=False,
         )
-        low_level.limit = router.connections
         runner = web.ServerRunner(low_level, shutdown_timeout=_STOP_SECONDS)
         await runner.setup()
         stack.push_async_callback(runner.cleanup)

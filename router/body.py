@@ -70,14 +70,7 @@ class RequestBody:
         await self._continue()
         size, server = 0, self._server
         timeout = BodyTimeout(part=server.client_timeout, whole=server.body_timeout)
-        while True:
-            try:
-                async with timeout.next_part():
-                    part = await self._content.readany()
-            except TimeoutError:
-                raise timeout.error() from None
-            if not part:
-                return
+        while part := await timeout.within(self._content.readany()):
             size += len(part)
             if size > limit:
                 raise self._too_large(limit)

@@ -14,6 +14,7 @@ from multidict import CIMultiDict
 from any_agent.completions.apis import encode_error
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.runtime.bounded_server import is_crowded
 from router.body import MAX_SHORT_BYTES
 from router.upstream import RankResponse, end_to_end
 
@@ -155,7 +156,7 @@ class ClientResponder:
 
 
 async def _start(response: web.StreamResponse, request: web.BaseRequest) -> StreamWriter:
-    if getattr(request.protocol, "crowded", False):
+    if is_crowded(request):
         response.force_close()
     response.headers.setdefault(hdrs.SERVER, SERVER)
     writer = await response.prepare(request)

@@ -28,7 +28,7 @@ from any_agent.errors import (
     StoreBusy,
     from_response,
 )
-from router.affinity import SESSIONS_PATH, SessionAffinity, home_of
+from router.affinity import SESSIONS_PATH, SessionAffinity, home_of, key_in
 from router.body import BodyFields, RequestBody, seconds
 from router.forward import IDEMPOTENCY_KEY, Forwarder
 from router.upstream import OUT_OF_DESCRIPTORS, UpstreamResponse
@@ -39,6 +39,9 @@ START = "/rl/v1/start_session"
 _LATE = 120.0
 """Seconds for which the answer of a rank that was given up is awaited, longer than the launcher
 lets a stalled one live."""
+_MAX_LATE = 64
+"""Answers that are awaited so at once: each holds a connection, beyond those that clients pay for
+with their own."""
 _ABORT = orjson.dumps({"reason": "its opener was sent elsewhere", "keep_place": True})
 """The group keeps the place for the opener's next try."""
 _CROWDED = ("too_many_connections", "too_many_requests", "too_many_bytes")
@@ -178,28 +181,36 @@ class OpenRoute:
                 raise
         if asking.done():
             return asking.result()
-        if IDEMPOTENCY_KEY in request.headers:
-            # A retry with the key gets the session.
+        if IDEMPOTENCY_KEY in request.headers or len(self._late) >= _MAX_LATE:
+            # A retry with the key gets the session; without one it expires as idle.
             asking.cancel()
         else:
-            task = asyncio.create_task(self._abort_late(asking, rank))
+            opener = key_in(request.headers)
+            task = asyncio.create_task(self._abort_late(asking, rank, opener))
             self._late.add(task)
             task.add_done_callback(self._late.discard)
         raise RankStalled(
             f"rank {rank}, where this session must be, does not answer; try again", retry_after=2
         )
 
-    async def _abort_late(self, asking: asyncio.Task[UpstreamResponse], rank: int) -> None:
-        """Abort the session that a rank opens though its client was sent elsewhere."""
+    async def _abort_late(
+        self, asking: asyncio.Task[UpstreamResponse], rank: int, opener: str
+    ) -> None:
+        """Abort the session that a rank opens though its client was sent elsewhere, by its own key
+        or by its opener's."""
         try:
             async with asyncio.timeout(_LATE):
                 answer = await asking
                 if answer.status == 200:
                     session = orjson.loads(answer.body)
-                    key = session.get("judge_key") or session["api_key"]
-                    headers = CIMultiDict({AUTHORIZATION: f"Bearer {key}"})
+                    own = session.get("judge_key") or session["api_key"]
                     path = f"{SESSIONS_PATH}{session['session_id']}/abort"
-                    done = await self._forwarder.exchange(rank, "POST", path, headers, _ABORT)
+                    # Where the operator's judge alone rewards, the session's key may not abort it.
+                    for key in (own, opener):
+                        headers = CIMultiDict({AUTHORIZATION: f"Bearer {key}"})
+                        done = await self._forwarder.exchange(rank, "POST", path, headers, _ABORT)
+                        if done.status != HTTPStatus.FORBIDDEN:
+                            break
                     if done.status != 200:
                         log.warning("rank %d opened a session in vain: %d", rank, done.status)
         except (AnyAgentError, TimeoutError, ValueError, KeyError) as error:

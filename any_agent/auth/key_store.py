@@ -22,6 +22,7 @@ from any_agent.config import NAME_PATTERN, Name
 from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.keys import key_id, new_key, secret_hash
 from any_agent.runtime.atomic_files import make_folder, owner_only, write_atomic
+from any_agent.runtime.boot_clock import boot_seconds
 
 KeptScope = Literal["admin", "trainer", "tenant"]
 Rate = Annotated[float, Field(gt=0, allow_inf_nan=False)]
@@ -70,13 +71,13 @@ class StoredKey(_Model):
 
 
 _DEADLINES: dict[tuple[str, float], float] = {}
-"""The end of each key that this process has seen, on its monotonic clock."""
+"""The end of each key that this process has seen, on the boot clock."""
 
 
 def _is_live(key: StoredKey) -> bool:
     if key.expires_at is None:
         return key.revoked_at is None
-    return key.revoked_at is None and time.monotonic() < _DEADLINES[key.id, key.expires_at]
+    return key.revoked_at is None and boot_seconds() < _DEADLINES[key.id, key.expires_at]
 
 
 class StoredKeys(_Model):
@@ -90,7 +91,7 @@ class StoredKeys(_Model):
         for key in self.keys:
             if key.expires_at is not None:
                 left = key.expires_at - time.time()
-                _DEADLINES.setdefault((key.id, key.expires_at), time.monotonic() + left)
+                _DEADLINES.setdefault((key.id, key.expires_at), boot_seconds() + left)
 
     @cached_property
     def by_id(self) -> dict[str, StoredKey]:

@@ -307,6 +307,8 @@ class Node:
             lambda: command,
             ready=self._registered("router", url_of(from_here(host), port)),
             where=f" at {self.url}",
+            # It calls ranks, never an engine.
+            secrets=SECRET_VARIABLES[:1],
         )
         self._until_ready()
 

@@ -4,9 +4,13 @@ which a share is kept for other keys than the busiest one, and the time in which
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 from any_agent.errors import InvalidRequest, ServiceUnavailable, TooManyRequests
+
+T = TypeVar("T")
 
 MAX_REQUESTS = 8192  # those that wait for a slot or a trajectory included
 MAX_BYTES = 256 * 2**20  # total size of the bodies of requests under way
@@ -125,25 +129,31 @@ class RequestLimits:
 class BodyTimeout:
     """The seconds in which each part of a body must arrive, and all of it together."""
 
-    __slots__ = ("_deadline", "_part", "_whole")
+    __slots__ = ("_deadline", "_part", "_whole", "_whole_name")
 
-    def __init__(self, *, part: float, whole: float) -> None:
+    def __init__(
+        self, *, part: float, whole: float, whole_name: str = "server.body_timeout"
+    ) -> None:
         self._part = part
         self._whole = whole
+        self._whole_name = whole_name
         self._deadline: float | None = None
 
-    def next_part(self) -> asyncio.Timeout:
-        """Bound the wait for the next part; the first wait begins the time of the whole."""
-        now = asyncio.get_running_loop().time()
+    async def within(self, part: Awaitable[T]) -> T:
+        """Await the next part; InvalidRequest if it, or the whole, takes too long.
+
+        The first wait begins the time of the whole.
+        """
+        loop = asyncio.get_running_loop()
+        now = loop.time()
         if self._deadline is None:
             self._deadline = now + self._whole
-        return asyncio.timeout_at(min(now + self._part, self._deadline))
-
-    def error(self) -> InvalidRequest:
-        """Return the error of a body that took too long."""
-        assert self._deadline is not None
-        if asyncio.get_running_loop().time() < self._deadline:
-            message = f"no part of the body arrived for {self._part:g} s"
-        else:
-            message = f"the body did not arrive within server.body_timeout ({self._whole:g} s)"
-        return InvalidRequest(f"{message}; send it again", code="body_timeout")
+        try:
+            async with asyncio.timeout_at(min(now + self._part, self._deadline)):
+                return await part
+        except TimeoutError:
+            if loop.time() < self._deadline:
+                message = f"no part of the body arrived for {self._part:g} s"
+            else:
+                message = f"the body did not arrive within {self._whole_name} ({self._whole:g} s)"
+        raise InvalidRequest(f"{message}; send it again", code="body_timeout")

@@ -20,6 +20,7 @@ from any_agent.errors import (
 )
 from any_agent.keys import JUDGE_KEY_PREFIX, KeySigner, Lane
 from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
+from any_agent.runtime.boot_clock import clock_stamp
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, Rewarder, no_receipt
@@ -27,7 +28,7 @@ from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
 from proxy_ext.sessions.rewards import JUDGE_ONLY
-from proxy_ext.sessions.session import RecordedSession, clock_stamp
+from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.slots import GrantBook
 from proxy_ext.web.drain import draining

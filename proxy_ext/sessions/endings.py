@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable
 from contextlib import asynccontextmanager
 from dataclasses import replace
@@ -28,6 +29,8 @@ from proxy_ext.sessions.session_store import SessionStore, ended, set_state
 from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, target
 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
+_MAX_REPEATS = 64  # answers to repeated endings of a session that are stored
+_MAX_COUNTED = 10_000  # sessions whose repeated endings are counted
 _SETTLED_TIMEOUT = 30.0
 """Longest wait for calls that are being recorded; they take longer only if the store hangs."""
 
@@ -52,6 +55,8 @@ class SessionEnder:
         self._config = sessions.config
         self._needed = needed
         self._unarchive = unarchive
+        self._repeats: Counter[str] = Counter()
+        """Number of repeated endings under an idempotency key, by session."""
 
     async def finalize(
         self,
@@ -215,6 +220,8 @@ class SessionEnder:
             state = target(row, Event.DELETE)
             if self._needed(row):
                 raise refusal(row, Event.DELETE)
+            if row.content == "deleted":
+                return await self._repeat(session, NO_PARTS, keep)
             if state is not row.state:
                 row = ended(row, state, "deleted")
             row = replace(row, content="deleted", metadata={})
@@ -229,6 +236,16 @@ class SessionEnder:
                 session.tree = empty
             return answer
 
+    def keeps_repeat(self, session: RecordedSession) -> bool:
+        """Return whether the answer to one more ending of an ended session is stored for its key.
+
+        It changes nothing, so without a limit an agent could fill the journal by fresh keys.
+        """
+        if len(self._repeats) >= _MAX_COUNTED:
+            self._repeats.clear()
+        self._repeats[session.id] += 1
+        return self._repeats[session.id] <= _MAX_REPEATS
+
     async def _repeat(
         self, session: RecordedSession, final: Parts, keep: KeepAnswer
     ) -> SessionInfo:
@@ -237,8 +254,8 @@ class SessionEnder:
             raise already_finalized(session.row)
         await self._sessions.load(session)
         answer = session.info()
-        if kept := keep(answer):
-            await self._sessions.journal.commit(*kept)
+        if keep is not no_receipt and self.keeps_repeat(session):
+            await self._sessions.journal.commit(*keep(answer))
         return answer
 
     async def _with_final_reward(

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import math
 import time
 from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, Protocol
 
 from any_agent.chat import chain_keys
 from any_agent.errors import VersionGone
 from any_agent.protocol.rl import Heartbeat, Rewards, SessionInfo
 from any_agent.record import InteractionTree, count_calls, is_frozen, lacks_texts
+from any_agent.runtime.boot_clock import seconds_since
 from any_agent.types import Interaction, SessionMode, SessionState
 from proxy_ext.journal import RequestMark, SessionRow, StoredInteraction
 from proxy_ext.sessions import state_machine as lifecycle
@@ -258,44 +257,6 @@ def add_to_tree(tree: InteractionTree, stored: StoredInteraction) -> None:
     tree.add(interaction, key)
 
 
-_BOOT_ID = Path("/proc/sys/kernel/random/boot_id")
-
-
-def clock_stamp() -> str:
-    """Return the present time as `SessionRow.clock` stores it: the boot's id and its seconds."""
-    return f"{_boot_id()} {_boot_seconds():.3f}"
-
-
 def session_age(row: SessionRow) -> float:
     """Return the seconds since a session's opening, as `seconds_since` counts them."""
     return seconds_since(row.clock, row.created_at)
-
-
-def seconds_since(stamp: str | None, wall: float) -> float:
-    """Return the seconds since a `clock_stamp`, across restarts and changes of the wall clock.
-
-    The boot clock (CLOCK_BOOTTIME) counts a suspended machine's time and cannot be set. After a
-    reboot, or without a stamp, only the wall clock is left, which showed ``wall`` then.
-    """
-    boot, _, seconds = (stamp or "").partition(" ")
-    if boot and boot == _boot_id():
-        passed = _boot_seconds() - float(seconds)
-        # Slightly negative: the stamp was rounded. Far below: a container whose clock restarted.
-        if passed > -1:
-            return max(0.0, passed)
-    return max(0.0, time.time() - wall)
-
-
-@functools.cache
-def _boot_id() -> str:
-    """Return the boot's id; "" without one: then every restart counts as a reboot."""
-    try:
-        return _BOOT_ID.read_text(encoding="ascii").strip()
-    except OSError:
-        return ""
-
-
-def _boot_seconds() -> float:
-    if hasattr(time, "CLOCK_BOOTTIME"):
-        return time.clock_gettime(time.CLOCK_BOOTTIME)
-    return time.monotonic()

@@ -52,7 +52,7 @@ class BoundedProtocol(HttpToolsProtocol):
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        if self._in_head and self._timer is None:
+        if self._in_head and self._timer is None and not self._answering:
             # The next request on an idle connection.
             self._close_after(_HEAD_SECONDS)
         self._head_bytes += len(data) if self._in_head else 0
@@ -92,6 +92,12 @@ class BoundedProtocol(HttpToolsProtocol):
             await self._served(scope, receive, send)
         else:
             await error_response(self.limit.error(), scope["path"])(scope, receive, send)
+
+    @property
+    def _answering(self) -> bool:
+        """A request is being answered. What arrives meanwhile must not end its answer; after that
+        uvicorn closes a connection on which no request begins."""
+        return self.cycle is not None and not self.cycle.response_complete
 
     def _close_after(self, seconds: float) -> None:
         self._timer = self.loop.call_later(seconds, self.transport.close)

@@ -91,6 +91,22 @@ def test_revoked_and_expired_keys_are_void(path: Path) -> None:
     assert keys.find(gone) is None
 
 
+def test_a_key_expires_while_the_machine_is_suspended(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The monotonic clock stands still meanwhile; the wall clock may have been set."""
+    text, _ = create_key(path, "tenant", tenant="a", expires_in=3600)
+    keys = read_keys(path)
+    wall, monotonic, boot = time.time(), time.monotonic(), time.clock_gettime(time.CLOCK_BOOTTIME)
+    for asleep, found in ((3500, True), (3700, False)):
+        clocks = {time.CLOCK_BOOTTIME: boot + asleep, time.CLOCK_MONOTONIC: monotonic}
+        monkeypatch.setattr(time, "clock_gettime", clocks.__getitem__)
+        monkeypatch.setattr(time, "monotonic", lambda: monotonic)
+        monkeypatch.setattr(time, "time", lambda: wall)
+        assert (keys.find(text) is not None) == found, asleep
+        assert (read_keys(path).find(text) is not None) == found, asleep
+
+
 def test_limits_of_a_tenant_are_of_its_newest_keys(path: Path) -> None:
     _, first = create_key(path, "tenant", tenant="a", limits=TenantLimits(open_sessions=1))
     create_key(path, "tenant", tenant="a", limits=TenantLimits(requests_per_second=2.5))

@@ -26,8 +26,9 @@ class Clocks:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passed = self.wrong = 0.0
-        monotonic, wall = time.monotonic, time.time
+        monotonic, boot, wall = time.monotonic, time.clock_gettime, time.time
         monkeypatch.setattr(time, "monotonic", lambda: monotonic() + self.passed)
+        monkeypatch.setattr(time, "clock_gettime", lambda clock: boot(clock) + self.passed)
         monkeypatch.setattr(time, "time", lambda: wall() + self.passed + self.wrong)
 
 

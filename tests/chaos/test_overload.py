@@ -16,7 +16,6 @@ from dataclasses import dataclass, field
 from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
-from threading import Event, Thread
 from typing import Any
 
 import aiohttp
@@ -27,9 +26,9 @@ from any_agent.auth.key_store import TenantLimits, create_key
 from any_agent.config import load_config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
-from any_agent.rundir.registry import RegistryEntry, publish
+from any_agent.rundir.registry import RegistryEntry
 from tests.chaos.conftest import Figure
-from tests.support.chaos.killable import KillableProxy
+from tests.support.chaos.killable import KillableProxy, heartbeats
 from tests.support.ports import own_port
 from tests.support.proxy import until
 from tests.support.real_parts import await_url, process
@@ -77,25 +76,6 @@ def engine_process() -> Iterator[str]:
         child.join(LIMIT)
 
 
-@contextlib.contextmanager
-def present(folder: Path, url: str) -> Iterator[None]:
-    """What the proxy's process would write to the registry."""
-    over = Event()
-
-    def beat() -> None:
-        while not over.wait(0.5):
-            publish(folder, RegistryEntry(name="rank-0", boot_id="one", url=url, pid=1))
-
-    publish(folder, RegistryEntry(name="rank-0", boot_id="one", url=url, pid=1))
-    thread = Thread(target=beat, daemon=True)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
-
-
 @dataclass
 class Parts:
     url: str
@@ -136,7 +116,8 @@ def service(folder: Path, model: Path) -> Iterator[Parts]:
         )
         stack.callback(proxy.close)
         proxy.start()
-        stack.enter_context(present(run_dir.registry, proxy.url))
+        entry = RegistryEntry(name="rank-0", boot_id="one", url=proxy.url, pid=1)
+        stack.enter_context(heartbeats(run_dir.registry, entry))
         arguments = ("--config", str(path), "--host", "127.0.0.1", "--port", str(port))
         router = stack.enter_context(process(log, "router", *arguments))
         await_url(f"{url}/readyz", router, log)

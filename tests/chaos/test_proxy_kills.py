@@ -7,11 +7,9 @@ from __future__ import annotations
 
 import asyncio
 import random
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -24,10 +22,16 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, SessionClosed
 from any_agent.launcher.trial import trial_dir
 from any_agent.record import unpack_trajectories
-from any_agent.rundir.registry import RegistryEntry, publish, rank_name
+from any_agent.rundir.registry import RegistryEntry, rank_name
 from any_agent.types import SessionState
 from tests.chaos.conftest import Figure
-from tests.support.chaos.killable import Killable, KillableProxy, KillableRouter, engine_in_thread
+from tests.support.chaos.killable import (
+    Killable,
+    KillableProxy,
+    KillableRouter,
+    engine_in_thread,
+    heartbeats,
+)
 from tests.support.e2e import audit
 from tests.support.e2e.ledger import Answer, Ledger, Told
 from tests.support.proxy import config_for
@@ -250,25 +254,6 @@ def test_a_router_killed_under_load_keeps_the_services_word(
         counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
         stack.close()
         judge(load, engine, counters, tmp_path, away, figure)
-
-
-@contextmanager
-def heartbeats(registry: Path, entry: RegistryEntry) -> Iterator[None]:
-    """The rank's entry, written again and again as the rank itself does."""
-    over = threading.Event()
-
-    def beat() -> None:
-        while not over.wait(0.5):
-            publish(registry, entry)
-
-    publish(registry, entry)
-    thread = threading.Thread(target=beat)
-    thread.start()
-    try:
-        yield
-    finally:
-        over.set()
-        thread.join()
 
 
 def judge(

@@ -251,13 +251,16 @@ class Chaos:
         self._check("contradictions in the history", history.contradictions(survived))
         self._check("called trained, without effect", without)
         self._check("trained, and not called so", [f"{s} is {states.get(s)}" for s in unsaid])
-        changed = history.given_up(self._redone, survived)
-        self._check("steps not made again as they were", [f"step {step}" for step in changed])
         trained = sum(state == SessionState.TRAINED for state in states.values())
         self.outcome.figures["history"] = (
-            f"{history.last_step(run)} steps, {trained} sessions trained on, "
-            f"{len(self._redone)} steps made again"
+            f"{history.last_step(run)} steps, {trained} sessions trained on"
         )
+        self._audit_repeats(survived)
+
+    def _audit_repeats(self, survived: history.History) -> None:
+        changed = history.given_up(self._redone, survived)
+        self._check("steps not made again as they were", [f"step {step}" for step in changed])
+        self.outcome.figures["history"] += f", {len(self._redone)} steps made again"
 
     def _audit_exactness(self, records: dict[str, audit.Record]) -> None:
         spanning = self._spanning()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 from pathlib import Path
 
+import psutil
 import pytest
 
 from any_agent.auth.engine_key import write_key_file
@@ -36,6 +37,11 @@ def test_an_engine_that_requires_a_key(
                 pass
         config = live_config(tmp_path, tiny_model_dir, **settings, **{"engine.key": KEY})
         with Node(config, NodeOptions(say=lambda _: None)) as node:
+            processes = {name: psutil.Process(part.pid) for name, part in node.parts.items()}
+            assert processes.keys() == {"rank-0", "router", "trainer"}
+            holders = {n for n, one in processes.items() if KEY in one.environ().values()}
+            assert holders == {"rank-0", "trainer"}
+            assert not any(KEY in " ".join(one.cmdline()) for one in processes.values())
             # Sessions, a step, and its weights in the engine.
             assert asyncio.run(drive(node, agents=4)) >= 4
         assert KEY not in node.dir.resolved.read_text()

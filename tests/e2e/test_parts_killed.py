@@ -23,7 +23,7 @@ from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.component import Component
 from any_agent.protocol.rl import SessionStarted
 from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
-from tests.support.e2e.live_run import live_config
+from tests.support.e2e.live_run import live_config, looked_after
 
 PARTS = ["engine-0", "rank-1", "router", "trainer"]
 
@@ -56,19 +56,9 @@ def node(
 @contextlib.asynccontextmanager
 async def watched(node: Node) -> AsyncIterator[RLClient]:
     """The operator's client, while the node is looked after in this thread."""
-
-    async def watch() -> None:
-        while True:
-            node.check()
-            await asyncio.sleep(0.05)
-
-    async with (
-        RLClient(node.url, admin_key="the-operators-key", retry_for=120) as client,
-        asyncio.TaskGroup() as tasks,
-    ):
-        watching = tasks.create_task(watch())
+    operator = RLClient(node.url, admin_key="the-operators-key", retry_for=120)
+    async with operator as client, looked_after(node):
         yield client
-        watching.cancel()
 
 
 def entry(node: Node, name: str) -> RegistryEntry:

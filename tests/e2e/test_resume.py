@@ -30,7 +30,7 @@ from any_agent.launcher.trial import trial_dir
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from tests.support.archives import Exported, Rank
-from tests.support.e2e.live_run import live_config
+from tests.support.e2e.live_run import live_config, looked_after
 
 STEPS = 6
 # A step that is made again has no checkpoint of its own, so those that have one die at that only.
@@ -80,24 +80,16 @@ async def agent(service: RLClient, number: int) -> None:
 
 async def drive(node: Node, first: int = 0, *, limit: float = LIMIT) -> None:
     """One agent after the other until training has ended."""
-
-    async def watch() -> None:
-        while True:
-            node.check()
-            await asyncio.sleep(0.05)
-
     async with (
         asyncio.timeout(limit),
         RLClient(node.url, retry_for=60) as service,
-        asyncio.TaskGroup() as tasks,
+        looked_after(node),
     ):
-        watching = tasks.create_task(watch())
         with contextlib.suppress(RunFinished):
             for number in range(first, 10**6):
                 await agent(service, number)
         while not node.check():  # noqa: ASYNC110
             await asyncio.sleep(0.05)
-        watching.cancel()
 
 
 @dataclass(frozen=True, slots=True)

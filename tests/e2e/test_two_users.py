@@ -35,7 +35,7 @@ from any_agent.engine.embedded.server import EngineServer
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.registry import Registry
 from proxy_ext.web import permissions
-from tests.support.e2e.live_run import agent, live_config
+from tests.support.e2e.live_run import agent, live_config, looked_after
 from tests.support.other_user import as_nobody
 
 pytestmark = pytest.mark.skipif(
@@ -120,18 +120,13 @@ async def _train(node: Node) -> None:
             assert time.monotonic() < deadline, "the run makes no steps"
             await agent(service, next(numbers), rng, 4)
 
-    async def watch() -> None:
-        while True:
-            node.check()
-            await asyncio.sleep(0.05)
-
-    async with RLClient(node.url, admin_key=ADMIN, retry_for=120) as service:
-        watching = asyncio.create_task(watch())
+    operator = RLClient(node.url, admin_key=ADMIN, retry_for=120)
+    async with operator as service, looked_after(node):
         workers = [asyncio.create_task(work(service)) for _ in range(8)]
         done, pending = await asyncio.wait(workers, return_when=asyncio.FIRST_COMPLETED)
-        for task in (*pending, watching):
+        for task in pending:
             task.cancel()
-        await asyncio.gather(*pending, watching, return_exceptions=True)
+        await asyncio.gather(*pending, return_exceptions=True)
         for task in done:
             task.result()
 

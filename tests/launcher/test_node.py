@@ -28,7 +28,7 @@ ENGINES, RANKS = ["engine-0", "engine-1"], ["rank-0", "rank-1"]
 
 
 def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
-    with lab.node("server.admin_key=a-secret-key") as node:
+    with lab.node("server.admin_key=a-secret-key", "engine.key=another-key") as node:
         assert list(node.parts) == [*ENGINES, *RANKS, "router", "trainer"]
         # The service is not kept waiting for its trainer.
         checked_until(node, lambda: node.parts["trainer"].state == "ready")
@@ -50,16 +50,18 @@ def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
             assert (flag(p, "--config"), flag(p, "--engine-wait")) == (settings, "0")
             assert "--training" in p["argv"]
             assert e["variables"] == []
-            assert p["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
+            assert p["variables"] == ["ANY_AGENT_ENGINE__KEY", "ANY_AGENT_SERVER__ADMIN_KEY"]
         router, trainer = events["router"], events["trainer"]
         assert f"http://127.0.0.1:{flag(router, '--port')}" == node.url
         assert flag(router, "--public-url") == node.url
         assert trainer["argv"] == ["--config", settings, "--host", "127.0.0.1"]
         assert node.dir.url.read_text() == f"{node.url}\n"
         assert node.dir.url.stat().st_mode & 0o777 == 0o600
-        assert router["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"]
-        assert trainer["variables"] == ["ANY_AGENT_SHARED_GPUS"], "it has the run's own key"
-        assert "a-secret-key" not in Path(settings).read_text() + str(events)
+        assert router["variables"] == ["ANY_AGENT_SERVER__ADMIN_KEY"], "it calls no engine"
+        own = ["ANY_AGENT_ENGINE__KEY", "ANY_AGENT_SHARED_GPUS"]
+        assert trainer["variables"] == own, "it has the run's own key"
+        for secret in ("a-secret-key", "another-key"):
+            assert secret not in Path(settings).read_text() + str(events)
         assert sorted(p.name for p in node.dir.logs.iterdir()) == sorted(
             f"{name}.log" for name in node.parts
         )

@@ -10,13 +10,13 @@ import httpx
 import pytest
 
 from any_agent.errors import StoreFull
-from any_agent.keys import rank_of_session
+from any_agent.keys import lane_in, rank_of_session
 from any_agent.launcher.trial import trial_dir
+from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext import idempotency
 from proxy_ext.idempotency import ANSWER_TTL
 from proxy_ext.journal import PutAnswer
-from proxy_ext.sessions import session as session_clock
 from tests.support.proxy import Proxy, until
 from tests.support.proxy_fixtures import Start
 
@@ -200,8 +200,8 @@ async def test_answers_are_kept_by_a_clock_that_nobody_can_set(
             again = await proxy.post(START, {"mode": "eval"}, **keyed(key))
             assert again.content == answer.content
         proxy = await start()
-    boot = session_clock._boot_seconds
-    monkeypatch.setattr(session_clock, "_boot_seconds", lambda: boot() + ANSWER_TTL + 1)
+    boot = boot_clock.boot_seconds
+    monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + ANSWER_TTL + 1)
     await proxy.service.answers.sweep()
     scope = f"anyone POST {START}"
     assert await proxy.service.journal.answer(scope, "early") is None
@@ -213,7 +213,7 @@ async def test_after_a_reboot_the_wall_clock_is_left(
 ) -> None:
     before = (await start()).service.answers.now
     wall = time.time
-    monkeypatch.setattr(session_clock, "_boot_id", lambda: "another")
+    monkeypatch.setattr(boot_clock, "_boot_id", lambda: "another")
     monkeypatch.setattr(time, "time", lambda: wall() + 3600)
     again = (await start()).service.answers
     assert 3600 <= again.now - before < 3600 + 600
@@ -229,6 +229,32 @@ async def test_heartbeats_leave_nothing_in_the_journal(proxy: Proxy) -> None:
         beat = await proxy.post(path, {}, session["api_key"], **keyed(f"fresh-{n}"))
         assert beat.status_code == 200 and beat.json()["session_id"] == session["session_id"]
     assert proxy.service.journal.stats.writes == commits
+
+
+@pytest.mark.parametrize("ending", ["finalize", "await", "areal", "delete"])
+async def test_repeated_endings_cannot_fill_the_journal(proxy: Proxy, ending: str) -> None:
+    """They change nothing; each under a fresh key, they are answered and, beyond some, not kept."""
+    session = await proxy.open()
+    await proxy.complete(session["api_key"])
+    method, path, body = {
+        "finalize": ("POST", "/rl/v1/finalize", {"final_reward": 1}),
+        "await": ("POST", "/rl/v1/finalize", {"final_reward": 1, "await_reward": True}),
+        "areal": ("POST", "/rl/end_session", {}),
+        "delete": ("DELETE", f"/rl/v1/sessions/{session['session_id']}", None),
+    }[ending]
+    reward = await proxy.post("/rl/v1/set_reward", {"final_reward": 1}, session["api_key"])
+    assert reward.status_code == 200
+    answers = []
+    for n in range(80):
+        headers = {"authorization": f"Bearer {session['api_key']}", **keyed(f"fresh-{n}")}
+        answers.append(await proxy.http.request(method, path, json=body, headers=headers))
+    assert {answer.status_code for answer in answers} == {200}
+    lane = lane_in(session["api_key"])
+    assert lane is not None
+    scope = f"lane {lane.id} {method} {path}"
+    kept = [await proxy.service.journal.answer(scope, f"fresh-{n}") for n in range(80)]
+    assert kept[0] is not None and kept[10] is not None
+    assert sum(row is not None for row in kept) <= 65
 
 
 async def test_equal_requests_take_turns(start: Start) -> None:

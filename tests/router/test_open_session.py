@@ -12,7 +12,7 @@ import pytest
 
 from any_agent.protocol.rl import Abort
 from any_agent.rundir.registry import PartLoad
-from router import upstream
+from router import open_session, upstream
 from router.affinity import home_of
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
@@ -465,6 +465,47 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(
     assert (aborted.method, aborted.target) == ("POST", "/rl/v1/sessions/ses-0-late/abort")
     assert Abort.model_validate_json(aborted.body).keep_place, "its opener tries again"
     assert aborted.values("authorization") == ["Bearer sk-late"]
+
+
+async def test_a_session_that_its_own_key_may_not_abort_is_aborted_by_its_openers(
+    pair: Lab,
+) -> None:
+    """As where the operator's judge alone rewards a tenant's sessions."""
+    late, other = pair.ranks
+    go_on = asyncio.Event()
+
+    async def judged(received: Received) -> None:
+        if received.target == START:
+            await go_on.wait()
+            await received.answer({"session_id": "ses-0-late", "api_key": "sk-late"})
+        elif received.values("authorization") == ["Bearer sk-late"]:
+            await received.answer({"error": {"code": "judge_only"}}, status=403)
+        else:
+            await received.answer({"state": "aborted"})
+
+    late.handler = judged
+    pair.silent.add(0)
+    slots(other, 10)
+    for _ in range(2):
+        answer = await pair.post(START, {}, Authorization="Bearer sk-openers")
+        assert answer.json() == {"rank": 1}
+    go_on.set()
+    await until(lambda: len(late.received) == 3, "the session is aborted")
+    assert late.received[2].target == "/rl/v1/sessions/ses-0-late/abort"
+    assert late.received[2].values("authorization") == ["Bearer sk-openers"]
+
+
+async def test_few_late_answers_are_awaited_at_once(
+    pair: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each holds a descriptor for two minutes, and clients try again every few seconds."""
+    monkeypatch.setattr(open_session, "_MAX_LATE", 3)
+    home = pair.ranks[home_of("g", 2)]
+    stall(pair, home)
+    calls = [pair.post(START, {"group_id": "g"}) for _ in range(8)]
+    assert {answer.status_code for answer in await asyncio.gather(*calls)} == {503}
+    await until(lambda: home.open <= 3, "the others are closed")
+    assert home.open == 3
 
 
 @pytest.mark.parametrize("bound", ["group", "key"])

@@ -101,6 +101,11 @@ class FakeRank:
     def up(self) -> bool:
         return self._server is not None
 
+    @property
+    def open(self) -> int:
+        """The number of connections now."""
+        return len(self._writers)
+
     async def start(self) -> None:
         """Listen, after a restart where it listened before."""
         self._server = await asyncio.start_server(

@@ -57,8 +57,11 @@ engine reads it from its file (`--key-file`), SGLang from the same file (`--conf
 `GET /health` of the embedded engine, whose answer is empty, and SGLang's `/health`,
 `/health_generate` and `/metrics`. SGLang writes its settings to its log: the service masks the key
 there. For engines that run already (`engine.urls`) set `engine.key`,
-best as `ANY_AGENT_ENGINE__KEY`. An embedded engine that is started without a key listens on
-loopback only and answers only to its names, so that no web page reaches it.
+best as `ANY_AGENT_ENGINE__KEY`: ranks and the trainer get it, the router does not.
+
+An embedded engine that is started without a key listens on loopback only and answers only to its
+names, so that no web page reaches it. With and without one it bounds connections, and the time of
+heads and bodies, as the router does.
 
 A tenant's limits (`--open-sessions`, `--requests-per-second`, `--tokens-per-second`) are for the
 whole service, over all of its keys; `server.tenant_*` are the defaults. Each rank enforces its

@@ -20,10 +20,15 @@ from any_agent.errors import (
     EngineUnavailable,
     Forbidden,
     InvalidRequest,
-    PayloadTooLarge,
     Unauthenticated,
 )
 from any_agent.keys import SecretHash
+from any_agent.runtime.bounded_server import (
+    BoundedRunner,
+    is_crowded,
+    read_body,
+    require_room,
+)
 from any_agent.runtime.ports import reserve
 from any_agent.types import GenerationHyperparameters, ModelRequest
 
@@ -31,6 +36,8 @@ logger = logging.getLogger(__name__)
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 _HEALTH_TIMEOUT = 20.0
+_MAX_BODY = 32 * 2**20  # bytes
+_BODY_TIMEOUT = 120.0  # seconds
 _LOGGED = 300  # characters of an error that are logged
 _DONE = b"data: [DONE]\n\n"
 _KEYLESS = {"key": "a key", "do": "start the engine with --key-file"}
@@ -44,12 +51,18 @@ def _json(value: Any, status: int = 200, headers: dict[str, str] | None = None) 
 
 @web.middleware
 async def _errors(request: web.Request, handler: Handler) -> web.StreamResponse:
+    response = await _answer(request, handler)
+    if is_crowded(request):
+        response.force_close()
+    return response
+
+
+async def _answer(request: web.Request, handler: Handler) -> web.StreamResponse:
     try:
+        require_room(request)
         return await handler(request)
     except AnyAgentError as exc:
         return _json(exc.body(), exc.status, exc.headers())
-    except web.HTTPRequestEntityTooLarge as exc:
-        return _json(PayloadTooLarge(exc.text or "the body is too large").body(), 413)
     except web.HTTPException:
         raise
     except ConnectionError:
@@ -77,8 +90,8 @@ class EngineServer:
         decoder = engine.loaded.decoder
         self._decode = {skip: decoder(skip_special_tokens=skip) for skip in (False, True)}
 
-    def app(self, *, max_body: int = 32 * 2**20) -> web.Application:
-        app = web.Application(client_max_size=max_body, middlewares=[_errors, self._authorize])
+    def app(self) -> web.Application:
+        app = web.Application(middlewares=[_errors, self._authorize])
         app.router.add_post("/generate", self.generate)
         app.router.add_post("/abort_request", self.abort_request)
         app.router.add_post("/pause_generation", self.pause_generation)
@@ -119,7 +132,7 @@ class EngineServer:
 
     async def _generate(self, http: web.Request) -> web.StreamResponse:
         started = time.perf_counter()
-        call = parse_generate(json_object(await http.read()))
+        call = parse_generate(await _read(http))
         processor = await self.engine.make_processor(call.request)
         generation = self.engine.submit(call.request, stream=call.stream, processor=processor)
         try:
@@ -161,7 +174,7 @@ class EngineServer:
         return response
 
     async def abort_request(self, http: web.Request) -> web.Response:
-        body = json_object(await http.read())
+        body = await _read(http)
         rid, everything = body.get("rid"), body.get("abort_all") is True
         if not everything and not isinstance(rid, str):
             raise InvalidRequest("abort_request needs rid, or abort_all: true", param="rid")
@@ -170,7 +183,7 @@ class EngineServer:
         return web.Response()
 
     async def pause_generation(self, http: web.Request) -> web.Response:
-        mode = json_object(await http.read()).get("mode", "abort")
+        mode = (await _read(http)).get("mode", "abort")
         if mode not in ("abort", "in_place"):
             raise InvalidRequest(f"mode must be abort or in_place, not {mode!r}", param="mode")
         await self.engine.pause(mode)
@@ -248,6 +261,10 @@ class EngineServer:
         )
 
 
+async def _read(http: web.Request) -> dict[str, Any]:
+    return json_object(await read_body(http, _MAX_BODY, _BODY_TIMEOUT))
+
+
 def _bearer(headers: Mapping[str, str]) -> str:
     scheme, _, key = headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
@@ -264,10 +281,7 @@ def _log_failure(error: AnyAgentError) -> None:
 
 async def listen(server: EngineServer, host: str, port: int) -> tuple[web.AppRunner, int]:
     """Serve on a socket; return the runner to clean up and the real port (for port 0)."""
-    # handler_cancellation: a client that leaves ends its generation.
-    runner = web.AppRunner(
-        server.app(), access_log=None, handler_cancellation=True, shutdown_timeout=5
-    )
+    runner = BoundedRunner(server.app(), shutdown_timeout=5)
     await runner.setup()
     await web.SockSite(runner, reserve(host, port)).start()
     return runner, int(runner.addresses[0][1])

@@ -26,13 +26,14 @@ from any_agent.errors import (
     Conflict,
     EngineUnavailable,
     InvalidRequest,
-    PayloadTooLarge,
 )
+from any_agent.runtime.bounded_server import read_body
 
 T = TypeVar("T")
 Body = dict[str, Any]
 
 _MAX_BODY = 8 * 2**30  # bytes of one body with weights
+_BODY_TIMEOUT = 1500.0  # seconds, the longest `engine.load_timeout`
 _GROUP_TIMEOUT = 600.0  # seconds that an operation waits for a member of a group
 
 
@@ -205,7 +206,7 @@ def _handler(
         status = 200
         reply: Body = {"success": True, "message": "Success"}
         try:
-            reply |= await work(json_object(await _read(http))) or {}
+            reply |= await work(json_object(await read_body(http, _MAX_BODY, _BODY_TIMEOUT))) or {}
         except AnyAgentError as error:
             status = 503 if isinstance(error, EngineUnavailable) else 400
             reply = {"success": False, "message": error.message, "num_paused_requests": 0}
@@ -214,18 +215,6 @@ def _handler(
         )
 
     return handle
-
-
-async def _read(http: web.Request) -> bytes:
-    """Read a body with weights, which may be longer than other bodies."""
-    parts: list[bytes] = []
-    size = 0
-    async for part in http.content.iter_any():
-        size += len(part)
-        if size > _MAX_BODY:
-            raise PayloadTooLarge(f"a body of weights may have at most {_MAX_BODY} bytes")
-        parts.append(part)
-    return b"".join(parts)
 
 
 def _value(body: Body, name: str, kind: type[T]) -> T:

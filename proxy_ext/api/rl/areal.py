@@ -279,7 +279,7 @@ async def end_session(
     over = await _over(service, session)
     if over is None:
         over = await _end(service, session, caller, receipt.keep)
-    else:
+    elif receipt.key is not None and service.endings.keeps_repeat(session):
         await receipt.store(over)
     return receipt.response(over)
 

@@ -21,9 +21,11 @@ import orjson
 import pytest
 from aiohttp import web
 
+from any_agent.engine.embedded import server, weight_updates
 from any_agent.engine.embedded.__main__ import main
 from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions
 from any_agent.engine.embedded.model_loader import LoadedModel
+from any_agent.runtime import open_files
 from any_agent.runtime.ports import reserve
 from tests.support.engine.embedded import LIMIT, Gate, Serve, wrapped
 from tests.support.engine.sglang_contract import (
@@ -153,6 +155,46 @@ async def test_bad_bodies(
     engine: EmbeddedEngine, serve: Serve, path: str, raw: bytes, expected: int
 ) -> None:
     assert (await call(await serve(engine), path, raw))[0] == expected
+
+
+async def raw(url: str, sent: bytes, end: bytes = b"}}") -> bytes:
+    """Send it on a connection of its own; return the answer up to its end."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", int(url.rpartition(":")[2]))
+    writer.write(b"%s\r\nHost: localhost\r\n\r\n" % sent)
+    async with asyncio.timeout(LIMIT):
+        got = await reader.readuntil(end)
+    writer.close()
+    return got
+
+
+async def test_slow_bodies_and_malformed_requests(
+    engine: EmbeddedEngine,
+    serve: Serve,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(server, "_BODY_TIMEOUT", 0.1)
+    monkeypatch.setattr(weight_updates, "_BODY_TIMEOUT", 0.1)
+    url = await serve(engine)
+    for path in (b"/generate", b"/pause_generation", b"/update_weights_from_tensor"):
+        slow = b"POST %s HTTP/1.1\r\nContent-Length: 9" % path
+        assert await raw(url, slow, b"time limit (0.1 s)")
+    caplog.clear()
+    assert b" 400 " in (await raw(url, b"\x16\x03\x01"))[:20]
+    assert not caplog.records, "a program without the key can fill the log"
+
+
+async def test_connections_above_the_bound_are_for_health(
+    engine: EmbeddedEngine, serve: Serve, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(open_files, "connections_for_descriptors", lambda: 1)
+    url = await serve(engine)
+    async with aiohttp.ClientSession(url) as http:
+        for _ in range(2):
+            async with http.get("/model_info") as answer:
+                assert answer.status == 200
+            assert b"too_many_connections" in await raw(url, b"GET /model_info HTTP/1.1")
+            assert b" 200 " in await raw(url, b"GET /health HTTP/1.1", b"\r\n\r\n")
 
 
 async def test_neutral_parameters_are_accepted(engine: EmbeddedEngine, serve: Serve) -> None:

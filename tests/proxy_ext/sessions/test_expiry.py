@@ -11,13 +11,14 @@ from typing import Any
 import pytest
 
 from any_agent.config import load_config
+from any_agent.runtime import boot_clock
+from any_agent.runtime.boot_clock import clock_stamp
 from any_agent.types import SessionState
 from proxy_ext.journal import PutSession, SQLiteJournal
 from proxy_ext.sessions import expiry
-from proxy_ext.sessions import session as clock
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.indexes import DeadlineQueue
-from proxy_ext.sessions.session import RecordedSession
+from proxy_ext.sessions.session import RecordedSession, session_age
 from proxy_ext.sessions.session_store import SessionStore
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.journal import make_row
@@ -179,37 +180,37 @@ async def test_time_goes_on_while_the_proxy_is_down(
     start: Start, proxy: Proxy, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     session = await proxy.open(ttl=500)
-    boot = clock._boot_seconds
-    monkeypatch.setattr(clock, "_boot_seconds", lambda: boot() + 450)
+    boot = boot_clock.boot_seconds
+    monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 450)
     again = await start()
     path = f"/rl/v1/sessions/{session['session_id']}/heartbeat"
     left = (await again.post(path, {}, session["api_key"])).json()
     assert 0 < left["expires_in"] <= 50
     assert left["idle_in"] > 1790, "nobody could be heard meanwhile"
-    monkeypatch.setattr(clock, "_boot_seconds", lambda: boot() + 501)
+    monkeypatch.setattr(boot_clock, "boot_seconds", lambda: boot() + 501)
     last = await start()
     assert (await expired(last, session))["reason"] == "its ttl ran out"
 
 
 def test_after_a_reboot_the_wall_clock_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = make_row("s", created_at=time.time() - 30, clock=clock.clock_stamp())
-    assert clock.session_age(row) == pytest.approx(0, abs=1)
-    monkeypatch.setattr(clock, "_boot_id", lambda: "another")
-    assert clock.session_age(row) == pytest.approx(30, abs=1)
+    row = make_row("s", created_at=time.time() - 30, clock=clock_stamp())
+    assert session_age(row) == pytest.approx(0, abs=1)
+    monkeypatch.setattr(boot_clock, "_boot_id", lambda: "another")
+    assert session_age(row) == pytest.approx(30, abs=1)
     monkeypatch.setattr(time, "time", lambda: row.created_at - 100)
-    assert clock.session_age(row) == 0, "set back before the opening"
+    assert session_age(row) == 0, "set back before the opening"
 
 
 def test_rows_without_a_boot_clock_go_by_the_wall_clock() -> None:
     for stamp in (None, "", " 5.0"):
         row = make_row("s", created_at=time.time() - 30, clock=stamp)
-        assert clock.session_age(row) == pytest.approx(30, abs=1)
+        assert session_age(row) == pytest.approx(30, abs=1)
 
 
 def test_a_boot_clock_that_began_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    row = make_row("s", created_at=time.time() - 30, clock=clock.clock_stamp())
-    monkeypatch.setattr(clock, "_boot_seconds", lambda: 0.0)
-    assert clock.session_age(row) == pytest.approx(30, abs=1)
+    row = make_row("s", created_at=time.time() - 30, clock=clock_stamp())
+    monkeypatch.setattr(boot_clock, "boot_seconds", lambda: 0.0)
+    assert session_age(row) == pytest.approx(30, abs=1)
 
 
 # -- the heap --------------------------------------------------------------------------------------
@@ -257,7 +258,7 @@ async def test_a_sweep_looks_at_none_of_ten_thousand(tmp_path: Path) -> None:
     sessions = SessionStore(journal, load_config(None, [], {}).sessions, SessionIds(0), rank=0)
     now = time.time()
     rows = [
-        make_row(f"s{k}", clock=clock.clock_stamp(), created_at=now, expires_at=now + 3600)
+        make_row(f"s{k}", clock=clock_stamp(), created_at=now, expires_at=now + 3600)
         for k in range(10_000)
     ]
     await journal.commit(*(PutSession(row) for row in rows))

@@ -44,6 +44,19 @@ async def info(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
     return dict((await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json())
 
 
+async def graded_by_other(proxy: Proxy, session: dict[str, Any]) -> dict[str, Any]:
+    """The session once it is graded, which has not the reward that its agent wants."""
+
+    async def graded() -> dict[str, Any] | None:
+        await proxy.service.expiry.sweep()
+        now = await info(proxy, session)
+        return now if now["state"] != "awaiting_reward" else None
+
+    now = await until(graded, "it is graded")
+    assert now["state"] == "finalized" and now["final_reward"] != 1000
+    return now
+
+
 ATTEMPTS: dict[str, tuple[str, str, dict[str, Any]]] = {
     "reward": ("POST", "/rl/v1/set_reward", {"reward": 1000}),
     "reward by name": ("POST", "/rl/v1/set_reward", {"reward": 1000, "name": "x"}),
@@ -283,14 +296,7 @@ async def test_the_grader_is_the_judge(start: Start) -> None:
     refused(await proxy.post("/rl/v1/set_reward", {"reward": 1000}, key), 403, "judge_only")
     body = {"await_reward": True, "deadline": 0.01}
     assert (await proxy.post("/rl/v1/finalize", body, key)).status_code == 200
-
-    async def graded() -> Any:
-        await proxy.service.expiry.sweep()
-        now = await info(proxy, session)
-        return now if now["state"] != "awaiting_reward" else None
-
-    now = await until(graded, "it is graded")
-    assert now["state"] == "finalized" and now["final_reward"] != 1000
+    now = await graded_by_other(proxy, session)
     assert [entry["by"] for entry in now["reward_history"]] == [f"grader {GRADER}"]
 
 
@@ -368,14 +374,7 @@ async def test_where_the_operators_grader_is_the_judge_no_tenant_is(start: Start
     refused(response, 403, "judge_only")
     body = {"session_id": session["session_id"], "await_reward": True, "deadline": 0.01}
     assert (await asked(proxy, "POST", "/rl/v1/finalize", key, body)).status_code == 200
-
-    async def graded() -> Any:
-        await proxy.service.expiry.sweep()
-        now = await info(proxy, session)
-        return now if now["state"] != "awaiting_reward" else None
-
-    now = await until(graded, "it is graded")
-    assert now["state"] == "finalized" and now["final_reward"] != 1000
+    await graded_by_other(proxy, session)
     second = await played(proxy, None)
     assert second["judge_key"] is not None, "the operator may judge"
 

@@ -14,6 +14,9 @@ from proxy_ext.web import protocol as connections
 from proxy_ext.web.protocol import BoundedProtocol
 from tests.support.proxy import LIMIT, until
 
+WAITS = "/waits"
+"""A path that is answered once :data:`go_on` is set."""
+go_on = asyncio.Event()
 GET = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
 
 
@@ -24,6 +27,8 @@ async def count(scope: Any, receive: Any, send: Any) -> None:
         message = await receive()
         size += len(message.get("body", b""))
         more = message.get("more_body", False)
+    if scope["path"] == WAITS:
+        await go_on.wait()
     body = b"%d" % size
     headers = [(b"content-length", b"%d" % len(body))]
     await send({"type": "http.response.start", "status": 200, "headers": headers})
@@ -32,6 +37,7 @@ async def count(scope: Any, receive: Any, send: Any) -> None:
 
 @pytest.fixture
 async def port() -> AsyncIterator[int]:
+    go_on.clear()
     options = uvicorn.Config(
         count, port=0, http=BoundedProtocol, lifespan="off", access_log=False, log_config=None
     )
@@ -117,6 +123,36 @@ async def test_a_body_may_take_its_time(port: int, monkeypatch: pytest.MonkeyPat
     async with asyncio.timeout(LIMIT):
         assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
     assert body.cancelled()
+    writer.transport.abort()
+
+
+async def test_what_comes_during_an_answer_does_not_end_it(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Such as the empty line that some clients send behind a body: no head must follow it."""
+    got: list[bytes] = []
+    heads: list[float] = []
+    data_received, close_after = BoundedProtocol.data_received, BoundedProtocol._close_after
+
+    def received(connection: BoundedProtocol, data: bytes) -> None:
+        data_received(connection, data)
+        got.append(data)
+
+    def noted(connection: BoundedProtocol, seconds: float) -> None:
+        heads.append(seconds)
+        close_after(connection, seconds)
+
+    monkeypatch.setattr(BoundedProtocol, "data_received", received)
+    monkeypatch.setattr(BoundedProtocol, "_close_after", noted)
+    reader, writer = await asyncio.open_connection("127.0.0.1", port)
+    writer.write(GET.replace(b"/ ", WAITS.encode() + b" ", 1))
+    await until(lambda: len(got) == 1)
+    writer.write(b"\r\n")
+    await until(lambda: len(got) == 2)
+    assert heads == [75.0], "only the first head had to come in time"
+    go_on.set()
+    async with asyncio.timeout(LIMIT):
+        assert b"200 OK" in await reader.readuntil(b"\r\n\r\n")
     writer.transport.abort()
 
 

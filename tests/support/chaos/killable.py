@@ -9,6 +9,7 @@ import multiprocessing
 import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,6 +20,7 @@ import httpx
 
 from any_agent.chat import load_chat_format
 from any_agent.config import Config, load_config
+from any_agent.rundir.registry import RegistryEntry, publish
 from tests.support.in_thread import served_in_thread
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -171,3 +173,22 @@ def engine_in_thread(model: Path) -> Iterator[ScriptedEngine]:
     engine = ScriptedEngine(decode=chat.decode)
     with served_in_thread(engine, within=START_LIMIT):
         yield engine
+
+
+@contextmanager
+def heartbeats(registry: Path, entry: RegistryEntry) -> Iterator[None]:
+    """Write a rank's entry again and again, as the rank itself does."""
+    over = threading.Event()
+
+    def beat() -> None:
+        while not over.wait(0.5):
+            publish(registry, entry)
+
+    publish(registry, entry)
+    thread = threading.Thread(target=beat)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import random
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -71,6 +72,21 @@ async def agent(
     finally:
         await client.close()
     return True
+
+
+@asynccontextmanager
+async def looked_after(node: Node) -> AsyncIterator[None]:
+    """Check a node's parts all the time, as its launcher does; an error of it ends the block."""
+
+    async def watch() -> None:
+        while True:
+            node.check()
+            await asyncio.sleep(0.05)
+
+    async with asyncio.TaskGroup() as tasks:
+        watching = tasks.create_task(watch())
+        yield
+        watching.cancel()
 
 
 async def drive(node: Node, *, agents: int, seed: int = 0) -> int:
