@@ -47,7 +47,9 @@ from trainer.world import World, is_divided
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
+_READABLE = (1, FORMAT)
+"""Format 1 had the consumed sessions of the caller's state in another form."""
 
 
 def save_checkpoint(
@@ -107,9 +109,10 @@ def load_checkpoint(
     config = config or PolicyConfig()
     extra = path / "trainer"
     saved = json.loads((extra / "state.json").read_text(encoding="utf-8"))
-    if saved["format"] != FORMAT:
+    if saved["format"] not in _READABLE:
         raise StartupError(
-            f"{path} has format {saved['format']}, but this version of any-agent reads {FORMAT}"
+            f"{path} has format {saved['format']}, but this version of any-agent reads formats up "
+            f"to {FORMAT}"
         )
     adapter = saved.get("adapter")
     adapter_files.require_same_settings(path, adapter, config.lora)

@@ -8,6 +8,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import groupby, islice
+from operator import itemgetter
 from pathlib import Path
 from typing import Any, ClassVar, TypeAlias
 
@@ -218,22 +220,33 @@ class ConsumedSessions(dict[str, Consumed]):
 
     def add(self, trained: Iterable[str], rejected: Mapping[str, str], step: int | None) -> None:
         """Record the sessions that ``step``, or no step, took; ``rejected`` has the reasons."""
-        self |= {id: Consumed(step) for id in trained}
-        self |= {id: Consumed(step, why) for id, why in rejected.items()}
-        while len(self) > MAX_REMEMBERED:
-            del self[next(iter(self))]
+        self |= dict.fromkeys(trained, Consumed(step))
+        # One object for all sessions of a fate: there are tens of thousands of them.
+        fates = {why: Consumed(step, why) for why in rejected.values()}
+        self |= {id: fates[why] for id, why in rejected.items()}
+        for id in list(islice(self, max(0, len(self) - MAX_REMEMBERED))):
+            del self[id]
 
     def dump(self) -> dict[str, Any]:
-        """Return the record as plain JSON."""
-        return {
-            "consumed": {id: taken.rejected for id, taken in self.items()},
-            "steps": {id: taken.step for id, taken in self.items() if taken.step is not None},
-        }
+        """Return the record as plain JSON: sessions in a row with one fate share an entry."""
+        return {"consumed": _by_fate(self.items())}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Add what :meth:`dump` returned; an earlier version wrote no ``steps``."""
-        steps = state.get("steps", {})
-        self |= {id: Consumed(steps.get(id), why) for id, why in state["consumed"].items()}
+        """Add what :meth:`dump` returned, also that of an earlier version: reasons by session in
+        `consumed`, and steps by session in `steps`, which the first versions left out."""
+        consumed = state["consumed"]
+        if isinstance(consumed, Mapping):
+            steps = state.get("steps", {})
+            consumed = _by_fate((id, Consumed(steps.get(id), why)) for id, why in consumed.items())
+        for entry in consumed:
+            self |= dict.fromkeys(entry["sessions"], Consumed(entry["step"], entry["rejected"]))
+
+
+def _by_fate(sessions: Iterable[tuple[str, Consumed]]) -> list[dict[str, Any]]:
+    return [
+        {**fate._asdict(), "sessions": [id for id, _ in same]}
+        for fate, same in groupby(sessions, key=itemgetter(1))
+    ]
 
 
 _TOKENS = {

@@ -17,6 +17,7 @@ from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import published_versions, weights_folder
+from tests.support.e2e.history import consumed_in
 from tests.support.e2e.live_run import drive, live_config
 from trainer.checkpoint import load_checkpoint
 from trainer.policy import PolicyConfig
@@ -95,5 +96,5 @@ def test_a_run_of_two_processes_one_of_which_is_killed(
     assert holds_weights(weights_folder(run.weights, newest), policy)
     # Every session had one effect, and each step the sessions that it told of.
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
-    taken = Counter(state["steps"][id] for id, why in state["consumed"].items() if why is None)
+    taken = Counter(one.step for one in consumed_in(checkpoint).values() if one.rejected is None)
     assert taken == {line["step"]: line["sessions"] for line in lines}

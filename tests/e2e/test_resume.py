@@ -27,9 +27,11 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions, component
 from any_agent.launcher import node as launching
 from any_agent.launcher.trial import trial_dir
+from any_agent.rollout import Consumed
 from any_agent.types import SessionState
 from proxy_ext.journal import SessionRow
 from tests.support.archives import Exported, Rank
+from tests.support.e2e.history import consumed_in
 from tests.support.e2e.live_run import live_config, looked_after
 
 STEPS = 6
@@ -98,7 +100,7 @@ class Outcome:
 
     tensors: Mapping[str, torch.Tensor]
     """Weights, optimizer's moments and generators of the last checkpoint."""
-    consumed: Mapping[str, str | None]
+    consumed: Mapping[str, Consumed]
     rewards: list[tuple[int, float, int]]
     """Step, reward and sessions of every line of metrics.jsonl."""
 
@@ -107,7 +109,6 @@ def outcome(config: Config) -> Outcome:
     run = trial_dir(config)
     checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
     assert checkpoint.name == f"step-{config.train.steps:08d}"
-    state = json.loads((checkpoint / "trainer" / "state.json").read_text())
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     assert {line["staleness_max"] for line in lines} == {0}, "with eta 0 everything is on-policy"
     return Outcome(
@@ -116,7 +117,7 @@ def outcome(config: Config) -> Outcome:
             for path in sorted(checkpoint.rglob("*.safetensors"))
             for name, tensor in load_file(path).items()
         },
-        consumed=state["state"]["consumed"],
+        consumed=consumed_in(checkpoint),
         rewards=[(line["step"], line["reward"], line["sessions"]) for line in lines],
     )
 

@@ -228,10 +228,19 @@ def test_state_that_is_not_json_is_refused_before_anything_is_written(
     assert latest_checkpoint(root) == root / "step-00000003"
 
 
-def test_another_format_is_refused(root: Path) -> None:
-    path = root / "step-00000003"
+def in_format(number: int, path: Path) -> Path:
     document = json.loads((path / "trainer/state.json").read_text())
-    (path / "trainer/state.json").write_text(json.dumps(document | {"format": 2}))
+    (path / "trainer/state.json").write_text(json.dumps(document | {"format": number}))
     write_manifest(path)
-    with pytest.raises(StartupError, match="format 2"):
+    return path
+
+
+def test_an_earlier_format_is_read(root: Path) -> None:
+    policy, state = load_checkpoint(in_format(1, root / "step-00000003"), CONFIG)
+    assert (policy.steps, state) == (3, {"version": 3})
+
+
+def test_a_later_format_is_refused(root: Path) -> None:
+    path = in_format(3, root / "step-00000003")
+    with pytest.raises(StartupError, match=r"has format 3, .* reads formats up to 2"):
         load_checkpoint(path, CONFIG)

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from dataclasses import asdict, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from any_agent.errors import ConfigError, TrainingError
-from trainer.manifests import Manifest, ManifestStore
+from any_agent.rollout import Consumed
+from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 
 ONE = Manifest(
     step=1,
@@ -102,3 +105,65 @@ def test_a_file_that_is_no_manifest(manifests: ManifestStore, tmp_path: Path, te
     assert str(file) in raised.value.message and "remove the files" in raised.value.message
     with pytest.raises(TrainingError, match="cannot be read: No such file"):
         manifests.read(2)
+
+
+def consumed(steps: int) -> ConsumedSessions:
+    """Steps of 64 sessions each, two of which are stale."""
+    sessions = ConsumedSessions()
+    for step in range(1, steps + 1):
+        ids = [f"ses-{k % 2}-{step:08x}{k:08x}" for k in range(64)]
+        sessions.add(ids[2:], dict.fromkeys(ids[:2], "stale"), step)
+    return sessions
+
+
+EARLIER = {"a": None, "b": "stale", "c": None}
+
+
+@pytest.mark.parametrize(
+    ("state", "steps"),
+    [
+        ({"consumed": EARLIER, "steps": {"a": 3, "b": 3}}, (3, 3, None)),
+        ({"consumed": EARLIER}, (None, None, None)),
+    ],
+    ids=["steps by session", "no steps"],
+)
+def test_sessions_of_an_earlier_versions_checkpoint(
+    state: dict[str, Any], steps: tuple[int | None, ...]
+) -> None:
+    sessions = ConsumedSessions()
+    sessions.load(state)
+    assert list(sessions) == ["a", "b", "c"]
+    assert sessions == {
+        id: Consumed(step, why) for (id, why), step in zip(EARLIER.items(), steps, strict=True)
+    }
+
+
+def test_a_checkpoints_sessions_are_read_back() -> None:
+    sessions = consumed(3)
+    sessions.add(["a"], {"b": "not_finite", "c": "stale"}, None)
+    again = ConsumedSessions()
+    again.load(json.loads(json.dumps(sessions.dump())))
+    assert list(again.items()) == list(sessions.items())
+    assert again["c"] == Consumed(None, "stale")
+
+
+def test_the_oldest_sessions_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    whole = list(consumed(5))
+    monkeypatch.setattr("trainer.manifests.MAX_REMEMBERED", 100)
+    assert list(consumed(5)) == whole[-100:]
+
+
+def test_a_session_takes_few_bytes_of_memory_and_of_a_checkpoint() -> None:
+    """A trainer remembers tens of thousands, and writes them all into each checkpoint."""
+    tracemalloc.start()
+    try:
+        sessions = consumed(200)
+        taken, _ = tracemalloc.get_traced_memory()
+        tracemalloc.reset_peak()
+        document = json.dumps(sessions.dump())
+        _, peak = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert taken < 150 * len(sessions)
+    assert len(document) < 32 * len(sessions)
+    assert peak - taken < 200 * len(sessions)

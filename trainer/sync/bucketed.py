@@ -13,14 +13,18 @@ from collections.abc import Awaitable, Callable, Collection, Coroutine, Iterable
 from contextlib import suppress
 from typing import Any
 
-import httpx
-
 from any_agent.engine.weight_serialization import checksums
 from any_agent.errors import AnyAgentError, NotFound, TrainingError
 from any_agent.rollout import RankClients
 from trainer.sync import base
 from trainer.sync.base import EngineCall, NewWeights, UpdateDeadline, WeightSync, engine_url
-from trainer.sync.engine_client import EngineClient, Sums, WeightVerifier, require_alike
+from trainer.sync.engine_client import (
+    EngineClient,
+    Sums,
+    WeightVerifier,
+    control_client,
+    require_alike,
+)
 from trainer.sync.transports import Transport
 from trainer.weight_buckets import Bucket
 
@@ -97,7 +101,7 @@ class UpdateAttempt:
         self._ranks = ranks
         self._new = new
         self._alone = alone
-        self._http = httpx.AsyncClient(timeout=None, trust_env=False)
+        self._http = control_client()
         self._open: dict[int, EngineClient] = {}
         """The engines that take part."""
         self._failed: dict[int, EngineClient] = {}

@@ -7,14 +7,12 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-import httpx
-
 from any_agent.errors import AnyAgentError, EngineUnavailable, TrainingError
 from any_agent.rollout import RankClients
 from any_agent.rundir.checksums import damage
 from trainer.sync import base
 from trainer.sync.base import NewWeights, UpdateDeadline, WeightSync, engine_url
-from trainer.sync.engine_client import EngineClient
+from trainer.sync.engine_client import EngineClient, control_client
 
 log = logging.getLogger(__name__)
 
@@ -77,7 +75,7 @@ class DiskSync(WeightSync):
         body = {"model_path": str(new.folder), "weight_version": str(new.version)}
         # SGLang does not flush while calls are kept, whose cache is in use.
         flush = {"flush_cache": not self.in_place}
-        async with httpx.AsyncClient(timeout=None, trust_env=False) as http:
+        async with control_client() as http:
             engine = EngineClient(rank, url, http, timeout=self.load_timeout, key=self.key)
             try:
                 await _load_and_flush(engine, body | flush, new.loading)

@@ -18,7 +18,7 @@ from typing import Any
 
 from any_agent.rundir.layout import RunDir, read_json
 from any_agent.types import SessionState
-from trainer.manifests import MAX_REMEMBERED
+from trainer.manifests import MAX_REMEMBERED, ConsumedSessions
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,14 +58,21 @@ def read_history(run: RunDir) -> History:
         step = int(path.name.removeprefix("step-"))
         # A later one is of a history that was given up.
         if step <= newest:
-            state = read_json(path / "trainer" / "state.json")
-            taken = state["state"]["consumed"]
+            taken = consumed_in(path)
             if len(taken) >= MAX_REMEMBERED:
-                forgotten = max(forgotten, min(state["state"]["steps"].values()))
-            consumed[step] = tuple(id for id, rejected in taken.items() if rejected is None)
+                steps = [one.step for one in taken.values() if one.step is not None]
+                forgotten = max(forgotten, min(steps))
+            consumed[step] = tuple(id for id, one in taken.items() if one.rejected is None)
     manifests = [_manifest(read_json(path)) for path in _manifests(run).values()]
     by_step = {manifest.step: manifest for manifest in manifests}
     return History(consumed, by_step, forgotten)
+
+
+def consumed_in(checkpoint: Path) -> ConsumedSessions:
+    """The sessions that a checkpoint remembers, and their fates."""
+    sessions = ConsumedSessions()
+    sessions.load(read_json(checkpoint / "trainer" / "state.json")["state"])
+    return sessions
 
 
 def unsaved(run: RunDir) -> list[Manifest]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import ssl
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
@@ -16,6 +17,7 @@ from typing import Any, TypeVar
 import pytest
 from aiohttp import web
 
+from any_agent.client.aiohttp_transport import tls_context
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
 from any_agent.rollout import RankClients
@@ -23,7 +25,9 @@ from any_agent.rundir.checksums import sound, write_manifest
 from any_agent.rundir.registry import RegistryEntry
 from tests.support.ports import own_port
 from trainer.sync import NewWeights, base
+from trainer.sync.bucketed import BucketSync, UpdateAttempt
 from trainer.sync.disk import DiskSync
+from trainer.sync.transports import TensorTransport
 
 T = TypeVar("T")
 
@@ -156,6 +160,28 @@ async def test_every_rank_gets_them(engines: tuple[Engine, Engine]) -> None:
     assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
     told = {"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}
     assert [engine.loaded for engine in engines] == [[told], [told]]
+
+
+async def test_updates_share_one_tls_context(
+    engines: tuple[Engine, Engine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a megabyte outside Python's heap, and freed only when a cycle of objects is found."""
+    tls_context()
+    made: list[ssl.SSLContext] = []
+    create = ssl.create_default_context
+
+    def noted(**options: Any) -> ssl.SSLContext:
+        made.append(create(**options))
+        return made[-1]
+
+    monkeypatch.setattr(ssl, "create_default_context", noted)
+    fleet = Fleet(*engines)
+    async with engines[0].serve(), engines[1].serve():
+        await update(fleet)
+        sync = BucketSync(on_this_loop, TensorTransport(), load_timeout=30, dtype="float32")
+        await asyncio.to_thread(UpdateAttempt(sync, fleet, SEVEN, alone=False).run, [])
+    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+    assert made == []
 
 
 async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) -> None:
