@@ -17,7 +17,7 @@ from any_agent.auth.engine_key import read_key_file
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT, TRIAL, USER = "my-model", "2025-10-23-run-1", "username"
 """The names that the proposal's last phase loads the trained model by."""
-_LIMIT = 300.0
+_LIMIT = 600.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import pytest
 from tests.support.real_parts import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-PATIENCE = 420.0
+PATIENCE = 720.0
 """Seconds in which anything must have happened that a test waits for."""
 _SCRIPT = Path(__file__).with_name("slurm_lab.sh")
 _PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "srun")
