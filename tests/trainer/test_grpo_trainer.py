@@ -125,15 +125,15 @@ def test_more_processes_than_were_started_are_refused(config: Config, fakes: Non
         pass
 
 
-@pytest.mark.parametrize("setting", ["preset", "advantage_estimator", "loss"])
+@pytest.mark.parametrize("setting", ["advantage_estimator", "loss"])
 def test_an_unknown_algorithm_is_refused_before_anything_starts(
     config: Config, fakes: None, setting: str
 ) -> None:
     train = config.train.model_copy(update={setting: "gppo"})
     unknown = config.model_copy(update={"train": train})
-    with pytest.raises(ConfigError, match=r"gppo.*known are grpo"), GRPOTrainer(unknown):
+    with pytest.raises(ConfigError, match=r"gppo.*known are .*grpo"), GRPOTrainer(unknown):
         pass
-    with pytest.raises(ConfigError, match=r"gppo.*known are grpo"):
+    with pytest.raises(ConfigError, match=r"gppo.*known are .*grpo"):
         TrainingLoop(unknown)
 
 
