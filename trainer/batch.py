@@ -289,7 +289,8 @@ class ZeroVarianceGroups:
     """Counts consecutive groups that were left out, by reason."""
 
     def __init__(self, config: TrainConfig) -> None:
-        self._config = config
+        # By what was achieved: equal outcomes of unequal length have nothing to compare.
+        self._config = config.model_copy(update={"overlong_length": None})
         self.trainability = TrainabilityWatch()
         self.consecutive = 0
         self._reasons: Counter[str] = Counter()

@@ -298,7 +298,7 @@ def _require_inputs(
     entropies: Tensor | None,
     place: Callable[[int], str],
 ) -> None:
-    given = {"log-probability": logprobs, "entropy": entropies}
+    given = {"log-probability": logprobs, "entropy": entropies if config.entropy_coef else None}
     given |= {_TITLES[f.name]: getattr(inputs, f.name) for f in fields(inputs)}
     for name, values in given.items():
         if values is not None:

@@ -266,7 +266,9 @@ def _tracked_run(config: Config, run_dir: RunDir) -> TrackedRun:
     id = read_json(path)
     if id is None:
         write_json(path, id := secrets.token_hex(8))
-    settings = {name: config.dump()[name] for name in ("experiment", "trial", *_SECTIONS)}
+    dump = config.dump()
+    dump["train"] |= config.train.chosen
+    settings = {name: dump[name] for name in ("experiment", "trial", *_SECTIONS)}
     return TrackedRun(
         project=config.tracking.project or config.experiment,
         name=config.trial,

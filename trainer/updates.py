@@ -40,6 +40,8 @@ def divide(rows: Sequence[Row], owners: Sequence[tuple[int, str]], count: int) -
     ``count``, sessions do, and there are never more minibatches than sessions. Returns the numbers
     of each one's rows. The same rows in any order are divided alike.
     """
+    if count == 1:
+        return [list(range(len(rows)))]
     units: dict[object, list[int]] = {}
     for unit_of in (_group, _session):
         units = defaultdict(list)

@@ -103,6 +103,14 @@ class Config(Section):
                 f"train.minibatches={c.minibatches} must not exceed rollout.batch_size="
                 f"{self.rollout.batch_size}: each needs a session at least"
             )
+        if c.overlong_length is not None and c.overlong_buffer is not None:
+            begins, longest = c.overlong_length - c.overlong_buffer, self.sampling.max_new_tokens
+            if begins >= longest:
+                raise ValueError(
+                    f"train.overlong_length={c.overlong_length} has no effect: its penalty begins "
+                    f"at {begins} tokens, and no output exceeds sampling.max_new_tokens={longest}; "
+                    "lower the one, or raise the other"
+                )
         return self
 
     @model_validator(mode="after")

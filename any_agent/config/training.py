@@ -3,9 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Any, Literal, Self
 
-from pydantic import AfterValidator, BeforeValidator, Field, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BeforeValidator,
+    Field,
+    SerializerFunctionWrapHandler,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 
 from any_agent.config.base import LocalPath, Section, Texts, split_texts
 from any_agent.config.presets import completed, contradiction
@@ -179,15 +187,15 @@ class TrainConfig(Section):
     call by itself. null: no penalty."""
     overlong_buffer: int | None = Field(None, ge=1)
     """The width of that buffer, in tokens. null: a fifth of the length."""
-    overlong_penalty: float | None = Field(None, ge=0)
+    overlong_penalty: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The largest penalty. null: 1."""
     eps_low: float | None = Field(None, ge=0, le=1)
     """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
-    eps_high: float | None = Field(None, ge=0)
+    eps_high: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
-    tau_pos: float | None = Field(None, gt=0)
+    tau_pos: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The temperature of the gate of the loss `sapo` where the advantage is positive. null: 1."""
-    tau_neg: float | None = Field(None, gt=0)
+    tau_neg: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The same where it is not. null: 1.05."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the importance weight pi_prox / mu."""
@@ -196,9 +204,9 @@ class TrainConfig(Section):
     is_level: Literal["token", "sequence"] | None = None
     """Importance weights are those of single tokens, or the geometric mean over each row (one more
     forward pass). null: `sequence` with the loss `gspo`, else `token`."""
-    entropy_coef: float = Field(0.0, ge=0)
+    entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the entropy in the loss, from which it is subtracted."""
-    kl_coef: float = Field(0.0, ge=0)
+    kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the divergence from the reference model, a term of the loss. 0: no reference
     model is loaded."""
     kl_estimator: Literal["k1", "k2", "k3"] | None = None
@@ -266,13 +274,31 @@ class TrainConfig(Section):
             )
         return self
 
+    _chosen: frozenset[str] = frozenset()
+    """The settings that were not given, and have the preset's values."""
+
     @model_validator(mode="after")
     def _complete(self) -> Self:
         settings = self.__dict__
-        settings.update(completed(settings))
+        chosen = completed(settings)
+        # Validated once more as a part of the whole, there is nothing left to choose.
+        self._chosen |= frozenset(chosen)
+        settings.update(chosen)
         if (problem := contradiction(settings)) is not None:
             raise ValueError(problem)
         return self
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The settings that are not given, with the values that the preset chose."""
+        return {name: getattr(self, name) for name in sorted(self._chosen)}
+
+    @model_serializer(mode="wrap")
+    def _as_given(self, plain: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        """Leave out what the preset chose: another one may be set on top of saved settings."""
+        data: dict[str, Any] = plain(self)
+        defaults = {name: type(self).model_fields[name].default for name in self._chosen}
+        return data | {name: value for name, value in defaults.items() if name in data}
 
 
 class DatasetConfig(Section):

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any, get_args
 
 import pytest
+import yaml
 
 from any_agent.config import TrainConfig, load_config
 from any_agent.config.presets import _OF_ESTIMATORS, _OF_LOSSES, PRESETS
@@ -64,7 +66,7 @@ def test_there_is_one_name_for_each() -> None:
         (["loss=mine.own", "eps_low=0.1"], {"loss": "mine.own", "eps_low": 0.1, "eps_high": 0.28}),
         (["kl_coef=0.01"], {"kl_estimator": "k3"}),
         (["preset=reinforce_pp", "kl_coef=0.01"], {"kl_estimator": "k2"}),
-        (["overlong_length=20480"], {"overlong_buffer": 4096, "overlong_penalty": 1.0}),
+        (["overlong_length=4000"], {"overlong_buffer": 800, "overlong_penalty": 1.0}),
         (["overlong_length=100", "overlong_buffer=100"], {"overlong_buffer": 100}),
         (["normalize_std=false"], {"normalize_std": "none"}),
         (["normalize_std=true"], {"normalize_std": "group"}),
@@ -91,7 +93,10 @@ def test_every_setting_by_itself(given: list[str], expected: dict[str, Any]) -> 
         (["overlong_buffer=5"], "train.overlong_buffer has no effect without"),
         (["overlong_penalty=0.5"], "train.overlong_penalty has no effect without"),
         (["overlong_length=4", "overlong_buffer=5"], "train.overlong_buffer=5 must not exceed"),
+        (["overlong_length=8192"], "train.overlong_length=8192 has no effect"),
         (["entropy_coef=-0.1"], "train.entropy_coef"),
+        (["kl_coef=inf"], "train.kl_coef"),
+        (["eps_high=inf"], "train.eps_high"),
         (["kl_coef=-1"], "train.kl_coef"),
         (["eps_low=1.5"], "train.eps_low"),
         (["aggregation=mean"], "train.aggregation"),
@@ -101,3 +106,26 @@ def test_contradictions(given: list[str], says: str) -> None:
     with pytest.raises(ConfigError) as raised:
         train(*given)
     assert says in raised.value.message
+
+
+@pytest.mark.parametrize(
+    ("saved", "given"),
+    [
+        *(([], [f"preset={preset}"]) for preset in PRESETS),
+        ([], ["loss=sapo"]),
+        ([], ["advantage_estimator=rloo"]),
+        (["kl_coef=0.1"], ["kl_coef=0"]),
+        (["preset=dr_grpo"], ["aggregation=token"]),
+        (["overlong_length=2000"], ["overlong_length=300"]),
+    ],
+)
+def test_saved_settings_keep_none_that_the_preset_chose(
+    saved: list[str], given: list[str], tmp_path: Path
+) -> None:
+    """A run's config.yaml with another setting on top is what both settings alone are."""
+    file = tmp_path / "config.yaml"
+    before = load_config(None, [f"train.{one}" for one in saved], {})
+    file.write_text(yaml.safe_dump(before.dump()), encoding="utf-8")
+    names = {one.partition("=")[0] for one in given}
+    both = [one for one in saved if one.partition("=")[0] not in names] + given
+    assert load_config(file, [f"train.{one}" for one in given], {}).train == train(*both)

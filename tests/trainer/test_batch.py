@@ -225,14 +225,6 @@ def test_a_baseline_over_the_batch_keeps_groups_that_score_alike() -> None:
     assert advantages(batch) == pytest.approx([0.866, 0.866, -0.866, -0.866], abs=1e-3)
 
 
-def test_a_penalty_makes_equal_scores_differ() -> None:
-    """A group that a filter sees has the scores that the trainer computes."""
-    episode = [session("a", 1.0, output=(1, 2, 3, 4)), session("b", 1.0)]
-    assert ZeroVarianceGroups(CONFIG).reject_reason(episode) == "zero_variance"
-    config = CONFIG.model_copy(update=OVERLONG)
-    assert ZeroVarianceGroups(config).reject_reason(episode) is None
-
-
 @pytest.mark.parametrize(
     ("episode", "why"),
     [

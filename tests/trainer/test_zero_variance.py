@@ -11,7 +11,7 @@ from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
 from trainer import loop
-from trainer.batch import ZeroVarianceGroups
+from trainer.batch import ZeroVarianceGroups, session_rewards
 
 
 def alike(reward: float) -> Episode:
@@ -29,6 +29,17 @@ def test_a_row_of_them() -> None:
     )
     assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
+
+
+def test_equal_outcomes_of_unequal_length_have_nothing_to_compare() -> None:
+    """The penalty of a long output changes rewards, not whether a group is solved."""
+    length = {"overlong_length": 2, "overlong_buffer": 1}
+    config = TrainConfig(**length)  # type: ignore[call-arg, arg-type]
+    group = alike(1.0)
+    group[0] = session("s0", 1.0, output=(8,))
+    scores = {session_rewards(one, config).score for one in group}
+    assert len(scores) == 2
+    assert ZeroVarianceGroups(config).reject_reason(group) == "zero_variance"
 
 
 def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(

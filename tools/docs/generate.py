@@ -231,7 +231,7 @@ def _settings(section: ast.ClassDef, classes: dict[str, ast.ClassDef]) -> list[S
     followers = dict(zip(section.body, section.body[1:], strict=False))
     out = []
     for field in _fields(section):
-        if _section(field) in classes:
+        if _section(field) in classes or _name(field).startswith("_"):
             continue
         kind = ast.unparse(field.annotation)
         default, limits = _default(field.value)
