@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import mmap
+import os
 import random
 import subprocess
 import sys
@@ -22,7 +24,7 @@ from tests.e2e import soak
 from tests.support.e2e import audit, faults, sampling
 from tests.support.e2e.audit import Record
 from tests.support.e2e.faults import INTERVALS, KINDS, SmallDisk, set_clock
-from tests.support.e2e.sampling import Series, trend
+from tests.support.e2e.sampling import Series, anonymous, trend
 from tests.support.e2e.wire import wire_to
 from tests.support.journal import make_interaction, make_row
 
@@ -76,6 +78,18 @@ def test_a_short_life_is_not_judged() -> None:
     late = series("memory", per_hour=1000, start=END - 600)
     assert not trend(late, HALF, END).judged
     assert trend(late, HALF, END).problem is None
+
+
+def test_memory_leaves_out_mapped_files(tmp_path: Path) -> None:
+    size = 32 << 20
+    path = tmp_path / "library"
+    path.write_bytes(b"x" * size)
+    before = anonymous(os.getpid())
+    with path.open("rb") as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as mapped:
+        assert mapped.find(b"y") < 0
+        assert anonymous(os.getpid()) - before < size // 2
+    own = b"x" * size
+    assert anonymous(os.getpid()) - before > len(own) // 2
 
 
 def test_the_median_slope() -> None:

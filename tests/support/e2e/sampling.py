@@ -122,13 +122,13 @@ class Sampler:
         now = self.ended = time.monotonic()
         for name, part in self._node.parts.items():
             if part.state == "ready":
-                with suppress(psutil.Error):
+                with suppress(psutil.Error, OSError, KeyError):
                     self._sample_process(now, name, psutil.Process(part.pid))
         self.disk.append((now, self._sessions(), sizes(self._node.dir)))
 
     def _sample_process(self, now: float, name: str, process: psutil.Process) -> None:
         with process.oneshot():
-            self._add(now, name, "memory", process.pid, process.memory_full_info().pss)
+            self._add(now, name, "memory", process.pid, anonymous(process.pid))
             self._add(now, name, "descriptors", process.pid, process.num_fds())
             self._add(now, name, "threads", process.pid, process.num_threads())
 
@@ -170,6 +170,16 @@ class Sampler:
             problem = f"{kind} grows by {each:.0f} bytes a session" if bad else None
             out[kind] = values[-1], each, problem
         return out
+
+
+def anonymous(pid: int) -> int:
+    """The bytes of a process's memory that are backed by no file, swapped ones included.
+
+    Its share of mapped libraries (PSS, and USS too) grows when other processes that map them end.
+    """
+    lines = Path(f"/proc/{pid}/status").read_text().splitlines()
+    fields = dict(line.split(":", 1) for line in lines)
+    return sum(int(fields[name].split()[0]) << 10 for name in ("RssAnon", "VmSwap"))
 
 
 def trend(series: Series, half: float, end: float) -> Trend:
