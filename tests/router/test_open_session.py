@@ -470,7 +470,7 @@ async def test_a_session_that_a_stalled_rank_opens_after_all_is_aborted(
 async def test_a_session_that_its_own_key_may_not_abort_is_aborted_by_its_openers(
     pair: Lab,
 ) -> None:
-    """As where the operator's judge alone rewards a tenant's sessions."""
+    """A service where the operator's judge alone rewards a tenant's sessions."""
     late, other = pair.ranks
     go_on = asyncio.Event()
 

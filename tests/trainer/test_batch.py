@@ -273,7 +273,7 @@ def test_a_batch_is_divided_by_its_groups_and_sessions() -> None:
 
 @pytest.mark.parametrize("aggregation", ["session", "turn", "constant"])
 def test_the_weights_of_tokens_are_those_of_their_minibatch(aggregation: str) -> None:
-    """As if each minibatch were a batch of its own."""
+    """Each minibatch is weighted like a batch of its own."""
     episodes = [[session("a", 1.0, turns=3), session("b", 0.0)], pair("c", turns=2), pair("d")]
     more = {"minibatches": 2, "aggregation": aggregation, "constant_length": 5}
     config = CONFIG.model_copy(update=more)

@@ -34,7 +34,7 @@ def test_the_rate_rises_through_the_warm_up() -> None:
 @pytest.mark.parametrize("warmup", [0, 3])
 @pytest.mark.parametrize("kind", ["linear", "cosine"])
 def test_the_rate_falls_as_that_of_transformers(kind: str, warmup: int) -> None:
-    """From the end of the warm-up on: theirs begins with a rate of 0, ours with the first share."""
+    """The rates are equal after the warm-up: theirs begins at 0, ours with the first share."""
     make = {"linear": get_linear_schedule_with_warmup, "cosine": get_cosine_schedule_with_warmup}
     optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1e-3)
     theirs = make[kind](optimizer, warmup, 10)

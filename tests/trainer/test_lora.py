@@ -69,7 +69,7 @@ def test_only_the_adapter_is_trained(tiny_model_dir: Path, tmp_path: Path) -> No
 
 
 def gradients_by_the_chain_rule(policy: Policy, rows: list[Any]) -> dict[str, torch.Tensor]:
-    """From the gradient G of each whole weight: s B'G for A, s GA' for B."""
+    """Gradients by the chain rule from G, each whole weight's: s B'G for A, s GA' for B."""
     full = full_policy(replaced(policy, packing="rows"))
     _, whole = all_gradients(full, rows)
     out = {}

@@ -21,7 +21,7 @@ CONFIG = PolicyConfig(lr=1e-3, threads=1, lora=LORA)
 
 
 def adapted_policy(dtype: torch.dtype = torch.float64, lora: Lora = LORA, **config: Any) -> Policy:
-    """As `small_policy`, with an adapter that changes what the model computes."""
+    """Return `small_policy`, with an adapter that changes what the model computes."""
     return stirred(small_policy(dtype=dtype, lora=lora, **config))
 
 

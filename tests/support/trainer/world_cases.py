@@ -126,7 +126,7 @@ def adapters_of(
 
 
 def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStats, Weights]]:
-    """Of each case: the statistics of a step of several updates, and the weights after it."""
+    """Return each case's statistics of a step of several updates, and the weights after it."""
     out = []
     for case in range(cases):
         policy, frozen = (divided_policy(world, lr=1e-3) for _ in range(2))
@@ -173,7 +173,7 @@ def commanded(
 
 
 def led_lora(world: World, case: Callable[..., Any], *arguments: Any) -> Any:
-    """As :func:`led`, with an adapter."""
+    """Run :func:`led` with an adapter."""
     return led(world, case, *arguments, config=LORA_CONFIG)
 
 

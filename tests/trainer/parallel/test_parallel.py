@@ -82,7 +82,7 @@ def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> No
 def test_a_step_of_several_updates_is_undone_in_every_process(
     tiny_model_dir: Path, broken: int
 ) -> None:
-    """As if it had not been, in weights and moments of all; alone it is the same but for
+    """Undo it in the weights and moments of all processes; alone it is the same but for
     rounding."""
     expected, _ = together(2, led, commanded, str(tiny_model_dir), None)[0]
     found, said = together(2, led, commanded, str(tiny_model_dir), broken)[0]
