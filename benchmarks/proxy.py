@@ -225,7 +225,8 @@ def print_episodes(contenders: list[Contender], count: int) -> None:
 async def measure(lab: Lab, args: argparse.Namespace) -> None:
     contenders = [*lab.ours(), *([] if args.no_litellm else lab.litellm()), *lab.bare()]
     contenders = [c for c in contenders if c.api in args.apis]
-    connector = aiohttp.TCPConnector(limit=0)
+    # Shorter than uvicorn's 5 s: a request on a connection that is being closed would fail.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         load = Load(http, lab.text)
