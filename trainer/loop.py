@@ -37,6 +37,7 @@ from trainer.from_config import loss_config, optimizer_settings, require_algorit
 from trainer.loss import LossConfig
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
+from trainer.origin import require_same_origin
 from trainer.policy import Policy, StepResult
 from trainer.publisher import (
     TIMEOUT,
@@ -281,6 +282,7 @@ class TrainingLoop:
             positions=self._source.positions_of(groups),
             loss=asdict(loss_config(c.train)),
             optimizer=optimizer_settings(c.train, self.policy.steps + 1),
+            origin=self._checkpoints.origin,
         )
 
     def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
@@ -404,6 +406,9 @@ class TrainingLoop:
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
+        if taken.origin is not None and (now := self._checkpoints.origin) is not None:
+            where = f"step {taken.step} ({self._manifests.path(taken.step)})"
+            require_same_origin(where, taken.origin, now, self.policy)
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
             found |= self._write(

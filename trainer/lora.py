@@ -44,7 +44,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The files of a base model's weights, by which it is recognised."""
+    """The files of a model's weights, by which it is recognised."""
 
     path: str
     crc32: Mapping[str, str]
@@ -65,6 +65,10 @@ class BaseWeights:
         files = weight_files(folder)
         names = [file.name for file in files]
         return cls(path, dict(zip(names, file_checksums(files), strict=True)))
+
+    def differing(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of the files that are others than those of a record, read from JSON."""
+        return sorted({name for name, _ in saved["crc32"].items() ^ self.crc32.items()})
 
 
 def require_peft() -> None:

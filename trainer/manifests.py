@@ -84,6 +84,9 @@ class Manifest:
     """The fields of :class:`trainer.loss.LossConfig`."""
     optimizer: OptimizerSettings = field(default_factory=dict)
     """The optimizer's settings in this step, with its learning rate."""
+    origin: dict[str, Any] | None = None
+    """What :func:`trainer.origin.origin_of` returns; None of a trainer that began with a checkpoint,
+    which has it, and in earlier versions."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "advantage_estimator", self.advantage_estimator or self.preset)

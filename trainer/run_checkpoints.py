@@ -18,6 +18,7 @@ from trainer.checkpoint import (
 )
 from trainer.command_channel import Leader
 from trainer.from_config import policy_config, seed_all
+from trainer.origin import origin_of
 from trainer.parallel.trainer_group import load_policy, load_reference
 from trainer.policy import Policy
 from trainer.weight_folders import tokenizer_of
@@ -40,6 +41,8 @@ class RunCheckpoints:
         """The step of the latest checkpoint."""
         self._reference = ""
         """The path of the reference model that is loaded."""
+        self.origin: dict[str, Any] | None = None
+        """What the run begins with, if the policy is not a checkpoint's."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
@@ -56,6 +59,7 @@ class RunCheckpoints:
         )
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:
+            self.origin = origin_of(policy, model, c.seed)
             return policy, None
         self.step = policy.steps
         return policy, state
