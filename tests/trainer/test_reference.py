@@ -219,3 +219,14 @@ def test_an_earlier_one_is_gone_before_another_is_loaded(
     monkeypatch.setattr("trainer.reference.loaded", loading)
     load_reference(policy, str(save_tiny_model(tmp_path, seed=1)))
     assert there == [None]
+
+
+def test_one_that_cannot_be_loaded_is_a_setting_that_is_wrong(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    path = save_tiny_model(tmp_path / "reference", seed=1) / "model.safetensors"
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:99]), path.unlink):
+        damage()
+        with pytest.raises(ConfigError, match=r"train\.reference_model=.* cannot be loaded: "):
+            load_reference(policy, str(path.parent))
