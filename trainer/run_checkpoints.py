@@ -47,7 +47,7 @@ class RunCheckpoints:
         self._saved_reference: dict[str, Any] | None = None
         """The same of the checkpoint's last steps that had one."""
         self.origin: dict[str, Any] | None = None
-        """What the run begins with, if the policy is not a checkpoint's."""
+        """The result of :func:`trainer.origin.origin_of`; None for a checkpoint's policy."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
