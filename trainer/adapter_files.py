@@ -64,7 +64,9 @@ def record(policy: Policy) -> dict[str, Any] | None:
     }
 
 
-def require_same_settings(path: Path, saved: Mapping[str, Any] | None, lora: Lora | None) -> None:
+def require_same_settings(
+    path: Path | str, saved: Mapping[str, Any] | None, lora: Lora | None
+) -> None:
     """Raise ConfigError unless a checkpoint, whose record is ``saved``, continues with ``lora``."""
     if saved is None and lora is None:
         return
@@ -86,7 +88,7 @@ def require_same_settings(path: Path, saved: Mapping[str, Any] | None, lora: Lor
             )
 
 
-def require_same_model(path: Path, saved: Mapping[str, Any], policy: Policy) -> None:
+def require_same_model(path: Path | str, saved: Mapping[str, Any], policy: Policy) -> None:
     """Raise ConfigError unless the policy has the checkpoint's base and adapts the same layers."""
     now = record(policy)
     assert now is not None
@@ -97,10 +99,9 @@ def require_same_model(path: Path, saved: Mapping[str, Any], policy: Policy) -> 
             "was, or choose another --trial"
         )
     before, base = saved["base"], policy.base
-    if before is not None and base is not None and before["crc32"] != base.crc32:
-        wrong = sorted(name for name, _ in before["crc32"].items() ^ base.crc32.items())
+    if before is not None and base is not None and (wrong := base.differing(before)):
         raise ConfigError(
             f"{path} is the training of a LoRA adapter on other weights ({before['path']}) than "
-            f"those of {base.path}: {', '.join(dict.fromkeys(wrong))} differ; restore them, or "
+            f"those of {base.path}: {', '.join(wrong)} differ; restore them, or "
             "choose another --trial"
         )

@@ -119,6 +119,11 @@ def load_checkpoint(
     if adapter is None:
         policy = Policy.load(path, config, world)
     else:
+        if not base and adapter["base"] is None:
+            raise ConfigError(
+                f"{path} does not name the model that its adapter is trained on: set model.path, "
+                "or give load_checkpoint its base"
+            )
         base = base or adapter["base"]["path"]
         check_model(str(base))
         policy = Policy.load(base, config, world)

@@ -20,13 +20,14 @@ from any_agent.config import Config, TrainConfig
 from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool
 from any_agent.errors import ConfigError
+from any_agent.launcher.trial import require_peft
 from any_agent.rollout import WorkflowExecutor
 from any_agent.rundir.layout import RunDir
 from any_agent.workflow import WorkflowLike
 from any_agent.workflow.dump import TrajectoryDump
 from any_agent.workflow.openai_proxy import AgentService
 from trainer.advantage import ESTIMATORS
-from trainer.lora import Lora, require_peft
+from trainer.lora import Lora
 from trainer.loss import LOSSES, LossConfig
 from trainer.manifests import OptimizerSettings
 from trainer.policy import PolicyConfig

@@ -35,6 +35,7 @@ from trainer.from_config import (
     workflow_executor,
 )
 from trainer.loop import TrainingLoop
+from trainer.lora import require_targets
 from trainer.parallel.trainer_group import follow, join_processes, lead
 from trainer.service import LocalService
 from trainer.signals import StopRequested, StopSignals
@@ -118,7 +119,8 @@ class GRPOTrainer:
         require_same_trial(self.config)
         import_plugins(self.config)
         require_algorithm(self.config.train)
-        policy_config(self.config.train)
+        if (lora := policy_config(self.config.train).lora) is not None:
+            require_targets(self.config.model.path, lora)
         require_trackers(self.config.tracking.to)
         # The console is for the lines of the run's steps.
         transformers_logging.disable_progress_bar()

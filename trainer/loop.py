@@ -37,6 +37,7 @@ from trainer.from_config import loss_config, optimizer_settings, require_algorit
 from trainer.loss import LossConfig
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
+from trainer.origin import require_same_origin
 from trainer.policy import Policy, StepResult
 from trainer.publisher import (
     TIMEOUT,
@@ -281,6 +282,8 @@ class TrainingLoop:
             positions=self._source.positions_of(groups),
             loss=asdict(loss_config(c.train)),
             optimizer=optimizer_settings(c.train, self.policy.steps + 1),
+            reference=self._checkpoints.reference,
+            origin=self._checkpoints.origin,
         )
 
     def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
@@ -302,7 +305,7 @@ class TrainingLoop:
         loss = LossConfig(**taken.loss) if taken.loss else loss_config(c)
         optimizer: Any = optimizer_settings(c, taken.step) | taken.optimizer
         if loss.kl_coef:
-            self._checkpoints.load_reference(self.policy, c.reference_model)
+            self._checkpoints.load_reference(self.policy, c.reference_model, taken.reference)
         try:
             result = self.policy.train(
                 batch.rows,
@@ -381,6 +384,8 @@ class TrainingLoop:
                     raise
                 self._abandon([taken for taken in later if taken >= step], error)
                 break
+        # Repeated steps may have had another one.
+        self._load_reference()
         self._publisher.resume(
             self.policy, self._checkpoints.tokenizer, fresh=self.checkpoint is None and not replayed
         )
@@ -404,6 +409,9 @@ class TrainingLoop:
         )
 
     def _replay(self, taken: Manifest) -> tuple[TrainingBatch, Manifest]:
+        if taken.origin is not None and (now := self._checkpoints.origin) is not None:
+            where = f"step {taken.step} ({self._manifests.path(taken.step)})"
+            require_same_origin(where, taken.origin, now, self.policy)
         found: dict[str, Any] = dict(self._manifests.sampled(taken.step))
         if leased := [id for id in taken.sessions if id not in found]:
             found |= self._write(
@@ -426,8 +434,7 @@ class TrainingLoop:
         """Load the policy from the latest checkpoint, else from the configured model."""
         self.report.load()
         self.policy, state = self._checkpoints.load(self._leader)
-        if self.config.train.kl_coef:
-            self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
+        self._load_reference()
         if state is not None:
             self._consumed.load(state)
             self._source.load(state.get("dataset"))
@@ -435,6 +442,13 @@ class TrainingLoop:
             self.report.say(
                 f"trainer   resuming at step {self.policy.steps}, from {self.checkpoint}"
             )
+
+    def _load_reference(self) -> None:
+        """Load the reference model of the settings, in the place of any other."""
+        if self.config.train.kl_coef:
+            self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
+        else:
+            self._checkpoints.drop_reference(self.policy)
 
     def _save(self) -> None:
         """Write a checkpoint: beside weights and optimizer it has versions, sessions, dataset."""

@@ -12,7 +12,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +20,7 @@ from torch import Tensor, nn
 
 from any_agent.engine.embedded.weight_loading import weight_files
 from any_agent.errors import ConfigError
+from any_agent.launcher.trial import require_peft
 from any_agent.rundir.checksums import file_checksums
 
 log = logging.getLogger(__name__)
@@ -44,7 +44,7 @@ class Lora:
 
 @dataclass(frozen=True, slots=True)
 class BaseWeights:
-    """The files of a base model's weights, by which it is recognised."""
+    """The files of a model's weights, by which it is recognised."""
 
     path: str
     crc32: Mapping[str, str]
@@ -66,14 +66,24 @@ class BaseWeights:
         names = [file.name for file in files]
         return cls(path, dict(zip(names, file_checksums(files), strict=True)))
 
+    def differing(self, saved: Mapping[str, Any]) -> list[str]:
+        """Return the names of the files that are others than those of a record, read from JSON."""
+        return sorted({name for name, _ in saved["crc32"].items() ^ self.crc32.items()})
 
-def require_peft() -> None:
-    """Raise ConfigError, with the extra to install, if peft is missing."""
-    if find_spec("peft") is None:
-        raise ConfigError(
-            "train.lora is set, but the package peft is not installed: "
-            'pip install "any-agent-rl[lora]", or leave train.lora out'
-        )
+
+def require_targets(path: str, lora: Lora) -> None:
+    """Raise ConfigError for targets that a model lacks, without reading its weights.
+
+    A model whose configuration cannot be read is left to whoever loads it.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    try:
+        config = AutoConfig.from_pretrained(path)
+    except (OSError, ValueError):
+        return
+    with torch.device("meta"):
+        _targets(AutoModelForCausalLM.from_config(config), lora.targets)
 
 
 def add_adapter(model: Any, lora: Lora) -> None:

@@ -84,6 +84,11 @@ class Manifest:
     """The fields of :class:`trainer.loss.LossConfig`."""
     optimizer: OptimizerSettings = field(default_factory=dict)
     """The optimizer's settings in this step, with its learning rate."""
+    reference: dict[str, Any] | None = None
+    """The name and the weights of the reference model; None without one and in earlier versions."""
+    origin: dict[str, Any] | None = None
+    """The result of :func:`trainer.origin.origin_of`; None of a trainer that began with a
+    checkpoint, and in earlier versions."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "advantage_estimator", self.advantage_estimator or self.preset)

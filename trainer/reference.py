@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
+from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
 
@@ -43,13 +44,16 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
     """Load a model beside the policy, divided as that is, and return its log-probabilities.
 
     The ``base`` of the policy's adapter is not loaded again: it is the policy without the adapter.
-    All processes of the policy's world must call it together. Raises StartupError for a model that
-    cannot be loaded.
+    All processes of the policy's world must call it together. Raises ConfigError for a model that
+    cannot be loaded, StartupError for one that lacks weights.
     """
     if base:
         return partial(_without_adapter, policy)
     config = replace(policy.config, gradient_checkpointing=False, lora=None)
-    whole = loaded(path, config, policy.world, frozen=True)
+    try:
+        whole = loaded(path, config, policy.world, frozen=True)
+    except (OSError, ValueError, SafetensorError) as error:
+        raise ConfigError(f"train.reference_model={path} cannot be loaded: {error}") from error
     runner = PassRunner(
         whole,
         policy.device,

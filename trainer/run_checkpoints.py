@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from any_agent.config import Config
+from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.disk_space import DiskSpace
 from trainer.checkpoint import (
@@ -18,7 +20,9 @@ from trainer.checkpoint import (
 )
 from trainer.command_channel import Leader
 from trainer.from_config import policy_config, seed_all
-from trainer.parallel.trainer_group import load_policy, load_reference
+from trainer.lora import BaseWeights
+from trainer.origin import origin_of
+from trainer.parallel.trainer_group import drop_reference, load_policy, load_reference
 from trainer.policy import Policy
 from trainer.weight_folders import tokenizer_of
 
@@ -38,8 +42,12 @@ class RunCheckpoints:
         self.latest: Path | None = None
         self.step: int | None = None
         """The step of the latest checkpoint."""
-        self._reference = ""
-        """The path of the reference model that is loaded."""
+        self.reference: dict[str, Any] | None = None
+        """The name and the weights of the reference model that is loaded, as JSON."""
+        self._saved_reference: dict[str, Any] | None = None
+        """The same of the checkpoint's last steps that had one."""
+        self.origin: dict[str, Any] | None = None
+        """The result of :func:`trainer.origin.origin_of`; None for a checkpoint's policy."""
         self.dataset: Mapping[str, Any] | None = None
         """The batches' source as the latest checkpoint has it."""
 
@@ -56,22 +64,48 @@ class RunCheckpoints:
         )
         self.tokenizer = latest or tokenizer_of(model)
         if latest is None:
+            self.origin = origin_of(policy, model, c.seed)
             return policy, None
         self.step = policy.steps
+        self._saved_reference = state.get("reference")
         return policy, state
 
-    def load_reference(self, policy: Policy, path: str) -> None:
-        """Give the policy a reference model, by default the one that training began with."""
-        path = path or self._config.model.path
-        if path != self._reference:
-            load_reference(policy, path)
-            self._reference = path
+    def load_reference(
+        self, policy: Policy, name: str, recorded: Mapping[str, Any] | None = None
+    ) -> None:
+        """Give the policy a reference model, by default the one that training began with.
+
+        Raises ConfigError if its weights are others than those ``recorded`` by a step, or by the
+        checkpoint. A model with another name may have other weights.
+        """
+        name = name or self._config.model.path
+        if self.reference is None or self.reference["name"] != name:
+            self.reference = None
+            self.reference = {"name": name, **asdict(load_reference(policy, name))}
+        weights = BaseWeights(self.reference["path"], self.reference["crc32"])
+        for saved in filter(None, (recorded, self._saved_reference)):
+            same = saved["name"] == name or saved["path"] == weights.path
+            if same and (wrong := weights.differing(saved)):
+                raise ConfigError(
+                    f"train.reference_model={name} has other weights ({weights.path}) than the "
+                    f"trial's last steps had ({saved['path']}): {', '.join(wrong)} differ; restore "
+                    "them, or choose another --trial"
+                )
+
+    def drop_reference(self, policy: Policy) -> None:
+        """Free the memory of a reference model."""
+        drop_reference(policy)
+        self.reference = None
 
     def save(self, policy: Policy, state: Mapping[str, Any]) -> None:
         """Write a checkpoint, and remove the oldest ones; a full disk is waited out."""
         keep = self._config.train.keep_checkpoints
         self.latest = self._disk.write(
-            lambda: save_checkpoint(self._folder, policy, self.tokenizer, state, keep=keep),
+            lambda: save_checkpoint(
+                *(self._folder, policy, self.tokenizer),
+                {**state, "reference": self.reference or self._saved_reference},
+                keep=keep,
+            ),
             self._folder,
             f"the checkpoint of step {policy.steps}",
             lambda: checkpoint_bytes(policy),

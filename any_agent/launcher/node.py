@@ -48,7 +48,13 @@ from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.training_progress import TrainingProgress
-from any_agent.launcher.trial import ServedModel, TrialWeights, latest_weights, trial_dir
+from any_agent.launcher.trial import (
+    ServedModel,
+    TrialWeights,
+    latest_weights,
+    require_training,
+    trial_dir,
+)
 from any_agent.rundir.registry import rank_name, read_entry
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.disk_space import has_space
@@ -207,6 +213,8 @@ class Node:
         config, options, place = self.config, self.options, self.options.place
         ranks, trains = place.ranks_of(config), options.train and place.trainer
         self._model.require(trains=options.train)
+        if trains:
+            require_training(config)
         require_devices(config, trains=trains)
         if ranks:
             require_engines(config)

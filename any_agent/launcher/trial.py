@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 from any_agent.auth.access import require_key, run_dir_of
@@ -72,7 +73,25 @@ class ServedModel:
         return self.config.model.path
 
 
-def check_model(path: str) -> None:
+def require_training(config: Config) -> None:
+    """Raise ConfigError for a reference model that cannot exist, or if LoRA's package is missing;
+    the trainer checks names of a hub."""
+    if config.train.reference_model:
+        check_model(config.train.reference_model, "train.reference_model")
+    if config.train.lora is not None:
+        require_peft()
+
+
+def require_peft() -> None:
+    """Raise ConfigError, with the extra to install, if peft is missing."""
+    if find_spec("peft") is None:
+        raise ConfigError(
+            "train.lora is set, but the package peft is not installed: "
+            'pip install "any-agent-rl[lora]", or leave train.lora out'
+        )
+
+
+def check_model(path: str, setting: str = "model.path") -> None:
     """Raise ConfigError for a model that cannot exist; the engine checks names of a hub."""
     if not path:
         raise ConfigError(
@@ -81,7 +100,7 @@ def check_model(path: str) -> None:
         )
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
     if looks_local and not (Path(path).expanduser() / "config.json").is_file():
-        raise ConfigError(f"model.path={path} is no model folder: it has no config.json")
+        raise ConfigError(f"{setting}={path} is no model folder: it has no config.json")
 
 
 def trial_dir(config: Config) -> RunDir:

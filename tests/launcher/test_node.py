@@ -14,7 +14,7 @@ import pytest
 import yaml
 
 from any_agent.errors import ConfigError, StartupError
-from any_agent.launcher import Node, registry_monitor
+from any_agent.launcher import Node, registry_monitor, trial
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.trial import SavedWeights, TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
@@ -431,3 +431,21 @@ def test_a_second_interrupt_leaves_no_child(tmp_path: Path) -> None:
     # The first Ctrl-C ends it, after its children, as the one that it is.
     assert done.stderr.count("Traceback") == 1
     assert done.stderr.rstrip().endswith("KeyboardInterrupt")
+
+
+def test_training_that_cannot_begin_is_refused_before_anything_starts(
+    lab: Lab, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reference = ("train.kl_coef=1", "train.reference_model=/gone")
+    with (
+        pytest.raises(ConfigError, match=r"train\.reference_model=/gone is no model folder"),
+        lab.node(*reference),
+    ):
+        pass
+    monkeypatch.setattr(trial, "find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"any-agent-rl\[lora\]"), lab.node("train.lora.rank=4"):
+        pass
+    assert not (lab.home / "events").exists()
+    # Serving needs neither.
+    with lab.node(*reference, "train.lora.rank=4", "server.ranks=1", train=False):
+        pass

@@ -180,3 +180,15 @@ def test_a_start_with_another_rank_is_refused(tiny_model_dir: Path, tmp_path: Pa
     settings = [f"root={tmp_path}", f"model.path={tiny_model_dir}", *plain]
     with pytest.raises(ConfigError, match=r"set train\.lora\.rank=4"):
         Lab(config_of(settings), []).trainer.train()
+
+
+def test_an_adapter_without_its_base_needs_the_settings_one(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    """Its policy was made of a model in memory."""
+    model = AutoModelForCausalLM.from_pretrained(tiny_model_dir, dtype="auto")
+    path = save_checkpoint(tmp_path, Policy(model, CONFIG), tiny_model_dir, {})
+    with pytest.raises(ConfigError, match=r"does not name the model .* set model\.path"):
+        load_checkpoint(path, CONFIG)
+    policy, _ = load_checkpoint(path, CONFIG, base=tiny_model_dir)
+    assert policy.base is not None

@@ -137,6 +137,21 @@ def test_an_unknown_algorithm_is_refused_before_anything_starts(
         TrainingLoop(unknown)
 
 
+@pytest.mark.parametrize(
+    ("adapted", "said"),
+    [("q_proj,nothing", r"has no linear layer named nothing in its decoder"), ("q_proj", "")],
+)
+def test_layers_that_the_model_lacks_are_refused_before_anything_starts(
+    config: Config, fakes: None, adapted: str, said: str
+) -> None:
+    own = [f"root={config.root}", f"model.path={config.model.path}"]
+    lora = load_config(None, [*own, f"train.lora.target_modules={adapted}"], environ={})
+    refused = pytest.raises(ConfigError, match=r"train\.lora\.target_modules: .*" + said)
+    with refused if said else nullcontext(), GRPOTrainer(lora) as trainer:
+        pass
+    assert said or service_of(trainer).calls
+
+
 def test_what_is_no_config() -> None:
     with pytest.raises(ConfigError, match="config is a str"):
         GRPOTrainer("my.yaml")  # type: ignore[arg-type]

@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import shutil
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from any_agent.demo.models.tiny import make_model
+from any_agent.demo.models.tiny import make_model, save_tiny_model
 from any_agent.errors import ConfigError
 from tests.support.trainer.adapters import CONFIG as ADAPTED
 from tests.support.trainer.adapters import stirred
 from tests.support.trainer.episodes import pair
-from tests.support.trainer.loop import Lab, config_of
+from tests.support.trainer.loop import Killed, Lab, config_of, killed
 from tests.support.trainer.policies import random_rows
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
 from trainer.parallel.trainer_group import load_reference
-from trainer.policy import Policy, PolicyConfig
+from trainer.policy import Policy, PolicyConfig, loaded
 from trainer.reference import frozen_logprobs, require_alike
 from trainer.updates import ReferenceLogprobs, StepConfig
 from trainer.weight_folders import save_pretrained
@@ -139,3 +142,91 @@ def test_where_it_cannot_share_prefixes_the_policy_shares_none(tmp_path: Path) -
     policy.reference = frozen_logprobs(str(tmp_path), policy)
     assert policy.runner.packing == "rows"
     policy.reference(policy.runner.plan(random_rows(0, dtype=torch.float32)))
+
+
+# -- over restarts ---------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def with_reference(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    """The settings of a run with a reference model of its own, in the folder `reference`."""
+    save_tiny_model(tmp_path / "reference", seed=3)
+    return [
+        *(f"root={tmp_path / 'runs'}", f"model.path={tiny_model_dir}", "train.lr=1e-2"),
+        *("train.kl_coef=1", f"train.reference_model={tmp_path / 'reference'}", "rollout.eta=9"),
+    ]
+
+
+def killed_after(step: int, settings: list[str], *more: str) -> Lab:
+    lab = Lab(config_of(settings, "train.steps=3", *more), [pair(name) for name in "abc"])
+    lab.trainer._publish = killed(lab.trainer._publish, step)  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        lab.trainer.train()
+    return lab
+
+
+@pytest.mark.parametrize("every", [9, 1, 2], ids=["replay", "checkpoint", "both"])
+def test_other_weights_in_its_place_are_refused(
+    with_reference: list[str], tmp_path: Path, every: int
+) -> None:
+    more = f"train.checkpoint_every={every}"
+    first = killed_after(3, with_reference, more)
+    kept = shutil.copytree(tmp_path / "reference", tmp_path / "kept")
+    save_tiny_model(tmp_path / "reference", seed=4)
+    again = Lab(config_of(with_reference, "train.steps=3", more), [], before=first)
+    said = r"train\.reference_model=.*: model\.safetensors differ; restore them, or choose"
+    with pytest.raises(ConfigError, match=said):
+        again.trainer.train()
+    # The same files in another place are the same model.
+    shutil.rmtree(tmp_path / "reference")
+    shutil.copytree(kept, tmp_path / "reference")
+    assert Lab(config_of(with_reference, "train.steps=3", more), [], before=first).trainer.train()
+
+
+def test_another_model_by_name_is_for_later_steps(
+    with_reference: list[str], tmp_path: Path
+) -> None:
+    """A step is repeated with its own; what was chosen since is in its place afterwards."""
+    first = killed_after(1, with_reference, "train.checkpoint_every=9")
+    chosen = save_tiny_model(tmp_path / "chosen", seed=4)
+    base = [setting for setting in with_reference if "reference" not in setting]
+    for more in (("train.kl_coef=0",), (f"train.reference_model={chosen}",)):
+        again = Lab(config_of(base, "train.steps=3", *more), [], before=first)
+        again.trainer._load()
+        again.trainer._catch_up()
+        policy = again.trainer.policy
+        assert policy.steps == 1
+        if more == ("train.kl_coef=0",):
+            assert policy.reference is None
+            continue
+        start = Policy.load(chosen, CONFIG)
+        assert policy.reference is not None
+        assert equal(logprobs(policy.reference, policy), logprobs(start.runner.logprobs, start))
+
+
+def test_an_earlier_one_is_gone_before_another_is_loaded(
+    tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    load_reference(policy, str(tiny_model_dir))
+    earlier = weakref.ref(policy.reference.__self__._model)  # type: ignore[union-attr]
+    there: list[object] = []
+
+    def loading(*args: Any, **kwargs: Any) -> Any:
+        there.append(earlier())
+        return loaded(*args, **kwargs)
+
+    monkeypatch.setattr("trainer.reference.loaded", loading)
+    load_reference(policy, str(save_tiny_model(tmp_path, seed=1)))
+    assert there == [None]
+
+
+def test_one_that_cannot_be_loaded_is_a_setting_that_is_wrong(
+    tiny_model_dir: Path, tmp_path: Path
+) -> None:
+    policy = Policy.load(tiny_model_dir, CONFIG)
+    path = save_tiny_model(tmp_path / "reference", seed=1) / "model.safetensors"
+    for damage in (lambda: path.write_bytes(path.read_bytes()[:99]), path.unlink):
+        damage()
+        with pytest.raises(ConfigError, match=r"train\.reference_model=.* cannot be loaded: "):
+            load_reference(policy, str(path.parent))

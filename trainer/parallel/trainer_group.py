@@ -14,6 +14,7 @@ from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
+from trainer.lora import BaseWeights
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
 from trainer.reference import frozen_logprobs, is_base, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
@@ -43,15 +44,28 @@ def load_policy(
     return policy, state
 
 
-def load_reference(policy: Policy, path: str) -> None:
+def load_reference(policy: Policy, path: str) -> BaseWeights:
     """Load the reference model of the loss's KL term, on all processes that the policy leads.
 
-    Raises as :func:`trainer.reference.frozen_logprobs`.
+    An earlier one is gone before. Raises as :func:`trainer.reference.frozen_logprobs`.
     """
     require_alike(path, policy)
-    base = is_base(path, policy)
+    base = policy.base if is_base(path, policy) else None
+    _set_reference(policy, path, base=base is not None)
+    return base or BaseWeights.of(path)
+
+
+def drop_reference(policy: Policy) -> None:
+    """Free the memory of the reference model, if any, on all processes that the policy leads."""
+    if policy.reference is not None:
+        _set_reference(policy, "", base=False)
+
+
+def _set_reference(policy: Policy, path: str, *, base: bool) -> None:
     with policy.commanded({"do": "reference", "path": path, "base": base}):
-        policy.reference = frozen_logprobs(path, policy, base=base)
+        policy.reference = None
+        if path:
+            policy.reference = frozen_logprobs(path, policy, base=base)
 
 
 def _load(
@@ -148,7 +162,7 @@ class Follower:
         )
 
     def _load_reference(self, command: Mapping[str, Any]) -> None:
-        self.policy.reference = frozen_logprobs(command["path"], self.policy, base=command["base"])
+        _set_reference(self.policy, command["path"], base=command["base"])
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step_commanded(command, self._channel.receive_rows())

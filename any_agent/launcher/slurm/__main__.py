@@ -204,6 +204,8 @@ def submit(
     require_key(config, "a service in a Slurm job")
     if newest_weights(config) is None:
         check_model(config.model.path)
+    if config.train.reference_model:
+        check_model(config.train.reference_model, "train.reference_model")
     name, run = job_name(config), trial_dir(config)
     before = _jobs(name)
     if going := [id for id, state in before.items() if state not in _ENDED_STATES]:

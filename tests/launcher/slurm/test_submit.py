@@ -87,6 +87,9 @@ def test_a_model_that_is_not_there(
     missing = f"model.path={lab.home / 'nothing'}"
     assert submitted("any_agent_grpo.py", "--config", "MY", missing) == 2
     assert "is no model folder" in capsys.readouterr().err
+    reference = ("train.kl_coef=1", f"train.reference_model={lab.home / 'nothing'}")
+    assert submitted("any_agent_grpo.py", "--config", "MY", *reference) == 2
+    assert "train.reference_model=" in capsys.readouterr().err
     assert not the_run(lab).path.exists()
 
 

@@ -34,7 +34,7 @@ from trainer.from_config import policy_config
 from trainer.lora import adapter_tensors
 from trainer.loss import LossConfig, LossStats
 from trainer.packing import Pass, Row, count_trained
-from trainer.parallel.trainer_group import Follower, load_policy, load_reference
+from trainer.parallel.trainer_group import Follower, drop_reference, load_policy, load_reference
 from trainer.policy import Policy, PolicyConfig
 from trainer.updates import StepConfig, divide
 from trainer.world import World, whole_tensor
@@ -155,6 +155,8 @@ def commanded(
     """The weights after two commanded steps of several updates beside a reference model, and what
     is said of one in between whose second minibatch has a ``broken`` row."""
     policy, _ = load_policy(model, config, leader, checkpoint=False)
+    load_reference(policy, model)
+    drop_reference(policy)
     load_reference(policy, model)
     parts, settings = [[0, 2, 4], [1, 3, 5]], StepConfig(2, lr=2e-3)
     said = ""
