@@ -60,7 +60,7 @@ PEERS = {
     "TRL, concatenated": "paths",
 }
 """The form of the rows that each peer gets."""
-SIZES = (768, 1536, 3072, 6144)
+SIZES = (768, 1024, 1536, 3072, 6144)
 """The padded tokens of a pass that are tried for each peer."""
 SAMPLE = 6144
 """The tokens of the rows that they are tried on, at least."""

@@ -32,7 +32,7 @@ from trainer.world import UnshardedModel
 
 log = logging.getLogger(__name__)
 
-PASS_TOKENS = {"cpu": 1536, "cuda": 16_384}
+PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
 """Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
 page by page; a GPU needs large matrices."""
 

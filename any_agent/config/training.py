@@ -247,7 +247,7 @@ class TrainConfig(Section):
     is not plainly causal."""
     micro_batch_tokens: int | None = Field(None, ge=16)
     """The most tokens in one forward pass of one process, which bounds its memory; a longer row is
-    not cut. null: what suits the device, 1,536 on a CPU and 16,384 on a GPU."""
+    not cut. null: what suits the device, 1,024 on a CPU and 16,384 on a GPU."""
     max_row_tokens: int | None = Field(None, ge=16)
     """The longest row, in tokens: a session with a longer one is rejected as `too_long`, and the
     log names it. null: no limit, and a row that does not fit into memory ends the trainer."""
