@@ -213,6 +213,7 @@ def idle_batch() -> Batch:
         "loss_mask": torch.tensor([[0, 1]], dtype=torch.int32),
         "attention_mask": torch.ones(1, 2, dtype=torch.bool),
         "temperatures": torch.ones(1),
+        "sequences": torch.zeros(1, dtype=torch.int64),
     }
 
 
@@ -293,7 +294,7 @@ class Pass:
 
 
 def padded_pass(batch: Batch) -> Pass:
-    """Return the pass over a padded batch; its rows are numbered by ``sequences``, if given."""
+    """Return the pass over a padded batch of rows that are :func:`numbered`."""
     tokens = trained_tokens(batch)
     temperatures = tokens.spread(batch["temperatures"])
     _require_sampled(temperatures)
@@ -303,11 +304,10 @@ def padded_pass(batch: Batch) -> Pass:
         for name, tensor in batch.items()
         if tensor.is_floating_point() and not idle
     }
-    sequences = batch.get("sequences")
     items = Items(
         tokens.rows * batch["input_ids"].shape[1] + tokens.sources,
         tokens.labels,
-        tokens.rows if sequences is None else tokens.spread(sequences),
+        tokens.spread(batch["sequences"]),
         tokens.positions,
         temperatures,
         inputs,

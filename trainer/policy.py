@@ -25,7 +25,7 @@ from trainer.loss import (
     needs_sequence_ratio,
     needs_sequence_weight,
 )
-from trainer.packing import Batch, Pass, Row, count_trained, padded_pass
+from trainer.packing import Pass, Row, count_trained
 from trainer.pass_runner import Computed, PassRunner
 from trainer.step_clock import StepClock
 from trainer.updates import (
@@ -304,10 +304,9 @@ class Policy:
             group |= {name: value for name, value in given.items() if value is not None}
 
     def _with_fixed(
-        self, batches: Sequence[Batch | Pass], config: LossConfig, updates: int
-    ) -> list[Pass]:
+        self, passes: Sequence[Pass], config: LossConfig, updates: int
+    ) -> Sequence[Pass]:
         """Return the passes with what the loss wants to know of other policies than the current."""
-        passes = [one if isinstance(one, Pass) else padded_pass(one) for one in batches]
         if config.kl_coef:
             if self.reference is None:
                 raise ValueError("the loss's KL term needs a reference model")

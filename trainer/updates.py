@@ -10,12 +10,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from trainer.packing import Batch, Pass, Row, count_trained, dealt, tie
+from trainer.packing import Pass, Row, count_trained, dealt, tie
 from trainer.world import local_part
 
-Minibatch: TypeAlias = tuple[Sequence[Batch | Pass], int]
-"""The passes of one optimizer update on this process, or padded rows, and N: the number of trained
-tokens of all its passes on all processes."""
+Minibatch: TypeAlias = tuple[Sequence[Pass], int]
+"""The passes of one optimizer update on this process, and N: the number of trained tokens of all
+its passes on all processes."""
 ReferenceLogprobs: TypeAlias = Callable[[Sequence[Pass]], list[Tensor]]
 """A function that returns another model's log-probabilities of the passes' items, [n] each, without
 gradient. All processes of a world call it together."""

@@ -22,7 +22,7 @@ from trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from trainer.packing import count_trained, micro_batches
+from trainer.packing import count_trained, padded_passes
 from trainer.policy import Policy, PolicyConfig
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
@@ -31,7 +31,7 @@ CONFIG = PolicyConfig(lr=1e-3, threads=1)
 def train(policy: Policy, seeds: range) -> None:
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        policy.step([(micro_batches(rows, 60), count_trained(rows))])
+        policy.step([(padded_passes(rows, 60), count_trained(rows))])
 
 
 def draws() -> tuple[float, float, float]:

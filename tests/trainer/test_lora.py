@@ -12,8 +12,7 @@ from peft import PeftModel
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel
 
-import trainer.lora
-import trainer.tree_attention
+import any_agent.launcher.trial
 from any_agent.config import load_config
 from any_agent.engine.embedded.weight_loading import apply_weights, fit_weights
 from any_agent.errors import ConfigError
@@ -234,7 +233,7 @@ def test_a_layer_that_the_model_lacks_is_refused(name: str) -> None:
 def test_a_missing_peft_is_named_at_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     train = load_config(None, ["train.lora.rank=4", "train.seed=3"], environ={}).train
     assert policy_config(train).lora == Lora(4, 32, (), 3)
-    monkeypatch.setattr(trainer.lora, "find_spec", lambda name: None)
+    monkeypatch.setattr(any_agent.launcher.trial, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r'pip install "any-agent-rl\[lora\]"'):
         policy_config(train)
     assert policy_config(load_config(None, [], environ={}).train).lora is None

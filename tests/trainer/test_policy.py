@@ -30,7 +30,9 @@ from trainer.packing import (
     concat_padded_tensors,
     count_trained,
     micro_batches,
+    numbered,
     padded_pass,
+    padded_passes,
     trained_tokens,
 )
 from trainer.policy import Policy, PolicyConfig
@@ -89,9 +91,9 @@ def test_the_size_of_head_chunks_changes_nothing(policy: Policy, chunk: int) -> 
 
 
 def test_padding_changes_nothing(policy: Policy) -> None:
-    rows = random_rows(3)
+    rows = numbered(random_rows(3))
     batch = concat_padded_tensors(rows)
-    long = concat_padded_tensors([*rows, *random_rows(4, 1, longest=90)])
+    long = concat_padded_tensors([*rows, *numbered(random_rows(4, 1, longest=90))])
     long = {k: t[: len(rows)] for k, t in long.items()}
     assert long["input_ids"].shape[1] > batch["input_ids"].shape[1]
     garbage = torch.where(long["attention_mask"], long["input_ids"], 7)
@@ -187,7 +189,7 @@ def steps(policy: Policy, seeds: range) -> list[float]:
     out = []
     for seed in seeds:
         rows = random_rows(seed, dtype=torch.float32)
-        result = policy.step([(micro_batches(rows, 60), count_trained(rows))])
+        result = policy.step([(padded_passes(rows, 60), count_trained(rows))])
         out.append(result.grad_norm)
     return out
 
@@ -203,15 +205,16 @@ def test_the_same_start_gives_the_same_steps_bit_for_bit() -> None:
 def test_a_step_makes_good_tokens_likelier_and_bad_ones_less() -> None:
     policy = small_policy(lr=1e-3)
     rows = random_rows(9)
-    batches = micro_batches(rows, 10_000)
+    passes = padded_passes(rows, 10_000)
+    (batch,) = micro_batches(rows, 10_000)
 
     def objective() -> float:
         with torch.no_grad():
-            now = computed(policy, batches[0], batches[0]["temperatures"])
+            now = computed(policy, batch, batch["temperatures"])
         return float((now.logprobs * now.items.inputs["advantages"]).sum())
 
     before = objective()
-    result = policy.step([(batches, count_trained(rows))])
+    result = policy.step([(passes, count_trained(rows))])
     assert objective() > before
     means = result.stats.means()
     assert means["ratio"] == 1.0 and means["clipped_low"] == means["clipped_high"] == 0.0
@@ -223,7 +226,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
     """SGD-like check: the norm that AdamW's first moment saw is the clipped one."""
     policy = small_policy(grad_clip=1e-3, lr=1e-3)
     rows = random_rows(10)
-    result = policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
+    result = policy.step([(padded_passes(rows, 10_000), count_trained(rows))])
     assert result.grad_norm > 1e-3
     moments = [s["exp_avg"] for s in policy.optimizer.state.values()]
     norm = torch.sqrt(sum((m / 0.1).square().sum() for m in moments))
@@ -237,10 +240,11 @@ def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: fl
     rows = random_rows(11)
     rows[2]["logprobs"] = rows[2]["logprobs"].clone()
     rows[2]["logprobs"][-1] = bad
-    batches = [concat_padded_tensors(rows[:2]), concat_padded_tensors(rows[2:])]
-    place = f"micro-batch 1, row 0, position {len(rows[2]['input_ids']) - 1}"
+    rows = numbered(rows)
+    passes = [padded_pass(concat_padded_tensors(part)) for part in (rows[:2], rows[2:])]
+    place = f"micro-batch 1, row 2, position {len(rows[2]['input_ids']) - 1}"
     with pytest.raises(FloatingPointError, match=place):
-        policy.step([(batches, count_trained(rows))])
+        policy.step([(passes, count_trained(rows))])
     assert policy.steps == 0
     for a, b in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(a, b) and b.grad is None
@@ -252,7 +256,7 @@ def test_broken_weights_are_noticed() -> None:
         policy.model.lm_head.weight[3, 0] = float("nan")
     rows = random_rows(12)
     with pytest.raises(FloatingPointError, match="log-probability at micro-batch 0, row"):
-        policy.step([(micro_batches(rows, 10_000), count_trained(rows))])
+        policy.step([(padded_passes(rows, 10_000), count_trained(rows))])
 
 
 def test_gradient_checkpointing_changes_nothing() -> None:

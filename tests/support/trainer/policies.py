@@ -79,8 +79,9 @@ def computed(policy: Policy, batch: Batch, temperature: float | Tensor = 1.0) ->
     """Padded rows in one pass, with one temperature for all or [batch]."""
     if not isinstance(temperature, Tensor):
         temperature = torch.tensor(temperature, dtype=torch.float64)
-    per_row = temperature.expand(batch["input_ids"].shape[0])
-    (done,) = policy.runner.run([padded_pass(batch | {"temperatures": per_row})])
+    numbers = torch.arange(batch["input_ids"].shape[0])
+    batch = batch | {"temperatures": temperature.expand(len(numbers)), "sequences": numbers}
+    (done,) = policy.runner.run([padded_pass(batch)])
     return done
 
 
