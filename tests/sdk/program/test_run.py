@@ -162,7 +162,9 @@ async def test_a_reward_command_gets_no_key_of_ours(
 ) -> None:
     """Whatever variable has it."""
     kept = {"OPENAI_API_KEY": served.tenant_key, "HEADER": f"Bearer {served.tenant_key}"}
-    env = without_ours({**os.environ, **kept, "ANY_AGENT_API_KEY": "x"}, served.tenant_key)
+    env = without_ours(
+        {"PATH": os.environ["PATH"], **kept, "ANY_AGENT_API_KEY": "x"}, served.tenant_key
+    )
     command = f"cat > /dev/null; env > {tmp_path / 'env'}; echo 1"
     result = await only(make(source=RewardSource(command=command, env=env)))
     assert result.reward == 1.0
