@@ -66,6 +66,10 @@ class BaseWeights:
         names = [file.name for file in files]
         return cls(path, dict(zip(names, file_checksums(files), strict=True)))
 
+    def is_at(self, path: str) -> bool:
+        """Return True if a path, or a hub name, is where these weights were read."""
+        return self.path in (path, str(Path(path).absolute()))
+
     def differing(self, saved: Mapping[str, Any]) -> list[str]:
         """Return the names of the files that are others than those of a record, read from JSON."""
         return sorted({name for name, _ in saved["crc32"].items() ^ self.crc32.items()})
@@ -74,16 +78,17 @@ class BaseWeights:
 def require_targets(path: str, lora: Lora) -> None:
     """Raise ConfigError for targets that a model lacks, without reading its weights.
 
-    A model whose configuration cannot be read is left to whoever loads it.
+    A model that cannot be made from its configuration is refused when it is loaded.
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
     try:
         config = AutoConfig.from_pretrained(path)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
     except (OSError, ValueError):
         return
-    with torch.device("meta"):
-        _targets(AutoModelForCausalLM.from_config(config), lora.targets)
+    _targets(model, lora.targets)
 
 
 def add_adapter(model: Any, lora: Lora) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 
 from safetensors import SafetensorError
 from torch import Tensor
@@ -37,7 +36,7 @@ def require_alike(path: str, policy: Policy) -> None:
 
 def is_base(path: str, policy: Policy) -> bool:
     """Return True if a path is that of the model that the policy's adapter is trained on."""
-    return policy.base is not None and policy.base.path in (path, str(Path(path).absolute()))
+    return policy.base is not None and policy.base.is_at(path)
 
 
 def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> ReferenceLogprobs:

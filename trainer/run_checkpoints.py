@@ -81,7 +81,8 @@ class RunCheckpoints:
         name = name or self._config.model.path
         if self.reference is None or self.reference["name"] != name:
             self.reference = None
-            self.reference = {"name": name, **asdict(load_reference(policy, name))}
+            load_reference(policy, name)
+            self.reference = {"name": name, **asdict(self._weights(policy, name))}
         weights = BaseWeights(self.reference["path"], self.reference["crc32"])
         for saved in filter(None, (recorded, self._saved_reference)):
             same = saved["name"] == name or saved["path"] == weights.path
@@ -91,6 +92,11 @@ class RunCheckpoints:
                     f"trial's last steps had ({saved['path']}): {', '.join(wrong)} differ; restore "
                     "them, or choose another --trial"
                 )
+
+    def _weights(self, policy: Policy, model: str) -> BaseWeights:
+        """Return a model's weights; those that the run began with are not read again."""
+        known = BaseWeights(**self.origin["weights"]) if self.origin else policy.base
+        return known if known is not None and known.is_at(model) else BaseWeights.of(model)
 
     def drop_reference(self, policy: Policy) -> None:
         """Free the memory of a reference model."""

@@ -76,10 +76,15 @@ class ServedModel:
 def require_training(config: Config) -> None:
     """Raise ConfigError for a reference model that cannot exist, or if LoRA's package is missing;
     the trainer checks names of a hub."""
-    if config.train.reference_model:
-        check_model(config.train.reference_model, "train.reference_model")
+    check_reference(config)
     if config.train.lora is not None:
         require_peft()
+
+
+def check_reference(config: Config) -> None:
+    """Raise ConfigError for a reference model that is set and cannot exist."""
+    if config.train.reference_model:
+        check_model(config.train.reference_model, "train.reference_model")
 
 
 def require_peft() -> None:

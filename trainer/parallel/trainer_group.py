@@ -14,7 +14,6 @@ from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
-from trainer.lora import BaseWeights
 from trainer.policy import GradientNotFinite, Policy, PolicyConfig
 from trainer.reference import frozen_logprobs, is_base, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
@@ -44,15 +43,13 @@ def load_policy(
     return policy, state
 
 
-def load_reference(policy: Policy, path: str) -> BaseWeights:
+def load_reference(policy: Policy, path: str) -> None:
     """Load the reference model of the loss's KL term, on all processes that the policy leads.
 
     An earlier one is gone before. Raises as :func:`trainer.reference.frozen_logprobs`.
     """
     require_alike(path, policy)
-    base = policy.base if is_base(path, policy) else None
-    _set_reference(policy, path, base=base is not None)
-    return base or BaseWeights.of(path)
+    _set_reference(policy, path, base=is_base(path, policy))
 
 
 def drop_reference(policy: Policy) -> None:

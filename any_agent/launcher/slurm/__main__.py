@@ -31,7 +31,13 @@ from any_agent.launcher.slurm.job import (
 )
 from any_agent.launcher.slurm.plan import count_ranks, plan
 from any_agent.launcher.training_progress import LogTail
-from any_agent.launcher.trial import check_model, newest_weights, resolve_config, trial_dir
+from any_agent.launcher.trial import (
+    check_model,
+    check_reference,
+    newest_weights,
+    resolve_config,
+    trial_dir,
+)
 from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import write_atomic
 from any_agent.runtime.command_line import (
@@ -204,8 +210,7 @@ def submit(
     require_key(config, "a service in a Slurm job")
     if newest_weights(config) is None:
         check_model(config.model.path)
-    if config.train.reference_model:
-        check_model(config.train.reference_model, "train.reference_model")
+    check_reference(config)
     name, run = job_name(config), trial_dir(config)
     before = _jobs(name)
     if going := [id for id, state in before.items() if state not in _ENDED_STATES]:

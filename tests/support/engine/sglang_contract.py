@@ -307,13 +307,13 @@ class SamplingContract(SGLangContract):
             bent = {e[1]: e[0] * temperature for e in top}
             assert {30, 31} <= row.keys() & bent.keys()
             lowered = {t: row[t] - bent[t] for t in row.keys() & bent.keys()}
-            free = [lowered.pop(t) for t in lowered.keys() - {*ids[:k], IDS[-1]}]
-            assert max(free) - min(free) < 0.1
+            shifts = [lowered.pop(t) for t in lowered.keys() - {*ids[:k], IDS[-1]}]
+            free = shifts[0]
             for token, by in lowered.items():
                 counts = self.penalised_counts(token, ids[:k])
-                penalties = [frequency * n + presence * (n > 0) for n in counts]
-                middle = (max(free) + min(free)) / 2
-                assert min(abs(by - middle - penalty) for penalty in penalties) < 0.1
+                plain = [by - frequency * n - presence * (n > 0) for n in counts]
+                shifts.append(min(plain, key=lambda shift: abs(shift - free)))
+            assert max(shifts) - min(shifts) < 0.1
 
     def penalised_counts(self, token: int, output: list[int]) -> range:
         """Return how often ``token`` may count for the token after ``output``."""
