@@ -3,7 +3,7 @@
 #   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
-#   ARGS         passed on to demo, test, bench, learn, chaos and soak, e.g. make soak ARGS="--hours 8"
+#   ARGS         passed on to demo, test, bench, learn, chaos, soak, dist and release, e.g. make soak ARGS="--hours 8"
 #   PROOFS       passed on to the pytest of chaos, e.g. make chaos PROOFS="-k overload"
 
 SHELL := /bin/bash
@@ -13,18 +13,25 @@ SHELL := /bin/bash
 
 VENV := .venv
 RUN := $(VENV)/bin/python
-PIP := $(RUN) -m pip install -qq --disable-pip-version-check
+PIP := $(RUN) -m pip install -qq --disable-pip-version-check --no-compile
+# pip compiles 26,000 modules one after another, this as many at once as there are cores.
+COMPILE := $(RUN) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # A stamp says that an extra is installed as these files, in this place, ask for it.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
 DEV := $(VENV)/.dev-$(KEY)
-# Whoever has [dev] has [train].
+# Whoever has [dev] has [train] and [docs].
 TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
+DOCS := $(or $(wildcard $(DEV)),$(VENV)/.docs-$(KEY))
+RELEASE := $(VENV)/.release-$(KEY)
 
 # Files are dealt out to four processes, also on two cores: each waits a third of its time.
 PYTEST := $(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 
-.PHONY: help demo test test-all test-clients test-examples test-engines sglang test-documents lint bench bench-check learn chaos soak clean
+# Programs that tests start, thousands of them, would each compile all our modules.
+unexport PYTHONDONTWRITEBYTECODE
+
+.PHONY: help demo test test-all test-clients test-examples test-engines test-gpu sglang test-documents lint docs dist release bench bench-check learn chaos soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -33,21 +40,29 @@ demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 	@$(VENV)/bin/any-agent demo $(ARGS)
 
 test: $(DEV) ## run the tests in process, and one service (minutes)
+	$(call apt,redis-server,redis-server)
 	@$(PYTEST) -m "smoke or not service" $(ARGS)
 
 test-all: $(DEV) ## run these, the services' tests, the laws and the short forms of the proofs
+	$(call apt,redis-server,redis-server)
+	$(call apt,chromium,chromium)
+	$(call apt,prometheus,prometheus)
 	@$(PYTEST) $(ARGS)
 
 test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
-	$(node)
+	$(call apt,npm,nodejs npm)
 	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
 
 test-examples: $(DEV) ## run every example by its README's command, on tiny models
-	$(node)
+	$(call apt,npm,nodejs npm)
 	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
 
 test-engines: $(DEV) ## real SGLangs on the CPU (installs 3.5 GB) and a real Slurm: the whole loop
+	$(call apt,redis-server,redis-server)
 	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py tests/slurm/*_live.py $(ARGS)
+
+test-gpu: $(DEV) ## training on a CUDA GPU against a CPU (needs a GPU, and a torch that sees it)
+	@$(RUN) -m pytest --timeout 900 tests/trainer/*_live.py $(ARGS)
 
 sglang: $(DEV) ## install the SGLang that test-engines runs (3.5 GB), if it is not there
 	@$(RUN) -m tests.engine.sglang.real_sglang
@@ -56,16 +71,25 @@ test-documents: $(DEV) ## run every code block of AReaL's documents and of the p
 	@$(RUN) -m pytest --timeout 900 tests/documents/*_live.py $(ARGS)
 
 lint: $(DEV) ## check style and types
+	$(call apt,node,nodejs npm)
 	@echo "ruff check"; $(VENV)/bin/ruff check .
 	@echo "ruff format --check"; $(VENV)/bin/ruff format --check .
 	@echo "docstrings"; $(RUN) tools/check_docstrings.py
 	@echo "mypy"; $(VENV)/bin/mypy
+	@echo "pyright"; $(VENV)/bin/pyright
+
+docs: $(DOCS) ## build the documents as a site, with strict links: site/index.html
+	@$(RUN) tools/docs/build_site.py $(ARGS)
+
+dist: $(RELEASE) ## build wheel, source and bill of materials; try each extra in an empty environment
+	@$(RUN) tools/check_dist.py $(ARGS)
+
+release: $(DEV) $(RELEASE) ## go through the checklist of a release; tags and uploads nothing
+	@$(RUN) tools/release.py $(ARGS)
 
 bench: $(DEV) ## run every benchmark, one after another
-	@PATH="$$PATH:/usr/sbin" command -v nginx >/dev/null || { \
-	  echo "setup    installing nginx, the router's peer"; \
-	  apt-get install -qq -y nginx-light >/dev/null || true; \
-	}
+	$(call apt,redis-server,redis-server)
+	@PATH="$$PATH:/usr/sbin"; $(call unless,nginx,nginx-light)
 	@for file in $$(grep -l '__main__' benchmarks/*.py | grep -v check.py); do \
 	  echo "== $$file"; $(RUN) $$file $(ARGS); \
 	done
@@ -77,14 +101,16 @@ learn: $(DEV) ## check over many seeds that models learn: the demo's, its contro
 	@$(RUN) tests/e2e/learn.py $(ARGS)
 
 chaos: $(DEV) ## kill every kind of process under load, then run every proof and law at length
+	$(call apt,redis-server,redis-server)
 	@$(RUN) tests/e2e/chaos.py $(ARGS)
 	@$(RUN) -m pytest tests/chaos tests/laws tests/e2e/test_launcher_killed.py --long --timeout 3600 $(PROOFS)
+	@$(RUN) -m pytest tests/chaos --journal redis --timeout 3600 $(PROOFS)
 
 soak: $(DEV) ## serve and train for hours under faults of every kind: nothing lost, everything flat
 	@$(RUN) tests/e2e/soak.py $(ARGS)
 
 clean: ## remove .venv, caches and build outputs; runs/ stays
-	rm -rf $(VENV) .venv-clients .venv-sglang build dist *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
+	rm -rf $(VENV) .venv-clients .venv-sglang build dist site *.egg-info .pytest_cache .ruff_cache .mypy_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
 
 PYTHONS := $(or $(PYTHON),python3 python3.13 python3.12 python3.11)
@@ -100,10 +126,12 @@ $(RUN):
 	echo "error: none of these is a Python 3.11, 3.12 or 3.13 with venv: $(PYTHONS);" \
 	  "set PYTHON=/path/to/one" >&2; exit 1
 
-define node
-	@command -v npm >/dev/null || { \
-	  echo "setup    installing node and npm"; \
-	  install="apt-get install -qq -y --no-install-recommends nodejs npm"; \
+# $(call apt,PROGRAM,PACKAGES): where apt cannot install it, its tests say that they are skipped.
+apt = @$(call unless,$(1),$(2))
+define unless
+command -v $(1) >/dev/null || { \
+	  echo "setup    installing $(2)"; \
+	  install="apt-get install -qq -y --no-install-recommends $(2)"; \
 	  { $$install || { apt-get update -qq && $$install; }; } >/dev/null || true; \
 	}
 endef
@@ -111,8 +139,9 @@ endef
 define install
 	@echo "setup    installing $(TORCH)"
 	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
-	@echo "setup    installing any-agent-rl[$(1)]"
+	@echo "setup    installing any-agent-rl[$(1)]: silent for some minutes"
 	@$(PIP) -c constraints.txt -e '.[$(1)]'
+	@$(COMPILE)
 	@touch $@
 endef
 
@@ -123,3 +152,9 @@ $(DEV): | $(RUN)
 
 $(VENV)/.train-$(KEY): | $(RUN)
 	$(call install,train)
+
+$(VENV)/.docs-$(KEY): | $(RUN)
+	$(call install,docs)
+
+$(VENV)/.release-$(KEY): | $(RUN)
+	$(call install,release)

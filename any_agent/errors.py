@@ -17,6 +17,7 @@ AnyAgentError                      500 internal_error
 ├── SessionClosed                  410 session_closed
 │   └── SessionDamaged             410 session_damaged
 ├── PayloadTooLarge                413 payload_too_large
+├── Misdirected                    421 misdirected
 ├── Unprocessable                  422 unprocessable
 │   └── InvalidTrajectory          422 invalid_trajectory (a ValueError, too)
 ├── TooManyRequests                429 no_capacity
@@ -191,6 +192,10 @@ class SessionDamaged(SessionClosed, code="session_damaged"):
 
 class PayloadTooLarge(AnyAgentError, status=413, code="payload_too_large"):
     """The body is larger than the service accepts."""
+
+
+class Misdirected(AnyAgentError, status=421, code="misdirected"):
+    """Another rank must open the session; the router finds it, so that no client gets this."""
 
 
 class Unprocessable(AnyAgentError, status=422, code="unprocessable"):

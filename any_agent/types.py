@@ -181,6 +181,9 @@ class Trajectory:
     final_reward: float | None = None
     task_id: str | None = None
     metadata: Mapping[str, Any] = field(default_factory=dict)
+    named_rewards: Mapping[str, float] = field(default_factory=dict)
+    """Each named part of the rewards as it was given, summed over the session and its calls. It is
+    for statistics: ``final_reward`` and the interactions' rewards have it, weighted."""
 
 
 @dataclass(slots=True)

@@ -33,7 +33,7 @@ class Talk:
 
 def body_of(contender: Contender, talk: Talk, size: int, *, stream: bool) -> bytes:
     """Return a request's body."""
-    body: dict[str, Any] = {"model": "policy"}
+    body: dict[str, Any] = {"model": contender.model}
     match contender.api:
         case "chat":
             system = {"role": "system", "content": talk.system}

@@ -32,6 +32,8 @@ NAMES = (
     "engine",
     "weights",
     "loop",
+    "fleet",
+    "dashboard",
 )
 TIMEOUT = 1800
 """Seconds for one benchmark."""

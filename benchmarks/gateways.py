@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import time
+import urllib.request
 from collections import defaultdict
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -14,6 +16,7 @@ from common import child, wait_until_up
 
 PROMPT, OUTPUT = 1000, 500
 OURS = "any-agent"
+WITH_LITELLM, FROZEN = f"{OURS} with LiteLLM", f"{OURS}, frozen"
 _PEERS = Path(__file__).with_name("peers")
 KEY = "sk-benchmark-benchmark-benchmark"
 """A master key, without which LiteLLM does not start; the bare routes check none."""
@@ -30,6 +33,7 @@ class Contender:
     pid: int
     logprobs: bool = True
     sessions: bool = False
+    model: str = "policy"
     api: Api = "chat"
     journal: Path | None = None
     cpu: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
@@ -61,16 +65,16 @@ class Lab:
         command = [str(_PEERS / "canned.py"), "--canned", str(canned), "--gap", str(gap)]
         self.engine, _ = self._start("engine", command, "/get_model_info")
 
-    def _start(self, name: str, command: list[str], health: str) -> tuple[str, int]:
+    def _start(self, name: str, command: list[str], health: str, **more: str) -> tuple[str, int]:
         from any_agent.runtime.ports import free_port
 
         log = self._folder / f"{name}.log"
         port = free_port("127.0.0.1")
         environment = {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
-            "LITELLM_MASTER_KEY": KEY,
             "LITELLM_TELEMETRY": "False",
             "HF_HUB_OFFLINE": "1",
+            **more,
         }
         process = self._stack.enter_context(
             child([*command, "--port", str(port)], log, environment)
@@ -79,7 +83,7 @@ class Lab:
         wait_until_up(process, url + health, log)
         return url, process.pid
 
-    def ours(self) -> list[Contender]:
+    def ours(self, name: str = OURS, **more: object) -> list[Contender]:
         import yaml
 
         from any_agent.config import load_config
@@ -90,32 +94,58 @@ class Lab:
             "model.path": self.model,
             "model.enable_thinking": "false",
             "log_level": "warning",
+            "trial": name.replace(" ", "-").replace(",", ""),
+            **more,
         }
         config = load_config(None, [f"{k}={v}" for k, v in settings.items()], environ={})
-        path = self._folder / "config.yaml"
+        path = self._folder / f"{config.trial}.yaml"
         path.write_text(yaml.safe_dump(config.dump()))
         command = ["-m", "proxy_ext", "--config", str(path), "--engine-url", self.engine]
-        url, pid = self._start("any-agent", [*command, "--training"], "/readyz")
+        url, pid = self._start(config.trial, [*command, "--training"], "/readyz")
         run = RunDir.of(config.root, config.user, config.experiment, config.trial)
         journal = run.journal(0).parent
-        chat = Contender(OURS, url, pid, logprobs=False, sessions=True, journal=journal)
-        told = Contender(f"{OURS}, logprobs", url, pid, sessions=True, journal=journal)
+        chat = Contender(name, url, pid, logprobs=False, sessions=True, journal=journal)
+        told = Contender(f"{name}, logprobs", url, pid, sessions=True, journal=journal)
         return [chat, told, *_other_apis(chat)]
 
-    def litellm(self) -> list[Contender]:
+    def with_litellm(self) -> list[Contender]:
+        """Return ours with a LiteLLM configuration and two callbacks: calls of the policy, and of
+        LiteLLM's model."""
+        path = self._write_litellm("brought.yaml", "frozen", callbacks=["two.first", "two.second"])
+        (self._folder / "two.py").write_text(_CALLBACKS)
+        policy, *_ = self.ours(WITH_LITELLM, **{"litellm.config": path})
+        _await_litellm(policy.url)
+        frozen = replace(
+            policy,
+            name=FROZEN,
+            model="frozen",
+            # As stock LiteLLM is asked.
+            logprobs=True,
+            cpu=defaultdict(list),
+            rate=[],
+            first=[],
+            turn=defaultdict(list),
+        )
+        return [policy, frozen]
+
+    def _write_litellm(self, file: str, name: str, **settings: object) -> Path:
         import yaml
 
         model = {"model": "openai/policy", "api_base": f"{self.engine}/v1", "api_key": "none"}
         config = {
-            "model_list": [{"model_name": "policy", "litellm_params": model}],
+            "model_list": [{"model_name": name, "litellm_params": model}],
             "general_settings": {"disable_model_info_refresh": True},
-            "litellm_settings": {"num_retries": 0, "telemetry": False},
+            "litellm_settings": {"num_retries": 0, "telemetry": False, **settings},
         }
-        path = self._folder / "litellm.yaml"
+        path = self._folder / file
         path.write_text(yaml.safe_dump(config))
+        return path
+
+    def litellm(self) -> list[Contender]:
+        path = self._write_litellm("litellm.yaml", "policy")
         run = "from litellm import run_server; run_server()"
         command = ["-c", run, "--config", str(path), "--host", "127.0.0.1"]
-        url, pid = self._start("litellm", command, "/health/liveliness")
+        url, pid = self._start("litellm", command, "/health/liveliness", LITELLM_MASTER_KEY=KEY)
         chat = Contender("LiteLLM", url, pid)
         return [chat, *_other_apis(chat)]
 
@@ -123,6 +153,29 @@ class Lab:
         command = [str(_PEERS / "bare.py"), "--engine-url", self.engine]
         url, pid = self._start("bare", command, "/healthz")
         return [Contender("bare", url, pid), Contender("relay", f"{url}/relay", pid)]
+
+
+_CALLBACKS = """
+from litellm.integrations.custom_logger import CustomLogger
+
+
+class Count(CustomLogger):
+    calls = 0
+
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
+        self.calls += 1
+
+
+first, second = Count(), Count()
+"""
+
+
+def _await_litellm(url: str) -> None:
+    deadline = time.monotonic() + 120
+    while "litellm" in orjson.loads(urllib.request.urlopen(f"{url}/readyz").read()):
+        if time.monotonic() > deadline:
+            raise RuntimeError("LiteLLM has not started")
+        time.sleep(0.5)
 
 
 def _other_apis(chat: Contender) -> list[Contender]:

@@ -8,6 +8,8 @@ many     64 sessions that write at once, each awaiting its row before its next o
          commits 64 rows at a time, in a loop that does nothing else.
 one      a single session: the time from its write to the acknowledgement. The raw peer is a
          transaction of one row; `fsync` appends as many bytes to a file.
+redis    both again with the log in a Redis of its own (`appendfsync always`), beside redis-py's
+         XADDs of as many bytes: 64 in a pipeline, and one at a time.
 episode  the bytes that a session of 200 turns takes on disk, against those of its unique tokens
          (4 a prompt id; 12 an output token: id, log-probability, version) and of its messages as
          JSON.
@@ -21,18 +23,25 @@ import argparse
 import asyncio
 import os
 import random
+import shutil
 import sqlite3
+import subprocess
 import tempfile
 import time
 import uuid
 from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import orjson
+import redis
 from common import finish, machine, median, parser, ratio
 
+from any_agent.rundir import RunDir
+from any_agent.runtime.ports import free_port
 from any_agent.types import (
     Continuation,
     GenerationHyperparameters,
@@ -40,7 +49,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
-from proxy_ext.journal import Journal, PutInteraction, SQLiteJournal
+from proxy_ext.journal import Journal, PutInteraction, SQLiteJournal, open_journal
 
 WRITERS = 64
 TURNS, TURN_USER, TURN_OUTPUT = 200, 125, 125
@@ -173,6 +182,105 @@ async def one_after_another(
     return out
 
 
+# -- redis -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def redis_server(folder: Path) -> Iterator[str]:
+    """Run a server with its files in a folder; gives its URL."""
+    port = str(free_port("127.0.0.1"))
+    words = f"--port {port} --bind 127.0.0.1 --appendonly yes --appendfsync always --save".split()
+    folder.mkdir()
+    with (folder / "log").open("wb") as out:
+        server = subprocess.Popen(["redis-server", *words, ""], cwd=folder, stdout=out, stderr=out)
+    url = f"redis://127.0.0.1:{port}/0"
+    try:
+        with redis.Redis.from_url(url) as client:
+            for _ in range(200):
+                with suppress(redis.RedisError):
+                    client.ping()
+                    break
+                time.sleep(0.05)
+        yield url
+    finally:
+        server.terminate()
+        server.wait(30)
+
+
+def many_xadd(client: redis.Redis, each: int, size: int) -> tuple[float, float]:
+    rows = raw_rows(WRITERS * each, size)
+    wall, cpu = time.perf_counter(), time.process_time()
+    for k in range(0, len(rows), WRITERS):
+        pipeline = client.pipeline(transaction=False)
+        for _, _, data in rows[k : k + WRITERS]:
+            pipeline.xadd("raw", {"d": data}, maxlen=2000)
+        pipeline.execute()
+    return (time.perf_counter() - wall) / len(rows), (time.process_time() - cpu) / len(rows)
+
+
+async def one_with_redis(
+    journal: Journal, client: redis.Redis, maker: Maker, count: int, size: int
+) -> dict[str, list[float]]:
+    """Return seconds of single writes, in turns."""
+    out: dict[str, list[float]] = defaultdict(list)
+    for _, _, data in raw_rows(count, size):
+        interaction, key = maker.interaction("alone"), maker.key()
+        began = time.perf_counter()
+        await journal.commit(PutInteraction(interaction, key))
+        out["with redis"].append(time.perf_counter() - began)
+        began = time.perf_counter()
+        client.xadd("raw", {"d": data}, maxlen=2000)
+        out["raw xadd"].append(time.perf_counter() - began)
+    return out
+
+
+async def measure_redis(folder: Path, args: argparse.Namespace) -> None:
+    if shutil.which("redis-server") is None:
+        print("\nredis: left out, because redis-server is not installed")
+        return
+    maker = Maker()
+    size = size_of(maker.interaction("s"))
+    timed: dict[str, list[tuple[float, float]]] = defaultdict(list)
+    alone: dict[str, list[float]] = defaultdict(list)
+    run = RunDir.of(folder, "user", "benchmark", "redis")
+    with redis_server(folder / "redis") as url, redis.Redis.from_url(url) as client:
+        logged = open_journal(
+            run.logged_journal_url(0, url, lease=5, durability="always", replicas=0)
+        )
+        plain = SQLiteJournal(folder / "beside.sqlite")
+        for number in range(args.rounds + 1):
+            found = {
+                "with redis": await many_through_journal(logged, maker, args.rows),
+                "sqlite alone": await many_through_journal(plain, maker, args.rows),
+                "raw xadd": many_xadd(client, args.rows, size),
+            }
+            single = await one_with_redis(logged, client, maker, 2 * args.rows, size)
+            if number:  # the first one warms up
+                for name, pair in found.items():
+                    timed[name].append(pair)
+                for name, seconds in single.items():
+                    alone[name] += seconds
+        await logged.close()
+        await plain.close()
+    wall = {name: median([pair[0] for pair in pairs]) for name, pairs in timed.items()}
+    cpu = {name: median([pair[1] for pair in pairs]) for name, pairs in timed.items()}
+    show(
+        f"with the log in Redis, {WRITERS} sessions that write at once",
+        {
+            name: f"{1 / wall[name]:>8.0f} rows/s {1e6 * cpu[name]:>6.0f} us CPU a row"
+            f"   x raw {wall['raw xadd'] / wall[name]:.2f}"
+            for name in wall
+        },
+    )
+    ratio("many with redis / raw xadd", wall["with redis"], wall["raw xadd"])
+    ratio("CPU with redis / sqlite alone", cpu["with redis"], cpu["sqlite alone"])
+    rows = {name: f"{1e3 * median(seconds):>8.2f} ms" for name, seconds in alone.items()}
+    added = median(alone["with redis"]) - median(alone["raw xadd"])
+    rows["with redis"] += f"   raw + {1e3 * added:.2f} ms"
+    ratio("one with redis / raw xadd", median(alone["with redis"]), median(alone["raw xadd"]))
+    show("one session's durable write with the log in Redis, median", rows)
+
+
 # -- episode ---------------------------------------------------------------------------------------
 
 
@@ -245,6 +353,7 @@ async def measure(folder: Path, args: argparse.Namespace) -> None:
     rows["journal"] += f"   raw + {1e3 * added:.2f} ms ({median(alone['journal']) / raw_s:.2f} x)"
     ratio("one / raw sqlite3", median(alone["journal"]), raw_s)
     show("one session's durable write, median", rows)
+    await measure_redis(folder, args)
     taken, needed = await episode(folder, maker, args.turns)
     ratio("bytes of an episode / needed", taken, needed)
     show(

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import os
 import random
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -32,9 +33,9 @@ from any_agent.demo.task import RETRY, items
 from any_agent.launcher import Node, NodeOptions
 
 PARTS = ("engine", "proxy", "router", "trainer", "agents")
-AGENTS, SECONDS, WARM_UP = 32, 12.0, 3.0
+AGENTS, SECONDS = 32, 12.0
 TO_START = 180.0
-"""The most seconds to the first step."""
+"""The most seconds to the first step, and to a trajectory."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,11 +88,13 @@ async def measure(node: Node, seconds: float, *, train: bool) -> Phase:
         async with load(agents.work, AGENTS) as running:
             if train:
                 await look_after(node, running, TO_START, until=lambda: _steps(node) > 0)
-            await look_after(node, running, WARM_UP)
+            await look_after(node, running, seconds / 4)
             pids = processes(node)
             before = [cpu_seconds(pid) for _, pid in pids]
             done, steps, began = agents.done, _steps(node), time.perf_counter()
             await look_after(node, running, seconds)
+            # A busy machine may need longer for the first one.
+            await look_after(node, running, TO_START, until=lambda: agents.done > done)
             cpu = dict.fromkeys(PARTS, 0.0)
             for (kind, pid), spent in zip(pids, before, strict=True):
                 cpu[kind] += cpu_seconds(pid) - spent
@@ -104,15 +107,15 @@ def _steps(node: Node) -> int:
     return len(path.read_bytes().splitlines()) if path.exists() else 0
 
 
-def run_phase(folder: Path, seconds: float, *, train: bool) -> Phase:
+def run_phase(folder: Path, seconds: float, ranks: int, *, train: bool) -> Phase:
     quiet = NodeOptions(train=train, say=lambda _: None)
-    with Node(_config(folder, train=train), quiet) as node:
+    with Node(_config(folder, ranks, train=train), quiet) as node:
         return asyncio.run(measure(node, seconds, train=train))
 
 
-def _config(folder: Path, *, train: bool) -> Config:
+def _config(folder: Path, ranks: int, *, train: bool) -> Config:
     """Return the demo's settings with another learning rate, number of steps and trial."""
-    demo = demo_config(folder, seed=0, steps=10**6, ranks=RANKS)
+    demo = demo_config(folder, seed=0, steps=10**6, ranks=ranks)
     slow: dict[str, Any] = {"lr": 1e-9, "checkpoint_every": 10**6}
     return demo.model_copy(
         update={"trial": f"train-{train}", "train": demo.train.model_copy(update=slow)}
@@ -136,21 +139,26 @@ def print_cost(phases: dict[str, Phase]) -> None:
 def main() -> None:
     flags = parser(__doc__)
     flags.add_argument("--only", choices=("cost", "eta"), help="print only this table")
+    flags.add_argument("--model", type=Path, help="one that any_agent.demo.model made")
     flags.add_argument(
         "--sigma", type=float, default=staleness.SIGMA, help="length of the agents' tail"
     )
     args = flags.parse_args()
     seconds = SECONDS / 3 if args.quick else SECONDS
+    ranks = RANKS
     if args.smoke:
-        seconds, args.only = 1.0, "cost"
-    print(f"{machine()}; {RANKS} ranks", flush=True)
+        seconds, args.only, ranks = 1.0, "cost", 1
+    print(f"{machine()}; {ranks} ranks", flush=True)
     with tempfile.TemporaryDirectory(prefix="any-agent-loop-") as name:
         folder = Path(name)
         if args.only != "eta":
-            make_model(folder / "model", 0)
+            if args.model is None:
+                make_model(folder / "model", 0)
+            else:
+                shutil.copytree(args.model, folder / "model")
             phases = {
-                "training": run_phase(folder, seconds, train=True),
-                "eval, no trainer": run_phase(folder, seconds, train=False),
+                "training": run_phase(folder, seconds, ranks, train=True),
+                "eval, no trainer": run_phase(folder, seconds, ranks, train=False),
             }
             print_cost(phases)
         if args.only != "cost":

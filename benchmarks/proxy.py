@@ -9,6 +9,8 @@ any-agent            `python -m proxy_ext`, journal on disk, a train session for
                      agent does not ask for log-probabilities, they are recorded all the same
 any-agent, logprobs  the same process; the agent asks for them, so that the answer is as large as
                      the others'
+any-agent with LiteLLM  a process with a LiteLLM configuration and two callbacks: policy calls
+any-agent, frozen    the same process; calls of a model of that configuration, which are recorded
 LiteLLM              its stock proxy; the engine is an `openai/` model; records nothing
 any-agent, responses the same process at `/v1/responses`; the answer has no log-probabilities
 any-agent, messages  the same at `/v1/messages`
@@ -30,9 +32,10 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
+import psutil
 from agents_say import PATHS, Talk, added, body_of, ended
 from common import cpu_seconds, finish, machine, median, parser, ratio, resident_mib
-from gateways import KEY, OURS, OUTPUT, PROMPT, Contender, Lab, Texts
+from gateways import FROZEN, KEY, OURS, OUTPUT, PROMPT, WITH_LITELLM, Contender, Lab, Texts
 
 TURNS, TURN_USER, TURN_OUTPUT = 100, 125, 125
 CONCURRENT = 32
@@ -134,9 +137,33 @@ class Bench:
         await asyncio.gather(*(work() for _ in range(CONCURRENT)))
         c.rate.append(len(talks) / (time.perf_counter() - began))
 
+    async def pair(self, one: Contender, other: Contender) -> dict[str, float]:
+        """Return the ratios of two processes' CPU, by kind of call.
+
+        They take turns call by call, so that the machine's other load falls on both alike.
+        """
+        ratios: dict[str, float] = {}
+        both, calls = (one, other), self._args.calls
+        streams = max(1, calls // 4)
+        for kinds, count in ((("first", "continued"), calls), (("stream",), streams)):
+            talks = [await self._load.talks(c, count) for c in both]
+            for kind in kinds:
+                began = [cpu_seconds(c.pid) for c in both]
+                for pair in zip(*talks, strict=True):
+                    for c, talk in zip(both, pair, strict=True):
+                        if kind == "stream":
+                            await self._load.stream(c, talk)
+                        else:
+                            await self._load.whole(c, talk)
+                spent = [cpu_seconds(c.pid) - b for c, b in zip(both, began, strict=True)]
+                ratios[kind] = spent[0] / spent[1]
+        return ratios
+
     async def episodes(self, c: Contender) -> None:
         """Measure long conversations; the first one warms up and is not counted."""
         count = self._args.episodes
+        if not count:
+            return
         memory = disk = 0.0
         for number in range(count + 1):
             if number == 1:
@@ -200,7 +227,38 @@ def print_apis(contenders: list[Contender]) -> None:
         print(f"{c.name:<22} {figures:>20}   {over:>18}   {under:>20}")
 
 
+async def compare_litellm(bench: Bench, contenders: list[Contender], rounds: int) -> None:
+    """Print the costs of a LiteLLM configuration: to the policy's calls, and of its own models
+    beside stock LiteLLM."""
+    by_name = {c.name: c for c in contenders}
+    pairs = [
+        (WITH_LITELLM, OURS, "the policy, with LiteLLM / without"),
+        (FROZEN, "LiteLLM", "its model, recorded / stock LiteLLM"),
+    ]
+    print("\nThe CPU of two processes that take turns call by call: median (range over rounds)")
+    print(f"{'':<38} {'whole':>19} {'continued':>19} {'stream':>19}")
+    for one, other, title in pairs:
+        found = [await bench.pair(by_name[one], by_name[other]) for _ in range(rounds + 1)][1:]
+        columns = []
+        for kind in ("first", "continued", "stream"):
+            values = [each[kind] for each in found]
+            ratio(f"{kind}, {title}", median(values), 1.0)
+            columns.append(f"{median(values):.2f} ({min(values):.2f}-{max(values):.2f})")
+        print(f"{title:<38} " + " ".join(f"{column:>19}" for column in columns))
+    print("\nMemory after all calls, MB:", end=" ")
+    told = (f"{name} {_memory(by_name[name].pid)}" for name in (OURS, WITH_LITELLM, "LiteLLM"))
+    print("; ".join(told))
+
+
+def _memory(pid: int) -> str:
+    children = psutil.Process(pid).children(recursive=True)
+    more = "".join(f" + {resident_mib(child.pid):.0f} in a process beside it" for child in children)
+    return f"{resident_mib(pid):.0f}{more}"
+
+
 def print_episodes(contenders: list[Contender], count: int) -> None:
+    if not any(c.turn for c in contenders):
+        return
     print(
         f"\nAn episode of {count} turns, {TURN_USER} + {TURN_OUTPUT} tokens each: "
         "CPU ms of a turn, and what stays of the whole talk"
@@ -223,14 +281,16 @@ def print_episodes(contenders: list[Contender], count: int) -> None:
 
 
 async def measure(lab: Lab, args: argparse.Namespace) -> None:
-    contenders = [*lab.ours(), *([] if args.no_litellm else lab.litellm()), *lab.bare()]
+    litellm = [] if args.no_litellm else [*lab.with_litellm(), *lab.litellm()]
+    contenders = [*lab.ours(), *litellm, *lab.bare()]
     contenders = [c for c in contenders if c.api in args.apis]
     # Shorter than uvicorn's 5 s: a request on a connection that is being closed would fail.
     connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
     timeout = aiohttp.ClientTimeout(total=None)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as http:
         load = Load(http, lab.text)
-        await load.allow(contenders[0])
+        for c in {c.url: c for c in contenders if c.sessions}.values():
+            await load.allow(c)
         bench = Bench(load, args)
         for number in range(args.rounds + 1):
             for c in contenders:
@@ -240,6 +300,8 @@ async def measure(lab: Lab, args: argparse.Namespace) -> None:
         print_calls(contenders)
         if len(args.apis) > 1:
             print_apis(contenders)
+        if litellm:
+            await compare_litellm(bench, contenders, args.rounds)
         for c in contenders:
             if c.api == "chat" and c.name not in (f"{OURS}, logprobs", "relay"):
                 await bench.episodes(c)

@@ -82,12 +82,12 @@ class Bench:
     def __init__(self, folder: Path, stack: ExitStack, args: argparse.Namespace) -> None:
         self._folder = folder
         self._args = args
-        self._lab = Lab(folder, stack, gap=0.001)
+        self.lab = Lab(folder, stack, gap=0.001)
 
     def config(self, name: str) -> Config:
         settings = {
             "root": self._folder / name,
-            "model.path": self._lab.model,
+            "model.path": self.lab.model,
             "model.enable_thinking": "false",
             "log_level": "warning",
         }
@@ -99,7 +99,7 @@ class Bench:
         path.write_text(yaml.safe_dump(config.dump()))
         log, port = config.root.with_suffix(".log"), free_port("127.0.0.1")
         command = ["-m", "proxy_ext", "--config", str(path), "--port", str(port)]
-        command += ["--engine-url", self._lab.engine]
+        command += ["--engine-url", self.lab.engine]
         began = time.monotonic()
         environment = {"HF_HUB_OFFLINE": "1", "LITELLM_MASTER_KEY": KEY}
         with child(command, log, environment) as process:
@@ -218,10 +218,10 @@ class Bench:
     async def _recorded(self, proxy: Proxy, http: aiohttp.ClientSession) -> Messages:
         """Return the messages of a recorded session, the first one in the journal."""
         opened = await post(proxy, http, "start_session", {"mode": "eval"})
-        messages: Messages = [{"role": "system", "content": SYSTEM}, self._lab.text.user(TURN_USER)]
+        messages: Messages = [{"role": "system", "content": SYSTEM}, self.lab.text.user(TURN_USER)]
         for _ in range(TURNS):
             await complete(proxy, http, Talk(opened["api_key"], messages))
-            messages.append(self._lab.text.user(TURN_USER))
+            messages.append(self.lab.text.user(TURN_USER))
         return messages
 
     async def _continue(

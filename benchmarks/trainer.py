@@ -49,8 +49,8 @@ from benchmarks.training_rows import (
     make_rows,
 )
 from trainer.from_config import loss_config, policy_config
-from trainer.packing import Row
 from trainer.policy import Policy
+from trainer.rows import Row
 
 OURS = "any-agent"
 PEERS = {
@@ -306,7 +306,7 @@ def _over(ours: dict[str, Any] | None, it: dict[str, Any], what: str) -> str:
 def growth(found: dict[str, dict[str, Result]]) -> None:
     """Print the CPU seconds of one episode by its number of turns."""
     print(f"\n{'CPU s by turns':19}" + "".join(f"{name.split('/')[1]:>8}" for name in found))
-    for contender in (OURS, *PEERS):
+    for contender in next(iter(found.values())):
         each = (results[contender].figures for results in found.values())
         cells = (f"{it['cpu']:8.1f}" if it else f"{'-':>8}" for it in each)
         print(f"{contender:19}" + "".join(cells))
@@ -341,8 +341,12 @@ def main() -> None:
     flags.add_argument(
         "--limit", type=int, default=400, help="leave out what takes more CPU seconds a step"
     )
+    flags.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME")
+    flags.add_argument(
+        "--sizes", nargs="+", type=int, default=SIZES, help="padded tokens of a pass to be tried"
+    )
     args = flags.parse_args()
-    bench = Bench(args.smoke, args.rounds, args.limit, SIZES, SAMPLE)
+    bench = Bench(args.smoke, args.rounds, args.limit, tuple(args.sizes), SAMPLE)
     wanted = args.only or ("W1 W3 head" if args.quick else "W1 W2 W3 W4 W5 head").split()
     if args.smoke:
         bench = replace(bench, sizes=(32, 64), sample=64)
@@ -362,7 +366,7 @@ def main() -> None:
             if key.split("/")[0] != name:
                 continue
             single = len(workload.parents) == 1
-            peers = [peer for peer, form in PEERS.items() if not (single and form == "paths")]
+            peers = [peer for peer in args.against if not (single and PEERS[peer] == "paths")]
             found[key] = compare(bench, key, workload.about, peers)
         if len(found) > 1:
             growth(found)

@@ -10,7 +10,7 @@ from typing import Any
 
 import torch
 
-from trainer.packing import Row, with_training_signal
+from trainer.rows import Row, with_training_signal
 
 
 @dataclass(frozen=True, slots=True)

@@ -105,11 +105,13 @@ async def post(url: str, path: str, body: dict[str, Any]) -> None:
 
 def fleet(proxies: list[Proxy]) -> Any:
     from any_agent.rollout import RankClients
+    from any_agent.rundir.fleet import FleetFile
     from any_agent.rundir.registry import RegistryEntry
 
     class Fleet(RankClients):
         def __init__(self) -> None:
-            self.clients: Any = tuple(proxies)
+            self.clients: Any = dict(enumerate(proxies))
+            self._fleet = FleetFile(None, len(proxies))
 
         def entry(self, rank: int) -> RegistryEntry | None:
             return RegistryEntry(
@@ -137,7 +139,8 @@ class Bench:
     """One trainer and its engines; each method is one round of one contender."""
 
     def __init__(self, model: Path, folder: Path, urls: list[str], call: Any) -> None:
-        from trainer.policy import Policy, PolicyConfig
+        from trainer.model import PolicyConfig
+        from trainer.policy import Policy
         from trainer.sync import NewWeights
         from trainer.sync.bucketed import BucketSync
         from trainer.sync.disk import DiskSync

@@ -21,6 +21,7 @@ from any_agent.engine.model_fingerprint import ModelFingerprint, shape_of
 from any_agent.errors import EngineUnavailable, StartupError
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import rank_name
+from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.command_line import guarded
 from any_agent.runtime.logs import FloodFilter, set_up_logging
 from any_agent.runtime.open_files import raise_open_files_limit
@@ -60,6 +61,7 @@ def _start(args: argparse.Namespace) -> int:
         require_key(config, host)
     # Missing settings and a port in use are reported before anything slow.
     resolved(config.frozen.model_list, os.environ)
+    config.require_litellm()
     listener = reserve(args.host, args.port)
     return _serve(config, args, listener)
 
@@ -142,7 +144,14 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         lambda: entry_of(app.service, url=url, boot_id=boot_id),
         lambda: app.service.drain(),
         drain_timeout=config.server.drain_timeout,
+        lost=lambda: app.service.journal.stats.lost,
+        also=store_beside(config),
     )
+
+    def end() -> None:
+        server.should_exit = True
+
+    app.on_refused = end
     uvicorn_log = logging.getLogger("uvicorn.error")
     uvicorn_log.setLevel(logging.WARNING)
     # It warns of each malformed request.
@@ -151,7 +160,13 @@ def _serve(config: Config, args: argparse.Namespace, listener: socket.socket) ->
         server.run(sockets=[listener])
     except SystemExit:
         # uvicorn exits like this if the start failed; the log has the reason.
+        if app.refused is not None:
+            raise app.refused from None
         return 1
+    if app.refused is not None:
+        raise app.refused
+    if server.lost is not None:
+        raise StartupError(server.lost)
     return 0 if server.started else 1
 
 

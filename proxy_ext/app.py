@@ -22,12 +22,15 @@ from any_agent.config import Config
 from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import (
     AnyAgentError,
+    ConfigError,
     EngineUnavailable,
     InvalidRequest,
     NotFound,
     ServiceUnavailable,
+    StartupError,
 )
-from any_agent.runtime.metrics import CONTENT_TYPE
+from any_agent.rundir.registry import rank_name
+from any_agent.runtime.metrics import CONTENT_TYPE, merged
 from any_agent.types import SessionMode, SessionState
 from proxy_ext import litellm_shim
 from proxy_ext.api import model_routes, responses, rl
@@ -37,7 +40,8 @@ from proxy_ext.api.rl.strict_body import Anyone
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.idempotency import ReplayedAnswer
 from proxy_ext.in_process import RankApp
-from proxy_ext.litellm_app import LiteLLMApp
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp, LiteLLMApp
+from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.metrics import exposition
 from proxy_ext.service import open_service
 from proxy_ext.web import permissions
@@ -64,11 +68,17 @@ class Health(BaseModel):
     """Number of model calls under way."""
     engine_up: bool
     """False while the rank's engine is dead or hangs."""
+    quotas_exact: bool
+    """True if tenants' quotas are counted once for all ranks; False if each rank enforces its share
+    of them: without `server.journal`, or while its Redis does not answer."""
 
 
 class Readiness(BaseModel):
     status: Literal["ready"] = "ready"
     version: int
+    litellm: str | None = None
+    """The reason that LiteLLM's models are not served yet, if an operator's configuration has any;
+    None otherwise."""
 
 
 # FastAPI takes a quarter of a second to read the routes' signatures, so all apps of a process share
@@ -92,10 +102,11 @@ async def healthz(service: Anyone) -> Health:
         buffered=len(live) - len(opened),
         calls=len(service.calls),
         engine_up=not service.engine.away,
+        quotas_exact=service.quotas.exact,
     )
 
 
-@_routes.get("/readyz")
+@_routes.get("/readyz", response_model_exclude_none=True)
 async def readyz(service: Anyone) -> Readiness:
     """The engine answers too, and the store takes writes; 503 otherwise."""
     if service.journal.stats.full:
@@ -111,13 +122,21 @@ async def readyz(service: Anyone) -> Readiness:
         raise EngineUnavailable(
             "the engine does not answer: calls wait for it; try again", retry_after=2
         ) from None
-    return Readiness(version=service.run.version)
+    litellm = service.litellm
+    return Readiness(
+        version=service.run.version, litellm=None if litellm is None else litellm.problem
+    )
 
 
 @_routes.get("/metrics", response_class=Response)
 async def show_metrics(service: Anyone) -> Response:
-    """The rank's metrics, for Prometheus."""
-    return Response(exposition(service).render(), media_type=CONTENT_TYPE)
+    """The rank's metrics, for Prometheus, and those of LiteLLM's callback."""
+    texts = [exposition(service).render()]
+    if service.litellm is not None:
+        texts += await service.litellm.metrics(rank_name(service.rank))
+    if service.events is not None:
+        texts.append(await service.events.metrics())
+    return Response(merged(text.decode() for text in texts), media_type=CONTENT_TYPE)
 
 
 def create_app(
@@ -140,7 +159,17 @@ def create_app(
     the run folder's journal. ``load_litellm`` and ``provider`` are for tests. ConfigError for
     frozen models that cannot be used.
     """
-    litellm = LiteLLMApp(load_litellm)
+    configured = None
+    if config.litellm.config is not None:
+        configured = ConfiguredLiteLLMApp(
+            config.litellm.config,
+            frozenset((config.model.name, *config.model.policy_names)),
+            ranks=config.server.ranks,
+            guardrails=config.litellm.policy_guardrails,
+            vetoes=config.litellm.policy_vetoes,
+            on_refused=lambda error: rank_app.refuse(error),
+        )
+    litellm = configured or LiteLLMApp(load_litellm)
     if provider is None:
         provider = litellm_shim.load_provider(config.frozen.model_list)
     if provider is not None:
@@ -150,20 +179,24 @@ def create_app(
     async def lifespan(app: FastAPI) -> AsyncIterator[None]:
         async with AsyncExitStack() as stack:
             await stack.enter_async_context(litellm.lifespan())
-            service = await stack.enter_async_context(
-                open_service(
-                    config,
-                    chat,
-                    rank=rank,
-                    engine_url=engine_url,
-                    public_url=public_url,
-                    training=training,
-                    engine_wait=engine_wait,
-                    shape=shape,
-                    provider=provider,
-                    journal_url=journal_url,
-                )
+            opened = open_service(
+                config,
+                chat,
+                rank=rank,
+                engine_url=engine_url,
+                public_url=public_url,
+                training=training,
+                engine_wait=engine_wait,
+                shape=shape,
+                provider=provider,
+                litellm=configured,
+                journal_url=journal_url,
             )
+            try:
+                service = await stack.enter_async_context(opened)
+            except (ConfigError, StartupError) as error:
+                rank_app.refused = error
+                raise
             app.state.service = service
             rank_app.on_started(service)
             # The libraries' 700,000 objects live as long as the process: a full collection over
@@ -193,6 +226,7 @@ def create_app(
         auth=lambda: app.state.service.auth,
         audit=lambda: app.state.service.audit,
         server=config.server,
+        gate=None if configured is None else LiteLLMGate(configured, lambda: app.state.service),
     )
     return rank_app
 

@@ -9,13 +9,22 @@ from starlette.requests import Request
 from any_agent import keys
 from any_agent.auth.access import ANYONE, NOBODY, Access, Caller, Scope
 from any_agent.errors import NotFound, SessionMismatch, Unauthenticated
-from any_agent.keys import JUDGE_KEY_PREFIX, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX
+from any_agent.keys import (
+    JUDGE_KEY_PREFIX,
+    KEY_PREFIXES,
+    LANE_KEY_PREFIXES,
+    SESSION_KEY_PREFIX,
+)
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore, no_session
 from proxy_ext.web.quotas import TenantQuotas
 
 PREFIX_SCOPE_KEY = "any_agent.session_prefix"
 _CALLER_SCOPE_KEY = "any_agent.caller"
+_VIRTUAL_SCOPE_KEY = "any_agent.virtual_key"
+"""The caller of a request whose key LiteLLM has judged."""
+_COUNTED_SCOPE_KEY = "any_agent.counted"
 SESSIONS_SCOPE_KEY = "any_agent.sessions"
 """Ids of the sessions that a request concerns, for the audit log."""
 SESSION_HEADER = "x-any-agent-session"
@@ -29,23 +38,64 @@ _NO_SESSION = (
 class Authenticator:
     """Resolves the keys of one rank's requests; `proxy_ext.web.permissions` has their rights."""
 
-    def __init__(self, sessions: SessionStore, access: Access, quotas: TenantQuotas) -> None:
+    def __init__(
+        self,
+        sessions: SessionStore,
+        access: Access,
+        quotas: TenantQuotas,
+        litellm: ConfiguredLiteLLMApp | None = None,
+    ) -> None:
+        """``litellm`` judges the keys that are none of the service's."""
         self._sessions = sessions
         self._quotas = quotas
+        self._litellm = litellm
         self.access = access
 
-    def caller(self, request: Request) -> Caller:
-        """Return the sender of a request; Unauthenticated for a key that is not valid here.
+    async def identify(self, request: Request) -> None:
+        """Have LiteLLM judge a key that is none of the service's; others are for `caller`.
 
-        The first call for a request counts it: TooManyRequests beyond the tenant's quota.
+        Raises LiteLLM's refusal.
         """
+        if self._litellm is None or PREFIX_SCOPE_KEY in request.scope:
+            return
+        key = bearer_of(request)
+        if key.startswith(KEY_PREFIXES) or self.access.knows(key):
+            return
+        key_hash = await self._litellm.hash_of_key(key)
+        if key_hash is not None:
+            request.scope[_VIRTUAL_SCOPE_KEY] = Caller(
+                Scope.TENANT,
+                f"LiteLLM key {key_hash[:8]}",
+                tenant=key_hash,
+                identity=f"LiteLLM key {key_hash}",
+            )
+
+    def caller(self, request: Request) -> Caller:
+        """Return the sender of a request; Unauthenticated for a key that is not valid here."""
         known: Caller | None = request.scope.get(_CALLER_SCOPE_KEY)
         if known is None:
             known = request.scope[_CALLER_SCOPE_KEY] = self._caller(request)
-            self._quotas.charge_request(known.tenant)
         return known
 
+    async def admit(self, request: Request) -> Caller:
+        """Return the sender of a request, and count the request if it is a tenant's.
+
+        TooManyRequests beyond the tenant's quota.
+        """
+        caller = self.caller(request)
+        await self._count(request, caller.tenant)
+        return caller
+
+    async def _count(self, request: Request, tenant: str | None) -> None:
+        """Count a request once."""
+        if tenant is not None and _COUNTED_SCOPE_KEY not in request.scope:
+            request.scope[_COUNTED_SCOPE_KEY] = True
+            await self._quotas.charge_request(tenant)
+
     def _caller(self, request: Request) -> Caller:
+        virtual: Caller | None = request.scope.get(_VIRTUAL_SCOPE_KEY)
+        if virtual is not None:
+            return virtual
         prefix: str | None = request.scope.get(PREFIX_SCOPE_KEY)
         if prefix is None:
             return self.access.caller(bearer_of(request))
@@ -85,7 +135,7 @@ class Authenticator:
             own = await self._own(request)
             self._require_no_other(request, own)
             # Only now is the tenant known.
-            self._quotas.charge_request(own.row.tenant)
+            await self._count(request, own.row.tenant)
         found = [await self._named(request, caller, name, own) for name in names]
         if len({session.id for session in found}) > 1:
             raise SessionMismatch(_DIFFERENT)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from any_agent.engine import RolloutEngine
 from any_agent.engine.base import CrossLoopEngine
-from any_agent.errors import Draining, ServiceUnavailable
+from any_agent.errors import ConfigError, Draining, ServiceUnavailable, StartupError
 from any_agent.protocol.training import Ack, Lease
 from any_agent.record import CompletionWithTokenLogpReward, pack_trajectories
 from any_agent.types import SessionState
@@ -34,9 +34,17 @@ class RankApp(EntryMiddleware):
 
     def __init__(self, *parts: Any, **settings: Any) -> None:
         super().__init__(*parts, **settings)
+        self.refused: ConfigError | StartupError | None = None
+        """The error with which the process is to end: of its start, or LiteLLM's configuration."""
+        self.on_refused: Callable[[], None] = lambda: None
         self.waiting: Counter[str] = Counter()
         """Number of groups that each workflow waits for, by its owner."""
         self._engine = CrossLoopEngine(self._run_engine, lambda: self.service.engine.version)
+
+    def refuse(self, error: ConfigError) -> None:
+        """Note the error of a configuration that cannot be used."""
+        self.refused = error
+        self.on_refused()
 
     def on_started(self, service: RankService) -> None:
         """Bind the app to its parts and to the running event loop."""

@@ -13,15 +13,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterable
 
 from any_agent.auth.access import RUN
 from any_agent.errors import Conflict, InvalidRequest, SessionClosed, SessionDamaged, StaleOwner
 from any_agent.protocol.training import Ack, Capacity, Lease, SetCapacity
 from any_agent.types import Interaction, SessionState, Trajectory
 from proxy_ext.journal import Journal, PutMeta, SessionRow
-from proxy_ext.journal.base import EXPORT_OWNER, GRANT_OWNER, for_export, handed_out, holds
+from proxy_ext.journal.base import (
+    EXPORT_OWNER,
+    GRANT_OWNER,
+    RewardRow,
+    for_export,
+    handed_out,
+    holds,
+)
 from proxy_ext.sessions.endings import SessionEnder
+from proxy_ext.sessions.rewards import named_rewards
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.state_machine import Event, allowed, refusal, target
@@ -327,10 +335,12 @@ class LeaseManager:
             if write.exception() is None:
                 await self._sessions.move(fresh, Event.RELEASE)
             raise
+        # At once: the journal answers the reads that wait together.
+        given = await asyncio.gather(*(self._sessions.journal.rewards(s.id) for s in chosen))
         out = []
-        for session in chosen:
+        for session, rewards in zip(chosen, given, strict=True):
             await self._sessions.load(session)
-            out.append(trajectory(session))
+            out.append(trajectory(session, rewards))
         return out
 
     async def _hand_out(self, sessions: list[RecordedSession], owner: str, event: Event) -> None:
@@ -366,8 +376,8 @@ def _bytes(interaction: Interaction) -> int:
     return 16 * (len(interaction.prompt_delta_ids) + len(interaction.output_ids))
 
 
-def trajectory(session: RecordedSession) -> Trajectory:
-    """Return a session as the trainer receives it."""
+def trajectory(session: RecordedSession, rewards: Iterable[RewardRow] = ()) -> Trajectory:
+    """Return a session as the trainer receives it; ``rewards`` is its whole history of them."""
     interactions: list[Interaction] = list(session.tree)
     row = session.row
     return Trajectory(
@@ -377,4 +387,5 @@ def trajectory(session: RecordedSession) -> Trajectory:
         final_reward=row.final_reward,
         task_id=row.task_id,
         metadata=row.metadata,
+        named_rewards=named_rewards(row, rewards),
     )

@@ -1,4 +1,5 @@
-"""The only file that imports LiteLLM's internals (exactly 1.106.2, see the constraints).
+"""LiteLLM as a library, and its app without a configuration (exactly 1.106.2, see the
+constraints). `proxy_ext.litellm_proxy` has its app with an operator's own one.
 
 Its app keeps its own start-up and lifespan; it runs behind our routes, not around them: nine
 middlewares of its own (gzip, any-origin CORS, admission) would otherwise handle every stream.
@@ -60,7 +61,7 @@ def load_app() -> Any:
     os.environ["MAX_IMAGE_URL_DOWNLOAD_SIZE_MB"] = "0"
     import litellm  # noqa: F401
 
-    _quieten()
+    quieten()
     # LiteLLM requires a master key; this one is shown to no caller.
     os.environ["LITELLM_MASTER_KEY"] = f"sk-{secrets.token_hex(24)}"
     for name in ("DATABASE_URL", "CONFIG_FILE_PATH", "WORKER_CONFIG"):
@@ -68,11 +69,12 @@ def load_app() -> Any:
     from litellm.proxy import proxy_server
 
     proxy_server.general_settings["disable_model_info_refresh"] = True
-    _quieten()
+    quieten()
     return proxy_server.app
 
 
-def _quieten() -> None:
+def quieten() -> None:
+    """Let LiteLLM log errors only, by our handlers."""
     for name in ("LiteLLM", "LiteLLM Proxy", "LiteLLM Router"):
         logger = logging.getLogger(name)
         logger.setLevel(logging.ERROR)
@@ -164,25 +166,15 @@ class LiteLLMDeployment:
         """Return the USD of a usage in the API's form; None if that is not known."""
         if self.price is None:
             return None
-        from litellm.cost_calculator import cost_per_token
-
         try:
-            prompt, output = cost_per_token(
-                model=self.price,
-                custom_llm_provider=self.provider,
-                usage_object=_usage(api, dict(usage)),
-                call_type="embedding" if api == "embeddings" else "completion",
-            )
+            return usd_of(self.price, self.provider, api, usage)
         except Exception:
             log.exception("LiteLLM cannot compute the cost of a call of %s", self.name)
             return None
-        return float(prompt + output)
 
     def count(self, text: str) -> int:
         """Return about how many tokens a text has, for a call without a reported usage."""
-        import litellm
-
-        return int(litellm.token_counter(model=self.model, text=text))
+        return count_tokens(self.model, text)
 
     async def _call(self, api: str, params: Mapping[str, Any], within: float) -> Any:
         import litellm
@@ -260,7 +252,6 @@ def _set_up() -> None:
     # that would stop every stream for five seconds.
     load_app()
     import litellm
-    import openai
 
     # For embeddings LiteLLM takes 0 retries as none given.
     litellm.DEFAULT_MAX_RETRIES = 0
@@ -271,14 +262,22 @@ def _set_up() -> None:
     litellm.telemetry = False
     # LiteLLM would fetch some models' tokenizers to count tokens: its own counts for all.
     litellm.disable_hf_tokenizer_download = True
-    # LiteLLM would import these at the first call, and stop every stream for two seconds.
+    warm_up()
+    _fetch_nothing()
+
+
+def warm_up() -> None:
+    """Import what LiteLLM and its clients would import at a first call, and stop every stream for
+    seconds by it."""
+    import litellm
+    import openai
+
     for name in _MODULES:
         importlib.import_module(name)
     client = openai.AsyncOpenAI(api_key="none")
     for name in ("chat", "completions", "embeddings", "responses"):
         getattr(client, name)
     litellm.token_counter(model="openai/gpt-4o", text="one")
-    _fetch_nothing()
 
 
 def _fetch_nothing() -> None:
@@ -387,6 +386,26 @@ def _price(entry: Mapping[str, Any], number: int, model: str, provider: str) -> 
     mode = own.get("mode") or known.get("mode") or "chat"
     litellm.register_model({key: {**base, **given, "litellm_provider": provider, "mode": mode}})
     return key
+
+
+def usd_of(model: str, provider: str, api: str, usage: Mapping[str, Any]) -> float:
+    """Return the USD of a usage in the API's form; LiteLLM's error if it knows no price."""
+    from litellm.cost_calculator import cost_per_token
+
+    prompt, output = cost_per_token(
+        model=model,
+        custom_llm_provider=provider,
+        usage_object=_usage(api, dict(usage)),
+        call_type="embedding" if api == "embeddings" else "completion",
+    )
+    return float(prompt + output)
+
+
+def count_tokens(model: str, text: str) -> int:
+    """Return about how many tokens a text has, for a call without a reported usage."""
+    import litellm
+
+    return int(litellm.token_counter(model=model, text=text))
 
 
 def _usage(api: str, usage: dict[str, Any]) -> Any:

@@ -3,28 +3,43 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import AsyncGenerator, Iterator
 from contextlib import suppress
 from typing import Any, TypeAlias
 
 Event: TypeAlias = dict[str, Any]
 """The JSON behind `data:` of one event of a stream."""
+_EVENT = re.compile(rb"(\r?\n\r?\n)")
 _MAX_DEPTH = 6  # levels of streams in one another
 
 
 async def stream_events(source: Any) -> AsyncGenerator[Event]:
     """Yield a stream's events, which come as objects or as bytes that are cut anywhere."""
-    rest = b""
+    reader = EventReader()
     async for piece in source:
         if not isinstance(piece, str | bytes):
             yield as_json(piece)
             continue
-        rest += piece.encode() if isinstance(piece, str) else piece
-        *whole, rest = rest.replace(b"\r\n", b"\n").split(b"\n\n")
-        for event in whole:
-            lines = [line[5:].strip() for line in event.split(b"\n") if line.startswith(b"data:")]
-            if lines and lines != [b"[DONE]"]:
-                yield json.loads(b"\n".join(lines))
+        for _, event in reader.feed(piece.encode() if isinstance(piece, str) else piece):
+            if event is not None:
+                yield event
+
+
+class EventReader:
+    """Reads server-sent events from bytes that are cut anywhere."""
+
+    def __init__(self) -> None:
+        self.rest = b""
+        """The bytes behind the last whole event."""
+
+    def feed(self, piece: bytes) -> Iterator[tuple[bytes, Event | None]]:
+        """Yield each further whole event: its bytes, and its JSON; None for one without."""
+        *whole, self.rest = _EVENT.split(self.rest + piece)
+        for text, gap in zip(whole[::2], whole[1::2], strict=True):
+            lines = [line[5:].strip() for line in text.splitlines() if line.startswith(b"data:")]
+            data = b"\n".join(lines)
+            yield text + gap, json.loads(data) if data and data != b"[DONE]" else None
 
 
 def as_json(answer: Any) -> dict[str, Any]:

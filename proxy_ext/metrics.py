@@ -14,6 +14,7 @@ from proxy_ext.admission.implicit_session import JoinKind
 from proxy_ext.calls.stats import FIRST, NO_SESSION, CallOutcome, RetryOutcome
 from proxy_ext.frozen.call import OUTCOMES
 from proxy_ext.frozen.spend_caps import CAPS
+from proxy_ext.litellm_events import EVENT_OUTCOMES
 from proxy_ext.service import RankService
 from proxy_ext.sessions.expiry import LateOutcome
 from proxy_ext.web.quotas import QUOTAS
@@ -22,6 +23,7 @@ S = TypeVar("S", bound=str)
 Read: TypeAlias = Callable[[RankService], Value | Values]
 MODES = (*SessionMode, NO_SESSION)
 CONTINUATIONS = (FIRST, *Continuation)
+SPAN_OUTCOMES = ("sent", "failed", "dropped")
 
 
 def _counter(name: str, meaning: str, read: Read, *labels: str) -> tuple[Metric, Read]:
@@ -92,6 +94,12 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "Requests that a tenant's quota refused (429 quota_exceeded), by the quota.",
         lambda s: _by_one(s.quotas.refused, QUOTAS),
         "quota",
+    ),
+    _gauge(
+        "quotas_exact",
+        "1 if tenants' quotas are counted once for all ranks; 0 if each rank enforces its share of "
+        "them: without server.journal, or while its Redis does not answer.",
+        lambda s: int(s.quotas.exact),
     ),
     _gauge(
         "slots_waiting", "Slots that waiting opens need.", lambda s: s.sessions.admission.waiting
@@ -199,7 +207,7 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "frozen_calls",
         "Calls of frozen models that ended: completed, aborted (the client left or the session "
         "ended) or failed (at the provider).",
-        lambda s: _by_two(s.frozen.stats.ended, s.frozen.names, OUTCOMES),
+        lambda s: _by_two(s.frozen.stats.ended, s.frozen.labels, OUTCOMES),
         "model",
         "outcome",
     ),
@@ -222,21 +230,37 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
     _counter(
         "frozen_tokens",
         "Tokens of calls of frozen models, as the provider counts them.",
-        lambda s: _by_two(s.frozen.stats.tokens, s.frozen.names, ("input", "output")),
+        lambda s: _by_two(s.frozen.stats.tokens, s.frozen.labels, ("input", "output")),
         "model",
         "kind",
     ),
     _counter(
         "frozen_usd",
         "What calls of frozen models cost, in USD.",
-        lambda s: {(m,): s.frozen.stats.usd.get(m, 0.0) for m in s.frozen.names},
+        lambda s: {(m,): s.frozen.stats.usd.get(m, 0.0) for m in s.frozen.labels},
         "model",
     ),
     _counter(
         "frozen_unpriced_calls",
         "Calls of frozen models without a known price: no cap counts them.",
-        lambda s: _by_one(s.frozen.stats.unpriced, s.frozen.names),
+        lambda s: _by_one(s.frozen.stats.unpriced, s.frozen.labels),
         "model",
+    ),
+    _counter(
+        "litellm_events",
+        "The policy's calls, rewards and ends for LiteLLM's callbacks (litellm.config), by "
+        "outcome: told, failed (a callback raised, or took too long) or dropped "
+        "(litellm.max_waiting_events were waiting); and the policy's calls for its virtual keys: "
+        "charged, or uncharged (LiteLLM failed, or too many waited).",
+        lambda s: {} if s.events is None else _by_one(s.events.outcomes, EVENT_OUTCOMES),
+        "outcome",
+    ),
+    _counter(
+        "trace_spans",
+        "Spans of tracing.endpoint by outcome: sent, failed (its collector did not take them) or "
+        "dropped (too many waited for it).",
+        lambda s: {} if s.traces is None else _by_one(s.traces.outcomes, SPAN_OUTCOMES),
+        "outcome",
     ),
     _counter(
         "implicit_calls",
@@ -334,6 +358,12 @@ _METRICS: tuple[tuple[Metric, Read], ...] = (
         "journal_full",
         "1 while the journal's disk is full, as its last write found; calls are answered with 507.",
         lambda s: int(s.journal.stats.full),
+    ),
+    _gauge(
+        "journal_log_away",
+        "1 while the journal's Redis (server.journal) cannot be written, as the last write found; "
+        "calls are answered with 503, or 507 if it has no room.",
+        lambda s: int(s.journal.stats.log_away),
     ),
     _counter(
         "journal_damaged",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import suppress
+from functools import partial
 from typing import Any
 
 from starlette.requests import Request
@@ -35,8 +36,9 @@ from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import BodyTimeout, RequestLimits, Reservation
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
+from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.web.exchange import JSONResponse, error_response
-from proxy_ext.web.permissions import LITELLM, RULES, RouteRule, template_of
+from proxy_ext.web.permissions import LITELLM_ALIVE, RULES, RouteRule, template_of
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
@@ -54,11 +56,14 @@ class EntryMiddleware:
         auth: Callable[[], Authenticator],
         audit: Callable[[], AuditLog],
         server: ServerConfig,
+        gate: LiteLLMGate | None = None,
     ) -> None:
+        """``gate``: the way to LiteLLM's own routes, where they are served."""
         self._ours = ours
         self._litellm = litellm
         self._auth = auth
         self._audit = audit
+        self._gate = gate
         self._max_body_bytes = server.max_body_bytes
         self._part_timeout = server.client_timeout
         self._body_timeout = server.body_timeout
@@ -91,23 +96,46 @@ class EntryMiddleware:
         except AnyAgentError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        scope = _as_json(_without_prefix(scope))
-        if (scope["method"], scope["path"]) in LITELLM:
-            await self._live(Request(scope))(scope, receive, send)
+        scope = _without_prefix(scope)
+        method, path = scope["method"], scope["path"]
+        if (method, path) in LITELLM_ALIVE:
+            alive = await self._live(Request(scope))
+            await alive(scope, receive, send)
             return
-        template = template_of(scope["path"])
+        app, template = self._ours, template_of(path)
+        rule = None if template is None else RULES.get((method, template))
+        if self._gate is not None:
+            if template is None and (found := self._gate.rule(method, path)) is not None:
+                template, rule = found
+                app = partial(self._gate.serve, rule)
+            elif rule is not None and self._gate.takes_over(Request(scope)):
+                app = partial(self._gate.serve, rule)
+        if app is self._ours:
+            scope = _as_json(scope)
         if template is None:
-            missing = NotFound(_not_found(scope["path"]))
-            await error_response(missing, scope["path"])(scope, receive, send)
+            missing = NotFound(_not_found(path))
+            await error_response(missing, path)(scope, receive, send)
             return
-        rule = RULES.get((scope["method"], template))
         if rule is None:
             # Another method of a known path: the app answers 405 with the allowed ones.
             await self._ours(scope, receive, send)
             return
+        await self._serve(template, rule, app, scope, receive, send, reservation)
+
+    async def _serve(
+        self,
+        template: str,
+        rule: RouteRule,
+        app: ASGIApp,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        reservation: Reservation,
+    ) -> None:
+        """Pass a request on to an app if its key is good for the route."""
         request = Request(scope)
         try:
-            self._authorize(request, rule, reservation)
+            await self._authorize(request, rule, reservation)
         except AnyAgentError as error:
             if isinstance(error, Unauthenticated | Forbidden):
                 self._log_refusal(request, template, error)
@@ -115,20 +143,22 @@ class EntryMiddleware:
             return
         if rule.audited:
             send = self._audited(request, template, send)
-        await self._ours(scope, receive, send)
+        await app(scope, receive, send)
 
-    def _live(self, request: Request) -> ASGIApp:
+    async def _live(self, request: Request) -> ASGIApp:
         """Return LiteLLM's app for the holder of a key; others get its answer without its import,
         which takes 220 MB."""
         with suppress(AnyAgentError):
-            if self._auth().caller(request) not in (ANYONE, NOBODY):
+            known = await self._auth().admit(request) not in (ANYONE, NOBODY)
+            if known and self._gate is None:
                 return self._litellm
         return JSONResponse("I'm alive!")
 
-    def _authorize(self, request: Request, rule: RouteRule, reservation: Reservation) -> None:
+    async def _authorize(self, request: Request, rule: RouteRule, reservation: Reservation) -> None:
         # A route that needs no key is open to a request with a wrong one.
         if KeyScope.NONE not in rule.scopes:
-            caller = self._auth().caller(request)
+            await self._auth().identify(request)
+            caller = await self._auth().admit(request)
             authorize(rule.scopes, caller)
             if caller.scope in (KeyScope.SESSION, KeyScope.JUDGE, KeyScope.TENANT):
                 reservation.charge_to(caller.identity)

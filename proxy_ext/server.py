@@ -16,7 +16,7 @@ from typing import cast
 import uvicorn
 from starlette.types import ASGIApp
 
-from any_agent.rundir.registry import Heartbeat, PartLoad, RegistryEntry, rank_name
+from any_agent.rundir.registry import EntryStore, Heartbeat, PartLoad, RegistryEntry, rank_name
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.service import RankService
 from proxy_ext.web.drain import InterruptibleApp
@@ -43,6 +43,10 @@ def entry_of(service: RankService, *, url: str, boot_id: str) -> RegistryEntry:
             waiting=service.sessions.admission.waiting,
             calls=len(service.calls),
         ),
+        led=service.sessions.admission.limited,
+        retired=service.opening.retired,
+        unfinished=service.unfinished,
+        replayable=service.replayable,
         store_full=service.journal.stats.full,
     )
 
@@ -53,6 +57,8 @@ class DrainingServer(uvicorn.Server):
     To drain it announces that it stops, awaits ``drain``, then every request under way for up to
     ``drain_timeout`` seconds, and ends. SIGINT, or a second signal, ends it at once. Either way it
     exits successfully.
+
+    ``lost`` returns a reason once another process carries the rank: then it ends at once.
     """
 
     def __init__(
@@ -63,14 +69,21 @@ class DrainingServer(uvicorn.Server):
         drain: Callable[[], Awaitable[None]],
         *,
         drain_timeout: float,
+        lost: Callable[[], str | None],
+        also: EntryStore | None = None,
     ) -> None:
+        """``folder`` is the registry; ``also`` gets the entry, too."""
         self._app = config.app = InterruptibleApp(cast(ASGIApp, config.app))
         super().__init__(config)
         self._heartbeat: Heartbeat | None = None
         self._folder = folder
+        self._also = also
         self._describe = describe
         self._drain = drain
         self._drain_timeout = drain_timeout
+        self._lost = lost
+        self.lost: str | None = None
+        """The reason of an end because another process carries the rank."""
         self._drain_requested = False
         self._draining: asyncio.Task[None] | None = None
 
@@ -82,7 +95,10 @@ class DrainingServer(uvicorn.Server):
             self.should_exit = True
 
     async def on_tick(self, counter: int) -> bool:
-        """Start a requested drain; uvicorn calls this ten times a second."""
+        """Start a requested drain, or end; uvicorn calls this ten times a second."""
+        self.lost = self._lost()
+        if self.lost is not None:
+            self.should_exit = True
         if self._drain_requested and self._draining is None:
             self._draining = asyncio.create_task(self._run_drain())
         return await super().on_tick(counter)
@@ -100,7 +116,7 @@ class DrainingServer(uvicorn.Server):
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets=sockets)
         if self.started:
-            self._heartbeat = Heartbeat(self._folder, self._describe)
+            self._heartbeat = Heartbeat(self._folder, self._describe, self._also)
             await self._heartbeat.begin()
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:

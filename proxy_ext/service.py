@@ -8,6 +8,7 @@ import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from functools import partial
+from typing import TYPE_CHECKING
 
 from any_agent.auth.access import Access, run_dir_of
 from any_agent.auth.audit_log import AuditLog
@@ -17,12 +18,13 @@ from any_agent.completions.completer import Completer
 from any_agent.config import Config
 from any_agent.engine import RemoteEngine, open_engine
 from any_agent.engine.model_fingerprint import ModelFingerprint
-from any_agent.errors import AnyAgentError, EngineUnavailable, StoreUnavailable
+from any_agent.errors import AnyAgentError, ConfigError, EngineUnavailable, StoreUnavailable
 from any_agent.protocol.conversation_key import rank_tag
 from any_agent.rundir.registry import rank_name
 from any_agent.runtime.metrics import loop_lag_histogram, watch_loop_lag
 from any_agent.runtime.open_files import connections_for_descriptors
-from any_agent.types import GenerationHyperparameters
+from any_agent.types import GenerationHyperparameters, SessionState
+from proxy_ext.admission.fleet_place import FleetPlace
 from proxy_ext.admission.implicit_session import ImplicitSessions
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver
@@ -33,6 +35,8 @@ from proxy_ext.frozen.frozen_models import FrozenModels
 from proxy_ext.idempotency import IdempotencyStore
 from proxy_ext.journal import Journal, open_journal
 from proxy_ext.leases import Fence, LeaseManager, drop_leftovers
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp
+from proxy_ext.litellm_events import PolicyEvents
 from proxy_ext.litellm_shim import LiteLLMProvider
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
@@ -41,6 +45,9 @@ from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.rewards import RewardBook
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.web.quotas import TenantQuotas
+
+if TYPE_CHECKING:
+    from proxy_ext.tracing import SessionTraces
 
 log = logging.getLogger(__name__)
 
@@ -65,6 +72,7 @@ class RankService:
         engine_context: int,
         engine_slots: int | None,
         provider: LiteLLMProvider | None,
+        litellm: ConfiguredLiteLLMApp | None,
     ) -> None:
         run_dir, rollout, server = run_dir_of(config), config.rollout, config.server
         access = Access(config)
@@ -104,14 +112,18 @@ class RankService:
         )
         self.expiry = SessionExpirer(sessions, self.endings)
         self.quotas = _quotas(config, access, sessions)
+        sessions.counts.on_decided = self.quotas.on_decided
+        self.fleet = FleetPlace(run_dir.fleet, rank, server.ranks)
         self.opening = SessionOpener(
             sessions,
             self.endings,
             access.signer,
             run=run,
             quotas=self.quotas,
+            fleet=self.fleet,
             largest_group=min(rollout.batch_size, rollout.max_concurrent),
             public_url=public_url,
+            litellm=litellm,
         )
         self.implicit = ImplicitSessions(sessions, self.opening, self.completer)
         self.fence = Fence(journal, partial(drop_leftovers, sessions, self.endings))
@@ -129,11 +141,27 @@ class RankService:
             retry_grace=server.retry_grace,
             quotas=self.quotas,
         )
-        self.frozen = FrozenModels(config, provider, sessions, self.quotas)
-        self.auth = Authenticator(sessions, access, self.quotas)
+        self.litellm = litellm
+        """LiteLLM's app, where the operator has a configuration of it."""
+        self.frozen = FrozenModels(config, provider, sessions, self.quotas, litellm)
+        self.events = None
+        if litellm is not None and (litellm.has_callbacks or litellm.has_keys):
+            self.events = PolicyEvents(
+                config,
+                part=rank_name(rank),
+                tells=litellm.has_callbacks,
+                charge=litellm.charge if litellm.has_keys else None,
+            )
+        self.traces = _traces(config, rank)
+        sessions.listeners = tuple(x for x in (self.events, self.traces) if x is not None)
+        if litellm is not None and config.litellm.policy_guardrails:
+            sessions.refuses = litellm.refuses
+        self.auth = Authenticator(sessions, access, self.quotas, litellm)
         self.audit = AuditLog(run_dir.audit / f"{rank_name(rank)}.jsonl")
         self.answers = IdempotencyStore(journal, access.signer)
         self.loop_lag = loop_lag_histogram()
+        self.replayable = True
+        """False if the rank has retired, and no resume needs a session that it has."""
 
     async def recover(self) -> None:
         """Load the state from the journal and the archives."""
@@ -149,8 +177,41 @@ class RankService:
         await self.calls.close()
         await self.frozen.close()
         await self.expiry.close()
+        await self.quotas.close()
+        if self.events is not None:
+            await self.events.close()
+        if self.traces is not None:
+            await asyncio.to_thread(self.traces.close)
         with suppress(StoreUnavailable):
             await self.sessions.deliveries.flush()
+
+    @property
+    def unfinished(self) -> int:
+        """Number of sessions, and of slots for them, for which the rank must stay."""
+        ready, counts = (SessionState.FINALIZED, SessionState.LEASED), self.sessions.counts
+        for_trainer = counts.for_trainer(*ready) if self.run.state == "training" else 0
+        grants = self.sessions.grants.left + self.sessions.run_grants.left
+        return sum(
+            (
+                *(counts.undecided, self.opening.opening, max(0, self.sessions.reserved)),
+                *(for_trainer, counts.for_exports(*ready), grants),
+            )
+        )
+
+    async def follow_fleet(self) -> None:
+        """Retire once the rank drains, and learn when nothing of it is needed any more."""
+        await self.fleet.refresh()
+        self.quotas.ranks = len(self.fleet.fleet.serving)
+        if self.fleet.retired and not self.opening.retired:
+            log.info("this rank is drained: it takes only members of groups that it has")
+            self.opening.retire()
+        if not self.opening.retired or self.unfinished:
+            self.replayable = True
+        elif self.run.state == "finished":
+            self.replayable = False
+        else:
+            last = await self.journal.last_step()
+            self.replayable = last is not None and last > (self.run.oldest_step or 0)
 
     async def drain(self) -> None:
         """Refuse new calls and sessions, and answer long polls; calls under way continue."""
@@ -181,12 +242,13 @@ async def open_service(
     engine_wait: float = 0.0,
     shape: ModelFingerprint | None = None,
     provider: LiteLLMProvider | None = None,
+    litellm: ConfiguredLiteLLMApp | None = None,
     journal_url: str | None = None,
 ) -> AsyncIterator[RankService]:
     """Recover the rank's journal, connect its engine, and sweep until the end.
 
-    ``provider`` serves the frozen models, if there are any. EngineUnavailable if the engine does
-    not answer within ``engine_wait`` seconds; ``shape`` is the fingerprint of its model.
+    ``provider`` or ``litellm`` serves the frozen models, if there are any. EngineUnavailable if the
+    engine does not answer within ``engine_wait`` seconds; ``shape`` is its model's fingerprint.
     """
     run_dir = run_dir_of(config)
     run_dir.create()
@@ -200,8 +262,10 @@ async def open_service(
         shape=shape,
         key=key_of_engines(config),
     )
-    journal = open_journal(journal_url or run_dir.journal_url(rank))
+    journal = None
     try:
+        # With a log in Redis it may wait until the lease of the rank's last process ends.
+        journal = await asyncio.to_thread(open_journal, journal_url or _journal_url(config, rank))
         service = RankService(
             config,
             chat,
@@ -214,10 +278,14 @@ async def open_service(
             ids=await SessionIds.recover(config, rank, journal),
             engine_slots=await engine.slots(),
             provider=provider,
+            litellm=litellm,
         )
         try:
             await service.recover()
+            if service.events is not None:
+                service.events.start()
             sweeper = asyncio.create_task(_sweep(service))
+            counter = asyncio.create_task(_reconcile(service))
             archiver = asyncio.create_task(service.archive.run())
             watcher = asyncio.create_task(engine.watch(hung_after=config.engine.hung_after))
             try:
@@ -225,6 +293,7 @@ async def open_service(
                     yield service
             finally:
                 sweeper.cancel()
+                counter.cancel()
                 archiver.cancel()
                 watcher.cancel()
                 await asyncio.wait([archiver, watcher])
@@ -233,7 +302,21 @@ async def open_service(
             await asyncio.to_thread(service.audit.close)
     finally:
         await engine.close()
-        await journal.close()
+        if journal is not None:
+            await journal.close()
+
+
+def _journal_url(config: Config, rank: int) -> str:
+    run_dir, server = run_dir_of(config), config.server
+    if server.journal is None:
+        return run_dir.journal_url(rank)
+    return run_dir.logged_journal_url(
+        rank,
+        server.journal.get_secret_value(),
+        lease=server.journal_lease,
+        durability=server.journal_durability,
+        replicas=server.journal_replicas,
+    )
 
 
 def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuotas:
@@ -243,7 +326,29 @@ def _quotas(config: Config, access: Access, sessions: SessionStore) -> TenantQuo
         return default if own is None else own
 
     ranks, open_sessions = config.server.ranks, sessions.counts.undecided_of
-    return TenantQuotas(limit, ranks=ranks, open_sessions=open_sessions)
+    url, kept = config.server.journal, sessions.config
+    if url is None:
+        return TenantQuotas(limit, ranks=ranks, open_sessions=open_sessions)
+    # Only such a rank needs the package.
+    from proxy_ext.web.quota_server import QuotaServer
+    from proxy_ext.web.shared_quotas import SharedQuotas
+
+    run, claim = run_dir_of(config).full_name, sessions.journal.stats.claim
+    server = QuotaServer(url.get_secret_value(), run, sessions.rank, claim)
+    keep = kept.ttl + kept.reward_deadline
+    return SharedQuotas(limit, ranks=ranks, open_sessions=open_sessions, server=server, keep=keep)
+
+
+def _traces(config: Config, rank: int) -> SessionTraces | None:
+    if config.tracing.endpoint is None:
+        return None
+    try:
+        from proxy_ext.tracing import SessionTraces
+    except ModuleNotFoundError as error:
+        raise ConfigError(
+            f"tracing.endpoint needs the package {error.name}: pip install 'any-agent-rl[otel]'"
+        ) from error
+    return SessionTraces(config, part=rank_name(rank))
 
 
 async def _context_length(engine: RemoteEngine, wait: float) -> int:
@@ -258,12 +363,23 @@ async def _context_length(engine: RemoteEngine, wait: float) -> int:
         await asyncio.sleep(_POLL_INTERVAL)
 
 
+async def _reconcile(service: RankService) -> None:
+    """Let the quotas' counts agree with the sessions, until cancelled."""
+    while True:
+        try:
+            service.quotas.reconcile(service.sessions.counts.tenants)
+        except Exception:
+            log.exception("the quotas' counts could not be compared, which will be tried again")
+        await asyncio.sleep(_SWEEP_SECONDS)
+
+
 async def _sweep(service: RankService) -> None:
     """Expire sessions, groups and leases, and refresh keys, until cancelled."""
     while True:
         await asyncio.sleep(_SWEEP_SECONDS)
         try:
             service.auth.access.refresh()
+            await service.follow_fleet()
             # While `/readyz` fails, clients write nothing that would show that there is room.
             await service.journal.retry_full()
             await service.expiry.sweep()

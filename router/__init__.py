@@ -14,6 +14,7 @@
     fanout            routes over all ranks
     lease             acks, exports, leases
     areal             the routes of the AReaL documents, granted slots
+    dashboard         the pages at `/ui`
     metrics           counters, and `/metrics` of all parts
     proxy_router      a router for proxies that are named by their URLs
 

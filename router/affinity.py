@@ -6,7 +6,7 @@ There is no table of sessions, so a router that restarts, or a second one, decid
 from __future__ import annotations
 
 import hashlib
-from functools import lru_cache
+from collections.abc import Callable, Iterable
 from urllib.parse import parse_qsl
 
 from aiohttp import hdrs
@@ -22,38 +22,45 @@ from any_agent.keys import (
     rank_of_session,
     session_prefix,
 )
+from any_agent.rundir.fleet import Fleet
 
 SESSION_HEADER = istr("X-Any-Agent-Session")
 API_KEY_HEADER = istr("X-Api-Key")
 SESSIONS_PATH = "/rl/v1/sessions/"
-_MAX_CACHED_KEYS = 16_384
 _MAX_FIELDS = 100  # fields of a query that is searched for a session; no route has as many
 
 
-def home_of(name: str, ranks: int) -> int:
-    """Return the rank of a group or task: rendezvous hashing over all ranks, dead or alive.
+def home_of(name: str, ranks: Iterable[int]) -> int:
+    """Return the rank of a group or task that begins: rendezvous hashing over the ranks that serve,
+    dead or alive.
 
-    An added rank moves only the groups that it wins; nothing else ever moves a group.
+    An added rank wins some names from each other one, and those of a rank that goes are divided
+    among the others; every other name keeps its home.
     """
-    return max(range(ranks), key=lambda rank: (_weight(rank, name), rank))
+    return max(ranks, key=lambda rank: (_weight(rank, name), rank))
+
+
+def homes_of(name: str, fleet: Fleet) -> list[int]:
+    """Return the ranks that may have a group or task: the homes at its birth under each set of
+    ranks that served. It begins at the last one, the present home, unless another one has it.
+
+    Most names have one home, because a change moves few of them.
+    """
+    *earlier, now = (home_of(name, ranks) for ranks in fleet.served)
+    found = dict.fromkeys(rank for rank in earlier if rank != now and fleet.state(rank) is not None)
+    return [*found, now]
 
 
 def _weight(rank: int, name: str) -> bytes:
     return hashlib.blake2b(f"{rank}:{name}".encode("utf-8", "replace"), digest_size=8).digest()
 
 
-class _Forged(Exception):
-    """Reports a forged key; lru_cache does not store exceptions, so forged keys cannot fill it."""
-
-
 class SessionAffinity:
-    """Finds the ranks of sessions in a service with so many ranks."""
+    """Finds the ranks of sessions in the present ``fleet``."""
 
-    def __init__(self, signer: KeySigner, ranks: int) -> None:
+    def __init__(self, signer: KeySigner, fleet: Callable[[], Fleet]) -> None:
         self._signer = signer
-        # An agent makes many calls under one key. Only genuine keys, which are short, are cached.
-        self._rank_of_key = lru_cache(_MAX_CACHED_KEYS)(self._verified_rank)
-        self.ranks = ranks
+        self._fleet = fleet
 
     def locate(
         self, path: str, query: str, headers: CIMultiDictProxy[str]
@@ -88,47 +95,41 @@ class SessionAffinity:
         """Return the rank of a session key or id; None if it is neither. Errors as in `locate`."""
         rank: int | None
         if name.startswith(LANE_KEY_PREFIXES):
-            try:
-                rank = self._rank_of_key(name)
-            except _Forged:
-                return None
+            judge = name.startswith(JUDGE_KEY_PREFIX)
+            lane = self._signer.verify(name, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX)
+            rank = None if lane is None else lane.rank
         else:
             rank = rank_of_session(name)
-        if rank is not None and rank >= self.ranks:
-            raise NotFound(
-                f"the session is one of rank {rank}, and this service has the ranks 0 to "
-                f"{self.ranks - 1}: it was opened at another service",
-                code="unknown_rank",
-            )
+        fleet = self._fleet()
+        if rank is not None and fleet.state(rank) is None:
+            why = "this service does not have: it was opened at another service"
+            if fleet.knew(rank):
+                why = "was drained: its sessions have ended"
+            raise NotFound(f"the session is one of rank {rank}, which {why}", code="unknown_rank")
         return rank
 
-    def _verified_rank(self, key: str) -> int:
-        judge = key.startswith(JUDGE_KEY_PREFIX)
-        lane = self._signer.verify(key, JUDGE_KEY_PREFIX if judge else SESSION_KEY_PREFIX)
-        if lane is None:
-            raise _Forged
-        return lane.rank
+    def homes(
+        self, *, api_key: str | None, group_id: str | None, task_id: str | None
+    ) -> list[int] | None:
+        """Return the ranks that may have to open a session, as `homes_of` does; None: any rank.
 
-    def home(self, *, api_key: str | None, group_id: str | None, task_id: str | None) -> int | None:
-        """Return the rank that must open a session; None: any rank.
-
-        Conflict (`lane_on_other_rank`) for an earlier key whose rank is not the group's home.
+        Conflict (`lane_on_other_rank`) for an earlier key whose rank is none of them.
         """
         name = group_id or task_id
-        home = home_of(name, self.ranks) if name else None
+        homes = homes_of(name, self._fleet()) if name else None
         if api_key is None:
-            return home
+            return homes
         rank = self.rank_of(api_key) if api_key.startswith(SESSION_KEY_PREFIX) else None
         if rank is None:
             # The key is not valid, which any rank reports.
-            return home
-        if home is not None and home != rank:
+            return homes
+        if homes is not None and rank not in homes:
             raise Conflict(
                 f"the key belongs to rank {rank}, and sessions of this group or task live on rank "
-                f"{home}; open without api_key",
+                f"{homes[-1]}; open without api_key",
                 code="lane_on_other_rank",
             )
-        return rank
+        return homes if homes is not None else [rank]
 
     def _common_rank(self, names: list[str]) -> int | None:
         if len(names) == 1:

@@ -29,6 +29,7 @@ from any_agent.auth.access import (
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import encode_error
 from any_agent.config import Config
+from any_agent.config.litellm import may_have_keys, read_litellm_config
 from any_agent.errors import (
     AnyAgentError,
     Draining,
@@ -39,8 +40,11 @@ from any_agent.errors import (
     ServiceUnavailable,
     Unauthenticated,
 )
+from any_agent.keys import KEY_PREFIXES
+from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.layout import RunDir
 from any_agent.rundir.registry import Heartbeat, Registry, RegistryEntry
+from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.bounded_server import BoundedConnection, BoundedServer, require_room
 from any_agent.runtime.metrics import watch_loop_lag
 from any_agent.runtime.request_limits import MAX_REQUESTS, RequestLimits, Reservation
@@ -48,6 +52,8 @@ from router.affinity import SessionAffinity
 from router.areal import ArealRoutes
 from router.body import BodyFields, RequestBody
 from router.client_response import SERVER, ClientResponder
+from router.dashboard.app import ROOT as UI_ROOT
+from router.dashboard.app import Dashboard
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder, is_idempotent
 from router.implicit_affinity import ImplicitAffinity
@@ -65,8 +71,9 @@ _MAX_HEADERS = 128
 _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _MAX_LONG_BODIES = 8  # of the largest size in memory at once
 _ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
-_KEYLESS = ("/healthz", "/readyz", "/health", "/metrics")
-"""Paths that the router answers without a key; the route of metrics checks keys itself."""
+OVERVIEW = "/rl/v1/overview"
+_KEYLESS = ("/healthz", "/readyz", "/health", "/metrics", OVERVIEW)
+"""Paths that the router answers without a key; metrics and overview check keys themselves."""
 _STOP_SECONDS = 1.5
 """Time for which aiohttp waits for requests under way, and again after it has cancelled them."""
 
@@ -88,12 +95,15 @@ class Router:
         self._server = server
         self.limits = limits = RequestLimits(MAX_REQUESTS)
         limits.max_bytes = max(limits.max_bytes, _MAX_LONG_BODIES * server.max_body_bytes)
-        self._affinity = affinity = SessionAffinity(access.signer, server.ranks)
+        self._affinity = affinity = SessionAffinity(access.signer, lambda: ranks.fleet)
         self.stats = RouterStats()
         self.ranks = ranks
         self.replies = ClientResponder(timeout=server.client_timeout)
         self.forwarder = forwarder = Forwarder(upstream, ranks, self.replies, access.signer)
         self._conversations = ImplicitAffinity(config, forwarder)
+        own = config.litellm.config
+        self._litellm = own is not None
+        self._litellm_keys = own is not None and may_have_keys(read_litellm_config(own), os.environ)
         opens = OpenRoute(affinity, forwarder)
         self._own: dict[tuple[str, str], Handler] = {
             ("GET", START): opens.open,
@@ -106,12 +116,30 @@ class Router:
             **{(m, "/readyz"): self._readyz for m in ("GET", "HEAD")},
         }
         """Handlers of routes that are not just passed on; a wrong or a session's key skips them."""
+        self._audit = audit
         if audit is not None:
-            metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
-            self._own["GET", "/metrics"] = metrics.show
+            self._metrics = MetricsRoute(self.stats, forwarder, upstream, access, audit)
+            self._own["GET", "/metrics"] = self._metrics.show
+        self._dashboard: Dashboard | None = None
         self.draining = False
         """Requests under way go on, and new ones are refused."""
         self._none_running = asyncio.Event()
+
+    def show_run(self, run_dir: RunDir, public_url: str, *, pages: bool) -> None:
+        """Answer the route of the overview, and with ``pages`` requests below `/ui`, here."""
+        assert self._audit is not None
+        dashboard = Dashboard(
+            run_dir,
+            public_url,
+            self._access,
+            self._audit,
+            self.forwarder,
+            self._affinity,
+            self._metrics,
+            self.stats,
+        )
+        self._own["GET", OVERVIEW] = dashboard.show_overview
+        self._dashboard = dashboard if pages else None
 
     async def drain(self, within: float) -> None:
         """Refuse new requests, and wait up to ``within`` seconds for those under way."""
@@ -165,12 +193,17 @@ class Router:
         path, _, query = request.raw_path.partition("?")
         if "%" in path:
             path = unquote(path)
+        if self._dashboard is not None and (path == UI_ROOT or path.startswith(f"{UI_ROOT}/")):
+            return await self._dashboard.handle(request, path, body)
         rank, named, key = self._affinity.locate(path, query, request.headers)
         own = self._own.get((request.method, path))
         if own is None and not named and request.method == "POST" and path.startswith("/rl/"):
             own = self._pass_on_by_body
         caller = self._caller(key)
         scope = caller.scope
+        if path == "/health" and self._litellm and scope is Scope.ADMIN:
+            # LiteLLM's, of its models; everybody else gets AReaL's sign of life.
+            own = None
         if scope in (Scope.NONE, Scope.SESSION, Scope.JUDGE, Scope.TENANT):
             reservation.charge_to(caller.identity)
         if scope is Scope.NONE:
@@ -186,11 +219,17 @@ class Router:
         return await own(request, body)
 
     def _caller(self, key: str) -> Caller:
-        """Return the holder of a request's key, nobody for a wrong one, which ranks refuse."""
+        """Return the holder of a request's key, nobody for a wrong one, which ranks refuse.
+
+        A key that may be LiteLLM's is a tenant's: the rank asks LiteLLM.
+        """
         try:
             return self._access.caller(key)
         except Unauthenticated:
-            return NOBODY
+            if not self._litellm_keys or key.startswith(KEY_PREFIXES):
+                return NOBODY
+            # Wrong ones among them must not have a share of the limits each.
+            return Caller(Scope.TENANT, "LiteLLM's keys", identity="LiteLLM's keys")
 
     async def _pass_on_by_body(
         self, request: web.BaseRequest, body: RequestBody
@@ -219,8 +258,9 @@ class Router:
     async def _healthz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer that the process lives, and with the ranks' states."""
         ranks: dict[str, dict[str, Any]] = {}
-        for rank in range(self.ranks.count):
+        for rank in self.ranks.fleet.ranks:
             ranks[str(rank)] = {"state": "ready" if self.ranks.url(rank) else "away"}
+            ranks[str(rank)] |= {"fleet": self.ranks.fleet.state(rank)}
             if entry := self.ranks.entry(rank):
                 ranks[str(rank)] |= {"version": entry.version, "load": entry.load.model_dump()}
                 ranks[str(rank)] |= {"engine_up": entry.engine_up}
@@ -228,7 +268,8 @@ class Router:
 
     async def _readyz(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer with the ranks that answer, with an engine, and take writes; 503 without any."""
-        live = [rank for rank in self.ranks.live if not self.ranks.stalled(rank)]
+        serving = self.ranks.fleet.serving
+        live = [r for r in self.ranks.live if r in serving and not self.ranks.stalled(r)]
         if not live:
             raise ServiceUnavailable("no rank of the service is up; try again", retry_after=2)
         live = [rank for rank in live if self.ranks.engine_up(rank)]
@@ -297,7 +338,9 @@ async def running_router(
     run_dir = RunDir.of(config.root, config.user, config.experiment, config.trial)
     run_dir.create()
     server = config.server
-    ranks = RankHealth(Registry(run_dir.registry), server.ranks, wait=server.rank_wait)
+    fleet = FleetFile(run_dir.fleet, server.ranks)
+    also = store_beside(config)
+    ranks = RankHealth(Registry(run_dir.registry, also), fleet, wait=server.rank_wait)
     access = Access(config)
     async with AsyncExitStack() as stack:
         upstream = await stack.enter_async_context(open_upstream())
@@ -305,6 +348,7 @@ async def running_router(
         audit = AuditLog(run_dir.audit / "router.jsonl")
         stack.push_async_callback(asyncio.to_thread, audit.close)
         router = Router(config, access, audit, upstream, ranks)
+        router.show_run(run_dir, public_url, pages=server.ui)
         await stack.enter_async_context(listening(router, listener))
         entry = RegistryEntry(
             name="router", boot_id=secrets.token_hex(8), url=public_url, pid=os.getpid()
@@ -315,7 +359,7 @@ async def running_router(
             access.refresh()
             return stopping if router.draining else entry
 
-        heartbeat = Heartbeat(run_dir.registry, current_entry)
+        heartbeat = Heartbeat(run_dir.registry, current_entry, also)
         await heartbeat.begin()
         stack.push_async_callback(heartbeat.end)
         yield router

@@ -13,6 +13,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Mapping
+from contextlib import suppress
 from http import HTTPStatus
 from types import MappingProxyType
 from typing import Literal, TypeAlias
@@ -28,11 +29,12 @@ from any_agent.errors import (
     RunFinished,
     ServiceUnavailable,
     TooManyRequests,
+    Unauthenticated,
     from_response,
 )
 from any_agent.keys import SESSION_KEY_PREFIX
-from any_agent.protocol.rl import GRANT_ONLY_HEADER
-from router.affinity import SessionAffinity, home_of, key_in
+from any_agent.protocol.rl import FLEET_HEADER, GRANT_ONLY_HEADER
+from router.affinity import SessionAffinity, homes_of, key_in
 from router.body import BodyFields, RequestBody
 from router.fanout import Handler
 from router.forward import IDEMPOTENCY_KEY, Forwarder
@@ -72,7 +74,10 @@ class SlotGrants:
         Ranks that are away are passed over. A slot is never at two ranks. It is lost only with the
         router, or if a rank dies or does not answer in time while it gives or gets the slot.
         """
-        of: _Owner = "run" if self._access.caller(key_in(request.headers)) == RUN else "others"
+        of: _Owner = "others"
+        # LiteLLM may know another key, which the rank has asked it for.
+        with suppress(Unauthenticated):
+            of = "run" if self._access.caller(key_in(request.headers)) == RUN else "others"
         async with self.at_rest:
             self.searches += 1
             for rank in self._forwarder.ranks.live:
@@ -141,17 +146,20 @@ class ArealRoutes:
         fields = BodyFields(request, await body.read(MAX_BYTES))
         key = fields.text("task_id") or request.headers.get(IDEMPOTENCY_KEY)
         deadline = time.monotonic() + self._ranks.wait
-        if key is not None:
-            rank = home_of(key, self._ranks.count)
-        else:
+        rank = 0
+        if key is None:
             live = await self._ranks.reach_any(deadline)
+            live = [each for each in live if self._ranks.fleet.state(each) == "serving"] or live
             self._turn += 1
             rank = live[self._turn % len(live)]
             rank = max(live, key=lambda each: (self._waiting[each], each == rank))
             deadline = time.monotonic() + self._ranks.wait
         try:
-            answer = await self._forwarder.ask(
-                request, rank, content=fields.content, deadline=deadline
+            answer = await self._forwarder.ask_homes(
+                lambda: homes_of(key, self._ranks.fleet) if key is not None else [rank],
+                lambda home, more: self._forwarder.ask(
+                    request, home, content=fields.content, deadline=deadline, more=more
+                ),
             )
         finally:
             # Counted before the client gets its answer.
@@ -165,26 +173,62 @@ class ArealRoutes:
         so that it never opens twice: a granted slot is brought there. Any other goes to the slot.
         """
         fields = BodyFields(request, await body.read(MAX_BYTES))
-        if fields.body is None or self._ranks.count == 1:
+        if fields.body is None or len(self._ranks.fleet.ranks) == 1:
             # Any rank reports what is wrong with it; a single rank takes its granted slots first.
             return await self._forwarder.pass_on(request, None, body, content=fields.content)
         task, key = fields.text("task_id"), fields.text("api_key")
-        home = home_of(task, self._ranks.count) if task is not None else None
         earlier = key is not None and key.startswith(SESSION_KEY_PREFIX)
         bound = self._affinity.rank_of(key) if key is not None and earlier else None
         once = request.headers.get(IDEMPOTENCY_KEY)
-        if bound is None and once is not None:
-            bound = home if home is not None else home_of(f"key {once}", self._ranks.count)
         if bound is not None:
-            answer = await self._open_at(request, fields.content, bound, home)
+            answer = await self._open_with_key(request, fields.content, bound, task)
+        elif once is not None:
+            answer = await self._open_once(request, fields.content, task or f"key {once}")
         else:
-            answer = await self._open_anywhere(request, fields.content, home)
+            answer = await self._open_anywhere(request, fields.content, task)
         return await self._forwarder.answer_with(request, answer)
 
-    async def _open_at(
-        self, request: web.BaseRequest, content: bytes, rank: int, home: int | None
+    async def _open_once(
+        self, request: web.BaseRequest, content: bytes, name: str
+    ) -> UpstreamResponse:
+        """Open at the rank that answered an earlier equal request, or where the name begins."""
+        deadline = time.monotonic() + self._ranks.wait
+
+        async def ask(rank: int, more: Mapping[str, str]) -> UpstreamResponse:
+            answer = None
+            if not more[FLEET_HEADER].endswith("member"):
+                answer = await self._open_on_brought(request, content, rank, deadline)
+            return answer or await self._open_waiting(request, content, rank, deadline, more)
+
+        return await self._forwarder.ask_homes(lambda: homes_of(name, self._ranks.fleet), ask)
+
+    async def _open_with_key(
+        self, request: web.BaseRequest, content: bytes, rank: int, task: str | None
     ) -> UpstreamResponse:
         deadline = time.monotonic() + self._ranks.wait
+        answer = await self._open_on_brought(request, content, rank, deadline)
+        if answer is not None:
+            return answer
+
+        def homes() -> list[int]:
+            found = homes_of(task, self._ranks.fleet) if task is not None else [rank]
+            if rank not in found:
+                raise Conflict(
+                    f"the key belongs to rank {rank}, no slot is granted, and sessions of this "
+                    f"task live on rank {found[-1]}; open without api_key",
+                    code="lane_on_other_rank",
+                )
+            return found
+
+        return await self._forwarder.ask_homes(
+            homes, lambda home, more: self._open_waiting(request, content, home, deadline, more)
+        )
+
+    async def _open_on_brought(
+        self, request: web.BaseRequest, content: bytes, rank: int, deadline: float
+    ) -> UpstreamResponse | None:
+        """Open on a granted slot of this rank, or of another one, which is brought here; None if no
+        rank has one."""
         for _ in range(_MAX_TRIES):
             before = (self._granted, self._grants.moved)
             answer = await self._forwarder.ask(
@@ -196,35 +240,45 @@ class ArealRoutes:
             moving = asyncio.ensure_future(self._grants.move_to(request, rank))
             brought = await asyncio.shield(moving)
             if not brought and before == (self._granted, self._grants.moved):
-                break
-        else:
-            raise _too_many_grants()
-        if home not in (None, rank):
-            raise Conflict(
-                f"the key belongs to rank {rank}, no slot is granted, and sessions of this task "
-                f"live on rank {home}; open without api_key",
-                code="lane_on_other_rank",
-            )
+                return None
+        raise _too_many_grants()
+
+    async def _open_waiting(
+        self,
+        request: web.BaseRequest,
+        content: bytes,
+        rank: int,
+        deadline: float,
+        more: Mapping[str, str],
+    ) -> UpstreamResponse:
         self._waiting[rank] += 1
         try:
-            return await self._forwarder.ask(request, rank, content=content, deadline=deadline)
+            return await self._forwarder.ask(
+                request, rank, content=content, deadline=deadline, more=more
+            )
         finally:
             self._waiting[rank] -= 1
 
     async def _open_anywhere(
-        self, request: web.BaseRequest, content: bytes, home: int | None
+        self, request: web.BaseRequest, content: bytes, task: str | None
     ) -> UpstreamResponse:
         deadline = time.monotonic() + self._ranks.wait
         live = await self._ranks.reach_any(deadline)
+        homes = homes_of(task, self._ranks.fleet) if task is not None else []
         self._turn += 1
         order = [live[(self._turn + k) % len(live)] for k in range(len(live))]
         # The home first: its engine has the beginning of the task's prompt.
-        order.sort(key=lambda rank: rank != home)
+        order.sort(key=lambda rank: rank not in homes[-1:])
         answer = await self._open_on_grant(request, content, order)
         if answer is not None:
             return answer
-        if home is not None:
-            return await self._forwarder.ask(request, home, content=content, deadline=deadline)
+        if task is not None:
+            return await self._forwarder.ask_homes(
+                lambda: homes_of(task, self._ranks.fleet),
+                lambda rank, more: self._forwarder.ask(
+                    request, rank, content=content, deadline=deadline, more=more
+                ),
+            )
         refusal: UpstreamResponse | None = None
         for rank in order:
             answer = await self._ask(request, rank, content)

@@ -52,7 +52,7 @@ class FanOut:
 
         async def handler(request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
             answers = await self._ask_all(request, await body.read(MAX_BYTES))
-            refusal = _refusal(answers)
+            refusal = refusal_of(answers)
             if refusal is not None:
                 return await self._forwarder.answer_with(request, refusal)
             successes = _successes(answers)
@@ -65,22 +65,15 @@ class FanOut:
     async def sessions(self, request: web.BaseRequest, body: RequestBody) -> web.StreamResponse:
         """Answer with a list, as one rank does; a header names the ranks that are missing in it."""
         answers = await self._ask_all(request, b"")
-        refusal = _refusal(answers)
+        refusal = refusal_of(answers)
         if refusal is not None:
             return await self._forwarder.answer_with(request, refusal)
-        lists = _successes(answers)
-        query = dict(parse_qsl(request.raw_path.partition("?")[2]))
-        missing = self._missing(lists)
+        missing = self._missing(_successes(answers))
         headers = {UNREACHABLE_HEADER: ",".join(map(str, missing))} if missing else {}
-        ends = {
-            rank: read_places(answers[rank].headers.get(AFTER_HEADER, "")).get(rank)
-            for rank in lists
-        }
-        # The ranks accepted the limit as a whole number, and 5.0 is one.
-        limit = int(float(query.get("limit", 100)))
-        shown, places = newest(lists, ends, read_places(query.get("after", "")), limit)
-        if places is not None:
-            headers[AFTER_HEADER] = write_places(places)
+        query = dict(parse_qsl(request.raw_path.partition("?")[2]))
+        shown, after = merged_sessions(answers, query)
+        if after is not None:
+            headers[AFTER_HEADER] = after
         return await self._forwarder.replies.json(request, shown, headers=headers)
 
     async def _ask_all(
@@ -104,7 +97,7 @@ class FanOut:
         return found
 
     def _missing(self, answered: Iterable[int]) -> list[int]:
-        return sorted(set(range(self._ranks.count)) - set(answered))
+        return sorted(set(self._ranks.fleet.ranks) - set(answered))
 
 
 def _successes(answers: dict[int, UpstreamResponse]) -> Answers:
@@ -119,13 +112,27 @@ def _json(answer: UpstreamResponse) -> Any:
         return answer.body.decode(errors="replace")
 
 
-def _refusal(answers: dict[int, UpstreamResponse]) -> UpstreamResponse | None:
+def refusal_of(answers: dict[int, UpstreamResponse]) -> UpstreamResponse | None:
     """Return the answer to pass on as it is: a rank's 4xx, or an error if no rank succeeded."""
     in_order = [answers[rank] for rank in sorted(answers)]
     for answer in in_order:
         if 400 <= answer.status < 500:
             return answer
     return in_order[0] if all(answer.status >= 300 for answer in in_order) else None
+
+
+def merged_sessions(
+    answers: dict[int, UpstreamResponse], query: Mapping[str, str]
+) -> tuple[list[Any], str | None]:
+    """Return the sessions of all ranks' pages as one page, and the `after` of the next one."""
+    lists = _successes(answers)
+    ends = {
+        rank: read_places(answers[rank].headers.get(AFTER_HEADER, "")).get(rank) for rank in lists
+    }
+    # The ranks accepted the limit as a whole number, and 5.0 is one.
+    limit = int(float(query.get("limit", 100)))
+    shown, places = newest(lists, ends, read_places(query.get("after", "")), limit)
+    return shown, None if places is None else write_places(places)
 
 
 def sums(answers: Answers) -> dict[str, int]:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from http import HTTPStatus
 from types import MappingProxyType
+from typing import TypeVar
 from urllib.parse import unquote
 
 from aiohttp import hdrs, web
 from multidict import CIMultiDict, istr
 
 from any_agent.auth.access import CLIENT_HEADER
-from any_agent.errors import ReplyLost
+from any_agent.errors import Draining, ReplyLost, ServiceUnavailable, from_response
 from any_agent.keys import KeySigner, bearer_of
+from any_agent.protocol.rl import FLEET_HEADER
 from router.affinity import SESSION_HEADER
 from router.body import RequestBody
 from router.client_response import ClientResponder
@@ -23,6 +26,9 @@ IDEMPOTENCY_KEY = istr("Idempotency-Key")
 _RETRY_COUNT = istr("x-stainless-retry-count")
 """The header by which an SDK marks its retries; a retried model call is not sampled again."""
 _CLIENT = istr(CLIENT_HEADER)
+_FLEET = istr(FLEET_HEADER)
+_MAX_CHOICES = 8  # of a rank, if each time the fleet has changed
+_Answer = TypeVar("_Answer", web.StreamResponse | UpstreamResponse, UpstreamResponse)
 _REPEATABLE = ("GET", "HEAD", "OPTIONS")
 
 
@@ -60,7 +66,35 @@ class Forwarder:
         ``content``: the body, if it was read already. The rank is waited for while it is away:
         ServiceUnavailable if it does not come back, ReplyLost if it dies before it answers.
         """
+        answer = await self._pass_on(request, rank, body, content, {})
+        assert isinstance(answer, web.StreamResponse)
+        return answer
+
+    async def pass_to_homes(
+        self,
+        request: web.BaseRequest,
+        homes: Callable[[], Sequence[int]],
+        body: RequestBody,
+        content: bytes,
+    ) -> web.StreamResponse:
+        """Pass a request on to one of its homes, as :meth:`ask_homes` finds it."""
+        answer: web.StreamResponse | UpstreamResponse = await self.ask_homes(
+            homes, lambda rank, more: self._pass_on(request, rank, body, content, more)
+        )
+        assert isinstance(answer, web.StreamResponse)
+        return answer
+
+    async def _pass_on(
+        self,
+        request: web.BaseRequest,
+        rank: int | None,
+        body: RequestBody,
+        content: bytes | None,
+        more: Mapping[str, str],
+    ) -> web.StreamResponse | UpstreamResponse:
+        """Pass a request on, with ``more`` headers; a refusal because of them is only returned."""
         headers = self._rank_headers(request)
+        headers.update(more)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
         elif not request.body_exists:
@@ -77,6 +111,9 @@ class Forwarder:
                     rank, request.method, request.raw_path, headers, payload, deadline
                 )
                 async with response:
+                    if more and response.status == HTTPStatus.MISDIRECTED_REQUEST:
+                        refusal, rank = await response.read(), rank or 0
+                        return UpstreamResponse(rank, response.status, CIMultiDict(), refusal)
                     return await self.replies.relay(request, response)
             except ReplyLost:
                 if response is None and body.error is not None:
@@ -110,6 +147,34 @@ class Forwarder:
         headers.update(more)
         target = target or request.raw_path
         return await self.exchange(rank, request.method, target, headers, content, deadline)
+
+    async def ask_homes(
+        self,
+        homes: Callable[[], Sequence[int]],
+        ask: Callable[[int, Mapping[str, str]], Awaitable[_Answer]],
+    ) -> _Answer:
+        """Return the answer of the rank that has what a request belongs to, or may begin it.
+
+        ``homes`` are the ranks that may, the one where it begins last; ``ask`` sends one of them
+        the request with these headers. They are chosen again when the fleet has changed.
+        """
+        for _ in range(_MAX_CHOICES):
+            number = self.ranks.fleet.number
+            *earlier, home = homes()
+            for rank in earlier:
+                answer = await ask(rank, {FLEET_HEADER: f"{number} member"})
+                if answer.status != HTTPStatus.MISDIRECTED_REQUEST:
+                    return answer
+            answer = await ask(home, {FLEET_HEADER: str(number)})
+            misdirected = answer.status == HTTPStatus.MISDIRECTED_REQUEST
+            if not (misdirected or _drains(answer)):
+                return answer
+            await self.ranks.refresh()
+            if self.ranks.fleet.number == number:
+                break
+        if not misdirected:
+            return answer
+        raise ServiceUnavailable("the service's ranks change just now; try again", retry_after=1)
 
     async def answer_with(
         self, request: web.BaseRequest, answer: UpstreamResponse
@@ -165,6 +230,7 @@ class Forwarder:
         """Return the headers with which a rank gets a client's request."""
         headers = end_to_end(request.headers)
         headers.popall(hdrs.EXPECT, None)
+        headers.popall(_FLEET, None)
         headers[_CLIENT] = self._signer.sign_client(request.remote or "")
         keys = headers.getall(hdrs.AUTHORIZATION, [])
         if len(keys) > 1:
@@ -177,6 +243,14 @@ class Forwarder:
         live = self.ranks.fit or await self.ranks.reach_any(deadline)
         self._turn += 1
         return live[self._turn % len(live)]
+
+
+def _drains(answer: web.StreamResponse | UpstreamResponse) -> bool:
+    """Return whether a rank refused to begin anything: it stops, or leaves the fleet."""
+    if not isinstance(answer, UpstreamResponse):
+        return False
+    refused = answer.status == HTTPStatus.SERVICE_UNAVAILABLE
+    return refused and isinstance(from_response(answer.status, answer.body, None), Draining)
 
 
 def _is_repeatable(request: web.BaseRequest) -> bool:

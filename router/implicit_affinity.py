@@ -15,7 +15,7 @@ from any_agent.auth.access import Scope
 from any_agent.completions.apis import api_at
 from any_agent.config import Config
 from any_agent.protocol.conversation_key import rank_of_response, task_of
-from router.affinity import home_of
+from router.affinity import homes_of
 from router.body import MAX_SHORT_BYTES, RequestBody, json_object
 from router.forward import Forwarder
 
@@ -28,9 +28,8 @@ class ImplicitAffinity:
     """Passes model calls on to the homes of their conversations."""
 
     def __init__(self, config: Config, forwarder: Forwarder) -> None:
-        server = config.server
-        self.on = config.sessions.implicit and server.ranks > 1
-        self._ranks = server.ranks
+        self._on = config.sessions.implicit
+        self._ranks = forwarder.ranks
         self._forwarder = forwarder
 
     def applies(self, method: str, path: str, scope: Scope) -> bool:
@@ -38,7 +37,11 @@ class ImplicitAffinity:
 
         Without keys every caller has the scope ADMIN.
         """
-        if not self.on or scope not in (Scope.TENANT, Scope.ADMIN):
+        if (
+            not self._on
+            or len(self._ranks.fleet.ranks) == 1
+            or scope not in (Scope.TENANT, Scope.ADMIN)
+        ):
             return False
         if method != "POST":
             return path.startswith(_RESPONSES)
@@ -54,19 +57,24 @@ class ImplicitAffinity:
             return await self._forwarder.pass_on(request, self._rank_of_response(id), body)
         content = await body.read()
         if len(content) > MAX_SHORT_BYTES:
-            parsing = asyncio.get_running_loop().run_in_executor(None, self._rank, path, content)
+            parsing = asyncio.get_running_loop().run_in_executor(None, self._name, path, content)
             try:
-                rank = await asyncio.shield(parsing)
+                name = await asyncio.shield(parsing)
             except asyncio.CancelledError:
                 # The body stays in memory, and counts, until its thread has ended.
                 await asyncio.wait([parsing])
                 raise
         else:
-            rank = self._rank(path, content)
-        return await self._forwarder.pass_on(request, rank, body, content=content)
+            name = self._name(path, content)
+        if not isinstance(name, str):
+            return await self._forwarder.pass_on(request, name, body, content=content)
+        return await self._forwarder.pass_to_homes(
+            request, lambda: homes_of(name, self._ranks.fleet), body, content
+        )
 
-    def _rank(self, path: str, content: bytes) -> int | None:
-        """Return the rank of a call's conversation; None for a body that any rank will refuse."""
+    def _name(self, path: str, content: bytes) -> str | int | None:
+        """Return the name of a call's conversation, or the rank of the response that it continues;
+        None for a body that any rank will refuse."""
         if len(content) > _MAX_VALUES and sum(map(content.count, b",[{")) > _MAX_VALUES:
             return None
         fields = json_object(content)
@@ -77,8 +85,8 @@ class ImplicitAffinity:
             return named
         api = api_at(path)
         conversation = fields if api is None else api.conversation(fields)
-        return home_of(task_of(conversation), self._ranks)
+        return task_of(conversation)
 
     def _rank_of_response(self, id: Any) -> int | None:
         rank = rank_of_response(id)
-        return rank if rank is not None and rank < self._ranks else None
+        return rank if rank is not None and self._ranks.fleet.state(rank) is not None else None

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Set
 from typing import TypeAlias
 
 from aiohttp import web
 from multidict import CIMultiDict
 
-from any_agent.auth.access import METRICS_SCOPES, Access, authorize
+from any_agent.auth.access import METRICS_SCOPES, Access, Caller, Scope, authorize
 from any_agent.auth.audit_log import AuditLog
 from any_agent.completions.apis import all_apis
 from any_agent.errors import AnyAgentError
@@ -24,6 +24,7 @@ from any_agent.runtime.metrics import (
     Value,
     Values,
     loop_lag_histogram,
+    merged,
 )
 from router.affinity import key_in
 from router.body import RequestBody
@@ -39,8 +40,8 @@ FAILED = 500
 OTHER = "other"
 _ROUTES = {
     *("abort", "ack", "capacity", "count_tokens", "end_session", "export_trajectories", "finalize"),
-    *("grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "pause", "readyz"),
-    *("resume", "run", "sessions", "set_reward", "start_session", "version", "veto"),
+    *("grant_capacity", "healthz", "heartbeat", "lease", "metrics", "models", "overview", "pause"),
+    *("readyz", "resume", "run", "sessions", "set_reward", "start_session", "version", "veto"),
 }
 """Last words of our own paths. Words that clients make up must not become labels."""
 
@@ -133,6 +134,22 @@ _METRICS: tuple[tuple[Metric, _Read], ...] = (
 METRICS = (_UP, *(metric for metric, _ in _METRICS))
 
 
+def authorize_request(
+    request: web.BaseRequest, scopes: Set[Scope], access: Access, audit: AuditLog
+) -> Caller:
+    """Return the holder of a request's key; check it as the ranks do, and log a refusal."""
+    bearer = key_in(request.headers)
+    try:
+        caller = access.caller(bearer)
+        authorize(scopes, caller)
+    except AnyAgentError as error:
+        route = f"{request.method} {request.path}"
+        about = {"route": route, "status": error.status, "client": request.remote}
+        audit.refusal(error.code, claimed=key_id(bearer), **about)
+        raise
+    return caller
+
+
 class MetricsRoute:
     """Handles `/metrics`: it checks the caller's key, and scrapes the parts with the run's keys."""
 
@@ -152,30 +169,25 @@ class MetricsRoute:
 
     async def show(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         """Answer with every part's metrics; a part that does not answer has only `any_agent_up`."""
-        self._authorize(request)
-        parts = self._parts()
-        texts = await asyncio.gather(*(self._fetch(*part) for part in parts.items()))
-        up: Values = {(name,): text is not None for name, text in zip(parts, texts, strict=True)}
+        authorize_request(request, METRICS_SCOPES, self._access, self._audit)
+        texts = await self.scrape()
+        up: Values = {(name,): text is not None for name, text in texts.items()}
         read = [(metric, read(self._stats, self._forwarder)) for metric, read in _METRICS]
         own = Exposition("router", lambda: [(_UP, up), *read]).render().decode()
-        body = merged([own, *(text for text in texts if text)]).encode()
+        body = merged([own, *(text for text in texts.values() if text)]).encode()
         head = CIMultiDict({"Content-Type": CONTENT_TYPE, "Content-Length": str(len(body))})
         return await self._forwarder.replies.send(request, 200, head, body)
 
-    def _authorize(self, request: web.BaseRequest) -> None:
-        """Check the caller's key as the ranks do, and log a refusal."""
-        bearer = key_in(request.headers)
-        try:
-            authorize(METRICS_SCOPES, self._access.caller(bearer))
-        except AnyAgentError as error:
-            about = {"route": "GET /metrics", "status": error.status, "client": request.remote}
-            self._audit.refusal(error.code, claimed=key_id(bearer), **about)
-            raise
+    async def scrape(self) -> dict[str, str | None]:
+        """Return the metrics of each part that should run; None for one that does not answer."""
+        parts = self._parts()
+        texts = await asyncio.gather(*(self._fetch(*part) for part in parts.items()))
+        return dict(zip(parts, texts, strict=True))
 
     def _parts(self) -> dict[str, str]:
         """Return the URL of each part that should run, "" for one that is away."""
         ranks = self._forwarder.ranks
-        parts = {rank_name(rank): ranks.url(rank) for rank in range(ranks.count)}
+        parts = {rank_name(rank): ranks.url(rank) for rank in ranks.fleet.ranks}
         trainer = ranks.trainer
         if trainer is not None and trainer.state == "ready":
             parts[_TRAINER] = trainer.url
@@ -198,24 +210,3 @@ class MetricsRoute:
             return None
         shown = response.status == 200 and response.headers.get("Content-Type") == CONTENT_TYPE
         return body.decode(errors="replace") if shown else None
-
-
-def merged(texts: Iterable[str]) -> str:
-    """Merge several expositions: each family is described once, with all of its samples.
-
-    The lines are not parsed: the streams must not wait while a run of many ranks is scraped.
-    """
-    heads: dict[str, dict[str, str]] = {}
-    samples: dict[str, list[str]] = {}
-    for text in texts:
-        name = ""
-        for line in text.splitlines():
-            if line.startswith(("# HELP ", "# TYPE ")):
-                kind, name = line.split(" ", 3)[1:3]
-                heads.setdefault(name, {}).setdefault(kind, line)
-            elif name and line.startswith(name):
-                samples.setdefault(name, []).append(line)
-    lines = [
-        line for name, head in heads.items() for line in (*head.values(), *samples.get(name, ()))
-    ]
-    return "".join(f"{line}\n" for line in lines)

@@ -13,8 +13,10 @@ import asyncio
 import logging
 import time
 from collections import Counter
+from collections.abc import Mapping
 from functools import partial
 from http import HTTPStatus
+from types import MappingProxyType
 
 import orjson
 from aiohttp import web
@@ -28,7 +30,7 @@ from any_agent.errors import (
     StoreBusy,
     from_response,
 )
-from router.affinity import SESSIONS_PATH, SessionAffinity, home_of, key_in
+from router.affinity import SESSIONS_PATH, SessionAffinity, homes_of, key_in
 from router.body import BodyFields, RequestBody, seconds
 from router.forward import IDEMPOTENCY_KEY, Forwarder
 from router.upstream import OUT_OF_DESCRIPTORS, UpstreamResponse
@@ -72,17 +74,24 @@ class OpenRoute:
         if fields.body is None:
             return await self._forwarder.pass_on(request, None, body, content=fields.content)
         train = fields.text("mode") != "eval"
-        home = self._affinity.home(
-            api_key=fields.text("api_key"),
-            group_id=fields.text("group_id") if train else None,
-            task_id=fields.text("task_id") if train else None,
-        )
-        key = request.headers.get(IDEMPOTENCY_KEY)
-        if home is None and key is not None and request.method == "POST":
-            home = home_of(f"key {key}", self._affinity.ranks)
-        if home is not None:
+        key = request.headers.get(IDEMPOTENCY_KEY) if request.method == "POST" else None
+
+        def homes() -> list[int] | None:
+            found = self._affinity.homes(
+                api_key=fields.text("api_key"),
+                group_id=fields.text("group_id") if train else None,
+                task_id=fields.text("task_id") if train else None,
+            )
+            return homes_of(f"key {key}", self._ranks.fleet) if found is None and key else found
+
+        if homes() is not None:
             deadline = time.monotonic() + self._ranks.wait
-            answer = await self._exchange(request, home, fields.content, deadline=deadline)
+            answer = await self._forwarder.ask_homes(
+                lambda: homes() or [],
+                lambda rank, more: self._exchange(
+                    request, rank, fields.content, deadline=deadline, more=more
+                ),
+            )
         else:
             answer = await self._open_anywhere(request, fields, "train" if train else "eval")
         return await self._forwarder.answer_with(request, answer)
@@ -166,11 +175,14 @@ class OpenRoute:
         content: bytes,
         target: str | None = None,
         deadline: float = 0.0,
+        more: Mapping[str, str] = MappingProxyType({}),
     ) -> UpstreamResponse:
         """Return a rank's answer; RankStalled if the rank stalls before, ServiceUnavailable if it
         is away at the deadline."""
         asking = asyncio.create_task(
-            self._forwarder.ask(request, rank, content=content, target=target, deadline=deadline)
+            self._forwarder.ask(
+                request, rank, content=content, target=target, deadline=deadline, more=more
+            )
         )
         with self._ranks.stall(rank) as end:
             asking.add_done_callback(partial(_finish, end))

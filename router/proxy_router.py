@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator, Coroutine, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, asynccontextmanager
 from contextvars import ContextVar
+from pathlib import Path
 from typing import Any, Self
 
 import httpx
@@ -34,6 +35,7 @@ from any_agent.keys import (
     Lane,
     lane_in,
 )
+from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.registry import Registry, RegistryEntry, RegistrySnapshot, rank_name
 from any_agent.runtime.ports import reserve, url_of
 from router.app import Router, listening, serve
@@ -152,7 +154,8 @@ class ProxyRouter:
                     "with an admin key (ANY_AGENT_SERVER__ADMIN_KEY), or bind host='127.0.0.1'"
                 )
             config = load_config(None, [f"server.ranks={len(self.proxy_urls)}"], {})
-            ranks = RankHealth(proxies, config.server.ranks, wait=config.server.rank_wait)
+            fleet = FleetFile(None, config.server.ranks)
+            ranks = RankHealth(proxies, fleet, wait=config.server.rank_wait)
             upstream = await stack.enter_async_context(open_upstream())
             await stack.enter_async_context(ranks.watched())
             router = Router(config, _UncheckedAccess(closed), None, upstream, ranks)
@@ -204,8 +207,8 @@ class _Proxies(Registry):
     """The proxies that answer, by the rank that each reports."""
 
     def __init__(self, urls: Sequence[str]) -> None:
+        super().__init__(Path())
         self._urls = urls
-        self._seen: dict[str, RegistrySnapshot] = {}
         self._http = httpx.Client(timeout=_HEALTH_TIMEOUT, trust_env=False)
         self._threads = ThreadPoolExecutor(min(len(urls), 32), thread_name_prefix="proxies")
 

@@ -10,6 +10,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import asynccontextmanager, contextmanager, suppress
 
 from any_agent.errors import ServiceUnavailable
+from any_agent.rundir.fleet import Fleet, FleetFile
 from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
 
 log = logging.getLogger(__name__)
@@ -28,25 +29,26 @@ class RankHealth:
     A rank that refused a connection counts as away until it writes its registry entry again.
     """
 
-    def __init__(self, registry: Registry, count: int, *, wait: float) -> None:
+    def __init__(self, registry: Registry, fleet: FleetFile, *, wait: float) -> None:
         self._registry = registry
-        self.count = count
+        self._fleet = fleet
         self.wait = wait
         self.waiting = 0
         """Number of requests that wait for a rank now."""
-        self._failed_at = [0.0] * count
+        self._failed_at: dict[int, float] = {}
         """Time of each rank's last failure, before which its entries do not count; infinite until
         the registry was read."""
-        self._urls: list[str] = [""] * count
-        """The URLs of the ranks that serve; "" for the others."""
+        self._urls: dict[int, str] = {}
+        """The URLs of the ranks that answer; "" for the others."""
         self._changed = asyncio.Event()
         self._stopped = False
         self._refresh_now = asyncio.Event()
         """Set in order to read the registry at once."""
         self.live: list[int] = []
-        """The ranks that serve now, in order."""
+        """The ranks that answer now, in order."""
         self.fit: list[int] = []
-        """The best of them for new sessions: if possible with a heartbeat and an engine."""
+        """The best of them for new sessions: if possible those that serve, with a heartbeat and an
+        engine."""
         self._stalled: frozenset[int] = frozenset()
         self._read_at = 0.0
         """The time of the last look into the registry."""
@@ -58,29 +60,38 @@ class RankHealth:
 
         A thread reads it, so that no stream waits for the disk.
         """
-        failed = [rank for rank, at in enumerate(self._failed_at) if at == math.inf]
+        failed = [rank for rank, at in self._failed_at.items() if at == math.inf]
         now = time.monotonic()
-        await asyncio.to_thread(self._registry.refresh)
+        await asyncio.to_thread(self._read)
         self._read_at = now
         for rank in failed:
             self._failed_at[rank] = time.monotonic()
         self._update()
 
+    def _read(self) -> None:
+        self._fleet.refresh()
+        self._registry.refresh()
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet.now
+
     def _update(self) -> None:
-        urls = [self._url(rank) for rank in range(self.count)]
-        self.live = [rank for rank, url in enumerate(urls) if url]
+        urls = {rank: self._url(rank) for rank in self.fleet.ranks}
+        self.live = [rank for rank, url in urls.items() if url]
         heard = {rank: self._registry.heard(rank_name(rank)) for rank in self.live}
         # Compared with the last look: while the registry's disk hangs nobody is heard.
         self._stalled = frozenset(
             rank for rank, at in heard.items() if self._read_at - at > STALLED_AFTER
         )
         awake = [rank for rank in self.live if rank not in self._stalled]
-        self.fit = [rank for rank in awake if self.engine_up(rank)] or awake or self.live
+        serving = [rank for rank in awake if self.fleet.state(rank) == "serving"] or awake
+        self.fit = [rank for rank in serving if self.engine_up(rank)] or serving or self.live
         self._report_stalls()
         if urls == self._urls:
             return
-        for rank, (before, now) in enumerate(zip(self._urls, urls, strict=True)):
-            if before != now:
+        for rank in sorted({*self._urls, *urls}):
+            if (now := urls.get(rank, "")) != self._urls.get(rank, ""):
                 log.info("rank %d serves at %s" if now else "rank %d does not answer%s", rank, now)
         self._urls = urls
         self._changed.set()
@@ -89,11 +100,17 @@ class RankHealth:
     def _url(self, rank: int) -> str:
         name = rank_name(rank)
         entry = self._registry.get(name)
-        alive = self._registry.alive(name) and self._registry.heard(name) > self._failed_at[rank]
+        failed_at = self._failed_at.get(rank, 0.0)
+        alive = self._registry.alive(name) and self._registry.heard(name) > failed_at
         return entry.url.rstrip("/") if entry is not None and alive else ""
 
     def entry(self, rank: int) -> RegistryEntry | None:
         return self._registry.get(rank_name(rank))
+
+    @property
+    def trainer_alive(self) -> bool:
+        """True if the trainer is ready and has written its entry lately."""
+        return self._registry.alive("trainer")
 
     def engine_up(self, rank: int) -> bool:
         """Return False if the rank's engine is dead or hangs."""
@@ -136,17 +153,19 @@ class RankHealth:
 
     def url(self, rank: int) -> str:
         """Return the rank's URL; "" while it is away."""
-        return self._urls[rank]
+        return self._urls.get(rank, "")
 
     async def reach(self, rank: int, deadline: float) -> str:
-        """Return the rank's URL once it serves; ServiceUnavailable at the deadline."""
-        while not self._urls[rank]:
+        """Return the rank's URL once it answers; ServiceUnavailable at the deadline."""
+        while not (url := self.url(rank)):
+            if self.fleet.state(rank) is None:
+                raise ServiceUnavailable(f"rank {rank} was drained; try again", retry_after=1)
             what = f"rank {rank}, where this session lives, does not answer or is restarting"
             await self._wait(deadline, what)
-        return self._urls[rank]
+        return url
 
     async def reach_any(self, deadline: float) -> list[int]:
-        """Return the ranks that serve once there is one; ServiceUnavailable at the deadline."""
+        """Return the ranks that answer once there is one; ServiceUnavailable at the deadline."""
         while not self.live:
             await self._wait(deadline, "no rank of the service is up")
         return self.live

@@ -55,6 +55,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         action="store_true",
         help="run the proofs of tests/chaos and the laws of tests/laws in their long form",
     )
+    parser.addoption(
+        "--journal",
+        choices=("file", "redis"),
+        default="file",
+        help="run the proofs of tests/chaos with this journal (default: file)",
+    )
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -86,6 +92,12 @@ def _deal(items: list[pytest.Item]) -> None:
     place = {file: k / len(long) * 2 / 3 for k, file in enumerate(long)}
     place |= {file: k / len(others) for k, file in enumerate(others)}
     items.sort(key=lambda item: place[item.path])
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Take away what LiteLLM's import leaves in this process, which later ones would inherit."""
+    os.environ.pop("LITELLM_MASTER_KEY", None)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import secrets
+
 import pytest
 
+from any_agent import keys
 from any_agent.keys import (
     KEPT_SCOPES,
     KEY_PREFIXES,
@@ -141,3 +144,26 @@ def test_kept_keys_have_their_form(scope: str) -> None:
     assert key_id(text) == id != key_id(new_key(scope)[0])
     for other in (text[:-1], text + "0", text.upper(), f" {text}", f"{text}\n", "sk-v1.0.a.b", ""):
         assert key_id(other) is None
+
+
+def test_genuine_keys_are_kept_and_forged_ones_are_not() -> None:
+    kept = keys._genuine_lane.cache_info
+    signer = KeySigner(secrets.token_bytes(32))
+    lane, key = signer.mint(1)
+    forged = f"{key[:-1]}{'0' if key[-1] != '0' else '1'}"
+    before = kept()
+    assert [signer.verify(each) for each in (key, forged) * 2] == [lane, None] * 2
+    assert kept().currsize == before.currsize + 1
+    assert kept().hits == before.hits + 1
+
+
+def test_a_key_ends_with_its_secret() -> None:
+    old, new = secrets.token_bytes(32), secrets.token_bytes(32)
+    known = [old]
+    signer = KeySigner(lambda _: known)
+    lane, key = signer.mint(0)
+    assert signer.verify(key) == lane
+    known[:] = [new, old]
+    assert signer.verify(key) == lane
+    known[:] = [new]
+    assert signer.verify(key) is None

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import TypeAlias
 
 from any_agent.config import TrainConfig
 from any_agent.runtime.import_string import NamedRegistry
@@ -64,6 +64,8 @@ class GroupAdvantages:
     zero_variance: bool
     """True if there is nothing to learn from: the caller drops the group and takes another one. All
     its advantages are 0."""
+    scale: float = 1.0
+    """The divisor of the group's rewards, by the built-in estimators."""
 
 
 AdvantageEstimator: TypeAlias = Callable[
@@ -92,12 +94,11 @@ def estimate_advantages(
 
 @register_advantage_estimator("grpo")
 def _grpo(groups: Sequence[Sequence[SessionRewards]], config: TrainConfig) -> list[GroupAdvantages]:
-    return group_advantages(groups, config.normalize_std or "group")
+    return group_advantages(groups, config.normalize_std)
 
 
 def group_advantages(
-    groups: Sequence[Sequence[SessionRewards]],
-    normalize_std: Literal["group", "batch", "none"] = "group",
+    groups: Sequence[Sequence[SessionRewards]], normalize_std: str | None = "group"
 ) -> list[GroupAdvantages]:
     """Compute ``A(i) = (r(i) - b) / (std + 1e-4)`` for every group of one batch.
 
@@ -125,7 +126,7 @@ def group_advantages(
             _, std = _mean_and_std(pool := batch)
         scale = 1.0 if std is None or normalize_std == "none" or _equal(pool) else std + STD_FLOOR
         advantages = tuple(_of_session(s, baseline, 0.0, scale, stay) for s in group)
-        out.append(_estimate(group, advantages, baseline, std, stay))
+        out.append(_estimate(group, advantages, baseline, std, stay, scale))
     return out
 
 
@@ -155,7 +156,7 @@ def batch_advantages(
 
     Every session counts once. Groups have no part in it, so that none lacks variance.
 
-    Source: REINFORCE++ (arXiv 2501.03262), without its KL penalty in the reward.
+    Source: REINFORCE++ (arXiv 2501.03262), whose KL penalty is in the rewards already.
     """
     stays = [len(group) == 1 or bool(_pool(group)) for group in groups]
     mean, _ = _mean_and_std([score for group in groups for score in _pool(group)])
@@ -205,7 +206,7 @@ def _from_baselines(
     for group, of_group, stay in zip(groups, baselines, stays, strict=True):
         pairs = zip(group, of_group, strict=True)
         advantages = tuple(_of_session(s, b, shift, scale, stay) for s, b in pairs)
-        out.append(_estimate(group, advantages, *_mean_and_std(_pool(group)), stay))
+        out.append(_estimate(group, advantages, *_mean_and_std(_pool(group)), stay, scale))
     return out
 
 
@@ -215,9 +216,10 @@ def _estimate(
     baseline: float | None,
     std: float | None,
     stays: bool,
+    scale: float,
 ) -> GroupAdvantages:
     scores = tuple(session.score for session in group)
-    return GroupAdvantages(advantages, scores, baseline, std, zero_variance=not stays)
+    return GroupAdvantages(advantages, scores, baseline, std, not stays, scale)
 
 
 def _pools(
@@ -280,5 +282,6 @@ def overlong_penalty(length: int, config: TrainConfig) -> float:
     """
     if config.overlong_length is None:
         return 0.0
-    buffer, factor = config.overlong_buffer or 1, config.overlong_penalty or 0.0
+    buffer, factor = config.overlong_buffer, config.overlong_penalty
+    assert buffer is not None and factor is not None, "settings are completed"
     return factor * min(max(length - (config.overlong_length - buffer), 0) / buffer, 1.0)

@@ -7,8 +7,8 @@ A session is a leased :class:`Trajectory`, whose tree is still to be scored, or 
 from __future__ import annotations
 
 import logging
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TypeAlias
 
@@ -17,7 +17,7 @@ import numpy.typing as npt
 import torch
 
 from any_agent.config import TrainConfig
-from any_agent.config.presets import CONSTANT_LENGTH
+from any_agent.config.presets import RETURNS_OF_TOKENS
 from any_agent.record import (
     InteractionTree,
     TrainabilityWatch,
@@ -30,10 +30,22 @@ from any_agent.record import to_tensors as row_to_tensors
 from any_agent.types import Row as PlainRow
 from any_agent.types import SampledSession, Trajectory
 from trainer.advantage import SessionRewards, estimate_advantages, overlong_penalty
-from trainer.packing import Row, mask_stale, with_training_signal
+from trainer.kl_reward import (
+    Divergences,
+    Place,
+    found_divergences,
+    less_divergence,
+    with_returns,
+)
+from trainer.rows import Row, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
+
+_RECENT_GROUPS = 64
+_NOTICED = 8
+"""The least groups that a notice about them is made of."""
+_NOTICED_SHARE = 0.75
 
 Session: TypeAlias = Trajectory | SampledSession
 Group: TypeAlias = Sequence[Session]
@@ -55,6 +67,8 @@ class TrainingBatch:
     sampled: set[str] = field(default_factory=set)
     """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
+    named: dict[str, list[float]] = field(default_factory=dict)
+    """Each named reward's values, of the sessions that have it."""
     ages: list[int] = field(default_factory=list)
     """The train steps between each trained token's version and this step."""
     prompts: list[int] = field(default_factory=list)
@@ -107,14 +121,21 @@ def training_batch(
     eta: int,
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
+    reference: Callable[[Sequence[Row]], Sequence[torch.Tensor]] | None = None,
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction, and divide
     the rows into minibatches.
 
     Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
-    ``temperature`` applies to rows that do not state their own.
+    ``temperature`` applies to rows that do not state their own. ``reference`` returns the reference
+    model's log-probabilities of rows' trained tokens, for a divergence in the reward.
     """
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
+    divergences: Divergences = {}
+    if config.kl_reward_coef:
+        assert reference is not None, "the trainer has a reference model"
+        divergences = found_divergences(_places(groups, rewards, config, temperature), reference)
+        rewards = less_divergence(rewards, divergences, config.kl_reward_coef)
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
     of_rows: list[Row] = []
@@ -122,17 +143,23 @@ def training_batch(
     for number, (group, group_rewards, estimate) in enumerate(
         zip(groups, rewards, estimates, strict=True)
     ):
-        for session, r, advantages, score in zip(
-            group, group_rewards, estimate.advantages, estimate.scores, strict=True
+        dropped = config.dynamic_sampling == "drop" and _is_dull(group, config)
+        for place, (session, r, advantages, score) in enumerate(
+            zip(group, group_rewards, estimate.advantages, estimate.scores, strict=True)
         ):
             if score is not None:
                 batch.scores.append(score)
             _add_lengths(batch, session)
             if isinstance(session, SampledSession):
                 batch.sampled.add(session.session_id)
+            else:
+                for name, value in session.named_rewards.items():
+                    batch.named.setdefault(name, []).append(value)
+            if dropped:
+                batch.rejected[session.session_id] = "zero_variance"
+                continue
             rows = _rows(session, r, advantages, temperature)
-            longest = max((row["input_ids"].shape[0] for row in rows), default=0)
-            if config.max_row_tokens is not None and longest > config.max_row_tokens:
+            if longest := _too_long(rows, config):
                 log.warning(
                     "session %s is not trained on: one of its rows has %d tokens, above "
                     "train.max_row_tokens=%d",
@@ -140,6 +167,10 @@ def training_batch(
                 )
                 batch.rejected[session.session_id] = "too_long"
                 continue
+            if divergences and config.advantage_estimator in RETURNS_OF_TOKENS:
+                own = [divergences[number, place, k] for k, one in enumerate(r.counted) if one]
+                factor = 0 if estimate.zero_variance else config.kl_reward_coef / estimate.scale
+                rows = [with_returns(row, d, factor) for row, d in zip(rows, own, strict=True)]
             rows = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
@@ -157,6 +188,28 @@ def training_batch(
     sessions = [session for _, session in owners]
     batch.rows = _weighted_parts(of_rows, sessions, batch.minibatches, config)
     return batch
+
+
+def _places(
+    groups: Sequence[Group],
+    rewards: Sequence[Sequence[SessionRewards]],
+    config: TrainConfig,
+    temperature: float,
+) -> Iterator[tuple[Place, Row]]:
+    """Yield the rows of all counted interactions, but for sessions with a row that is too long."""
+    for number, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
+        for place, (session, r) in enumerate(zip(group, of_group, strict=True)):
+            rows = _rows(session, r, [0.0] * len(r.counted), temperature)
+            if not _too_long(rows, config):
+                counted = (k for k, one in enumerate(r.counted) if one)
+                yield from zip(((number, place, k) for k in counted), rows, strict=True)
+
+
+def _too_long(rows: Sequence[Row], config: TrainConfig) -> int:
+    """Return the length of the longest row if it is above the limit, else 0."""
+    longest = max((row["input_ids"].shape[0] for row in rows), default=0)
+    limit = config.max_row_tokens
+    return longest if limit is not None and longest > limit else 0
 
 
 def _weighted_parts(
@@ -190,13 +243,14 @@ def weighted(
     Sources: DAPO (arXiv 2503.14476) for `token`, GRPO (arXiv 2402.03300) for `turn` and `session`,
     Dr.GRPO (arXiv 2503.20783) for `constant`.
     """
-    if aggregation in (None, "token"):
+    if aggregation == "token":
         return [row for rows in sessions for row in rows]
     counts = [[int(row["loss_mask"].sum()) for row in rows] for rows in sessions if rows]
     total, turns = sum(map(sum, counts)), sum(map(len, counts))
     out = []
     for rows, ns in zip(filter(None, sessions), counts, strict=True):
-        length = sum(ns) if aggregation == "session" else constant_length or CONSTANT_LENGTH
+        length = constant_length if aggregation == "constant" else sum(ns)
+        assert length is not None, "settings are completed"
         for row, n in zip(rows, ns, strict=True):
             parts = turns * n if aggregation == "turn" else len(counts) * length
             out.append(row | {"token_weights": torch.tensor(total / parts, dtype=torch.float32)})
@@ -285,14 +339,25 @@ def _plain_rows(
         yield interaction_row(tree, node.id, r), node.gconfig.temperature
 
 
+def _is_dull(group: Group, config: TrainConfig) -> bool:
+    """Return whether all sessions of a group have the same score.
+
+    By what was achieved: equal outcomes of unequal length have nothing to compare.
+    """
+    outcomes = config.model_copy(update={"overlong_length": None})
+    rewards = [session_rewards(session, outcomes) for session in group]
+    return estimate_advantages([rewards], outcomes)[0].zero_variance
+
+
 class ZeroVarianceGroups:
-    """Counts consecutive groups that were left out, by reason."""
+    """Counts groups that were left out: consecutive ones by reason, and among the last ones."""
 
     def __init__(self, config: TrainConfig) -> None:
-        # By what was achieved: equal outcomes of unequal length have nothing to compare.
         self._config = config.model_copy(update={"overlong_length": None})
         self.trainability = TrainabilityWatch()
         self.consecutive = 0
+        self._recent: deque[str | None] = deque(maxlen=_RECENT_GROUPS)
+        """Why each of the last groups was left out; None for a useful one."""
         self._reasons: Counter[str] = Counter()
         self._score: float | None = None
         """The score of the last group whose runs all scored the same."""
@@ -300,7 +365,8 @@ class ZeroVarianceGroups:
     def reject_reason(self, group: Group) -> str | None:
         """Return why a group has nothing to learn from, and count it; None for a useful group.
 
-        `untrainable`: no interaction counts; `zero_variance`: all sessions have the same score.
+        `untrainable`: no interaction counts; `zero_variance`: all sessions have the same score, and
+        `train.dynamic_sampling` wants another one.
         """
         for session in group:
             if isinstance(session, Trajectory):
@@ -309,10 +375,11 @@ class ZeroVarianceGroups:
         scores = [r.score for r in rewards if r.score is not None]
         if not scores:
             reason = "untrainable"
-        elif estimate_advantages([rewards], self._config)[0].zero_variance:
+        elif self._config.dynamic_sampling == "refill" and _is_dull(group, self._config):
             reason = "zero_variance"
         else:
             self.reset()
+            self._recent.append(None)
             return None
         if scores:
             self._score = scores[0]
@@ -328,11 +395,31 @@ class ZeroVarianceGroups:
     def count(self, reason: str) -> None:
         """Count one more group that was left out for ``reason``."""
         self.consecutive += 1
+        self._recent.append(reason)
         self._reasons[reason] += 1
 
+    @property
+    def notice(self) -> str | None:
+        """A sentence for a waiting trainer, if most of the last groups were left out."""
+        if self.consecutive >= _NOTICED:
+            return f"{self}. Other tasks or rewards would help"
+        recent = tuple(self._recent)
+        reasons = Counter(reason for reason in recent if reason is not None)
+        if len(recent) < _NOTICED or reasons.total() < _NOTICED_SHARE * len(recent):
+            return None
+        text = f"{reasons.total()} of the last {len(recent)} groups had nothing to learn from"
+        text += f" ({_listed(reasons)})"
+        if reasons["zero_variance"]:
+            text += ": an item whose runs all score the same is solved, or too hard"
+        return f"{text}. Other tasks or rewards would help"
+
     def __str__(self) -> str:
-        reasons = ", ".join(f"{count} {reason}" for reason, count in self._reasons.most_common())
-        text = f"{self.consecutive} groups in a row had nothing to learn from ({reasons})"
+        text = f"{self.consecutive} groups in a row had nothing to learn from"
+        text += f" ({_listed(self._reasons)})"
         if self._score is not None:
-            text += f": all runs of an item score the same, in the last group {self._score:g}"
+            text += f": all runs of an item score the same, in the last group: {self._score:g}"
         return text
+
+
+def _listed(reasons: Counter[str]) -> str:
+    return ", ".join(f"{count} {reason}" for reason, count in reasons.most_common())

@@ -13,9 +13,10 @@ from any_agent.errors import TrainingError
 from any_agent.protocol.training import Capacity
 from any_agent.rollout import LeaseExecutor, WorkflowExecutor
 from any_agent.types import SampledSession
-from any_agent.workflow import RolloutWorkflow
+from any_agent.workflow import GroupedRolloutWorkflow, RolloutWorkflow
 from any_agent.workflow.tensors import padded
 from trainer.batch import Group, ZeroVarianceGroups
+from trainer.from_config import require_warm_up
 from trainer.manifests import Manifest
 
 GROUP = "data-"  # the prefix of a sampled group's id; its item's position follows
@@ -25,6 +26,8 @@ class BatchSource:
     """A source of batches over an executor; the loop's thread calls all but :meth:`interrupt`."""
 
     executor: LeaseExecutor | WorkflowExecutor
+    zero_variance: ZeroVarianceGroups
+    """The groups that were left out because they teach nothing."""
 
     @property
     def rejected(self) -> Mapping[str, int]:
@@ -39,6 +42,10 @@ class BatchSource:
     @property
     def epoch(self) -> float | None:
         """Finished passes over the dataset; None without one."""
+        return None
+
+    def last_step(self, steps: int) -> int | None:
+        """Return the latest step at which the dataset's epochs end, after so many; None: never."""
         return None
 
     def begin(self, version: int) -> None:
@@ -84,8 +91,10 @@ class BatchSource:
 class LeasedBatches(BatchSource):
     """Sessions of external agents, leased from the ranks. The loop owns the executor."""
 
-    def __init__(self, executor: LeaseExecutor) -> None:
+    def __init__(self, executor: LeaseExecutor, zero_variance: ZeroVarianceGroups) -> None:
+        """``zero_variance`` judges the executor's groups."""
         self.executor: LeaseExecutor = executor
+        self.zero_variance = zero_variance
         self._dataset: Mapping[str, Any] | None = None
         """The state of a dataset that the trial was trained on before, and may be again."""
 
@@ -130,7 +139,7 @@ class DatasetBatches(BatchSource):
         self._dataset = as_dataset(dataset, "train_dataset")
         self._workflow = workflow
         self._accept = accept
-        self._zero_variance = ZeroVarianceGroups(config.train)
+        self.zero_variance = ZeroVarianceGroups(config.train)
         self.executor: WorkflowExecutor = executor
         self.started = False
         self._positions = DatasetCursor(
@@ -142,10 +151,23 @@ class DatasetBatches(BatchSource):
         self._left_out: set[int] = set()
         """Finished positions that no manifest has yet."""
         self._lock = threading.Lock()
+        if (last := self.last_step(0)) is not None:
+            require_warm_up(config.train, last)
 
     @property
     def epoch(self) -> float | None:
         return round(self._positions.epoch, 4)
+
+    def last_step(self, steps: int) -> int | None:
+        """Return it by the items that remain: those that are left out later make it earlier."""
+        if (end := self._positions.end) is None:
+            return None
+        runs, workflow = self._config.sessions.group_size, self._workflow
+        if isinstance(workflow, GroupedRolloutWorkflow):
+            runs *= workflow.group_size
+        items = -(-self._config.rollout.batch_size // runs)
+        # The latter is later if the steps so far had fewer items.
+        return max(-(-end // items), steps - (self._positions.done - end) // items)
 
     def begin(self, version: int) -> None:
         self.executor.start()
@@ -214,21 +236,21 @@ class DatasetBatches(BatchSource):
     def _reject(self, group: list[SampledSession]) -> str | None:
         rows = [row for session in group for row in session.rows]
         if self._accept is not None and not self._accept(padded(rows)):
-            self._zero_variance.count("not_accepted")
+            self.zero_variance.count("not_accepted")
             self._require_signal()
             return "not_accepted"
         sessions = self._config.sessions
         if len(group) < min(sessions.min_group_size, sessions.group_size):
             return "group_too_small"
-        reason = self._zero_variance.reject_reason(group)
+        reason = self.zero_variance.reject_reason(group)
         self._require_signal()
         return reason
 
     def _require_signal(self) -> None:
         """Raise TrainingError after too many items without a signal: it would never end."""
-        if self._zero_variance.consecutive >= self._config.rollout.max_dull_groups:
+        if self.zero_variance.consecutive >= self._config.rollout.max_dull_groups:
             raise TrainingError(
-                f"{self._zero_variance}. If that is the lowest possible score, the items are too "
+                f"{self.zero_variance}. If that is the lowest possible score, the items are too "
                 "hard or the reward function never finds what it looks for; if it is the highest, "
                 "they are learned. rollout.max_dull_groups sets how many such groups are allowed"
             )

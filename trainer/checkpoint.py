@@ -41,7 +41,8 @@ from any_agent.rundir.layout import (
 from any_agent.runtime.atomic_files import atomic_folder, remove_folder, write_atomic
 from any_agent.runtime.disk_space import is_disk_full
 from trainer import adapter_files
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
 from trainer.weight_folders import save_pretrained, weights_bytes
 from trainer.world import World, is_divided
 
@@ -131,6 +132,8 @@ def load_checkpoint(
         adapter_files.load_adapter(policy, path / adapter_files.FOLDER)
     _restore_optimizer(policy, extra, saved["optimizer"])
     policy.steps = saved["steps"]
+    # Absent in checkpoints of earlier versions.
+    policy.runner.choose_as(saved.get("pass_tokens", {}))
     # Last: building the model drew random numbers.
     _restore_generators(load_file(extra / "rng.safetensors"), saved["generators"])
     return policy, saved["state"]
@@ -267,6 +270,7 @@ def _state_document(policy: Policy, state: Mapping[str, Any]) -> str:
     document = {
         "format": FORMAT,
         "steps": policy.steps,
+        "pass_tokens": policy.runner.chosen,
         "optimizer": groups,
         "generators": generators,
         "adapter": adapter_files.record(policy),

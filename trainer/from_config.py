@@ -30,7 +30,7 @@ from trainer.advantage import ESTIMATORS
 from trainer.lora import Lora
 from trainer.loss import LOSSES, LossConfig
 from trainer.manifests import OptimizerSettings
-from trainer.policy import PolicyConfig
+from trainer.model import PolicyConfig
 from trainer.weight_folders import tokenizer_of
 
 log = logging.getLogger(__name__)
@@ -83,6 +83,7 @@ def policy_config(c: TrainConfig) -> PolicyConfig:
         packing=c.packing,
         gradient_checkpointing=c.gradient_checkpointing,
         dtype=_dtype(c.dtype, device),
+        compile=device != "cpu" if c.compile is None else c.compile,
         offload=c.offload_optimizer,
         device=device,
         threads=c.threads if device == "cpu" else None,
@@ -111,10 +112,19 @@ def learning_rate(c: TrainConfig, step: int, steps: int) -> float:
     return c.lr * (c.min_lr_ratio + (1 - c.min_lr_ratio) * left[c.lr_schedule])
 
 
-def optimizer_settings(c: TrainConfig, step: int) -> OptimizerSettings:
-    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step."""
+def require_warm_up(c: TrainConfig, steps: int) -> None:
+    """Raise ConfigError for a warm-up as long as all the steps."""
+    if c.warmup_steps >= steps:
+        raise ConfigError(
+            f"train.warmup_steps={c.warmup_steps} must be below the {steps} steps that the data "
+            "make: the learning rate would never reach train.lr"
+        )
+
+
+def optimizer_settings(c: TrainConfig, step: int, steps: int) -> OptimizerSettings:
+    """Return what :class:`trainer.updates.StepConfig` has of the optimizer, for one step of all."""
     return {
-        "lr": learning_rate(c, step, c.steps),
+        "lr": learning_rate(c, step, steps),
         "betas": c.betas,
         "weight_decay": c.weight_decay,
         "grad_clip": c.grad_clip,
@@ -163,6 +173,7 @@ def workflow_executor(c: Config, engine_urls: Sequence[str]) -> WorkflowExecutor
         timeout=c.sessions.ttl,
         discount=c.train.discount,
         vocab_size=AutoConfig.from_pretrained(c.model.path).get_text_config().vocab_size,
+        seed=c.train.seed,
     )
 
 

@@ -18,7 +18,7 @@ from any_agent.config import Config, import_plugins
 from any_agent.data import RowSource, as_dataset
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import listening
-from any_agent.launcher.trial import require_same_trial
+from any_agent.launcher.trial import require_no_epochs, require_same_trial
 from any_agent.rollout.workflow_executor import WorkflowExecutor
 from any_agent.runtime.command_line import one_line_errors
 from any_agent.runtime.logs import logging_to
@@ -119,6 +119,8 @@ class GRPOTrainer:
         require_same_trial(self.config)
         import_plugins(self.config)
         require_algorithm(self.config.train)
+        if self.train_dataset is None:
+            require_no_epochs(self.config)
         if (lora := policy_config(self.config.train).lora) is not None:
             require_targets(self.config.model.path, lora)
         require_trackers(self.config.tracking.to)
@@ -228,7 +230,8 @@ class GRPOTrainer:
                     secrets=c.secrets(),
                 )
             )
-            self._say(listening(self._service.node.url))
+            for line in listening(c, self._service.node.url):
+                self._say(line)
 
     def _require_runnable(self, given: _Workflows) -> None:
         """Raise ConfigError for a workflow without data, data without one, or no workflow."""

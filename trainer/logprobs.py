@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.utils.checkpoint import checkpoint
 
+from trainer.compiling import compiled, reason_of
 from trainer.packing import Items, Pass
 from trainer.tree_attention import TreePass
 
@@ -28,13 +30,18 @@ def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
 
 
 def logprobs_of(
-    model: Any, hidden: Tensor, items: Items, head_chunk: int, entropy_gradient: bool = False
+    model: Any,
+    hidden: Tensor,
+    items: Items,
+    head_chunk: int,
+    fused: bool = False,
+    entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return ``log_softmax(logits / T)`` [n] of the items, and the entropies, which have a gradient
     only on request.
 
     The head runs once for each token and temperature that predict something, on ``head_chunk`` of
-    them at a time, and again in the backward pass.
+    them at a time, and again in the backward pass. ``fused``: what follows the head is compiled.
     """
     if not len(items):
         empty = hidden.new_zeros(0)
@@ -51,14 +58,10 @@ def logprobs_of(
         edges = slice(first, first + head_chunk)
         arguments = (
             *(selected[edges], head.weight, getattr(head, "bias", None), temperatures[edges]),
-            *(items.labels[order[start:end]], owners[start:end] - first, entropy_gradient),
+            *(items.labels[order[start:end]], owners[start:end] - first),
+            *(fused, entropy_gradient),
         )
-        if torch.is_grad_enabled():
-            lp, ent = checkpoint(
-                _label_logprobs, *arguments, use_reentrant=False, preserve_rng_state=False
-            )
-        else:
-            lp, ent = _label_logprobs(*arguments)
+        lp, ent = _label_logprobs(*arguments)
         logprobs.append(lp)
         entropies.append(ent)
     back = order.argsort()
@@ -70,11 +73,26 @@ def pass_logprobs(
     work: Pass,
     tree: TreePass | None,
     head_chunk: int,
+    fused: bool = False,
     entropy_gradient: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """Return what :func:`logprobs_of` does, from the pass's tokens on."""
     hidden = hidden_of(model, work, tree)
-    return logprobs_of(model, hidden, work.items, head_chunk, entropy_gradient)
+    return logprobs_of(model, hidden, work.items, head_chunk, fused, entropy_gradient)
+
+
+def try_fused(tokens: int, vocabulary: int, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Compile what follows the head, for these logits; None, or the reason why that fails."""
+    ones = partial(torch.ones, dtype=dtype, device=device)
+    hidden, weight = (ones(n, 1, requires_grad=True) for n in (tokens, vocabulary))
+    numbers = torch.arange(tokens, device=device)
+    try:
+        given = (torch.ones_like(numbers, dtype=torch.float32), numbers % vocabulary, numbers)
+        logprobs, _ = _label_logprobs(hidden, weight, None, *given, True, False)
+        torch.autograd.backward(logprobs.sum())
+    except Exception as error:
+        return f"torch.compile does not work here ({reason_of(error)})"
+    return None
 
 
 def _label_logprobs(
@@ -84,6 +102,7 @@ def _label_logprobs(
     temperatures: Tensor,
     labels: Tensor,
     owners: Tensor,
+    fused: bool,
     entropy_gradient: bool,
 ) -> tuple[Tensor, Tensor]:
     """Return the labels' log-softmax(logits / T) [n], and the entropies.
@@ -91,11 +110,111 @@ def _label_logprobs(
     ``hidden`` and ``temperatures`` belong to the tokens that predict, ``owners`` gives the number
     of each label's.
     """
-    logits = functional.linear(hidden, weight, bias)
+    found: tuple[Tensor, Tensor] = _LabelLogprobs.apply(  # type: ignore[no-untyped-call]
+        hidden, weight, bias, temperatures, labels, owners, fused, entropy_gradient
+    )
+    return found
+
+
+class _LabelLogprobs(torch.autograd.Function):
+    """:func:`_label_logprobs`, which keeps no logits for its backward pass: that makes them again,
+    and turns them into their gradient in place."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        temperatures: Tensor,
+        labels: Tensor,
+        owners: Tensor,
+        fused: bool,
+        entropy_gradient: bool,
+    ) -> tuple[Tensor, Tensor]:
+        logits = functional.linear(hidden, weight, bias)
+        chosen = _fused(_normalised) if fused else _normalised
+        logprobs, entropies, normaliser = chosen(logits, temperatures, labels, owners)
+        ctx.save_for_backward(
+            hidden, weight, bias, temperatures, labels, owners, normaliser, entropies
+        )
+        ctx.fused, ctx.entropy_gradient = fused, entropy_gradient
+        out = entropies[owners]
+        if not entropy_gradient:
+            ctx.mark_non_differentiable(out)
+        return logprobs, out
+
+    @staticmethod
+    def backward(ctx: Any, *of_outputs: Tensor) -> tuple[Tensor | None, ...]:
+        of_logprobs, of_entropies = of_outputs
+        saved: tuple[Any, ...] = ctx.saved_tensors
+        hidden, weight, bias, temperatures, labels, owners, normaliser, entropies = saved
+        by_token = _summed(normaliser, owners, of_logprobs)
+        of_entropy = _summed(normaliser, owners, of_entropies) if ctx.entropy_gradient else None
+        logits = functional.linear(hidden, weight, bias)
+        chosen = _fused(_by_all) if ctx.fused else _by_all
+        by_z = chosen(logits, temperatures, normaliser, entropies, by_token, of_entropy)
+        by_z.index_put_((owners, labels), of_logprobs, accumulate=True)
+        chosen = _fused(_by_logits) if ctx.fused else _by_logits
+        by_logits = chosen(by_z, temperatures, hidden.dtype)
+        needs_hidden, needs_weight, needs_bias, *_ = ctx.needs_input_grad
+        return (
+            by_logits @ weight if needs_hidden else None,
+            by_logits.T @ hidden if needs_weight else None,
+            by_logits.sum(0) if needs_bias else None,
+            *(None,) * 5,
+        )
+
+
+def _summed(like: Tensor, owners: Tensor, values: Tensor) -> Tensor:
+    """Return the sums of values by owner, added in a fixed order on any device."""
+    return torch.zeros_like(like).index_put_((owners,), values, accumulate=True)
+
+
+@cache
+def _fused(function: Callable[..., Any]) -> Callable[..., Any]:
+    return compiled(function, dynamic=True)
+
+
+def _normalised(
+    logits: Tensor, temperatures: Tensor, labels: Tensor, owners: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the labels' log-probabilities, and each token's entropy and log of the normaliser."""
+    z = _scaled(logits, temperatures)
+    greatest = z.amax(-1, keepdim=True)
+    # One exponential for both the normaliser and the entropy: it costs more than the rest.
+    shifted = z.sub_(greatest)
+    terms = shifted.exp()
+    total = terms.sum(-1)
+    log_total = total.log()
+    logprobs = shifted[owners, labels] - log_total[owners]
+    entropies = log_total - terms.mul_(shifted).sum(-1) / total
+    return logprobs, entropies, greatest[:, 0] + log_total
+
+
+def _by_all(
+    logits: Tensor,
+    temperatures: Tensor,
+    normaliser: Tensor,
+    entropies: Tensor,
+    by_token: Tensor,
+    of_entropy: Tensor | None,
+) -> Tensor:
+    """Return the gradient by z = logits / T, but for the labels' own parts."""
+    # p = softmax(z). A log-probability's gradient by z is its label's unit vector - p; an
+    # entropy's is -p * (log p + H).
+    p = _scaled(logits, temperatures).sub_(normaliser[:, None]).exp_()
+    if of_entropy is None:
+        return p.mul_(-by_token[:, None])
+    low = torch.special.xlogy(p, p).mul_(of_entropy[:, None])
+    return p.mul_(-(by_token + of_entropy * entropies)[:, None]).sub_(low)
+
+
+def _by_logits(by_z: Tensor, temperatures: Tensor, dtype: torch.dtype) -> Tensor:
+    return by_z.div_(temperatures.to(by_z.dtype)[:, None]).to(dtype)
+
+
+def _scaled(logits: Tensor, temperatures: Tensor) -> Tensor:
+    """Return logits / T, at least in float32."""
     logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits / temperatures.to(logits.dtype)[:, None]
-    normaliser = logits.logsumexp(-1)
-    logprobs = logits[owners, labels] - normaliser[owners]
-    with torch.set_grad_enabled(entropy_gradient and torch.is_grad_enabled()):
-        entropies = normaliser - (logits.softmax(-1) * logits).sum(-1)
-    return logprobs, entropies[owners]
+    return logits.div_(temperatures.to(logits.dtype)[:, None])

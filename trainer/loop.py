@@ -10,16 +10,18 @@ import uuid
 from collections import Counter
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
 
 from any_agent.auth.access import signer_of
 from any_agent.config import Config
-from any_agent.errors import NotFound, TrainingError
+from any_agent.errors import NotFound
 from any_agent.protocol.training import Rejection
 from any_agent.rollout import LeaseExecutor, RankClients
+from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.layout import RunDir
+from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.disk_space import DiskSpace, DiskWaitEnded
 from trainer.batch import (
     Group,
@@ -28,13 +30,9 @@ from trainer.batch import (
     in_stable_order,
     sampled_in,
     tokens_of,
-    training_batch,
-    versions_in,
 )
 from trainer.batch_source import BatchSource, LeasedBatches
 from trainer.command_channel import Leader
-from trainer.from_config import loss_config, optimizer_settings, require_algorithm
-from trainer.loss import LossConfig
 from trainer.manifests import ConsumedSessions, Manifest, ManifestStore
 from trainer.metrics_server import TrainerHeartbeat
 from trainer.origin import require_same_origin
@@ -49,13 +47,13 @@ from trainer.publisher import (
 )
 from trainer.report import RunReport
 from trainer.run_checkpoints import RunCheckpoints
-from trainer.updates import StepConfig
+from trainer.step_maker import StepMaker
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_MAX_FAILED_STEPS = 5
 _ANNOUNCE_INTERVAL = 60.0  # seconds of waiting for a batch between two lines on the console
+_FIRST_ANNOUNCE = 10.0  # the same before the first step: who starts needs to know what is missing
 
 
 class TrainingLoop:
@@ -80,13 +78,14 @@ class TrainingLoop:
         """Called at the start, after every step, and at the end, with the number of steps behind
         the served weights, and True if no more steps follow."""
         self._consumed = ConsumedSessions()
-        self._zero_variance = ZeroVarianceGroups(config.train)
+        zero_variance = ZeroVarianceGroups(config.train)
         self._epoch: int | None = None
         self._signer = signer = signer_of(self.dir)
         self._executor = LeaseExecutor(
             lambda: RankClients(
                 self.dir.registry,
-                config.server.ranks,
+                FleetFile(self.dir.fleet, config.server.ranks),
+                also=store_beside(config),
                 admin_key=lambda: signer.run_key,
                 epoch=self._epoch,
                 retry_for=TIMEOUT,
@@ -94,9 +93,9 @@ class TrainingLoop:
             config.rollout,
             owner=f"trainer-{uuid.uuid4().hex[:12]}",
             consumed=self._consumed,
-            reject=self._zero_variance.reject_reason,
+            reject=zero_variance.reject_reason,
         )
-        self._source = source or LeasedBatches(self._executor)
+        self._source = source or LeasedBatches(self._executor, zero_variance)
         self.disk = DiskSpace()
         """Every write of the loop goes through it: a full disk is waited out."""
         self.report = RunReport(config, self.dir, self.disk, lambda: self._source.rejected, say)
@@ -106,11 +105,10 @@ class TrainingLoop:
         )
         self._manifests = ManifestStore(self.dir.manifests)
         self._checkpoints = RunCheckpoints(config, self.dir, self.disk)
-        require_algorithm(config.train)
+        self._steps = StepMaker(config, self._manifests, self._checkpoints)
         self.policy: Policy
         self.loaded = False
         """True once model, optimizer and counters are loaded."""
-        self._failed_steps = 0
         self._stopping = False
         self._exhausted = False
         """True once the dataset has no items left."""
@@ -128,6 +126,7 @@ class TrainingLoop:
             ready=lambda: self.loaded,
             host=host,
             pid=pid,
+            also=store_beside(self.config),
         )
 
     def stop(self) -> None:
@@ -225,10 +224,11 @@ class TrainingLoop:
             self._exhausted = True
             self.report.say(f"data      all items are finished, at step {self.policy.steps}")
             return
-        if notice := self._zero_variance.trainability.take_notice():
+        if notice := self._source.zero_variance.trainability.take_notice():
             self.report.announce(f"untrained {notice}")
-        taken = self._manifest(groups)
-        batch = self._batch(groups, taken)
+        versions, positions = self._publisher.versions, self._source.positions_of(groups)
+        taken = self._steps.manifest(self.policy, groups, versions, positions)
+        batch = self._steps.batch(self.policy, groups, taken)
         taken = replace(
             taken, trained=batch.trained, rejected=batch.rejected, tokens=tokens_of(batch)
         )
@@ -240,7 +240,7 @@ class TrainingLoop:
                 f"the manifest of step {taken.step}",
                 folder=self.dir.manifests,
             )
-        result = self._optimize(batch, taken)
+        result = self._steps.optimize(self.policy, batch, taken)
         if result is not None:
             self._publish()
         self._settle(batch, taken, self.policy.steps if result is not None else None)
@@ -267,77 +267,6 @@ class TrainingLoop:
         # A repeated step is not published by itself.
         self.report.step(self.policy, self._publisher.versions.highest, batch, result, self._source)
 
-    def _manifest(self, groups: list[Group]) -> Manifest:
-        """Return the next step's manifest, as far as it is known before the batch is made."""
-        c = self.config
-        return Manifest(
-            step=self.policy.steps + 1,
-            groups=[[session.session_id for session in group] for group in groups],
-            trained=[],
-            rejected={},
-            tokens=[],
-            versions=dict(self._publisher.versions.steps_of(versions_in(groups))),
-            eta=c.rollout.eta,
-            **{name: getattr(c.train, name) for name in Manifest.SETTINGS},
-            positions=self._source.positions_of(groups),
-            loss=asdict(loss_config(c.train)),
-            optimizer=optimizer_settings(c.train, self.policy.steps + 1),
-            reference=self._checkpoints.reference,
-            origin=self._checkpoints.origin,
-        )
-
-    def _batch(self, groups: list[Group], taken: Manifest) -> TrainingBatch:
-        return training_batch(
-            groups,
-            self.config.train.model_copy(update=taken.settings),
-            step=taken.step - 1,
-            eta=taken.eta,
-            step_of_version=taken.versions,
-            temperature=self.config.sampling.temperature,
-        )
-
-    def _optimize(self, batch: TrainingBatch, taken: Manifest) -> StepResult | None:
-        """Make one train step; None if there is nothing to train on, or it is not finite."""
-        if not batch.rows:
-            return None
-        c = self.config.train.model_copy(update=taken.settings)
-        # A manifest of an earlier version lacks the settings of loss and optimizer.
-        loss = LossConfig(**taken.loss) if taken.loss else loss_config(c)
-        optimizer: Any = optimizer_settings(c, taken.step) | taken.optimizer
-        if loss.kl_coef:
-            self._checkpoints.load_reference(self.policy, c.reference_model, taken.reference)
-        try:
-            result = self.policy.train(
-                batch.rows,
-                c.micro_batch_tokens,
-                loss,
-                StepConfig(c.epochs_per_batch, **optimizer),
-                batch.minibatches,
-            )
-        except FloatingPointError as error:
-            # No step was made, so a restart must repeat none.
-            self._manifests.remove(taken.step)
-            self._failed_steps += 1
-            if self._failed_steps >= _MAX_FAILED_STEPS:
-                raise TrainingError(
-                    f"{self._failed_steps} consecutive steps were not finite, the last: {error}; "
-                    "lower train.lr, or check the rewards in metrics.jsonl"
-                ) from error
-            log.error("a batch is skipped and the weights are unchanged: %s", error)
-            batch.rejected |= dict.fromkeys(batch.trained, "not_finite")
-            batch.trained = []
-            return None
-        except Exception:
-            log.error(
-                "step %d failed, and every start repeats it from %s: if memory ran out, here or in "
-                "another training process, lower train.micro_batch_tokens; to skip the step, "
-                "remove that file and any later ones",
-                *(taken.step, self._manifests.path(taken.step)),
-            )
-            raise
-        self._failed_steps = 0
-        return result
-
     def _publish(self) -> None:
         self._publisher.publish(self.policy, self._checkpoints.tokenizer)
         self.metrics.record_position(step=self.policy.steps, version=self._publisher.version)
@@ -355,13 +284,16 @@ class TrainingLoop:
 
     def _wait(self) -> list[Group]:
         """Wait for the next batch; empty if there will be no more."""
+        patience = _ANNOUNCE_INTERVAL if self.policy.steps else _FIRST_ANNOUNCE
         while True:
+            self._publisher.bring_joining()
             try:
-                groups = self._source.next_batch(timeout=_ANNOUNCE_INTERVAL)
+                groups = self._source.next_batch(timeout=patience)
                 deterministic = self.config.rollout.deterministic
                 return [in_stable_order(g) for g in groups] if deterministic else groups
             except TimeoutError as error:
-                self.report.waiting(error, self._zero_variance)
+                self.report.waiting(error, self._source.zero_variance)
+                patience = _ANNOUNCE_INTERVAL
 
     # -- resume --------------------------------------------------------------------------------
 
@@ -419,9 +351,9 @@ class TrainingLoop:
             )
         self.policy.clock.lap("wait")
         groups: list[Group] = [[found[id] for id in group] for group in taken.groups]
-        batch = self._batch(groups, taken)
+        batch = self._steps.batch(self.policy, groups, taken)
         taken.require_same(batch.trained, batch.rejected, tokens_of(batch))
-        result = self._optimize(batch, taken)
+        result = self._steps.optimize(self.policy, batch, taken)
         if result is not None and taken.step > self.report.reported:
             # The trainer was killed before it could report this step.
             self._report(batch, result)
@@ -442,10 +374,12 @@ class TrainingLoop:
             self.report.say(
                 f"trainer   resuming at step {self.policy.steps}, from {self.checkpoint}"
             )
+        if (last := self._source.last_step(self.policy.steps)) is not None:
+            self._steps.last_step = min(last, self._steps.last_step)
 
     def _load_reference(self) -> None:
         """Load the reference model of the settings, in the place of any other."""
-        if self.config.train.kl_coef:
+        if self.config.train.compares:
             self._checkpoints.load_reference(self.policy, self.config.train.reference_model)
         else:
             self._checkpoints.drop_reference(self.policy)

@@ -12,54 +12,73 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Literal, NamedTuple, Protocol, TypeAlias
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
 
+from any_agent.config.presets import constants_of
 from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import NamedRegistry
 
 _LOG_RATIO_LIMIT = 20.0
 """The bound of a log ratio in the mismatch gauge, so that one token cannot make it infinite."""
+_OF_THE_LOSS: Any = None
 
 
 @dataclass(frozen=True, slots=True)
 class LossConfig:
-    """The loss by its registered or dotted name, and its constants, named as in `train`.
+    """The loss by its registered or dotted name, and its constants.
 
-    ``eps_low`` and ``eps_high`` are the clip's distances from 1; ``is_cap`` is C, the importance
-    weight above which ``is_mode`` truncates or masks it, for each token or for a whole row
-    (``is_level``). ``kl_coef`` and ``entropy_coef`` are the factors of their terms. ``tau_pos`` and
-    ``tau_neg`` are the temperatures of SAPO's gate at positive and other advantages.
+    :class:`any_agent.config.TrainConfig` describes them under the same names. Those that are not
+    given are the loss's own.
     """
 
     name: str = "grpo"
-    eps_low: float = 0.2
-    eps_high: float = 0.28
+    eps_low: float = _OF_THE_LOSS
+    eps_high: float = _OF_THE_LOSS
+    dual_clip: float | None = None
     is_cap: float = 5.0
+    is_floor: float = 0.0
     is_mode: Literal["truncate", "mask"] = "truncate"
-    is_level: Literal["token", "sequence"] = "token"
+    is_level: Literal["token", "sequence"] = _OF_THE_LOSS
+    off_policy_threshold: float | None = None
     kl_coef: float = 0.0
-    kl_estimator: Literal["k1", "k2", "k3"] = "k3"
+    kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] = "k3"
     entropy_coef: float = 0.0
-    tau_pos: float = 1.0
-    tau_neg: float = 1.05
+    top_entropy: float = 1.0
+    tau_pos: float = _OF_THE_LOSS
+    tau_neg: float = _OF_THE_LOSS
+    k_pos: float = _OF_THE_LOSS
+    lambda_pos: float = _OF_THE_LOSS
+    k_neg: float = _OF_THE_LOSS
+    lambda_neg: float = _OF_THE_LOSS
 
     def __post_init__(self) -> None:
+        for constant, value in constants_of(self.name).items():
+            if getattr(self, constant) is _OF_THE_LOSS:
+                object.__setattr__(self, constant, value)
         if not 0 <= self.eps_low <= 1 or self.eps_high < 0:
             raise ConfigError("eps_low must lie in [0, 1] and eps_high must not be negative")
-        if self.is_cap <= 0:
-            raise ConfigError("is_cap must be positive")
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.eps_high:
+            raise ConfigError("dual_clip must be above 1 + eps_high")
+        if self.is_cap <= 0 or not 0 <= self.is_floor <= self.is_cap:
+            raise ConfigError("is_cap must be positive, and is_floor lie in [0, is_cap]")
         if self.kl_coef < 0 or self.entropy_coef < 0:
             raise ConfigError("kl_coef and entropy_coef must not be negative")
+        if not 0 < self.top_entropy <= 1:
+            raise ConfigError("top_entropy must be above 0, and 1 at most")
         if self.tau_pos <= 0 or self.tau_neg <= 0:
             raise ConfigError("tau_pos and tau_neg must be positive")
+        if min(self.k_pos, self.k_neg) < 0 or min(self.lambda_pos, self.lambda_neg) <= 0:
+            raise ConfigError(
+                "k_pos and k_neg must not be negative, lambda_pos and lambda_neg must be positive"
+            )
 
 
 def needs_sequence_weight(config: LossConfig) -> bool:
-    """Return whether the importance weight is that of a whole row: ``sequence_log_weight``."""
-    return config.is_level == "sequence"
+    """Return whether a row's tokens need its ``sequence_log_weight``."""
+    return config.is_level == "sequence" or config.off_policy_threshold is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +104,11 @@ class LossInputs:
     optimizer step. None: 0, on the first step."""
     sequence_log_weight: Tensor | None = None
     """The mean over the row's trained tokens of log pi_prox - log mu."""
+    high_entropy: Tensor | None = None
+    """1 for the tokens that have a surrogate, 0 for the others. None: all have one."""
+    sequence_product: Tensor | None = None
+    """The product over the row's trained tokens of pi_theta / pi_prox, at the beginning of this
+    optimizer step, and the importance weight w; e**20 at most."""
 
     @classmethod
     def of(cls, inputs: Mapping[str, Tensor]) -> LossInputs:
@@ -157,7 +181,10 @@ class Loss(Protocol):
 LOSSES: NamedRegistry[Loss] = NamedRegistry(
     "loss",
     "train.loss",
-    **{n: f"trainer.surrogates.{n}" for n in ("grpo", "gspo", "cispo", "sapo", "reinforce")},
+    **{
+        name: f"trainer.surrogates.{name}"
+        for name in ("grpo", "gspo", "cispo", "sapo", "vespo", "reinforce")
+    },
 )
 
 
@@ -188,6 +215,8 @@ class PolicyLoss:
     surrogate: SurrogateFunction
     sequence_ratio: bool = False
     """The surrogate uses ``sequence_log_ratio``."""
+    sequence_product: bool = False
+    """The surrogate uses ``sequence_product``, which has the importance weights in it."""
 
     def __call__(
         self,
@@ -217,10 +246,16 @@ class PolicyLoss:
         term = self.surrogate(logprobs, proximal, inputs, config)
         require_finite("ratio", term.ratio, place)
         weight, beyond = importance_weight(proximal, inputs, config)
-        per_token = weight * term.loss
+        left_behind = off_policy(inputs, config)
+        factor = torch.ones_like(weight) if self.sequence_product else weight
+        per_token = factor.masked_fill(left_behind, 0.0) * term.loss
+        if inputs.high_entropy is not None:
+            per_token = per_token * inputs.high_entropy
         kl = None
         if inputs.reference is not None:
             kl = kl_term(logprobs, inputs.reference, config.kl_estimator)
+            if config.kl_estimator == "k3_unbiased":
+                kl = kl * torch.exp(logprobs - proximal)
             per_token = per_token + config.kl_coef * kl
         if config.entropy_coef and entropies is not None:
             per_token = per_token - config.entropy_coef * entropies
@@ -230,7 +265,7 @@ class PolicyLoss:
         loss = per_token.sum() / total_tokens
 
         with torch.no_grad():
-            masks = config.is_mode == "mask"
+            masked = left_behind | beyond if config.is_mode == "mask" else left_behind
             log_r = proximal - inputs.behaviour
             bounded = log_r.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
             stats = LossStats(
@@ -239,9 +274,9 @@ class PolicyLoss:
                 ratio=float(term.ratio.sum()),
                 clipped_low=0.0 if term.low is None else float(term.low.sum()),
                 clipped_high=0.0 if term.high is None else float(term.high.sum()),
-                weight=float(weight.sum()),
-                is_capped=0.0 if masks else float(beyond.sum()),
-                is_masked=float(beyond.sum()) if masks else 0.0,
+                weight=float(weight.masked_fill(left_behind, 0.0).sum()),
+                is_capped=float((beyond & ~masked).sum()),
+                is_masked=float(masked.sum()),
                 mismatch=float((torch.exp(bounded) - bounded - 1).sum()),
                 mismatch_max=float(log_r.abs().max()) if logprobs.numel() else 0.0,
                 entropy=float("nan") if entropies is None else float(entropies.sum()),
@@ -252,25 +287,47 @@ class PolicyLoss:
 
 def needs_sequence_ratio(config: LossConfig) -> bool:
     """Return whether the loss needs ``sequence_log_ratio`` after the first step on a batch."""
-    return bool(getattr(LOSSES.find(config.name), "sequence_ratio", False))
+    uses = bool(getattr(LOSSES.find(config.name), "sequence_ratio", False))
+    return uses or config.off_policy_threshold is not None
+
+
+def needs_sequence_product(config: LossConfig) -> bool:
+    """Return whether the loss needs ``sequence_product``."""
+    return bool(getattr(LOSSES.find(config.name), "sequence_product", False))
 
 
 def importance_weight(
     proximal: Tensor, inputs: LossInputs, config: LossConfig
 ) -> tuple[Tensor, Tensor]:
-    """Return w [n], and bool [n]: the tokens whose raw weight is above C.
+    """Return w [n], and bool [n]: the tokens whose raw weight is beyond its bounds.
 
     The raw weight is pi_prox / mu, of each token, or the geometric mean over its row
-    (``is_level``). Above C it becomes C (``truncate``), or 0 (``mask``).
+    (``is_level``). Beyond a bound it becomes that (``truncate``), or 0 (``mask``).
     """
     log_weight = proximal - inputs.behaviour
-    if config.is_level == "sequence" and inputs.sequence_log_weight is not None:
+    if config.is_level == "sequence":
+        assert inputs.sequence_log_weight is not None, "inputs are checked"
         log_weight = inputs.sequence_log_weight
     raw = torch.exp(log_weight)
-    beyond = raw > config.is_cap
+    beyond = (raw > config.is_cap) | (raw < config.is_floor)
     if config.is_mode == "mask":
         return raw.masked_fill(beyond, 0.0), beyond
-    return raw.clamp(max=config.is_cap), beyond
+    return raw.clamp(config.is_floor, config.is_cap), beyond
+
+
+def off_policy(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """Return bool [n]: the tokens of rows with negative advantages that the policy left behind.
+
+    There the mean of log mu - log pi_theta over the row, an estimate of the divergence, is above
+    the threshold: DeepSeek-V3.2's mask of sequences (arXiv 2512.02556, eq. 9).
+    """
+    if config.off_policy_threshold is None:
+        return torch.zeros_like(inputs.advantages, dtype=torch.bool)
+    assert inputs.sequence_log_weight is not None, "inputs are checked"
+    divergence = -inputs.sequence_log_weight
+    if inputs.sequence_log_ratio is not None:
+        divergence = divergence - inputs.sequence_log_ratio
+    return (inputs.advantages < 0) & (divergence > config.off_policy_threshold)
 
 
 def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -281,6 +338,8 @@ def kl_term(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
     k2  ``d ** 2 / 2``      ``d * grad log pi``          on policy the divergence's gradient
     k3  ``e**-d + d - 1``   ``(1 - e**-d) grad log pi``  on policy that of KL(pi_ref, pi_theta)
     ==  ==================  ===========================  =====================================
+
+    ``k3_unbiased`` is k3 here, and the loss multiplies it by pi_theta / pi_prox.
 
     The columns: name, value, gradient, and the mean of the gradient over tokens that pi_theta
     samples. Source: J. Schulman, "Approximating KL Divergence", 2020.
@@ -309,18 +368,22 @@ def _require_inputs(
         raise ValueError("reference log-probabilities must be given if and only if kl_coef > 0")
     if config.entropy_coef > 0 and entropies is None:
         raise ValueError("entropy_coef > 0 needs the entropies")
-    if needs_sequence_weight(config) and inputs.sequence_log_weight is None:
-        raise ValueError("is_level=sequence needs sequence_log_weight in the rows")
+    for who, wanted, name in (
+        ("is_level=sequence", config.is_level == "sequence", "sequence_log_weight"),
+        ("off_policy_threshold", config.off_policy_threshold is not None, "sequence_log_weight"),
+        ("top_entropy", config.top_entropy < 1, "high_entropy"),
+        (f"the loss {config.name}", needs_sequence_product(config), "sequence_product"),
+    ):
+        if wanted and getattr(inputs, name) is None:
+            raise ValueError(f"{who} needs {name} in the rows")
 
 
 _TITLES = {
-    "behaviour": "behaviour log-probability",
-    "advantages": "advantage",
-    "proximal": "proximal log-probability",
-    "reference": "reference log-probability",
-    "token_weights": "token's weight",
-    "sequence_log_ratio": "row's log ratio",
-    "sequence_log_weight": "row's log weight",
+    **{"behaviour": "behaviour log-probability", "proximal": "proximal log-probability"},
+    **{"reference": "reference log-probability", "advantages": "advantage"},
+    **{"token_weights": "token's weight", "high_entropy": "choice by entropy"},
+    **{"sequence_log_ratio": "row's log ratio", "sequence_log_weight": "row's log weight"},
+    **{"sequence_product": "row's product of ratios"},
 }
 
 

@@ -37,6 +37,7 @@ class Manifest:
     SETTINGS: ClassVar = (
         "discount",
         "normalize_std",
+        "dynamic_sampling",
         "max_row_tokens",
         "preset",
         "advantage_estimator",
@@ -47,6 +48,7 @@ class Manifest:
         "overlong_penalty",
         "minibatches",
         "epochs_per_batch",
+        "kl_reward_coef",
         "reference_model",
     )
     """The fields that are settings of `train`."""
@@ -68,6 +70,7 @@ class Manifest:
     positions: list[int] = field(default_factory=list)
     """The items of the dataset that this step finishes: those of its groups, and those that were
     left out since the step before, because they gave nothing to train on."""
+    dynamic_sampling: str = "refill"
     max_row_tokens: int | None = None
     preset: str = "grpo"
     """In earlier versions also the name of the estimator, where that was not set."""
@@ -79,6 +82,7 @@ class Manifest:
     overlong_penalty: float | None = None
     minibatches: int = 1
     epochs_per_batch: int = 1
+    kl_reward_coef: float = 0.0
     reference_model: str = ""
     loss: dict[str, Any] = field(default_factory=dict)
     """The fields of :class:`trainer.loss.LossConfig`."""
@@ -86,6 +90,8 @@ class Manifest:
     """The optimizer's settings in this step, with its learning rate."""
     reference: dict[str, Any] | None = None
     """The name and the weights of the reference model; None without one and in earlier versions."""
+    pass_tokens: dict[str, int] = field(default_factory=dict)
+    """The passes that were chosen, :attr:`trainer.pass_runner.PassRunner.chosen`."""
     origin: dict[str, Any] | None = None
     """The result of :func:`trainer.origin.origin_of`; None of a trainer that began with a
     checkpoint, and in earlier versions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,8 @@ from any_agent.runtime.metrics import Exposition, Metric, Reading
 from trainer.batch import TrainingBatch
 from trainer.batch_source import BatchSource
 from trainer.policy import StepResult
+
+_MAX_NAMES = 16  # named rewards in a step's line
 
 STEP = Metric("any_agent_train_step", "gauge", "Train steps made in this trial.")
 VERSION = Metric(
@@ -103,12 +105,13 @@ _STEP_GAUGES: Mapping[str, Metric] = {
     "is_capped": Metric(
         "any_agent_train_capped_ratio",
         "gauge",
-        "Share of the latest step's tokens whose importance weight was capped.",
+        "Share of the latest step's tokens whose importance weight was truncated.",
     ),
     "is_masked": Metric(
         "any_agent_train_masked_ratio",
         "gauge",
-        "Share of the latest step's tokens that train.is_mode=mask took out of the gradient.",
+        "Share of the latest step's tokens that train.is_mode=mask or train.off_policy_threshold "
+        "took out of the gradient.",
     ),
     "weight": Metric(
         "any_agent_train_importance_weight_mean",
@@ -287,6 +290,7 @@ def step_line(
         "step": step,
         "version": version,
         "reward": sum(batch.scores) / max(1, len(batch.scores)),
+        "rewards": named_means(batch.named),
         "sessions": len(batch.trained),
         "left_out": dict(Counter(batch.rejected.values())),
         "rejected": dict(source.rejected),
@@ -314,6 +318,13 @@ def step_line(
         "epoch": source.epoch,
         "stats": without_counts(stats_tracker.export_all()),
     }
+
+
+def named_means(values: Mapping[str, Sequence[float]]) -> dict[str, float]:
+    """Return the mean of each named reward, of the names that most sessions have: agents choose
+    them, and each step keeps them."""
+    common = sorted(values, key=lambda name: (-len(values[name]), name))[:_MAX_NAMES]
+    return {name: sum(values[name]) / len(values[name]) for name in sorted(common)}
 
 
 def without_counts(stats: Mapping[str, float]) -> dict[str, float]:

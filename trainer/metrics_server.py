@@ -18,7 +18,7 @@ from typing import Any, Self
 from any_agent import keys
 from any_agent.errors import AnyAgentError, NotFound, Unauthenticated
 from any_agent.keys import KeySigner
-from any_agent.rundir.registry import Heartbeat, RegistryEntry
+from any_agent.rundir.registry import EntryStore, Heartbeat, RegistryEntry
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.runtime.metrics import CONTENT_TYPE
 from any_agent.runtime.ports import url_of
@@ -47,6 +47,7 @@ class TrainerHeartbeat:
         ready: Callable[[], bool],
         host: str = "127.0.0.1",
         pid: int | None = None,
+        also: EntryStore | None = None,
     ) -> None:
         self._metrics = metrics
         self._server = _Server(metrics.exposition().render, signer, host)
@@ -54,7 +55,7 @@ class TrainerHeartbeat:
         self._ready = ready
         self._pid = pid or os.getpid()
         self._boot_id = secrets.token_hex(8)
-        self._heartbeat = Heartbeat(folder, self._entry)
+        self._heartbeat = Heartbeat(folder, self._entry, also)
         self._loop = LoopThread("heartbeat")
         self._thread = threading.Thread(
             target=self._server.serve_forever, name="metrics", daemon=True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -12,11 +12,11 @@ import torch
 from torch import Tensor
 
 from any_agent.errors import StartupError
-from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs
+from trainer.layer_probe import use_compiled_layers
+from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs, try_fused
 from trainer.packing import (
     Items,
     Pass,
-    Row,
     balanced,
     balanced_tries,
     idle_batch,
@@ -26,15 +26,13 @@ from trainer.packing import (
     shared_parts,
     tree_passes,
 )
+from trainer.pass_size import CPU_TOKENS
+from trainer.rows import Row
 from trainer.tree_attention import TreePass
 from trainer.tree_probe import use_tree_attention
-from trainer.world import UnshardedModel
+from trainer.world import UnshardedModel, everywhere
 
 log = logging.getLogger(__name__)
-
-PASS_TOKENS = {"cpu": 1024, "cuda": 16_384}
-"""Tokens of a pass where none are set. On a CPU activations that outgrow the cache are paid for
-page by page; a GPU needs large matrices."""
 
 MAX_HEAD_CHUNK = 1024
 _CPU_LOGITS = 1 << 25
@@ -56,8 +54,10 @@ class PassRunner:
     """Plans the passes over rows, and runs them on one model.
 
     ``divided``: the model's weights are divided among processes, which gather them for each pass.
-    ``head_chunk``, ``packing`` and ``dtype`` are those of :class:`trainer.policy.PolicyConfig`.
-    Raises StartupError for a model that changes its logits after the output head.
+    ``head_chunk``, ``packing``, ``dtype`` and ``compile`` are those of
+    :class:`trainer.model.PolicyConfig`.
+    ``pass_tokens`` are the tokens of a pass where a caller sets none. Raises StartupError for a
+    model that changes its logits after the output head, or whose layers cannot be compiled.
     """
 
     def __init__(
@@ -69,20 +69,26 @@ class PassRunner:
         packing: Literal["tree", "rows"],
         head_chunk: int | None,
         dtype: torch.dtype | None,
+        compile: bool = False,
+        pass_tokens: int = CPU_TOKENS[0],
     ) -> None:
         self._whole: Any = whole
         self._model: Any = whole.model
         self._device = device
         self._divided = divided
+        self.pass_tokens = pass_tokens
         self.head_chunk = head_chunk or self._suitable_chunk()
         self._require_plain_head()
+        computed_in = dtype or next(self._model.parameters()).dtype
         self.packing = packing
         """How rows are computed, here: `rows` also for a model that cannot share prefixes."""
         if packing == "tree":
-            computed_in = dtype or next(self._model.parameters()).dtype
-            if reason := use_tree_attention(self._model, self.within, computed_in, device):
+            reason = use_tree_attention(self._model, self.within, computed_in, device)
+            if reason is not None:
                 log.warning("%s: every row is computed by itself, which costs more", reason)
                 self.packing = "rows"
+        self.fused = compile and self._compile(computed_in)
+        """The layers, and what follows the head, are compiled."""
 
     def plan(
         self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
@@ -90,9 +96,11 @@ class PassRunner:
         """Return the passes over these rows, and idle ones up to ``count``.
 
         ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
-        in any order, and the same settings make the same plan.
+        in any order, and the same settings make the same plan. Raises ValueError for token ids that
+        the model does not have.
         """
-        budget = self._budget(token_budget)
+        self._require_ids(rows)
+        budget = self.budget(token_budget)
         if self.packing == "rows":
             passes = padded_passes(rows, budget)
         elif not self._divided:
@@ -103,11 +111,28 @@ class PassRunner:
             passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
         return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
 
+    def _compile(self, dtype: torch.dtype) -> bool:
+        """Compile the head's part, then the layers; False, with a warning, if this cannot be."""
+        vocabulary = self._model.get_output_embeddings().weight.shape[0]
+        reason = try_fused(self.head_chunk, vocabulary, dtype, self._device)
+        if self._divided and not everywhere(reason is None):
+            reason = reason or "torch.compile does not work in another process"
+        if reason is None:
+            how = (dtype, self._device, self.packing, self.pass_tokens)
+            reason = use_compiled_layers(self._model, self.within, *how)
+        if reason is not None:
+            log.warning("%s: nothing is compiled, which is slower on a GPU", reason)
+        return reason is None
+
     def shares(
         self, rows: Sequence[Row], processes: int, token_budget: int | None = None
     ) -> tuple[list[list[Row]], int]:
-        """Return the rows of each process, and the number of passes that each must run."""
-        budget = self._budget(token_budget)
+        """Return the rows of each process, and the number of passes that each must run.
+
+        Raises as :meth:`plan`, before another process gets its rows.
+        """
+        self._require_ids(rows)
+        budget = self.budget(token_budget)
         if self.packing == "rows":
             parts = balanced(rows, processes)
             return parts, max(len(padded_passes(part, budget)) for part in parts)
@@ -124,7 +149,7 @@ class PassRunner:
 
         def close() -> Computed:
             number, work, tree, hidden = opened.pop()
-            how = (self.head_chunk, entropy_gradient)
+            how = (self.head_chunk, self.fused, entropy_gradient)
             if hidden is None:
                 logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
             else:
@@ -155,18 +180,31 @@ class PassRunner:
                 found[done.number] = done.logprobs.cpu()
         return found
 
+    def entropies(self, passes: Sequence[Pass]) -> list[Tensor]:
+        """Return the entropies at each pass's items, as :meth:`logprobs`."""
+        found = [torch.zeros(0)] * len(passes)
+        with torch.no_grad():
+            for done in self.run(passes):
+                found[done.number] = done.entropies.cpu()
+        return found
+
     def row_logprobs(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+        self,
+        rows: Sequence[Row],
+        token_budget: int | None = None,
+        count: int = 0,
+        compute: Callable[[Sequence[Pass]], list[Tensor]] | None = None,
     ) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens, [their number], float.
 
-        Each row states its temperature. No gradient is kept. In a world all processes must call it
-        together, each with its own rows and the ``count`` of passes of the longest plan.
+        Each row states its temperature. ``compute`` is another model's :meth:`logprobs`. No
+        gradient is kept. In a world all processes must call it together, each with its own rows and
+        the ``count`` of passes of the longest plan.
         """
         passes = self.plan(rows, token_budget, count)
         found = [
             (one.items.sequences, one.items.positions, logprobs)
-            for one, logprobs in zip(passes, self.logprobs(passes), strict=True)
+            for one, logprobs in zip(passes, (compute or self.logprobs)(passes), strict=True)
             if one.items.inputs
         ]
         counts = [int(row["loss_mask"].sum()) for row in rows]
@@ -185,10 +223,31 @@ class PassRunner:
             self._whole.reshard()
         return out
 
-    def _budget(self, wanted: int | None) -> int:
+    @property
+    def chosen(self) -> dict[str, int]:
+        """The choice of ``pass_tokens``, for a record: a repeated step has the same passes."""
+        return {self._device.type: self.pass_tokens}
+
+    def choose_as(self, recorded: Mapping[str, int]) -> None:
+        """Choose the tokens of a pass as recorded, unless that was on another kind of device."""
+        self.pass_tokens = recorded.get(self._device.type, self.pass_tokens)
+
+    def budget(self, wanted: int | None) -> int:
+        """Return the tokens of a pass: those that a caller sets, else what suits the device."""
         if wanted is not None and wanted < 1:
             raise ValueError("the token budget must be positive")
-        return PASS_TOKENS[self._device.type] if wanted is None else wanted
+        return self.pass_tokens if wanted is None else wanted
+
+    def _require_ids(self, rows: Sequence[Row]) -> None:
+        """Raise ValueError for a token id that the model lacks, which would end a GPU's process."""
+        size = self._model.get_input_embeddings().weight.shape[0]
+        for k, row in enumerate(rows):
+            least, most = (int(bound) for bound in row["input_ids"].aminmax())
+            if least < 0 or most >= size:
+                raise ValueError(
+                    f"row {k} has the token id {least if least < 0 else most}, and the model's are "
+                    f"0 to {size - 1}: the tokenizer is another model's"
+                )
 
     def _suitable_chunk(self) -> int:
         if self._device.type != "cpu":

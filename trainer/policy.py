@@ -8,70 +8,40 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from any_agent.engine.weight_serialization import align
-from any_agent.errors import ConfigError, StartupError
 from trainer.command_channel import Leader
-from trainer.lora import BaseWeights, Lora, add_adapter, merged, switched_off
+from trainer.lora import BaseWeights, merged, switched_off
 from trainer.loss import (
     LOSSES,
     LossConfig,
     LossInputs,
     LossStats,
+    needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
 )
-from trainer.packing import Pass, Row, count_trained
+from trainer.model import PolicyConfig, loaded, prepared, world_for
+from trainer.packing import Pass
 from trainer.pass_runner import Computed, PassRunner
+from trainer.pass_size import pass_tokens
+from trainer.rows import Row, count_trained
 from trainer.step_clock import StepClock
 from trainer.updates import (
     Minibatch,
     ReferenceLogprobs,
     Snapshot,
     StepConfig,
+    with_high_entropies,
     with_input,
     with_sequence_means,
+    with_sequence_products,
 )
 from trainer.weight_buckets import Bucket, in_buckets, stored_tensors
-from trainer.world import UnshardedModel, World, alone, in_turn, shard, summed, whole_tensor
-
-
-@dataclass(frozen=True, slots=True)
-class PolicyConfig:
-    """The settings of a policy's memory, computation and optimizer.
-
-    ``head_chunk`` is the number of trained tokens whose logits [head_chunk, vocab] exist at a
-    time, forward and backward; None: what suits the device and the vocabulary. ``threads`` None
-    leaves torch's choice; one is best for tiny models. ``attention`` is transformers'
-    ``attn_implementation``.
-    """
-
-    lr: float = 1e-6
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
-    grad_clip: float = 1.0
-    head_chunk: int | None = None
-    attention: str = "sdpa"
-    packing: Literal["tree", "rows"] = "tree"
-    """Compute a prefix that rows share once, or each row by itself."""
-    gradient_checkpointing: bool = False
-    dtype: torch.dtype | None = None
-    """The type that passes compute in; None: the weights' own type."""
-    offload: bool = False
-    """Keep weights, gradients and optimizer in the machine's memory between their uses."""
-    device: str = "cpu"
-    threads: int | None = None
-    lora: Lora | None = None
-    """Train an adapter of this kind, and leave the model's own weights as they are."""
-
-    def __post_init__(self) -> None:
-        if (self.head_chunk or 1) < 1 or self.grad_clip <= 0:
-            raise ConfigError("head_chunk and grad_clip must be positive")
+from trainer.world import UnshardedModel, World, summed, whole_tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +70,7 @@ class Policy:
     ``model`` is a transformers causal LM, its parameters the float32 master copy. Dropout is off:
     the trained policy must be the one that sampled. No method draws random numbers: the same
     weights, optimizer state and batches give the same step, bit for bit (on one kind of machine,
-    with one number of processes).
+    with one number of processes; of compiled kernels, in one process).
 
     In a ``world`` of several processes each has a share of the weights, the gradients and the
     optimizer, and all must call :meth:`step` together, each with its own batches; the leading
@@ -142,6 +112,12 @@ class Policy:
             packing=self.config.packing,
             head_chunk=self.config.head_chunk,
             dtype=self.config.dtype,
+            compile=self.config.compile,
+            pass_tokens=pass_tokens(
+                *(self.model, self.device, self.config.dtype),
+                checkpointing=self.config.gradient_checkpointing,
+                offload=self.config.offload,
+            ),
         )
         """Runs the passes of this model."""
         self.reference: ReferenceLogprobs | None = None
@@ -214,20 +190,21 @@ class Policy:
     ) -> StepResult:
         """Make one train step on these rows, on all processes: see :meth:`step`.
 
-        ``token_budget`` bounds one process's forward pass; None: what suits the device.
+        ``token_budget`` bounds one process's forward pass; None: what suits this one's device.
         ``minibatches`` has the numbers of each one's rows; None: all rows are one.
         """
+        budget = self.runner.budget(token_budget)
         parts = [[rows[k] for k in part] for part in minibatches or [range(len(rows))]]
         totals = [count_trained(part) for part in parts]
         if self.leader is None or not all(totals):
             # Without trained tokens it fails before the other processes get the command, which
             # would end them.
-            plans = [self.runner.plan(part, token_budget) for part in parts]
+            plans = [self.runner.plan(part, budget) for part in parts]
             return self.step(list(zip(plans, totals, strict=True)), config, settings)
-        shares = [self.runner.shares(part, self.leader.world.size, token_budget) for part in parts]
+        shares = [self.runner.shares(part, self.leader.world.size, budget) for part in parts]
         command = {
             "do": "step",
-            "budget": token_budget,
+            "budget": budget,
             "minibatches": [
                 {"tokens": total, "passes": count, "rows": [len(part) for part in by_rank]}
                 for total, (by_rank, count) in zip(totals, shares, strict=True)
@@ -287,9 +264,7 @@ class Policy:
             done: list[StepResult] = []
             while len(done) < count:
                 passes, total = work[len(done) % len(work)]
-                if done and needs_sequence_ratio(config):
-                    now = self._logprobs(self.runner.logprobs, passes)
-                    passes = with_sequence_means(passes, "sequence_log_ratio", now, "proximal")
+                passes = self._with_current(passes, config, first=not done)
                 done.append(self._update(passes, total, config, settings))
         except BaseException:
             if before is not None:
@@ -317,6 +292,22 @@ class Policy:
                 passes = with_input(passes, "proximal", proximal)
             if needs_sequence_weight(config):
                 passes = with_sequence_means(passes, "sequence_log_weight", proximal, "logprobs")
+        return passes
+
+    def _with_current(
+        self, passes: Sequence[Pass], config: LossConfig, *, first: bool
+    ) -> Sequence[Pass]:
+        """Return the passes with what the loss wants to know of the policy before an update."""
+        if config.top_entropy < 1:
+            entropies = self._logprobs(self.runner.entropies, passes)
+            passes = with_high_entropies(passes, entropies, config.top_entropy, self.world)
+        ratio, product = needs_sequence_ratio(config), needs_sequence_product(config)
+        if product or (ratio and not first):
+            now = self._logprobs(self.runner.logprobs, passes)
+            if ratio and not first:
+                passes = with_sequence_means(passes, "sequence_log_ratio", now, "proximal")
+            if product:
+                passes = with_sequence_products(passes, now, config)
         return passes
 
     def _logprobs(self, compute: ReferenceLogprobs, passes: Sequence[Pass]) -> list[Tensor]:
@@ -404,69 +395,3 @@ def _together(updates: Sequence[StepResult]) -> StepResult:
     stats.loss /= count
     norm = sum(one.grad_norm for one in updates) / count
     return StepResult(stats, norm, updates[-1].learning_rate, count)
-
-
-def loaded(
-    source: str | Path,
-    config: PolicyConfig,
-    world: World | None,
-    *,
-    frozen: bool = False,
-) -> UnshardedModel:
-    """Load a model from a local folder or a hub name, safetensors only, and prepare it.
-
-    Its weights are float32; ``frozen`` ones get no gradient and have the type that passes compute
-    in. Raises StartupError for missing weights, which transformers would draw at random.
-    """
-    from transformers import AutoModelForCausalLM
-
-    with in_turn(world):
-        model, report = AutoModelForCausalLM.from_pretrained(
-            str(source),
-            dtype=(frozen and config.dtype) or torch.float32,
-            use_safetensors=True,
-            attn_implementation=config.attention,
-            output_loading_info=True,
-        )
-        wrong = sorted(report["missing_keys"]) + sorted(map(str, report["mismatched_keys"]))
-        if wrong:
-            listed = ", ".join(wrong)
-            raise StartupError(f"{source}: weights are missing or misshapen: {listed}")
-        if frozen:
-            model.requires_grad_(False)
-        return prepared(model, config, world)
-
-
-def world_for(config: PolicyConfig, world: World | None) -> World | None:
-    """Return the world to divide weights in: this process alone if the configuration needs one."""
-    if world is None and (config.dtype is not None or config.offload):
-        return alone(config.device)
-    return world
-
-
-def prepared(model: Any, config: PolicyConfig, world: World | None) -> UnshardedModel:
-    """Prepare a model for training: with the adapter to train, if any, no dropout, on its device,
-    divided among the processes."""
-    if config.lora is not None:
-        add_adapter(model, config.lora)
-    whole = UnshardedModel(model)
-    model.eval()
-    if world is None:
-        model.to(config.device)
-        align(model)
-    _switch_dropout_off(model)
-    if config.gradient_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        # transformers checkpoints in training mode only; dropout is already off.
-        model.train()
-    if world is not None:
-        shard(whole, world, dtype=config.dtype, offload=config.offload)
-    return whole
-
-
-def _switch_dropout_off(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-        if isinstance(getattr(module, "attention_dropout", None), float):
-            setattr(module, "attention_dropout", 0.0)  # noqa: B010 - mypy takes it for a tensor

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from pathlib import Path
@@ -120,10 +120,33 @@ class Publisher:
         sync.prepare(new)
         with self._updating(new.version):
             sync.update(self._executor.ranks, new)
+        self.bring_joining()
         if not new.folder.is_dir():
             # Engines that restart load the weights from this folder.
             new.write()
         prune(self._folder, self._config.train.keep_weights)
+
+    def bring_joining(self) -> None:
+        """Give the last version to ranks that join with an older one; training waits for none."""
+        last, sync = self._last, self._sync
+        if last is None or sync is None or not self._executor.ranks.joining:
+            return
+        behind = self._executor.call(self._behind(last.version))
+        if not behind:
+            return
+        try:
+            sync.prepare(last)
+            with self._updating(last.version):
+                sync.update(self._executor.ranks, last, behind)
+        except StaleOwner:
+            raise
+        except AnyAgentError as error:
+            log.warning("ranks that join have not taken version %d: %s", last.version, error)
+
+    async def _behind(self, version: int) -> list[int]:
+        ranks = self._executor.ranks
+        entries = {rank: ranks.entry(rank) for rank in ranks.joining}
+        return [rank for rank, entry in entries.items() if entry and entry.version != version]
 
     def repair(self) -> None:
         """Give the last version again to ranks that sample with another one."""
@@ -143,11 +166,12 @@ class Publisher:
         Ranks that already serve it are left alone: their calls under way are not interrupted.
         ``fresh``: the policy is the configured model itself, as the engines load it.
         """
-        versions = [info.version for info in _each(self._executor, lambda rank: rank.run_info())]
+        ranks = self._executor.ranks.sampling
+        versions = [info.version for info in _each(self._executor, lambda r: r.run_info(), ranks)]
         self.versions.at_least(max(versions))
         if len(set(versions)) == 1 and self._holds(policy, tokenizer, versions[0], fresh=fresh):
             # One may be paused, if an earlier trainer died in the middle of an update.
-            _each(self._executor, lambda rank: rank.resume())
+            _each(self._executor, lambda rank: rank.resume(), ranks)
         else:
             self.publish(policy, tokenizer)
 
@@ -178,7 +202,7 @@ class Publisher:
 
     async def _engines(self) -> list[str]:
         ranks = self._executor.ranks
-        entries = [ranks.entry(rank) for rank in range(len(ranks))]
+        entries = [ranks.entry(rank) for rank in ranks.sampling]
         return [entry.engine_url for entry in entries if entry and entry.engine_url]
 
     def _holds(self, policy: Policy, tokenizer: Path, version: int, *, fresh: bool) -> bool:
@@ -196,10 +220,16 @@ class Publisher:
         return True
 
 
-def _each(executor: LeaseExecutor, call: Callable[[RLClient], Awaitable[T]]) -> list[T]:
-    """Call every rank at once, and wait for all of them."""
+def _each(
+    executor: LeaseExecutor,
+    call: Callable[[RLClient], Awaitable[T]],
+    wanted: Sequence[int] | None = None,
+) -> list[T]:
+    """Call these ranks at once, or every one, and wait for all of them."""
     ranks = executor.ranks
-    return executor.call(ranks.all(lambda rank: call(ranks.clients[rank])), timeout=2 * TIMEOUT)
+    return executor.call(
+        ranks.all(lambda rank: call(ranks.clients[rank]), wanted), timeout=2 * TIMEOUT
+    )
 
 
 class RunStatus(NamedTuple):

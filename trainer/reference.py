@@ -1,20 +1,26 @@
-"""The frozen model that the loss's KL term compares the policy with."""
+"""The frozen model that a KL term, of the loss or in the reward, compares the policy with."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
+from itertools import accumulate
+from typing import Any
 
+import torch
 from safetensors import SafetensorError
 from torch import Tensor
 from transformers import AutoConfig
 
 from any_agent.errors import ConfigError
+from trainer.model import loaded
 from trainer.packing import Pass
 from trainer.pass_runner import PassRunner
-from trainer.policy import Policy, loaded
+from trainer.policy import Policy
+from trainer.rows import Row, count_trained
 from trainer.updates import ReferenceLogprobs
+from trainer.world import added
 
 
 def require_alike(path: str, policy: Policy) -> None:
@@ -60,6 +66,8 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
         packing=policy.runner.packing,
         head_chunk=config.head_chunk,
         dtype=config.dtype,
+        compile=policy.runner.fused,
+        pass_tokens=policy.runner.pass_tokens,
     )
     # It computes the policy's passes, so these are of a kind that both can compute.
     policy.runner.packing = runner.packing
@@ -69,3 +77,41 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
 def _without_adapter(policy: Policy, passes: Sequence[Pass]) -> list[Tensor]:
     with policy.without_adapter():
         return policy.runner.logprobs(passes)
+
+
+def reference_logprobs(
+    policy: Policy, rows: Sequence[Row], token_budget: int | None = None
+) -> list[Tensor]:
+    """Return the reference model's log-probabilities of each row's trained tokens, float64.
+
+    Each row states its temperature. The processes that the policy leads take their parts.
+    """
+    counts = [count_trained([row]) for row in rows]
+    starts = [end - n for end, n in zip(accumulate(counts), counts, strict=True)]
+    placed = [row | {"starts": torch.tensor(k)} for row, k in zip(rows, starts, strict=True)]
+    budget = policy.runner.budget(token_budget)
+    command = {"do": "compare", "tokens": sum(counts), "budget": budget, "passes": 0}
+    if policy.leader is None:
+        found = compare(policy, command, placed)
+    else:
+        size = policy.leader.world.size
+        by_rank, command["passes"] = policy.runner.shares(placed, size, budget)
+        with policy.leader.run(command, by_rank):
+            found = compare(policy, command, by_rank[0])
+    policy.clock.lap("forward")
+    return list(torch.split(found, counts))
+
+
+def compare(policy: Policy, command: Mapping[str, Any], rows: Sequence[Row]) -> Tensor:
+    """Return the reference's log-probabilities of the rows of all processes, each at its `starts`.
+
+    ``rows`` are this process's. All processes must call it together.
+    """
+    assert policy.reference is not None, "it is loaded"
+    out = torch.zeros(command["tokens"], dtype=torch.float64)
+    how = command["budget"], command["passes"]
+    found = policy.runner.row_logprobs(rows, *how, compute=policy.reference)
+    for row, values in zip(rows, found, strict=True):
+        start = int(row["starts"])
+        out[start : start + len(values)] = values
+    return out if policy.world is None else added(out, policy.world)

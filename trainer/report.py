@@ -20,9 +20,6 @@ from trainer.trackers import Trackers
 
 log = logging.getLogger(__name__)
 
-_ZERO_VARIANCE_NOTICE = 8
-"""Consecutive groups without variance after which a waiting trainer mentions them."""
-
 
 class RunReport:
     """Tells people and programs how the training goes. ``say`` gets the lines for the console."""
@@ -66,10 +63,8 @@ class RunReport:
     def waiting(self, error: TimeoutError, zero_variance: ZeroVarianceGroups) -> None:
         """Announce what the trainer waits for, and why it may be that long."""
         lines = [f"waiting   for trajectories: {error}"]
-        if zero_variance.consecutive >= _ZERO_VARIANCE_NOTICE:
-            lines.append(f"waiting   {zero_variance}. Other tasks or rewards would help")
-        if (notice := zero_variance.trainability.notice) is not None:
-            lines.append(f"waiting   {notice}")
+        notices = (zero_variance.notice, zero_variance.trainability.notice)
+        lines += [f"waiting   {notice}" for notice in notices if notice is not None]
         self.announce(*lines)
 
     def step(

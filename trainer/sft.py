@@ -28,13 +28,19 @@ from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of
 from trainer.adapter_files import FOLDER, save_adapter
-from trainer.from_config import learning_rate, policy_config, seed_all
+from trainer.from_config import learning_rate, policy_config, require_warm_up, seed_all
 from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
-from trainer.packing import Row, count_trained, with_training_signal
 from trainer.policy import Policy
+from trainer.rows import Row, count_trained, with_training_signal
 from trainer.updates import StepConfig
 from trainer.weight_folders import save_pretrained, tokenizer_of
 
+SETTINGS = (
+    "lr lr_schedule warmup_steps min_lr_ratio betas weight_decay grad_clip seed device dtype "
+    "compile threads processes offload_optimizer gradient_checkpointing packing micro_batch_tokens "
+    "max_row_tokens lora"
+)
+"""The settings of `train` that mean something here."""
 _WHOLE_SESSION = "interactions"
 
 
@@ -227,10 +233,7 @@ def run(arguments: argparse.Namespace) -> int:
         f"{sum(count_trained(e.rows) for e in trained)} tokens trained on, {held} held out"
     )
     steps = arguments.epochs * -(-len(trained) // arguments.batch)
-    if (warmup := config.train.warmup_steps) >= max(steps, 1):
-        raise ConfigError(
-            f"train.warmup_steps={warmup} must be below the {steps} steps that the data make"
-        )
+    require_warm_up(config.train, steps)
     tuning = _Tuning(policy, config, arguments.batch, steps)
     before = tuning.loss_of(held_out)
     for epoch in range(1, arguments.epochs + 1):
@@ -252,7 +255,14 @@ def _config(arguments: argparse.Namespace) -> Config:
     settings = [*overrides_of(arguments)]
     if arguments.model is not None:
         settings.append(f"model.path={arguments.model}")
-    # The data decide on the number of steps.
+    # Neither a warm-up nor the steps are judged here, as the data decide on the number of steps.
+    read = load_config(arguments.config, [*settings, "train.warmup_steps=0"]).train
+    if others := read.model_fields_set.difference(SETTINGS.split()):
+        names = ", ".join(f"train.{name}" for name in sorted(others))
+        raise ConfigError(
+            f"no meaning in any-agent sft: {names}. It trains by likelihood alone, and --epochs "
+            "and --batch make its steps: leave these settings out"
+        )
     config = load_config(arguments.config, [*settings, "train.steps=1000000000"])
     if not config.model.path:
         raise ConfigError("no model is named: give --model DIR")

@@ -19,7 +19,8 @@ def grpo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossCon
     """Clip the ratio: ``s = -min(rho A, clip(rho, 1 - eps_low, 1 + eps_high) A)``.
 
     Sources: PPO's clip (arXiv 1707.06347), around the mean of a group (GRPO, arXiv 2402.03300),
-    with two distances (DAPO, arXiv 2503.14476).
+    with two distances (DAPO, arXiv 2503.14476). Of negative advantages ``dual_clip`` bounds rho
+    from above (dual-clip PPO, arXiv 1912.09729; as delta in INTELLECT-2, arXiv 2505.07291).
     """
     return _clipped(torch.exp(logprobs - proximal), inputs.advantages, config)
 
@@ -39,8 +40,11 @@ def gspo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossCon
 
 def _clipped(ratio: Tensor, advantages: Tensor, config: LossConfig) -> Surrogate:
     low, high = 1 - config.eps_low, 1 + config.eps_high
-    loss = -torch.min(ratio * advantages, ratio.clamp(low, high) * advantages)
+    bounded = ratio if config.dual_clip is None else ratio.clamp(max=config.dual_clip)
+    loss = -torch.min(bounded * advantages, ratio.clamp(low, high) * advantages)
     is_low, is_high = (ratio < low) & (advantages < 0), (ratio > high) & (advantages > 0)
+    if config.dual_clip is not None:
+        is_high |= (ratio > config.dual_clip) & (advantages < 0)
     return Surrogate(loss, ratio, is_low, is_high)
 
 
@@ -69,6 +73,25 @@ def sapo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossCon
     positive = inputs.advantages > 0
     tau = torch.full_like(ratio, config.tau_neg).masked_fill(positive, config.tau_pos)
     return Surrogate(-torch.sigmoid(tau * (ratio - 1)) * 4 / tau * inputs.advantages, ratio)
+
+
+@partial(PolicyLoss, sequence_product=True)
+def vespo(logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig) -> Surrogate:
+    """Weigh a row by the product W of its tokens' ratios to mu, softly:
+    ``s = -phi(W) A log pi_theta`` with ``phi(W) = W**k exp(lambda (1 - W))``, which is 1 at W = 1.
+
+    k and lambda are ``k_pos`` and ``lambda_pos`` where A is not negative, else ``k_neg`` and
+    ``lambda_neg``.
+
+    Source: Variational Sequence-Level Soft Policy Optimization (arXiv 2602.10693).
+    """
+    assert inputs.sequence_product is not None, "inputs are checked"
+    whole, negative = inputs.sequence_product, inputs.advantages < 0
+    k = torch.full_like(whole, config.k_pos).masked_fill(negative, config.k_neg)
+    lam = torch.full_like(whole, config.lambda_pos).masked_fill(negative, config.lambda_neg)
+    phi = torch.exp(torch.xlogy(k, whole) + lam * (1 - whole))
+    ratio = torch.exp(logprobs.detach() - proximal)
+    return Surrogate(-phi * inputs.advantages * logprobs, ratio)
 
 
 @PolicyLoss

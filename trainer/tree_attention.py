@@ -3,9 +3,9 @@
 Every token attends to its ancestors and to itself. All tokens of a pass are one sequence, so that
 the model's other layers see no difference; this function alone knows the tree, from the argument
 ``tree`` that transformers passes on to it. The keys of a node serve all its descendants at once,
-since these follow it without a gap: attention is computed block by block, and the results are
-combined by their log-sum-exps (arXiv 2310.01889), forward and backward. So no mask exists, and no
-key is copied.
+since these follow it without a gap. On a CPU attention is computed block by block, and the results
+are combined by their log-sum-exps (arXiv 2310.01889), forward and backward: so no mask exists, and
+no key is copied. On a GPU one kernel computes the blocks (:mod:`trainer.flex_tree`).
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
+from trainer.flex_tree import TreeMask, has_kernel
 from trainer.trie import Block
 
 NAME = "any_agent_tree"
@@ -59,6 +60,8 @@ class TreePass:
     kept: dict[int, Kept] = field(default_factory=dict)
     layers: set[int] = field(default_factory=set)
     """The layers that computed their attention by this."""
+    mask: TreeMask | None = None
+    """The keys that each query sees, once FlexAttention has begun with this pass."""
 
     def collected(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the keys and values that descendants used, and the gradients for them."""
@@ -118,6 +121,10 @@ def tree_attention(
         out: Tensor = _BlockAttention.apply(  # type: ignore[no-untyped-call]
             tree.blocks, scale, query, key, value, *past
         )
+    elif has_kernel(query, key, value):
+        if tree.mask is None:
+            tree.mask = TreeMask(tree.blocks, query.shape[2], query.device)
+        out = tree.mask.attention(scale, query, key, value, *past)
     else:
         out = chain_attention(tree.blocks, scale, query, key, value, *past)
     tree.layers.add(module.layer_idx)

@@ -10,11 +10,12 @@ import torch
 from torch import Tensor
 
 from trainer.logprobs import hidden_of
-from trainer.packing import Items, Row, padded_passes, tree_passes, with_training_signal
+from trainer.packing import Items, padded_passes, tree_passes
+from trainer.rows import Row, with_training_signal
 from trainer.tree_attention import NAME, TreePass
 
-_TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-"""The relative difference between hidden states by rows and by the tree that is rounding."""
+TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
+"""The relative difference between hidden states, computed in two ways, that is rounding."""
 _COARSE_TOLERANCE = 0.05
 
 
@@ -48,9 +49,9 @@ def _by_config(model: Any, attention: str) -> str | None:
     config, name = model.config.get_text_config(), type(model).__name__
     if attention not in ("sdpa", NAME):
         return f"{name} is loaded with the attention {attention}, not sdpa"
+    if reason := other_layers(model):
+        return reason
     types = set(getattr(config, "layer_types", None) or ())
-    if odd := sorted(types - {"full_attention", "sliding_attention"}):
-        return f"{name} has layers of other kinds than plain attention ({', '.join(odd)})"
     window = getattr(config, "sliding_window", None)
     slides = "sliding_attention" in types or not types
     if window is None or not slides or getattr(config, "use_sliding_window", None) is False:
@@ -59,6 +60,15 @@ def _by_config(model: Any, attention: str) -> str | None:
     if window < context:
         return f"{name} attends to a window of {window} tokens in a context of {context}"
     return None
+
+
+def other_layers(model: Any) -> str | None:
+    """Return the reason if a model has other layers than attention, as recurrent ones."""
+    config, name = model.config.get_text_config(), type(model).__name__
+    types = set(getattr(config, "layer_types", None) or ())
+    if odd := sorted(types - {"full_attention", "sliding_attention"}):
+        return f"{name} has layers of other kinds than plain attention ({', '.join(odd)})"
+    return None if hasattr(config, "num_attention_heads") else f"{name} has no attention"
 
 
 def _by_probe(
@@ -76,7 +86,7 @@ def _by_probe(
     if len(tree.layers) != layers:
         return f"{len(tree.layers)} of {layers} layers of {name} use the attention function"
     error = float((found - expected).norm() / expected.norm())
-    if not error <= _TOLERANCE.get(dtype, _COARSE_TOLERANCE):
+    if not error <= TOLERANCE.get(dtype, _COARSE_TOLERANCE):
         return f"{name} computes other hidden states over shared prefixes (by {error:.1e})"
     return None
 
@@ -89,14 +99,17 @@ def _in_order(items: Items) -> Tensor:
 
 def _branching_rows(vocabulary: int) -> list[Row]:
     """Return rows that branch twice, one of them a prefix of another, every token trained."""
-    rows = []
-    for ids in ([1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 6, 5, 3], [1, 2, 9, 4], [1, 2, 3, 4, 5]):
-        n = len(ids)
-        row = {
-            "input_ids": torch.tensor(ids, dtype=torch.int32) % vocabulary,
-            "loss_mask": torch.tensor([0, *[1] * (n - 1)], dtype=torch.int32),
-            "logprobs": torch.zeros(n),
-            "attention_mask": torch.ones(n, dtype=torch.bool),
-        }
-        rows.append(with_training_signal(row, advantage=0.0, temperature=1.0))
-    return rows
+    branches = [1, 2, 3, 4, 5, 6, 7, 8], [1, 2, 3, 4, 9, 6, 5, 3], [1, 2, 9, 4], [1, 2, 3, 4, 5]
+    return [trained_row([id % vocabulary for id in ids]) for ids in branches]
+
+
+def trained_row(ids: list[int]) -> Row:
+    """Return a row with these token ids, whose every token is trained that has a predecessor."""
+    n = len(ids)
+    row = {
+        "input_ids": torch.tensor(ids, dtype=torch.int32),
+        "loss_mask": torch.tensor([0, *[1] * (n - 1)], dtype=torch.int32),
+        "logprobs": torch.zeros(n),
+        "attention_mask": torch.ones(n, dtype=torch.bool),
+    }
+    return with_training_signal(row, advantage=0.0, temperature=1.0)

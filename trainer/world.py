@@ -166,14 +166,26 @@ def shard(whole: UnshardedModel, world: World, *, dtype: torch.dtype | None, off
     # Memory that is moved to a GPU and back must be pinned.
     pinned = world.device.type == "cuda"
     policy = CPUOffloadPolicy(pin_memory=pinned) if offload else OffloadPolicy()
-    kinds = set(whole.model._no_split_modules or ())
-    layers = [module for module in whole.model.modules() if type(module).__name__ in kinds]
-    for module in [*layers, whole]:
+    for module in [*layers_of(whole.model), whole]:
         fully_shard(module, mesh=world.mesh, mp_policy=mixed, offload_policy=policy)
         assert isinstance(module, FSDPModule)
         module.set_gradient_divide_factor(1.0)
         # gloo has no scaled sum; NCCL's would be one with a factor of 1.
         module.set_force_sum_reduction_for_comms(True)
+
+
+def layers_of(model: Any) -> list[nn.Module]:
+    """Return the decoder layers of a transformers model, divided or whole."""
+    kinds = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in kinds]
+
+
+def everywhere(true: bool) -> bool:
+    """Return True if it is true in every process of a world; all must call it together."""
+    flag = torch.tensor(int(true))
+    # On the CPU, as in_turn.
+    dist.all_reduce(flag, dist.ReduceOp.MIN)
+    return bool(flag)
 
 
 def is_divided(tensor: Tensor) -> bool:
@@ -209,3 +221,24 @@ def summed(stats: LossStats, world: World) -> LossStats:
     for name in ("tokens", "tokens_computed", "tokens_in_rows"):
         setattr(out, name, round(getattr(out, name)))
     return out
+
+
+def added(values: Tensor, world: World) -> Tensor:
+    """Return the sum of all processes' tensors; each must call it."""
+    here = values.to(world.device)
+    dist.all_reduce(here)
+    return here.to(values.device)
+
+
+def gathered(values: Tensor, world: World) -> Tensor:
+    """Return all processes' tensors [n], n their own, one after the other; each must call it."""
+    here = values.to(world.device)
+    own = torch.tensor([len(here)], device=world.device)
+    counts = [torch.zeros_like(own) for _ in range(world.size)]
+    dist.all_gather(counts, own)
+    longest = max(int(count) for count in counts)
+    padded = torch.nn.functional.pad(here, (0, longest - len(here)))
+    every = [torch.empty_like(padded) for _ in range(world.size)]
+    dist.all_gather(every, padded)
+    parts = zip(every, counts, strict=True)
+    return torch.cat([part[: int(count)] for part, count in parts]).to(values.device)

@@ -163,6 +163,14 @@ class Access:
             raise Unauthenticated(_INVALID_KEY)
         return ADMIN
 
+    def knows(self, bearer: str) -> bool:
+        """Return whether `caller` accepts a key, or a request without one."""
+        try:
+            self.caller(bearer)
+        except Unauthenticated:
+            return False
+        return True
+
     def limits(self, tenant: str) -> TenantLimits | None:
         """Return the limits that a tenant's keys set; None without any."""
         return self._stored.get().limits.get(tenant)

@@ -147,11 +147,11 @@ class ChatTemplate:
     def _find_call_format(self) -> Callable[[Message], Message]:
         """Find how this template reads a call's arguments: as an object, or as JSON text."""
         for objects in (True, False):
-            convert = partial(_convert_calls, objects=objects, takes_broken=objects)
+            convert = partial(convert_calls, objects=objects, takes_broken=objects)
             if self._renders_call('{"key0": "value0"}', convert):
                 broken = objects and self._renders_call('{"key0": "value0', convert)
                 return partial(convert, takes_broken=broken or not objects)
-        return partial(_convert_calls, objects=True, takes_broken=True)
+        return partial(convert_calls, objects=True, takes_broken=True)
 
     def _renders_call(self, arguments: str, convert: Callable[[Message], Message]) -> bool:
         call = {"name": "name0", "arguments": arguments}
@@ -168,7 +168,7 @@ class ChatTemplate:
         return False
 
 
-def _convert_calls(message: Message, *, objects: bool, takes_broken: bool) -> Message:
+def convert_calls(message: Message, *, objects: bool, takes_broken: bool) -> Message:
     """Convert calls to the form that a template reads.
 
     ``objects``: arguments as objects; ``takes_broken``: invalid JSON passes as text.

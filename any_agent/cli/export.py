@@ -23,22 +23,35 @@ from any_agent.runtime.command_line import (
 )
 
 _DESCRIPTION = """\
-Write the recorded sessions as JSON lines, from the journals and archives of all ranks, whether the
-service runs or not. Each session appears once, in the order of creation. Nothing is leased or
-changed.
+Write the recorded sessions, from the journals and archives of all ranks, whether the service runs
+or not. Each session appears once, in the order of creation. Nothing is leased or changed.
 """
 _EPILOG = """\
-Without --style each line is a session: number, session (id, state, metadata, step, ...), rewards
-(every reward that was ever set, with its giver and time) and interactions (ids, logprobs, versions,
-messages; each holds what it adds to its parent). With a style each line is a row with its reward
-propagated back through the session's tree: individual and concat give session_id, interaction_id,
-group_id, task_id, state, step, input_ids, loss_mask, logprobs, versions, attention_mask, rewards;
-messages gives messages and tools of each conversation instead of the last six, and its reward. In
-a session without any reward (open, aborted, rejected for want of a reward) rewards and reward are
-null, not 0; in a session with rewards, calls without one of their own count as 0.
+Formats:
+  jsonl        JSON lines: whole sessions, or rows with --style
+  parquet      rows as a Parquet file (default --style individual)
+  hf           rows as a new folder for datasets.load_from_disk (default --style individual)
+  sft          JSON lines for any-agent sft: the rows of the best sessions of each group
+               (default --style concat; messages for a model with another tokenizer)
+  preferences  JSON lines for TRL's DPOTrainer: prompt, chosen, rejected, tools. Each pairs a better
+               with a worse session of a group, and has the answers where they first differ
+
+parquet and hf need the extra [data]. sft and preferences take the training sessions that have a
+reward and no veto (or those of --state), and read everything twice. A group is a group_id's, else a
+task_id's sessions; a session's score is the mean reward of its calls, as in training.
+
+With jsonl and no --style each line is a session: number, session (id, state, metadata, step, ...),
+rewards (every reward that was ever set, with its giver and time) and interactions (ids, logprobs,
+versions, messages; each holds what it adds to its parent). With a style each line is a row with its
+reward propagated back through the session's tree: individual and concat give session_id,
+interaction_id, group_id, task_id, state, step, input_ids, loss_mask, logprobs, versions,
+attention_mask, rewards; messages gives messages and tools of each conversation instead of the last
+six, and its reward. In a session without any reward (open, aborted, rejected for want of a reward)
+rewards and reward are null, not 0; in a session with rewards, calls without one of their own count
+as 0.
 
 --out replaces a plain file once everything is written, and leaves it unchanged on a failure; a pipe
-or a device is written to directly.
+or a device is written to directly. A folder (hf) must be new.
 
 Exit codes: 0 everything was written, 1 something could not be written (damaged, missing, or no
 exact token sequence for --style concat; standard error names it), 2 wrong input, 141 the reader
@@ -49,7 +62,7 @@ closed the pipe.
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     parser = commands.add_parser(
         "export",
-        help="write recorded sessions as JSON lines, from journals and archives",
+        help="write recorded sessions as JSON lines, tables, or data for fine-tuning",
         description=_DESCRIPTION,
         epilog=_EPILOG,
         formatter_class=argparse.RawDescriptionHelpFormatter,
@@ -60,6 +73,12 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 def add_export_arguments(parser: argparse.ArgumentParser) -> None:
     add = partial(option, parser)
+    parser.add_argument(
+        "--format",
+        choices=("jsonl", "parquet", "hf", "sft", "preferences"),
+        default="jsonl",
+        help="what to write (default jsonl), see below",
+    )
     rank = count(999_999, least=0)
     add("--rank N", "only this rank's sessions (repeatable)", type=rank, action="append")
     add(
@@ -86,7 +105,11 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
         "discount of rewards per turn, with --style (default: the run's train.discount)",
         type=_discount,
     )
-    add("--out FILE", "the file to write (default: -, standard output)", default="-")
+    most = count(1_000_000)
+    add("--best N", "sessions, or pairs, of each group: sft, preferences (default 1)", type=most)
+    add("--min-reward X", "only sessions with at least this score: sft", type=number)
+    add("--margin X", "least difference of a pair's scores: preferences", type=number)
+    add("--out FILE", "the file or folder to write (default: -, standard output)", default="-")
     add_trial_arguments(parser)
 
 

@@ -10,12 +10,15 @@ import json
 import re
 import sys
 import time
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from any_agent.errors import StartupError
 from any_agent.runtime.command_line import (
     UNIT_SECONDS,
+    add_below,
     add_trial_arguments,
+    columns,
     count,
     option,
     overrides_of,
@@ -43,7 +46,8 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     below = keys.add_subparsers(
         dest="keys_command", required=True, metavar="COMMAND", help="the action"
     )
-    create = _add(below, "create", "create a key and print it, only this once")
+    add = partial(add_below, below, epilog=_EPILOG, run=run)
+    create = add("create", "create a key and print it, only this once")
     scopes = ("admin", "trainer", "tenant")
     scope_help = "the routes that the key may use"
     create.add_argument("--scope", required=True, choices=scopes, help=scope_help)
@@ -57,13 +61,10 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         )
     lifetime = "lifetime, like 90s, 12h or 30d (default: unlimited)"
     option(create, "--expires-in TIME", lifetime, type=_duration)
-    _add(below, "list", "show every key: id, scope, tenant, state, limits; never the key itself")
-    revoke = _add(
-        below, "revoke", "revoke a key; a tenant's open sessions go on with their own keys"
-    )
+    add("list", "show every key: id, scope, tenant, state, limits; never the key itself")
+    revoke = add("revoke", "revoke a key; a tenant's open sessions go on with their own keys")
     revoke.add_argument("id", metavar="ID", help="the key's id, as `any-agent keys list` shows it")
-    rotate = _add(
-        below,
+    rotate = add(
         "rotate",
         "sign session keys with a new secret; keys signed with earlier secrets stay valid",
     )
@@ -71,15 +72,6 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     for parser in below.choices.values():
         # The positional arguments of one command come first.
         add_trial_arguments(parser)
-
-
-def _add(
-    below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str
-) -> argparse.ArgumentParser:
-    parser = below.add_parser(name, help=help, description=help, epilog=_EPILOG)
-    option(parser, "--json", "print JSON")
-    parser.set_defaults(run=run)
-    return parser
 
 
 def _duration(text: str) -> float:
@@ -159,9 +151,7 @@ def _list(arguments: argparse.Namespace, run_dir: RunDir) -> int:
         print(json.dumps([_public_fields(key) for key in found]))
         return 0
     rows = [("ID", "SCOPE", "TENANT", "STATE", "MADE", "EXPIRES", "LIMITS"), *map(_row, found)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        print("  ".join(map(str.ljust, row, widths)).rstrip())
+    print("\n".join(columns(rows)))
     return 0
 
 

@@ -9,8 +9,28 @@ import argparse
 from collections.abc import Sequence
 
 from any_agent import __version__
-from any_agent.cli import demo, doctor, eval, export, keys, model, run, serve, sessions, sft
+from any_agent.cli import (
+    completion,
+    demo,
+    doctor,
+    eval,
+    export,
+    keys,
+    model,
+    ranks,
+    replay,
+    run,
+    serve,
+    sessions,
+    sft,
+    status,
+)
 from any_agent.runtime.command_line import guarded, parse
+
+_COMMANDS = (
+    *(demo, model, serve, run, doctor, status, sessions, replay, eval, export, sft),
+    *(keys, ranks, completion),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -26,6 +46,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"any-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for command in (demo, model, serve, run, doctor, sessions, eval, export, sft, keys):
+    for command in _COMMANDS:
         command.add_parser(commands)
+    commands.choices["completion"].set_defaults(whole=parser)
     return parser

@@ -9,7 +9,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from any_agent.errors import ConfigError
-from any_agent.runtime.command_line import add_service_arguments, option, overrides_of, say
+from any_agent.runtime.command_line import (
+    add_service_arguments,
+    option,
+    overrides_of,
+    say,
+    told_if_slow,
+)
 
 if TYPE_CHECKING:
     from any_agent.config import Config
@@ -36,16 +42,22 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     train.set_defaults(run=_train)
     config = commands.add_parser("config", help="print the resulting settings as YAML")
     add_service_arguments(config)
+    option(config, "--json", "print JSON")
     config.set_defaults(run=_config)
 
 
 def _config(arguments: argparse.Namespace) -> int:
+    import json
+
     import yaml
 
     from any_agent.launcher.trial import resolve_config
 
-    config = resolve_config(arguments.config, overrides_of(arguments))
-    print(yaml.safe_dump(config.dump(), sort_keys=False), end="")
+    settings = resolve_config(arguments.config, overrides_of(arguments)).dump()
+    if arguments.json:
+        print(json.dumps(settings))
+    else:
+        print(yaml.safe_dump(settings, sort_keys=False), end="")
     return 0
 
 
@@ -75,10 +87,11 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     signal.signal(signal.SIGTERM, terminate)
     options = NodeOptions(train=train, say=say)
     if not train:
-        options = replace(options, weights=_served_weights(config))
+        with told_if_slow(say, "waiting   for the checksums of the checkpoint's weights"):
+            options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
-        print(listening(node.url), flush=True)
-        options.say(_describe_auth(config))
+        for line in (*listening(config, node.url), _describe_auth(config)):
+            options.say(line)
         node.watch(until_trained=not stay)
     return 0
 

@@ -1,15 +1,15 @@
-"""``any-agent sessions``: list, show, abort, veto and delete sessions of a running service."""
+"""``any-agent sessions``: list, follow, show, abort, veto and delete a service's sessions."""
 
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 import time
 from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
+from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
 from any_agent.errors import (
     AnyAgentError,
     ConfigError,
@@ -17,7 +17,7 @@ from any_agent.errors import (
     ServiceUnavailable,
     Unauthenticated,
 )
-from any_agent.runtime.command_line import count, option, printable
+from any_agent.runtime.command_line import count, number, option, printable, seconds
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -25,16 +25,18 @@ if TYPE_CHECKING:
     from any_agent.client.rl_client import RLClient
     from any_agent.protocol.rl import SessionInfo, SessionLine
 
-_URL = "http://127.0.0.1:8000"
-_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _EPILOG = (
-    "The key is an operator's or a tenant's. Give it with --key, or in the environment variable "
-    f"{_KEYS[0]}, {_KEYS[1]}, {_KEYS[2]} or {_KEYS[3]} (the last only if it holds a key of "
-    "any-agent). Exit codes: 0 done, 1 not done (standard error says why), 2 wrong input."
+    f"The key is an operator's or a tenant's. {KEY_HELP} Exit codes: 0 done, 1 not done (standard "
+    "error says why), 2 wrong input."
 )
 _LISTED = (
     ". REWARDS is the number of rewards ever set, revisions included; FINAL is the session's final "
     "reward; - means none, ? means that the journal does not hold it any more."
+)
+_TAIL = (
+    ". A session ends when its agent does: it is finalized (with its reward, if it awaits one), "
+    "aborted or expired. REWARD is the sum of its final reward and its calls' own; TURNS "
+    "are its calls, TOKENS those that they sampled."
 )
 _ACTIONS = {
     "abort": ("abort open sessions and their calls", "aborted by the operator"),
@@ -50,7 +52,7 @@ _COLUMNS = (
 def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
     sessions = commands.add_parser(
         "sessions",
-        help="list, show, abort, veto or delete the sessions of a running service",
+        help="list, follow, show, abort, veto or delete the sessions of a running service",
         epilog=_EPILOG,
     )
     below = sessions.add_subparsers(
@@ -59,11 +61,18 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     shown = _add(
         below, "list", "list sessions, newest first, including those that have ended", _LISTED
     )
+    follow = _add(below, "tail", "print sessions as they end, one line each, until Ctrl-C", _TAIL)
+    for parser, state in ((shown, "open"), (follow, "finalized")):
+        add = partial(option, parser)
+        add("--state STATE", f"only sessions in this state, e.g. {state}")
+        add("--task ID", "only sessions of this task_id")
+        add("--group ID", "only sessions of this group")
+        add("--tenant NAME", "only this tenant's sessions")
+    add("--min-reward X", "only sessions with at least this reward", type=number)
+    add("--max-reward X", "only sessions with at most this reward", type=number)
+    add("--every SECONDS", "time between two looks (default 2)", type=seconds, default=2.0)
+    follow.set_defaults(action=_tail)
     add = partial(option, shown)
-    add("--state STATE", "only sessions in this state, e.g. open")
-    add("--task ID", "only sessions of this task_id")
-    add("--group ID", "only sessions of this group")
-    add("--tenant NAME", "only this tenant's sessions")
     limit = count(10**9, least=0)
     add("--limit N", "list at most N sessions (default 50); 0: all", type=limit, default=50)
     shown.set_defaults(action=_list)
@@ -83,50 +92,15 @@ def _add(
     below: argparse._SubParsersAction[argparse.ArgumentParser], name: str, help: str, more: str = ""
 ) -> argparse.ArgumentParser:
     parser = below.add_parser(name, help=help, description=f"{help}{more}", epilog=_EPILOG)
-    option(parser, "--url URL", f"the service (default {_URL})", default=_URL)
-    option(parser, "--key KEY", "an operator's or a tenant's key; safer in the environment")
+    add_client_arguments(parser, "an operator's or a tenant's")
     option(parser, "--json", "print JSON, one line for each session")
     parser.set_defaults(run=_run)
     return parser
 
 
 def _run(arguments: argparse.Namespace) -> int:
-    import asyncio
-
-    from any_agent.client.rl_client import RLClient
-
-    key, key_from = _key(arguments.key)
     action: Callable[[RLClient, argparse.Namespace], Awaitable[int]] = arguments.action
-
-    async def act() -> int:
-        async with RLClient(arguments.url, admin_key=key, retry_for=2.0) as client:
-            return await action(client, arguments)
-
-    try:
-        return asyncio.run(act())
-    except (Unauthenticated, Forbidden) as error:
-        used = "no key was given" if key is None else f"the key came from {key_from}"
-        error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
-        raise
-    except BrokenPipeError:
-        # Otherwise Python tries to write the rest at its exit, and reports that it could not.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 141
-
-
-def _key(given: str | None) -> tuple[str | None, str]:
-    """Return the key and the name of its source."""
-    from any_agent.keys import KEPT_PREFIXES
-
-    if given:
-        return given, "--key"
-    for name in _KEYS:
-        key = os.environ.get(name)
-        # This variable may hold another provider's key, which the service must not see.
-        foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
-        if key and not foreign:
-            return key, name
-    return None, ""
+    return with_client(arguments, lambda client: action(client, arguments))
 
 
 async def _list(client: RLClient, arguments: argparse.Namespace) -> int:
@@ -176,6 +150,19 @@ def _check(model: type[BaseModel], fields: dict[str, Any]) -> None:
         problem = error.errors()[0]
         option = str(problem["loc"][0]).removesuffix("_id")
         raise ConfigError(f"--{option}: {problem['msg']}") from None
+
+
+async def _tail(client: RLClient, arguments: argparse.Namespace) -> int:
+    from any_agent.cli.tail import tail
+    from any_agent.protocol.rl import ListSessions
+
+    filters = {
+        "task_id": arguments.task,
+        "group_id": arguments.group,
+        "tenant": arguments.tenant,
+    }
+    _check(ListSessions, filters | {"state": arguments.state})
+    return await tail(client, filters, arguments)
 
 
 async def _show(client: RLClient, arguments: argparse.Namespace) -> int:

@@ -33,7 +33,9 @@ with an optional reward (or rewards) and group_id or task_id, as any-agent expor
     any-agent sft --data - --best 2 --min-reward 0.5 --model DIR --out NEW
 
 --out is written after each epoch, whole or not at all. Settings of train.* are those of `serve`:
-lr, betas, weight_decay, grad_clip, seed, device, dtype, threads, micro_batch_tokens.
+lr, lr_schedule, warmup_steps, min_lr_ratio (over the steps of all epochs), betas, weight_decay,
+grad_clip, seed, device, dtype, compile, threads, offload_optimizer, gradient_checkpointing,
+packing, micro_batch_tokens, max_row_tokens and lora. Others have no meaning here, and are refused.
 
 Exit codes: 0 trained, 1 failed, 2 wrong input, 130 interrupted.
 """

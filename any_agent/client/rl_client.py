@@ -231,6 +231,11 @@ class RLClient:
                 yield SessionLine.model_validate(line)
             after = response.headers.get(AFTER_HEADER)
 
+    async def overview(self) -> dict[str, Any]:
+        """Return the state of the whole run, as the dashboard's overview shows it."""
+        response = await self.request("GET", "/overview", repeatable=True)
+        return dict(json.loads(response.content))
+
     async def session_details(self, session_id: str) -> SessionDetails:
         """Return the record of a session, with every reward that was set."""
         path = _path_of(session_id)

@@ -127,6 +127,8 @@ class RequestRecord(TypedDict, total=False):
     responses: dict[str, Any]
     """The fields of a `/v1/responses` request that its answer repeats; ``instructions``: the number
     of their lines, which are the first messages."""
+    vetoed: bool
+    """True if a guardrail's refusal of the answer vetoes the session."""
     mixed_cache: bool
     """True if several versions sampled tokens over one cache (`update_mode: in_place`)."""
     text: dict[str, Any]

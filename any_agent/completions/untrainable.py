@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sized
-from typing import Literal, TypeAlias, get_args
+from typing import Final, Literal, TypeAlias, get_args
 
 from any_agent.types import GenerationHyperparameters
 
@@ -17,12 +17,17 @@ UntrainableReason: TypeAlias = Literal[
     "version_gone",
     "undelivered",
     "frozen_model",
+    "guardrail",
+    "guardrail_veto",
 ]
 """grammar, logit_bias, penalty, min_p, truncated_sampling: the tokens were drawn from another
 distribution than that of their log-probabilities. no_tokens: nothing was sampled. version_gone: a
 weight update cut off a call of a session that is pinned to one version. undelivered: the answer
-reached no client. frozen_model: another model than the policy answered."""
+reached no client. frozen_model: another model than the policy answered. guardrail: one that
+`litellm.policy_guardrails` names refused the answer. guardrail_veto: one that
+`litellm.policy_vetoes` names did, which keeps the whole session out of training."""
 
+GUARDRAIL_VETO: Final = "guardrail_veto"
 REASONS: tuple[UntrainableReason, ...] = get_args(UntrainableReason)
 OTHER = "other"  # the label of any other reason, such as the sentences of older journals
 

@@ -4,7 +4,10 @@ from any_agent.config.base import LOOPBACK as LOOPBACK
 from any_agent.config.base import NAME_PATTERN as NAME_PATTERN
 from any_agent.config.base import Name as Name
 from any_agent.config.cluster import ClusterConfig as ClusterConfig
+from any_agent.config.load import ADMIN_KEY_VARIABLE as ADMIN_KEY_VARIABLE
+from any_agent.config.load import ENGINE_KEY_VARIABLE as ENGINE_KEY_VARIABLE
 from any_agent.config.load import ENV_PREFIX as ENV_PREFIX
+from any_agent.config.load import JOURNAL_VARIABLE as JOURNAL_VARIABLE
 from any_agent.config.load import SECRET_VARIABLES as SECRET_VARIABLES
 from any_agent.config.load import SECRETS as SECRETS
 from any_agent.config.load import import_plugins as import_plugins

@@ -24,15 +24,22 @@ class ClusterConfig(Section):
     """Nodes to request. Inside a job, the job's own number counts."""
     gpus_per_node: int = Field(0, ge=0, le=64)
     """GPUs to request on each node. Inside a job, the job's own number counts."""
-    training_nodes: int = Field(1, ge=1)
+    training_nodes: int = Field(1, ge=0)
     """Number of nodes that train, out of several; the others have engines and proxies, and the
-    first of these the router. A job of one node does everything there."""
+    first of these the router. 0: all have engines, and the first one trains beside its own. A job
+    of one node does everything there."""
     ranks_per_node: int | None = Field(None, ge=1)
     """Engines, each with a proxy, on each node that has engines. null: as many as `engine.gpus`
     allows for its GPUs; without GPUs, `server.ranks` divided by those nodes."""
     network: str | None = None
     """The network by which the nodes reach each other, such as `10.1.0.0/16`. null: the address by
     which Slurm knows each node."""
+    redis: bool = False
+    """Start a Redis on the job's first node, its file in the run's folder, as the `server.journal`
+    of the job: other nodes carry on the ranks of a lost one."""
+    lost_after: float = Field(30.0, ge=1)
+    """Seconds in which a node whose processes have ended must show itself again; later it is lost,
+    and other nodes carry on its ranks. It counts with `cluster.redis` or `server.journal` only."""
     sbatch: Texts = ()
     """More options of sbatch, such as `--partition=gpu,--time=1-00:00:00,--account=mine`."""
     warning: int = Field(300, ge=60, le=3600)

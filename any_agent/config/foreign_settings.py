@@ -63,7 +63,14 @@ _OTHER_NAMES: Mapping[str, str] = {
     "train.normalize_std": (
         "train.scale_rewards actor.adv_norm.std_level algorithm.norm_adv_by_std_in_grpo"
     ),
-    "train.kl_coef, a term of the loss": "train.beta train.kl_loss_coef train.kl_ctl",
+    "train.kl_coef, a term of the loss; train.kl_reward_coef is for the reward": (
+        "train.beta train.kl_loss_coef"
+    ),
+    "train.kl_reward_coef": "train.kl_ctl train.use_kl_in_reward algorithm.use_kl_in_reward",
+    "train.dual_clip": "train.delta train.clip_ratio_c",
+    "train.top_entropy": "train.top_entropy_quantile",
+    "train.is_floor": "train.vllm_importance_sampling_clip_min",
+    "train.off_policy_threshold": "train.off_policy_mask_threshold",
     "train.kl_estimator": "train.kl_loss_type",
     "train.entropy_coef": "train.entropy_coeff actor.entropy_coeff",
     "train.overlong_length": "actor.overlong_reward_penalty",
@@ -114,7 +121,7 @@ CALLED_HERE: Mapping[str, str] = {
 
 _NO_CRITIC = "leave it out: no algorithm here learns values, baselines are means of scores"
 _NO_GAE = f"only 1 is supported: an answer's tokens share one advantage; {_NO_CRITIC}"
-_NO_KL = "only 0 is supported: no reward is changed by it; train.kl_coef is a term of the loss"
+_NO_KL = "only 0 is supported here: set train.kl_reward_coef, for each output as a whole"
 _NO_OTHER = "leave it out: train.preset chooses the algorithm, and this is none of them"
 _SCRIPT = (
     "it is for a script with a dataset, such as examples/experimental/proxy/train.py, whose "
@@ -142,8 +149,8 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
         "leave it out: only the adapter is trained, no other weights",
     ),
     "actor.dynamic_sampling": (
-        (True,),
-        "leave it out: groups whose rewards are all the same are always left out",
+        (),
+        "set train.dynamic_sampling: drop for true, keep for false, or refill to fill the step",
     ),
     "actor.optimizer.type": (("adam", "adamw"), "only AdamW is supported"),
     "actor.optimizer.warmup_steps_proportion": (
@@ -152,7 +159,7 @@ NEUTRAL: Mapping[str, tuple[tuple[object, ...], str]] = {
     ),
     "gconfig.greedy": ((False,), "only false is supported: greedy answers teach nothing"),
     "gconfig.min_new_tokens": ((0,), "only 0 is supported: a minimum bends the distribution"),
-    "actor.c_clip": ((), _NO_OTHER),
+    "actor.c_clip": ((), "set train.dual_clip"),
     "actor.use_sapo_loss": ((False,), _NO_OTHER),
     "actor.use_m2po_loss": ((False,), _NO_OTHER),
     "train_dataset.type": (("rl",), "leave it out: all data is for reinforcement learning"),

@@ -25,9 +25,10 @@ from any_agent.errors import ConfigError
 from any_agent.runtime.import_string import import_by_setting
 
 ENV_PREFIX = "ANY_AGENT_"
-SECRETS = ("server.admin_key", "engine.key")
+SECRETS = ("server.admin_key", "server.journal", "engine.key")
 SECRET_VARIABLES = tuple(ENV_PREFIX + name.upper().replace(".", "__") for name in SECRETS)
 """Variables of the settings that pass from process to process by the environment only."""
+ADMIN_KEY_VARIABLE, JOURNAL_VARIABLE, ENGINE_KEY_VARIABLE = SECRET_VARIABLES
 
 _WHOLE = re.compile(r"\$\{\s*([A-Za-z_][\w-]*(?:\.[\w-]+)*)\s*\}")
 _ENVIRONMENT = re.compile(r"\$\{\s*oc\.env:")
@@ -130,7 +131,7 @@ def load_config(
 
 def secret_variables(config: Config) -> dict[str, str]:
     """Return the variables that pass the secrets of these settings to another process."""
-    keys = (config.server.admin_key, config.engine.key)
+    keys = (config.server.admin_key, config.server.journal, config.engine.key)
     named = zip(SECRET_VARIABLES, keys, strict=True)
     return {name: key.get_secret_value() for name, key in named if key is not None}
 

@@ -9,13 +9,13 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, TypeAlias
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, unquote, urlsplit
 
 from any_agent.errors import ConfigError
 
 ModelList: TypeAlias = tuple[dict[str, Any], ...]
 
-_REFERENCE = "os.environ/"
+REFERENCE = "os.environ/"
 _VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._:/@-]{0,127}")
 _ENTRY = {"model_name", "litellm_params", "model_info"}
@@ -71,13 +71,31 @@ def resolved(model_list: ModelList, environ: Mapping[str, str]) -> list[dict[str
 
 def secrets_of(model_list: ModelList, environ: Mapping[str, str]) -> list[str]:
     """Return the values that the list refers to, or that sign a cloud's calls, for redaction."""
-    names = _references(model_list)
-    for entry in model_list:
-        for prefix, variables in _AMBIENT.items():
-            if any(key.startswith(prefix) for key in entry["litellm_params"]):
-                names.update(variables)
+    return referenced_secrets(model_list, environ)
+
+
+def referenced_secrets(data: object, environ: Mapping[str, str]) -> list[str]:
+    """Return the values of the variables that data refers to, or that sign a cloud's calls."""
+    names = _references(data)
+    keys = {name.rpartition(".")[2] for name, _ in _leaves(data, "")}
+    for prefix, variables in _AMBIENT.items():
+        if any(key.startswith(prefix) for key in keys):
+            names.update(variables)
     found = {environ.get(name, "") for name in names}
     return sorted(value for value in found if len(value) >= _MIN_SECRET)
+
+
+def passwords_of(url: str) -> list[str]:
+    """Return the password in a URL as it is written and as it is meant, for redaction."""
+    parts = urlsplit(url)
+    found = [parts.password or "", *parse_qs(parts.query).get("password", [])]
+    return [text for text in {*found, *map(unquote, found)} if text]
+
+
+def written_secrets(data: object) -> list[str]:
+    """Return the values in plain data whose names say that they are secrets."""
+    values = (str(value) for name, value in _leaves(data, "") if _is_secret(name, value))
+    return sorted(value for value in set(values) if len(value) >= _MIN_SECRET)
 
 
 def _checked(entry: object, where: str) -> dict[str, Any]:
@@ -117,7 +135,7 @@ def _check_key(where: str, params: Mapping[str, Any]) -> None:
     named = any(params.get(name) for name in ("api_key", "api_base", "base_url"))
     if not named and not any(str(key).startswith(tuple(_AMBIENT)) for key in params):
         raise ValueError(
-            f"{where}: litellm_params names no key: write api_key: {_REFERENCE}NAME, the variable "
+            f"{where}: litellm_params names no key: write api_key: {REFERENCE}NAME, the variable "
             "that holds the provider's key (or api_base for a server that needs none; or aws_... "
             "or vertex_... to use the host's credentials)"
         )
@@ -159,25 +177,32 @@ def _check_base(where: str, params: Mapping[str, Any]) -> None:
 
 def _check_secrets(where: str, params: Mapping[str, Any]) -> None:
     for name, value in _leaves(params, "litellm_params"):
-        if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
-            continue
-        last = name.rpartition(".")[2].lower().replace("-", "_")
-        secret = _SECRET.search(last) and not _PRICES.search(last)
-        if isinstance(value, str) and value.startswith(_REFERENCE):
-            if not _VARIABLE.fullmatch(value.removeprefix(_REFERENCE)):
+        if isinstance(value, str) and value.startswith(REFERENCE):
+            if not _VARIABLE.fullmatch(value.removeprefix(REFERENCE)):
                 raise ValueError(f"{where}: {name} must name a variable of the environment")
-        elif secret or str(value).startswith("sk-"):
+        elif _is_secret(name, value):
             # The value is left out: a configuration's errors are shown and logged.
             raise ValueError(
-                f"{where}: {name} must not be written in a file: write {_REFERENCE}NAME, and set "
+                f"{where}: {name} must not be written in a file: write {REFERENCE}NAME, and set "
                 "NAME in the environment of the service"
             )
 
 
-def _references(model_list: ModelList) -> set[str]:
-    values = (value for _, value in _leaves(model_list, ""))
-    found = (v for v in values if isinstance(v, str) and v.startswith(_REFERENCE))
-    return {value.removeprefix(_REFERENCE) for value in found}
+def _is_secret(name: str, value: object) -> bool:
+    """Return whether a value with this dotted name is a secret itself, not a reference to one."""
+    if isinstance(value, bool) or not isinstance(value, str | int) or value == "":
+        return False
+    if str(value).startswith(REFERENCE):
+        return False
+    last = name.rpartition(".")[2].lower().replace("-", "_")
+    secret = _SECRET.search(last) and not _PRICES.search(last)
+    return bool(secret) or str(value).startswith("sk-")
+
+
+def _references(data: object) -> set[str]:
+    values = (value for _, value in _leaves(data, ""))
+    found = (v for v in values if isinstance(v, str) and v.startswith(REFERENCE))
+    return {value.removeprefix(REFERENCE) for value in found}
 
 
 def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
@@ -193,8 +218,8 @@ def _leaves(value: object, name: str) -> Iterator[tuple[str, object]]:
 
 
 def _resolved(value: Any, environ: Mapping[str, str]) -> Any:
-    if isinstance(value, str) and value.startswith(_REFERENCE):
-        return environ[value.removeprefix(_REFERENCE)]
+    if isinstance(value, str) and value.startswith(REFERENCE):
+        return environ[value.removeprefix(REFERENCE)]
     if isinstance(value, Mapping):
         return {key: _resolved(below, environ) for key, below in value.items()}
     if isinstance(value, list | tuple):

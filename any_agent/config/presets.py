@@ -31,9 +31,10 @@ PRESETS: Mapping[str, Preset] = {
     "gspo": Preset("grpo", "gspo", {"aggregation": "turn"}),
     "cispo": Preset("grpo", "cispo"),
     "sapo": Preset("grpo", "sapo", {"aggregation": "session"}),
+    "vespo": Preset("grpo", "vespo"),
     # An output is one action: its log-probability is the sum over its tokens, not their mean.
     "rloo": Preset("rloo", "reinforce", {"aggregation": "constant"}),
-    # The paper's divergence is a penalty in the reward, or k2 in the loss; here it is the latter.
+    # The paper's divergence is a penalty in the reward (kl_reward_coef), or k2 in the loss.
     "reinforce_pp": Preset("reinforce_pp", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}),
     "reinforce_pp_baseline": Preset(
         "reinforce_pp_baseline", "grpo", {"eps_high": 0.2, "kl_estimator": "k2"}
@@ -53,11 +54,30 @@ _OF_LOSSES: Mapping[str, Mapping[str, Any]] = {
     # The weight is bounded above, at 5, and not below.
     "cispo": {"eps_low": 1.0, "eps_high": 4.0, "is_level": "token"},
     "sapo": {"tau_pos": 1.0, "tau_neg": 1.05, "is_level": "token"},
+    # The paper's and its authors' code's, for all of their runs.
+    "vespo": {
+        **{"k_pos": 2.0, "lambda_pos": 3.0, "k_neg": 3.0, "lambda_neg": 2.0},
+        "is_level": "token",
+    },
     "reinforce": {"is_level": "token"},
 }
-_CONSTANTS = ("eps_low", "eps_high", "tau_pos", "tau_neg")
+_CONSTANTS = (
+    *("eps_low", "eps_high", "tau_pos", "tau_neg"),
+    *("k_pos", "lambda_pos", "k_neg", "lambda_neg"),
+)
+_CLIPPED = ("grpo", "gspo")
+"""The losses that have PPO's clip."""
+RETURNS_OF_TOKENS = ("reinforce_pp", "reinforce_pp_baseline")
+"""The estimators to which a token is an action: what comes before it is no part of its return."""
 CONSTANT_LENGTH = 4096
 """The default of `sampling.max_new_tokens`, as Dr.GRPO divides by the longest possible output."""
+
+
+def constants_of(loss: str) -> Mapping[str, Any]:
+    """Return a loss's constants. Those that it has not are GRPO's, SAPO's and VESPO's: a loss of
+    yours may use them."""
+    others = {**_OF_LOSSES["vespo"], **_OF_LOSSES["sapo"], **_OF_LOSSES["grpo"]}
+    return {**others, **_OF_LOSSES.get(loss, {})}
 
 
 def completed(c: Mapping[str, Any]) -> dict[str, Any]:
@@ -107,6 +127,27 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
                 f"train.{knob} has no effect on train.loss={loss}: leave it out, or set "
                 f"train.loss to {users}"
             )
+    if c["dual_clip"] is not None and loss in _OF_LOSSES:
+        if loss not in _CLIPPED:
+            yield (
+                f"train.dual_clip has no effect on train.loss={loss}: leave it out, or set "
+                f"train.loss to {' or '.join(_CLIPPED)}"
+            )
+        elif c["dual_clip"] <= 1 + c["eps_high"]:
+            yield (
+                f"train.dual_clip={c['dual_clip']:g} must be above 1 + train.eps_high "
+                f"({1 + c['eps_high']:g}), where positive advantages are clipped"
+            )
+    if c["is_floor"] > c["is_cap"]:
+        yield (
+            f"train.is_floor={c['is_floor']:g} must not exceed train.is_cap={c['is_cap']:g}: they "
+            "are the bounds of the importance weight"
+        )
+    if loss == "vespo" and c["is_level"] == "sequence":
+        yield (
+            "train.is_level=sequence contradicts train.loss=vespo, which multiplies the weights of "
+            "a row's tokens: leave it out"
+        )
     if loss == "gspo" and c["is_level"] == "token" and c["is_mode"] == "mask":
         yield (
             "train.is_level=token masks single tokens, but train.loss=gspo takes or leaves a row "
@@ -116,6 +157,11 @@ def _in_the_loss(c: Mapping[str, Any]) -> Iterator[str]:
         yield (
             f"train.kl_estimator={c['kl_estimator']} has no effect while train.kl_coef is 0: set "
             "train.kl_coef (0.001 is usual), or leave train.kl_estimator out"
+        )
+    if c["kl_coef"] and c["kl_reward_coef"]:
+        yield (
+            "train.kl_coef and train.kl_reward_coef pull towards the same reference twice, by a "
+            "term of the loss and by the reward: set one of them"
         )
 
 

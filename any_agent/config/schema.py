@@ -12,14 +12,16 @@ from pydantic import Field, model_validator
 
 from any_agent.config.base import Name, Section, Texts
 from any_agent.config.cluster import ClusterConfig
+from any_agent.config.litellm import LiteLLMConfig, check_litellm_config, litellm_secrets
 from any_agent.config.model_list import names as frozen_names
-from any_agent.config.model_list import secrets_of
+from any_agent.config.model_list import passwords_of, secrets_of
 from any_agent.config.serving import (
     EngineConfig,
     FrozenConfig,
     ModelConfig,
     SamplingConfig,
     ServerConfig,
+    TracingConfig,
 )
 from any_agent.config.sessions import SessionConfig
 from any_agent.config.training import (
@@ -65,7 +67,9 @@ class Config(Section):
     valid_dataset: DatasetConfig = DatasetConfig()  # type: ignore[call-arg]
     eval: EvalConfig = EvalConfig()  # type: ignore[call-arg]
     tracking: TrackingConfig = TrackingConfig()  # type: ignore[call-arg]
+    tracing: TracingConfig = TracingConfig()
     frozen: FrozenConfig = FrozenConfig()  # type: ignore[call-arg]
+    litellm: LiteLLMConfig = LiteLLMConfig()  # type: ignore[call-arg]
     cluster: ClusterConfig = ClusterConfig()  # type: ignore[call-arg]
 
     @model_validator(mode="after")
@@ -124,13 +128,39 @@ class Config(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _one_list_of_models(self) -> Self:
+        if self.litellm.config is not None and self.frozen.model_list:
+            raise ValueError(
+                "litellm.config and frozen.model_list are both set: move the models of the second "
+                "to the model_list of the first"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _content_to_trace(self) -> Self:
+        if self.tracing.content and not self.sessions.store_content:
+            raise ValueError(
+                "tracing.content sends the texts that sessions.store_content=false does not keep: "
+                "set one of them otherwise"
+            )
+        return self
+
+    def require_litellm(self) -> None:
+        """Raise ConfigError for a LiteLLM configuration that contradicts these settings."""
+        path, key = self.litellm.config, self.server.admin_key
+        if path is not None:
+            names = frozenset((self.model.name, *self.model.policy_names))
+            admin = None if key is None else key.get_secret_value()
+            check_litellm_config(path, names, admin, os.environ)
+
     def base(self) -> Config:
         """Return the settings without a subclass's fields, as other processes know them."""
         return Config.model_validate({name: getattr(self, name) for name in Config.model_fields})
 
     def dump(self) -> dict[str, Any]:
         """Return plain data for files and logs, without secrets and without a subclass's fields."""
-        secret = {"server": {"admin_key"}, "engine": {"key"}}
+        secret = {"server": {"admin_key", "journal"}, "engine": {"key"}}
         data = self.model_dump(mode="json", exclude=secret)
         return {key: value for key, value in data.items() if key in Config.model_fields}
 
@@ -138,4 +168,7 @@ class Config(Section):
         """Return the secrets, which must appear in no log."""
         keys = (self.server.admin_key, self.engine.key)
         own = [key.get_secret_value() for key in keys if key is not None]
-        return own + secrets_of(self.frozen.model_list, os.environ)
+        if self.server.journal is not None:
+            own += passwords_of(self.server.journal.get_secret_value())
+        own += secrets_of(self.frozen.model_list, os.environ)
+        return own + litellm_secrets(self.litellm.config, os.environ)

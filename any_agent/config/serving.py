@@ -7,6 +7,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, Self
+from urllib.parse import urlsplit
 
 import yaml
 from pydantic import (
@@ -22,6 +23,8 @@ from any_agent.config.base import LocalPath, Section, Texts
 from any_agent.config.model_list import ModelList, check_model_list
 from any_agent.keys import KEY_PREFIXES
 
+REDIS_SCHEMES = ("redis", "rediss", "unix", "redis+sentinel", "redis+cluster", "rediss+cluster")
+"""Schemes of the URLs that `server.journal` takes."""
 _REASONS: Mapping[str, str] = {
     "--model-path --model": "model.path is served, and the newest weights after a restart",
     "--tokenizer-path": "stop strings are matched with the model's own tokenizer",
@@ -142,6 +145,9 @@ class ServerConfig(Section):
     admin_key: SecretStr | None = None
     """A key for every route. Without it, and without a key of scope admin from
     `any-agent keys create`, the service listens on loopback only, and no client needs a key."""
+    ui: bool = True
+    """Serve the dashboard at `/ui`. With false the path is LiteLLM's own, where there is
+    `litellm.config`, else 404."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
     """The largest request body; larger ones get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
@@ -151,9 +157,10 @@ class ServerConfig(Section):
     of them while others call, and all while nobody else does."""
     tenant_open_sessions: int | None = Field(None, ge=1)
     """Sessions that one tenant may have open at once, unless its key sets another limit; None: any
-    number. As many of its groups may lack members, for which slots are reserved. This and the next
-    two limits are for the whole service: each rank enforces its share, rounded up. Beyond them a
-    request gets 429 `quota_exceeded`."""
+    number. This and the next two limits are for the whole service. With `server.journal` they are
+    counted once for all ranks; without it, or while its Redis does not answer, each rank enforces
+    its share, rounded up. Beyond them a request gets 429 `quota_exceeded`. Of each rank's groups,
+    as many as that share may lack members, for which slots are reserved."""
     tenant_requests_per_second: float | None = Field(None, gt=0)
     """Requests with one tenant's keys or its sessions' keys; a burst may be as large as five
     seconds' worth."""
@@ -167,6 +174,19 @@ class ServerConfig(Section):
     journal_dir: Path | None = None
     """The folder of the record of sessions, on a disk of this machine, because SQLite's locks do
     not work on network file systems. null: in the run's folder."""
+    journal: SecretStr | None = None
+    """URL of a Redis that gets each commit of the journals before it is acknowledged, so that
+    another machine can carry on a rank whose own is lost: redis://, rediss:// (TLS), unix://,
+    redis+sentinel://HOST:PORT,HOST:PORT/MASTER, redis+cluster://. All machines must share the run's
+    folder. null: the journals are on the ranks' machines only."""
+    journal_durability: Literal["always", "everysec"] = "always"
+    """The least that Redis must promise: `always`, the disk before the acknowledgement, or
+    `everysec`, where its machine's crash may lose a second."""
+    journal_replicas: int = Field(0, ge=0)
+    """Redis replicas that must have a commit before it is acknowledged."""
+    journal_lease: float = Field(5.0, ge=1)
+    """Seconds without a sign of a rank's process after which another may carry on the rank, with
+    `server.journal`."""
     drain_timeout: float = Field(20.0, ge=0)
     """Seconds that running requests have to end after SIGTERM."""
     unknown_parameters: Literal["record", "refuse"] = "record"
@@ -178,6 +198,27 @@ class ServerConfig(Section):
     body_timeout: float = Field(120.0, gt=0)
     """Seconds in which the whole of a request's body must arrive, at the router and at a rank;
     later it gets 400 `body_timeout`."""
+
+    @field_validator("journal", mode="before")
+    @classmethod
+    def _empty_means_none(cls, url: object) -> object:
+        # A variable that is passed on from an environment without it.
+        return None if url == "" else url
+
+    @field_validator("journal")
+    @classmethod
+    def _usable_journal(cls, url: SecretStr | None) -> SecretStr | None:
+        scheme = urlsplit(url.get_secret_value()).scheme if url is not None else ""
+        if url is not None and scheme not in REDIS_SCHEMES:
+            known = ", ".join(f"{each}://" for each in REDIS_SCHEMES)
+            raise ValueError(f"the journal's log can be at {known}, not at {scheme or 'this'}")
+        if url is not None and scheme != "unix":
+            netloc = urlsplit(url.get_secret_value()).netloc
+            if not netloc or "@" in urlsplit(url.get_secret_value()).path:
+                raise ValueError(
+                    "the URL has no host: write / ? # @ in a password as %2F %3F %23 %40"
+                )
+        return url
 
     @field_validator("admin_key")
     @classmethod
@@ -311,4 +352,28 @@ class FrozenConfig(Section):
     """Seconds that one call, or one stream, may take before it fails with 504
     `provider_timeout`."""
     max_calls: int = Field(64, ge=1)
-    """Calls that run at once on each rank; further ones get 429."""
+    """Calls that run at once on each rank, those of LiteLLM's other inference routes included;
+    further ones get 429."""
+
+
+class TracingConfig(Section):
+    """OpenTelemetry traces: a session is a trace, its model calls are spans."""
+
+    endpoint: str | None = None
+    """The URL that takes spans by OTLP over HTTP, such as `http://collector:4318/v1/traces`; its
+    headers are those of the variable `OTEL_EXPORTER_OTLP_HEADERS`. null: there are no traces."""
+    content: bool = False
+    """Put the messages of the calls into their spans, too."""
+
+    @field_validator("endpoint")
+    @classmethod
+    def _a_public_url(cls, url: str | None) -> str | None:
+        parts = urlsplit(url or "http://unused")
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError("give an http or https URL, such as http://collector:4318/v1/traces")
+        if "@" in parts.netloc:
+            raise ValueError(
+                "a password in a URL is shown in logs: give it by the variable "
+                "OTEL_EXPORTER_OTLP_HEADERS=Authorization=..."
+            )
+        return url

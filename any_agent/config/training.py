@@ -66,8 +66,9 @@ class RolloutConfig(Section):
     """Steps that a token may be older than the step that trains on it."""
     deterministic: bool = False
     """Derive session ids and sampling seeds from `train.seed` and each session's place in its group
-    (without a group: in the order of opening), and sort batches, so that the same agents produce
-    the same run bit for bit. It needs `rollout.eta=0`, `engine.max_running_requests=1`, and agents
+    (without a group: in the order of opening; the calls of a workflow on a dataset: from the item
+    and the run's number), and sort batches, so that the same agents produce the same run bit for
+    bit. It needs `rollout.eta=0`, `engine.max_running_requests=1`, and agents
     that open the same groups for each step, whose members are interchangeable, as any of them may
     come first."""
     lease_ttl: float = Field(600.0, gt=0)
@@ -130,8 +131,8 @@ class TrainConfig(Section):
     steps: int = Field(100, ge=0)
     """Steps, one batch each; afterwards train sessions are refused and inference goes on."""
     epochs: int | None = Field(None, ge=1)
-    """Passes over the dataset after which training ends, if `train.steps` does not end it earlier.
-    null: as many as the steps take."""
+    """Passes over the dataset after which training ends, unless `train.steps` ends it earlier: its
+    default does so, too. null: as many as the steps take. Refused without a dataset."""
     seed: int = 0
     """The seed of the trainer's random numbers."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
@@ -145,6 +146,10 @@ class TrainConfig(Section):
     dtype: Literal["auto", "float32", "bfloat16"] = "auto"
     """The precision of forward and backward passes; weights, sums of gradients and the optimizer
     are always float32. auto: bfloat16 on GPUs, float32 on a CPU."""
+    compile: bool | None = None
+    """Let torch.compile fuse the kernels of the model's layers and of the log-probabilities: a step
+    takes half to four fifths of the time on a GPU, and less memory, and the start up to a
+    minute more. Without a C compiler a warning says so, and nothing is compiled. null: on GPUs."""
     gradient_checkpointing: bool = False
     """Keep only each layer's input for the backward pass and compute the rest again: less memory
     for longer rows, a third more work."""
@@ -158,6 +163,7 @@ class TrainConfig(Section):
         "gspo",
         "cispo",
         "sapo",
+        "vespo",
         "rloo",
         "reinforce_pp",
         "reinforce_pp_baseline",
@@ -168,8 +174,13 @@ class TrainConfig(Section):
     """The advantage estimator: `grpo`, `rloo`, `reinforce_pp`, `reinforce_pp_baseline`, or your
     own, by its registered name or as `package.module.function`. Empty: the preset's."""
     loss: str = ""
-    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `reinforce`, or your own, by its registered name
-    or as `package.module.function`. Empty: the preset's."""
+    """The loss: `grpo`, `gspo`, `cispo`, `sapo`, `vespo`, `reinforce`, or your own, by its
+    registered name or as `package.module.function`. Empty: the preset's."""
+    dynamic_sampling: Literal["refill", "drop", "keep"] = "refill"
+    """The fate of a group whose sessions all score the same, and which teaches nothing. `refill`:
+    another one takes its place (DAPO), so that a step needs more sessions the harder or the easier
+    the tasks are. `drop`: the step goes without it. `keep`: it counts as any other, with advantages
+    of 0."""
     discount: float = Field(1.0, ge=0, le=1)
     """The share of a turn's reward that the turn before it gets."""
     normalize_std: NormalizeStd | None = None
@@ -193,27 +204,54 @@ class TrainConfig(Section):
     """The probability ratio is clipped below 1 - eps_low. null: the loss's, 0.2 with `grpo`."""
     eps_high: float | None = Field(None, ge=0, allow_inf_nan=False)
     """The probability ratio is clipped above 1 + eps_high. null: the loss's, 0.28 with `grpo`."""
+    dual_clip: float | None = Field(None, gt=1, allow_inf_nan=False)
+    """The ratio above which the losses `grpo` and `gspo` clip negative advantages, too; 3 is usual.
+    null: they are not clipped above."""
     tau_pos: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The temperature of the gate of the loss `sapo` where the advantage is positive. null: 1."""
     tau_neg: float | None = Field(None, gt=0, allow_inf_nan=False)
     """The same where it is not. null: 1.05."""
+    k_pos: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """The power of a row's weight in the loss `vespo` where the advantage is not negative: a larger
+    one takes rows that have become unlikely out sooner. null: 2."""
+    lambda_pos: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The decay of this weight: a larger one takes rows that have become likely out sooner.
+    null: 3."""
+    k_neg: float | None = Field(None, ge=0, allow_inf_nan=False)
+    """The power where the advantage is negative. null: 3."""
+    lambda_neg: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """The decay there. null: 2."""
     is_cap: float = Field(5.0, gt=0)
     """C: the cap of the importance weight pi_prox / mu."""
+    is_floor: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The least importance weight."""
     is_mode: Literal["truncate", "mask"] = "truncate"
-    """The fate of an importance weight above the cap: it becomes the cap, or 0."""
+    """The fate of an importance weight beyond these bounds: it becomes the bound, or 0."""
     is_level: Literal["token", "sequence"] | None = None
     """Importance weights are those of single tokens, or the geometric mean over each row (one more
     forward pass). null: `sequence` with the loss `gspo`, else `token`."""
+    off_policy_threshold: float | None = Field(None, gt=0, allow_inf_nan=False)
+    """Nats: a row of negative advantage is not trained on where mu exceeds the policy by more, on
+    the mean over its tokens (DeepSeek-V3.2; one more forward pass). null: all rows are."""
     entropy_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the entropy in the loss, from which it is subtracted."""
+    top_entropy: float = Field(1.0, gt=0, le=1)
+    """The share of a minibatch's tokens that are trained on, those where the policy's entropy is
+    highest: 0.2 in the paper (arXiv 2506.01939). Terms of the loss other than the policy's keep all
+    tokens. Below 1 it costs one more forward pass."""
     kl_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
     """The factor of the divergence from the reference model, a term of the loss. 0: no reference
     model is loaded."""
-    kl_estimator: Literal["k1", "k2", "k3"] | None = None
-    """The estimate of this divergence. On policy k2 has its gradient, k3 that of the reverse
-    divergence, and k1 none. null: the preset's, k3 with `grpo`."""
+    kl_estimator: Literal["k1", "k2", "k3", "k3_unbiased"] | None = None
+    """The estimate of this divergence. On policy k2 and k3_unbiased (k3 times pi_theta / pi_prox)
+    have its gradient, k3 that of the reverse divergence, and k1 none. null: the preset's, k3 with
+    `grpo`."""
+    kl_reward_coef: float = Field(0.0, ge=0, allow_inf_nan=False)
+    """The factor of the divergence from the reference model in the reward, from which it is
+    subtracted: an output loses this times the sum of log mu - log pi_ref over its tokens, as with
+    RLOO and REINFORCE++. 0: rewards are trained on as they are."""
     reference_model: LocalPath = ""
-    """The reference model of the KL term, a folder or a hub name; it needs the policy's tokenizer.
+    """The reference model of either, a folder or a hub name; it needs the policy's tokenizer.
     Empty: `model.path`, the model that training begins with, also after a restart. Its weights stay
     in memory beside the policy's, unless it is the model that `train.lora` adapts."""
     minibatches: int = Field(1, ge=1)
@@ -228,7 +266,7 @@ class TrainConfig(Section):
     """The learning rate of AdamW; a schedule's highest one."""
     lr_schedule: Literal["constant", "linear", "cosine"] = "constant"
     """The course of the learning rate after the warm-up: it stays, or falls evenly or by half a
-    cosine until `train.steps` are made."""
+    cosine until the last of `train.steps`, or of the most steps that `train.epochs` can make."""
     warmup_steps: int = Field(0, ge=0)
     """The first steps, in which the learning rate rises evenly to `train.lr`."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
@@ -247,7 +285,9 @@ class TrainConfig(Section):
     is not plainly causal."""
     micro_batch_tokens: int | None = Field(None, ge=16)
     """The most tokens in one forward pass of one process, which bounds its memory; a longer row is
-    not cut. null: what suits the device, 1,024 on a CPU and 16,384 on a GPU."""
+    not cut. null: chosen by the model's shape and the device. On a CPU as
+    many as have 1 GB of activations, 256 to 768; on a GPU as many as its free memory holds beside
+    the optimizer's state, 1,024 to 16,384. A restart keeps the choice."""
     max_row_tokens: int | None = Field(None, ge=16)
     """The longest row, in tokens: a session with a longer one is rejected as `too_long`, and the
     log names it. null: no limit, and a row that does not fit into memory ends the trainer."""
@@ -262,10 +302,10 @@ class TrainConfig(Section):
 
     @model_validator(mode="after")
     def _has_an_effect(self) -> Self:
-        if self.reference_model and not self.kl_coef:
+        if self.reference_model and not self.compares:
             raise ValueError(
-                "train.reference_model is for the KL term: set train.kl_coef above 0, or leave it "
-                "out"
+                "train.reference_model is for the KL term: set train.kl_coef or "
+                "train.kl_reward_coef above 0, or leave it out"
             )
         if self.min_lr_ratio and self.lr_schedule == "constant":
             raise ValueError(
@@ -273,6 +313,11 @@ class TrainConfig(Section):
                 "cosine, or leave it out"
             )
         return self
+
+    @property
+    def compares(self) -> bool:
+        """True if steps compare the policy with a reference model."""
+        return self.kl_coef > 0 or self.kl_reward_coef > 0
 
     _chosen: frozenset[str] = frozenset()
     """The settings that were not given, and have the preset's values."""

@@ -61,6 +61,12 @@ class DatasetCursor:
         """Number of consumed passes, up to the first item that is not consumed."""
         return self._low / self.length
 
+    @property
+    def done(self) -> int:
+        """Number of consumed positions."""
+        with self._lock:
+            return self._low + len(self._beyond)
+
     def index(self, position: int) -> int:
         """Return the item at a position, 0 to ``length`` - 1."""
         epoch, place = divmod(position, self.length)

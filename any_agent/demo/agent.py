@@ -15,17 +15,28 @@ _HTTP = openai.DefaultHttpxClient(trust_env=False)
 
 
 def answer(
-    messages: list[dict[str, Any]], correct: Callable[[str], bool], retry: str
+    messages: list[dict[str, Any]],
+    correct: Callable[[str], bool],
+    retry: str,
+    *,
+    greedy: bool = False,
 ) -> list[TaskTurn]:
     """Ask the model once, and once more, by ``retry`` if there is one, after a wrong answer.
+
+    ``greedy`` asks for the likeliest tokens, which the service honours in eval sessions.
 
     The OpenAI SDK itself reads `OPENAI_BASE_URL` and `OPENAI_API_KEY`.
     """
     client = openai.OpenAI(http_client=_HTTP)
     talk = list(messages)
     turns: list[TaskTurn] = []
+    sampling: dict[str, Any] = {"temperature": 0.0} if greedy else {}
     for _ in range(2 if retry else 1):
-        completion = client.chat.completions.create(model="gpt-4o-mini", messages=talk)  # type: ignore[arg-type]
+        completion = client.chat.completions.create(
+            model="gpt-4o-mini",
+            messages=talk,  # type: ignore[arg-type]
+            **sampling,
+        )
         text = completion.choices[0].message.content or ""
         tokens = completion.usage.completion_tokens if completion.usage else 0
         turns.append(TaskTurn(completion.id, text, tokens))

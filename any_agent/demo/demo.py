@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -13,13 +14,14 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, replace
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import httpx
 import psutil
 
 from any_agent.config import Config
-from any_agent.demo.driver import EVALS, Driver
+from any_agent.demo.driver import Driver
 from any_agent.demo.report import Report, command, next_lines
 from any_agent.demo.setups import TINY, Setup
 from any_agent.demo.state import DemoState, PartState, Rate, SessionTotals, Tally
@@ -27,6 +29,7 @@ from any_agent.errors import AnyAgentError, StartupError
 from any_agent.launcher import Node, NodeOptions
 from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import rank_name
+from any_agent.runtime.signals import handle_signals, interrupt
 
 if TYPE_CHECKING:
     from any_agent.demo.display import Display
@@ -61,7 +64,7 @@ class Demo:
             steps=config.train.steps,
             folder=str(root),
             phase=setup.phase,
-            prompts=EVALS * len(setup.task.items(held_out=True)),
+            prompts=setup.evals * len(setup.task.items(held_out=True)),
         )
 
     def state(self) -> DemoState:
@@ -218,22 +221,37 @@ def run_module(module: str, *arguments: object, timeout: float = _MODULE_TIMEOUT
 
     Return what it prints. Raises StartupError with the end of its standard error if it fails.
     """
+    child: subprocess.Popen[str] | None = None
+    early: list[int] = []
+
+    def later(number: int, _: FrameType | None) -> None:
+        early.append(number)
+
     try:
-        done = subprocess.run(
-            [sys.executable, "-m", f"any_agent.demo.{module}", *map(str, arguments)],
-            stdin=subprocess.DEVNULL,
-            capture_output=True,
-            text=True,
-            env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
-            # Ctrl-C at the terminal is for this process, which then kills the child.
-            start_new_session=True,
-            timeout=timeout,
-        )
+        # An interrupt in the middle of its start would leave a child that nobody knows.
+        with handle_signals(later, signal.SIGINT, signal.SIGTERM):
+            child = subprocess.Popen(
+                [sys.executable, "-m", f"any_agent.demo.{module}", *map(str, arguments)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+                env=os.environ | {"TOKENIZERS_PARALLELISM": "false", "HF_HUB_OFFLINE": "1"},
+                # Ctrl-C at the terminal is for this process, which then kills the child.
+                start_new_session=True,
+            )
+        if early:
+            interrupt(early[0])
+        printed, failure = child.communicate(timeout=timeout)
     except subprocess.TimeoutExpired:
         raise StartupError(f"any_agent.demo.{module} took over {timeout:g} s") from None
-    if done.returncode != 0:
-        raise StartupError(f"any_agent.demo.{module} failed:\n{done.stderr[-2000:]}")
-    return done.stdout
+    finally:
+        if child is not None and child.poll() is None:
+            child.kill()
+            child.wait()
+    if child.returncode != 0:
+        raise StartupError(f"any_agent.demo.{module} failed:\n{failure[-2000:]}")
+    return printed
 
 
 def part_names(ranks: int) -> list[str]:

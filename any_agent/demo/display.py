@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
-from itertools import groupby
+from itertools import groupby, pairwise
 from typing import Self
 
 from rich.box import ROUNDED
@@ -109,7 +109,11 @@ def news(before: DemoState | None, now: DemoState) -> list[str]:
     if before is None or before.phase != now.phase:
         out.append(_line("now", now.phase))
     known = {step["step"] for step in before.history} if before else set()
-    out += [format_step(step, now.steps) for step in now.history if step["step"] not in known]
+    out += [
+        format_step(step, now.steps, earlier)
+        for earlier, step in pairwise([{}, *now.history])
+        if step["step"] not in known
+    ]
     for name in ("before", "after"):
         measures = getattr(now, name)
         if measures is not None and (before is None or getattr(before, name) is None):

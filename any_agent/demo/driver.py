@@ -18,7 +18,6 @@ from any_agent.runtime.environment import environment_with
 from any_agent.sdk import AgentRunner
 
 GROUP_SIZE = 8
-EVALS = 2  # eval sessions for every held-out prompt
 _MAX_FAILURES = 100  # consecutive failed sessions that end the demo
 _EPOCHS = 1000  # more passes over the prompts than any run needs; training ends with the run
 _POOL = 32  # scores that the control collects before it swaps them
@@ -36,16 +35,19 @@ class Driver:
         self._lock = threading.Lock()
 
     async def evaluate(self, tally: Tally) -> None:
-        """Run ``EVALS`` eval sessions on every held-out prompt."""
-        prompts = self._setup.task.items(held_out=True)
-        await self._run(prompts, tally, mode="eval", group_size=EVALS)
+        """Run the setup's eval sessions on every held-out prompt."""
+        setup = self._setup
+        prompts, greedy = setup.task.items(held_out=True), setup.greedy_evals
+        await self._run(prompts, tally, greedy=greedy, mode="eval", group_size=setup.evals)
 
     async def train(self, tally: Tally) -> None:
         """Run groups of train sessions until the run has finished."""
         prompts = shuffled(self._setup.task.items(held_out=False), self._seed)
         await self._run(prompts, tally, mode="train", group_size=GROUP_SIZE, epochs=_EPOCHS)
 
-    async def _run(self, prompts: Sequence[Item], tally: Tally, **options: Any) -> None:
+    async def _run(
+        self, prompts: Sequence[Item], tally: Tally, *, greedy: bool = False, **options: Any
+    ) -> None:
         """Run the agent on each prompt; a failure is counted, and the next session goes on.
 
         Raises AnyAgentError when too many sessions fail in a row or the service opens none.
@@ -56,7 +58,8 @@ class Driver:
         def agent(row: dict[str, str]) -> dict[str, float]:
             item = Item(**row)
             is_correct = partial(task.is_correct, item=item)
-            turns = answer(messages(item, task.system), is_correct, task.retry)
+            asked = messages(item, task.system)
+            turns = answer(asked, is_correct, task.retry, greedy=greedy)
             right = [is_correct(turn.text) for turn in turns]
             with self._lock:
                 tally.add(turns, right)

@@ -7,6 +7,8 @@ from pathlib import Path
 
 
 def main() -> None:
+    from transformers.utils import logging
+
     from any_agent.demo.models.judge import make_judge_model
     from any_agent.demo.models.sums import make_sums_model
     from any_agent.demo.models.teach import warm_up
@@ -24,6 +26,7 @@ def main() -> None:
     )
     parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps of echo")
     args = parser.parse_args()
+    logging.disable_progress_bar()
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
         print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)

@@ -108,8 +108,12 @@ def next_lines(config: Config, command: str) -> Commands:
             ],
         ),
         (
-            "Train a model on the work of your agents, as README.md tells:",
-            [f"{command} serve --model Qwen/Qwen3-0.6B"],
+            "Train its first model on the work of your agents; README.md has others:",
+            [
+                f"{command} serve --port {PORT} sessions.group_size=4 \\",
+                f"  rollout.batch_size=16 train.lr={config.train.lr:g} \\",
+                f"  --model {shlex.quote(config.model.path)}",
+            ],
         ),
     ]
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
+from any_agent.doctor.forward_pass import Forward
 from any_agent.doctor.verdict import Check, Verdict
 from any_agent.engine.sglang.probe import EngineProbe, reported_version
 from any_agent.rundir.layout import RunDir, weights_folder
@@ -147,33 +147,3 @@ def _usable(folder: Path) -> Path | str:
     if sum(sizes) > _MAX_BYTES:
         return f"too large: {sum(sizes) / 2**30:.0f} GiB of weights in {folder}"
     return folder
-
-
-class Forward:
-    """A model on the CPU in float32; loading it may raise any error."""
-
-    def __init__(self, folder: Path) -> None:
-        from transformers import AutoModelForCausalLM
-        from transformers.utils import logging
-
-        logging.disable_progress_bar()
-        self.folder = folder
-        self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype="float32", use_safetensors=True
-        ).eval()
-
-    async def logprobs(
-        self, prompt: Sequence[int], output: Sequence[int], temperature: float
-    ) -> list[float]:
-        """Return log-softmax(logits / T) of each output token, over its whole context."""
-        return await asyncio.to_thread(self._compute, [*prompt], [*output], temperature)
-
-    def _compute(self, prompt: list[int], output: list[int], temperature: float) -> list[float]:
-        import torch
-
-        with torch.inference_mode():
-            logits = self._model(input_ids=torch.tensor([prompt + output]), use_cache=False).logits
-            scaled = logits[0, len(prompt) - 1 : -1].float() / temperature
-            chosen = torch.log_softmax(scaled, -1).gather(1, torch.tensor(output)[:, None])
-        values: list[float] = chosen[:, 0].tolist()
-        return values

@@ -16,13 +16,8 @@ from pathlib import Path
 
 from any_agent.auth.access import run_dir_of
 from any_agent.config import Config, load_resolved
-from any_agent.doctor.logprobs import (
-    LAW,
-    OTHER_WEIGHTS,
-    Forward,
-    against_forward_pass,
-    find_weights,
-)
+from any_agent.doctor.forward_pass import Forward
+from any_agent.doctor.logprobs import LAW, OTHER_WEIGHTS, against_forward_pass, find_weights
 from any_agent.doctor.verdict import Verdict
 from any_agent.engine.sglang.probe import probe_engine, reported_version
 from any_agent.errors import AnyAgentError

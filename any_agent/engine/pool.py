@@ -7,6 +7,7 @@ import itertools
 from collections import OrderedDict
 from collections.abc import AsyncGenerator, Callable, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack, aclosing
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Literal, Self
@@ -17,6 +18,10 @@ from any_agent.engine.model_fingerprint import ModelFingerprint
 from any_agent.errors import ConfigError, EngineUnavailable
 from any_agent.types import GenerationChunk, ModelRequest, ModelResponse
 
+SEEDS: ContextVar[Callable[[int | None], int | None]] = ContextVar(
+    "any_agent_engine_seeds", default=lambda own: own
+)
+"""Gives each call of a task its seed, from the one that the call has itself."""
 _MAX_REMEMBERED = 65_536  # request ids whose engine is remembered
 
 
@@ -170,6 +175,9 @@ class EnginePool:
         if self._write is not None:
             request = self._write(request)
         request.require_ids()
+        seed = SEEDS.get()(request.gconfig.seed)
+        if seed != request.gconfig.seed:
+            request = replace(request, gconfig=request.gconfig.new(seed=seed))
         return request
 
     def _choose(self, rid: str) -> _Member:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Concatenate, Literal, ParamSpec, Self, TypeVar
 
 from any_agent.chat import ChatFormat
-from any_agent.config import SECRET_VARIABLES, Config, RolloutConfig
+from any_agent.config import ENGINE_KEY_VARIABLE, Config, RolloutConfig
 from any_agent.config.script import sampling_of
 from any_agent.engine import EnginePool, InferenceEngine
 from any_agent.engine.base import CrossLoopEngine
@@ -146,7 +146,7 @@ class RemoteSGLangEngine:
             for one in there:
                 require_private_url(one)
             engines: list[str | InferenceEngine] = [*there]
-            key = key or self._settings.engine.secret_key or os.environ.get(SECRET_VARIABLES[1])
+            key = key or self._settings.engine.secret_key or os.environ.get(ENGINE_KEY_VARIABLE)
             if kept is not None and not there:
                 wanted = chosen(kept, kind, python, device)
                 engine, key = own_engine(wanted, kind or python, stack)
@@ -205,6 +205,7 @@ class RemoteSGLangEngine:
             timeout=settings.sessions.ttl,
             discount=settings.train.discount,
             vocab_size=shape.vocab_size if shape is not None else None,
+            seed=settings.train.seed,
         )
         stack.enter_context(executor)
         stack.callback(self._forget)

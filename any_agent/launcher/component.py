@@ -106,6 +106,9 @@ class Component:
     """Seconds until a process that was started must be ready."""
     starved: Callable[[], bool] = lambda: False
     """Returns true while the part's disk is full, which no restart can help against."""
+    relocate: Callable[[], bool] = lambda: False
+    """Called when the process ended too often: moves its next start to another machine, and calls
+    :meth:`forget_deaths`, or returns false."""
     clock: Callable[[], float] = time.monotonic
 
     def __post_init__(self) -> None:
@@ -181,6 +184,10 @@ class Component:
         self._killed = True
         if self._process is not None:
             self._process.kill()
+
+    def forget_deaths(self) -> None:
+        """Judge the part by its next starts only, which are on another machine."""
+        self._history = RestartHistory()
 
     @property
     def running(self) -> bool:
@@ -272,7 +279,8 @@ class Component:
     def _schedule_restart(self, how: str, hint: str = "", *, failed: bool = True) -> None:
         """Start the process again after a delay; StartupError when it ended too often."""
         now = self.clock()
-        if (count := self._history.record_death(now, failed=failed)) is not None:
+        count = self._history.record_death(now, failed=failed)
+        if count is not None and not self.relocate():
             raise StartupError(f"{self.label} ended {count} times ({how} at last):\n{self._log()}")
         self.say(f"{self.label:<9} {how}; starting it again{hint}")
         self.state = "restarting"

@@ -8,7 +8,7 @@ import re
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
@@ -268,6 +268,33 @@ def assign_gpus(
     left, theirs = tuple(visible[: len(visible) - needed]), visible[len(visible) - needed :]
     hands = tuple(tuple(theirs[k * each : (k + 1) * each]) for k in range(engines))
     return GpuAssignment(hands, left if trains and left else None, visible[0])
+
+
+def gpus_of_another(
+    config: Config,
+    visible: Sequence[str],
+    taken: Iterable[Sequence[str] | None],
+    trainer: Sequence[str] | None,
+) -> tuple[str, ...] | None:
+    """Return the GPUs of an engine that is added to those that have ``taken`` theirs; None: all.
+
+    ConfigError if too few are free. Embedded engines share the GPUs of the others then; the
+    trainer's own stay its own, as it has chosen a way of weights that depends on them.
+    """
+    if not visible or config.engine.device == "cpu":
+        return None
+    used = [gpu for hand in taken for gpu in hand or ()]
+    free = [gpu for gpu in visible if gpu not in used and gpu not in (trainer or ())]
+    each = config.engine.gpus if _is_sglang(config) else 1
+    if len(free) >= each:
+        return tuple(free[-each:])
+    if _is_sglang(config) or not used:
+        raise ConfigError(
+            f"another engine needs {each} GPUs, and {len(free)} of {len(visible)} are free: the "
+            f"engines have {','.join(used) or 'none'}, the trainer has "
+            f"{','.join(trainer or ()) or 'none of its own'}; drain a rank first"
+        )
+    return (min(dict.fromkeys(used), key=used.count),)
 
 
 def _where() -> str:

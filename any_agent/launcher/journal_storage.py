@@ -14,15 +14,14 @@ from __future__ import annotations
 
 import itertools
 import re
-import shutil
 import sqlite3
 from collections.abc import Callable, Iterable
 from contextlib import closing
 from pathlib import Path
 
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, StartupError
 from any_agent.rundir.layout import RunDir, read_json, write_json
-from any_agent.runtime.atomic_files import create_empty, fsync, make_folder
+from any_agent.runtime.atomic_files import copy_durably, create_empty, make_folder
 
 _NETWORK = re.compile(
     r"nfs\d?|cifs|smb\d?|smbfs|ncpfs|afs|auristorfs|coda|lustre|gpfs|mmfs|beegfs|beegfs_nodev|ceph|"
@@ -81,7 +80,7 @@ def fetch_journals(
             pass  # The journal is here, also after a crash.
         elif noted.get("kept") and copy.exists():
             _remove(local)
-            _copy_durably(copy, local)
+            copy_durably(copy, local)
         elif noted:
             _remove(local)
             say(
@@ -96,6 +95,22 @@ def fetch_journals(
         write_json(note, {"home": home, "kept": False})
         # From now on the copy is outdated.
         copy.unlink(missing_ok=True)
+
+
+def note_homes(run: RunDir, ranks: Iterable[int], machine: str) -> None:
+    """Note that the journals of these ranks, which have a log in Redis, are on this machine.
+
+    StartupError if one was in use without its log since, and ended on another machine.
+    """
+    for rank in ranks:
+        home, noted = f"{machine}:{run.journal(rank)}", read_json(_note(run, rank), {})
+        if noted.get("kept") and noted.get("home") != home:
+            raise StartupError(
+                f"rank {rank} was served without server.journal since, on {noted.get('home')}: "
+                f"start there, or remove {run.log_note(rank)} and the rank's keys in Redis to "
+                "begin its log with the journal that it left"
+            )
+        write_json(_note(run, rank), {"home": home, "kept": False})
 
 
 def store_journals(
@@ -130,7 +145,7 @@ def _store(run: RunDir, rank: int, home: str) -> None:
     try:
         with closing(sqlite3.connect(local)) as old, closing(sqlite3.connect(backup)) as new:
             old.backup(new)
-        _copy_durably(backup, _copy(run, rank))
+        copy_durably(backup, _copy(run, rank))
     except sqlite3.Error as error:
         raise OSError(f"the journal {local} cannot be copied: {error}") from error
     finally:
@@ -144,17 +159,6 @@ def _copy(run: RunDir, rank: int) -> Path:
 
 def _note(run: RunDir, rank: int) -> Path:
     return run.path / "journal" / f"rank-{rank}.json"
-
-
-def _copy_durably(source: Path, target: Path) -> None:
-    make_folder(target.parent)
-    partial = target.with_name(f".partial-{target.name}")
-    partial.unlink(missing_ok=True)
-    create_empty(partial)
-    shutil.copyfile(source, partial)
-    fsync(partial)
-    partial.replace(target)
-    fsync(target.parent)
 
 
 def _remove(journal: Path) -> None:

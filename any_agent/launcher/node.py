@@ -27,43 +27,56 @@ import yaml
 
 from any_agent.auth.access import require_key
 from any_agent.auth.engine_key import write_engine_key
-from any_agent.config import SECRET_VARIABLES, Config, secret_variables
-from any_agent.errors import StartupError
+from any_agent.config import (
+    ADMIN_KEY_VARIABLE,
+    ENGINE_KEY_VARIABLE,
+    JOURNAL_VARIABLE,
+    SECRET_VARIABLES,
+    Config,
+    secret_variables,
+)
+from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import journal_storage
 from any_agent.launcher.component import Component
 from any_agent.launcher.engines import (
     SHARED_GPUS,
     GpuAssignment,
     assign_gpus,
-    engine_command,
-    engine_ready,
     require_devices,
     require_engines,
     require_weights,
-    start_timeout,
     visible_gpus,
 )
+from any_agent.launcher.fleet_control import FleetController
 from any_agent.launcher.node_role import WHOLE, NodeRole, trainer_arguments
 from any_agent.launcher.process import Command, SupervisedProcess, answers
+from any_agent.launcher.rank_parts import RankParts
 from any_agent.launcher.registry_monitor import RegistryMonitor
 from any_agent.launcher.shutdown import Terminated, drain, stop, uninterrupted
 from any_agent.launcher.training_progress import TrainingProgress
 from any_agent.launcher.trial import (
     ServedModel,
     TrialWeights,
+    fleet_before,
     latest_weights,
+    require_no_epochs,
+    require_same_ranks,
     require_training,
     trial_dir,
 )
-from any_agent.rundir.registry import rank_name, read_entry
+from any_agent.rundir.fleet import Fleet, load_fleet
+from any_agent.rundir.registry import read_entry
+from any_agent.rundir.store_beside import store_beside
 from any_agent.runtime.atomic_files import write_atomic
+from any_agent.runtime.command_line import SLOW, told_if_slow
 from any_agent.runtime.disk_space import has_space
-from any_agent.runtime.ports import accept_on, from_here, keep, port_of, reachable, reserve, url_of
+from any_agent.runtime.ports import accept_on, from_here, port_of, reachable, reserve, url_of
 
 _POLL_INTERVAL = 0.1
+_NOTICE_INTERVAL = 30.0  # seconds between two lines about a wait
 _BACKLOG = 2048  # connections that may wait for a router that restarts
 LISTENING = "any-agent server listening at "
-"""The text before the URL in the line of :func:`listening`."""
+"""The text before the URL in the first line of :func:`listening`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,18 +117,36 @@ class Node:
         self.parts: dict[str, Component] = {}
         """The parts by name, in the order of starting."""
         self.gpus: GpuAssignment
-        """The GPUs of this machine's parts."""
+        """The GPUs of this machine's parts at the start."""
+        self._started = False
         self._monitor = RegistryMonitor(
             self.dir.registry, self.parts, self.options.say, hung_after=config.engine.hung_after
         )
         self._stack = ExitStack()
         self._lock: int | None = None
         """The run's locked file, which every child inherits."""
-        self._journals_here = False
-        """True while this machine's journals are here and may change."""
         self._public: socket.socket
         self._model = ServedModel(config, self.options.weights)
         self._settings = ["--config", str(self.dir.resolved)]
+        self._ranks = RankParts(
+            config,
+            self.dir,
+            self.options.place,
+            self._model,
+            training=self.options.train,
+            add=self._add,
+            registered=self._registered,
+            say=self.options.say,
+        )
+        self._stack.enter_context(self._ranks)
+        self._fleet = FleetController(
+            self.dir,
+            self.parts,
+            self._ranks,
+            say=self.options.say,
+            save=self._save_fleet,
+            drain_timeout=config.server.drain_timeout,
+        )
 
     def __enter__(self) -> Self:
         try:
@@ -162,12 +193,7 @@ class Node:
         """End every process within seconds, for certain, and store the journals."""
         with uninterrupted():
             stop(self.parts, self._refuse_connections)
-            if self._journals_here:
-                self._journals_here = False
-                place, say = self.options.place, self.options.say
-                journal_storage.store_journals(
-                    self.dir, place.ranks_of(self.config), place.machine, say
-                )
+            self._ranks.store_journals()
             self._stack.close()
 
     def _refuse_connections(self) -> None:
@@ -201,9 +227,15 @@ class Node:
         continues from its checkpoint. Raises ConfigError or StartupError for a part that cannot go
         on.
         """
-        for part in self.parts.values():
-            part.check()
+        for part in list(self.parts.values()):
+            try:
+                part.check()
+            except (ConfigError, StartupError) as error:
+                if not self._fleet.abandon(part.name, error):
+                    raise
         self._monitor.poll()
+        if self._started:
+            self._fleet.poll()
         trainers = [part for part in self.parts.values() if part.kind == "trainer"]
         return bool(trainers) and all(part.finished for part in trainers)
 
@@ -211,12 +243,14 @@ class Node:
 
     def _start(self) -> None:
         config, options, place = self.config, self.options, self.options.place
-        ranks, trains = place.ranks_of(config), options.train and place.trainer
+        trains = options.train and place.trainer
         self._model.require(trains=options.train)
         if trains:
             require_training(config)
+            if not options.trainer_outside:
+                require_no_epochs(config)
         require_devices(config, trains=trains)
-        if ranks:
+        if place.ranks_of(config):
             require_engines(config)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
@@ -226,16 +260,26 @@ class Node:
         if place.router:
             options.say(f"run       {self.dir.path}")
             self._warn_if_trained()
-        self.gpus = assign_gpus(config, visible_gpus(), engines=len(ranks), trains=trains)
+        fleet = self._begin_fleet()
+        here = place.ranks_of(config, fleet)
+        # A rank that is drained samples no more.
+        sampling = [rank for rank in here if fleet.state(rank) != "drained"]
+        visible = visible_gpus()
+        free = visible[: len(visible) - place.gpus_taken]
+        self.gpus = assign_gpus(config, free, engines=len(sampling), trains=trains)
         self._before_parts()
-        journal_storage.fetch_journals(self.dir, ranks, place.machine, options.say)
-        self._journals_here = True
-        self.engine_urls = self._start_engines()
+        if place.router and (beside := store_beside(config)) is not None:
+            beside.forget()
+        self._ranks.public_url = self.url
+        self._ranks.bring_journals(here)
+        self.engine_urls = self._ranks.start_engines(sampling, fleet, self.gpus)
+        self._until_ready()
         if config.engine.urls and place.router and not options.train:
             # A trainer would send them the run's weights.
-            require_weights(config, self.dir.resolved, options.say)
-        for rank, engine in zip(ranks, self.engine_urls, strict=True):
-            self._start_proxy(rank, engine)
+            with told_if_slow(options.say, "waiting   for a comparison of the engines' weights"):
+                require_weights(config, self.dir.resolved, options.say)
+        for rank in here:
+            self._ranks.start_proxy(rank)
         self._until_ready()
         if place.router:
             self._start_router()
@@ -247,58 +291,44 @@ class Node:
                 write_atomic(self.dir.path / "config.yaml", _as_yaml(saved))
         if options.train and not options.trainer_outside:
             self._start_trainer()
+        self._started = True
+
+    def _begin_fleet(self) -> Fleet:
+        """Return the ranks of this start; ConfigError where they cannot be those of the last."""
+        config, place = self.config, self.options.place
+        if not place.router:
+            return load_fleet(self.dir.fleet) or Fleet.of(config.server.ranks)
+        if place.ranks is not None:
+            self._fleet.fixed = (
+                "the ranks of a Slurm job are those of its nodes: they change with server.ranks "
+                "or the number of nodes of another trial, or with a service on one machine"
+            )
+            require_same_ranks(config, fleet_before(config))
+        fleet = self._fleet.begin(fleet_before(config), config.server.ranks)
+        if config.engine.urls and "draining" in fleet.others.values():
+            raise ConfigError(
+                "engine.urls has no engine for the ranks that go, which may have sessions: start "
+                "with the engines of all ranks, drain ranks by `any-agent ranks drain N`, and "
+                "leave out their engines once they have ended"
+            )
+        return fleet
+
+    def _save_fleet(self, fleet: Fleet) -> None:
+        """Save the ranks that serve for a restart without a file of settings."""
+        config = self.options.configured or self.config
+        server = config.server.model_copy(update={"ranks": len(fleet.serving)})
+        engine = config.engine
+        if engine.urls:
+            urls = tuple(self._ranks.engines[rank].url for rank in fleet.serving)
+            engine = engine.model_copy(update={"urls": urls})
+        if self.options.train:
+            saved = config.model_copy(update={"server": server, "engine": engine})
+            write_atomic(self.dir.path / "config.yaml", _as_yaml(saved))
+
+    # ------------------------------------------------------------------------------------------
 
     def _before_parts(self) -> None:
         """Prepare the start of the parts; the address and the folder are there. For subclasses."""
-
-    def _start_engines(self) -> Sequence[str]:
-        """Start this machine's engines and return their URLs when all are ready."""
-        config, host = self.config, self.options.place.host
-        ranks = self.options.place.ranks_of(config)
-        if config.engine.urls:
-            return [config.engine.urls[rank] for rank in ranks]
-        if ranks:
-            path, version = self._model.weights()
-            self.options.say(f"model     {path}, version {version}")
-        ports = [self._keep_port(host) for _ in ranks]
-        for rank, port, gpus in zip(ranks, ports, self.gpus.engines, strict=True):
-            self._start_engine(rank, port, gpus)
-        self._until_ready()
-        return [url_of(host, port) for port in ports]
-
-    def _start_engine(self, rank: int, port: int, gpus: Sequence[str] | None) -> None:
-        host, name = self.options.place.host, f"engine-{rank}"
-        url = url_of(host, port)
-
-        def command() -> Command:
-            weights = self._model.weights()
-            key = self.dir.engine_key
-            return engine_command(self.config, *weights, host, port, name, key_file=key, gpus=gpus)
-
-        self._add(
-            name,
-            command,
-            ready=lambda one: engine_ready(self.config, url, one, key_file=self.dir.engine_key),
-            timeout=start_timeout(self.config),
-            where=f" at {url}",
-            secrets=(),
-        )
-
-    def _start_proxy(self, rank: int, engine: str) -> None:
-        name, host = rank_name(rank), self.options.place.host
-        port = self._keep_port(host)
-        arguments = ["proxy_ext", *self._settings, "--rank", str(rank), "--engine-url", engine]
-        arguments += ["--host", host, "--port", str(port), "--public-url", self.url]
-        if self.options.train:
-            arguments += ["--training"]
-
-        def command() -> Command:
-            # The first start reports a wrong address at once; later the engine may be starting.
-            wait = self.config.engine.update_wait if self.parts[name].restarts else 0.0
-            own = ["--engine-wait", f"{wait:g}", "--model-path", self._model.tokenizer()]
-            return Command([*arguments, *own], quick=signal.SIGINT)
-
-        self._add(name, command, ready=self._registered(name, url_of(host, port)))
 
     def _start_router(self) -> None:
         """Start the router on the public socket and wait until it is ready."""
@@ -315,8 +345,8 @@ class Node:
             lambda: command,
             ready=self._registered("router", url_of(from_here(host), port)),
             where=f" at {self.url}",
-            # It calls ranks, never an engine.
-            secrets=SECRET_VARIABLES[:1],
+            # It calls ranks, never an engine. The journal's Redis has the registry.
+            secrets=(ADMIN_KEY_VARIABLE, JOURNAL_VARIABLE),
         )
         self._until_ready()
 
@@ -343,7 +373,7 @@ class Node:
             progress=lambda: _size(self.dir.metrics),
             finishes=True,
             # The trainer has a key of its own, derived from the run's signing secret.
-            secrets=SECRET_VARIABLES[1:],
+            secrets=(ENGINE_KEY_VARIABLE, JOURNAL_VARIABLE),
         )
 
     def _add(
@@ -370,9 +400,21 @@ class Node:
         return not has_space(self.dir.path, self.dir.journal(0).parent)
 
     def _until_ready(self) -> None:
-        """Wait until all parts are ready; ones that die meanwhile are started again."""
-        while any(part.state != "ready" for part in self.parts.values()):
+        """Wait until all parts are ready; ones that die meanwhile are started again.
+
+        A line on the console says what is waited for, after some seconds and every half minute.
+        """
+        began = time.monotonic()
+        told = began + SLOW - _NOTICE_INTERVAL
+        while waiting := [p.label for p in self.parts.values() if p.state != "ready"]:
             self.check()
+            now = time.monotonic()
+            if now - told > _NOTICE_INTERVAL:
+                told = now
+                self.options.say(
+                    f"waiting   for {', '.join(waiting)} to be ready ({now - began:.0f} s so far; "
+                    f"logs in {self.dir.logs})"
+                )
             time.sleep(0.02)
 
     def _registered(self, name: str, url: str | None = None) -> Callable[[SupervisedProcess], bool]:
@@ -387,10 +429,6 @@ class Node:
             return own and (url is None or answers(f"{url}/healthz"))
 
         return ready
-
-    def _keep_port(self, host: str) -> int:
-        """Keep a port for all starts of a part until the service ends."""
-        return port_of(self._stack.enter_context(keep(host)))
 
     def _claim_address(self) -> None:
         """Reserve the public address; ConfigError for a port that is in use."""
@@ -426,9 +464,12 @@ class Node:
             )
 
 
-def listening(url: str) -> str:
-    """Return the line that names the URL at which agents find a service."""
-    return f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] INFO: {LISTENING}{url}"
+def listening(config: Config, url: str) -> list[str]:
+    """Return the lines that name the URLs at which agents and people find a service."""
+    lines = [f"[{time.strftime('%Y-%m-%d %H:%M:%S')}] INFO: {LISTENING}{url}"]
+    if config.server.ui:
+        lines.append(f"dashboard {url}/ui")
+    return lines
 
 
 def _as_yaml(config: Config) -> str:

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from any_agent.config import Config
+from any_agent.rundir.fleet import Fleet
 
 LOCAL = "127.0.0.1"
 
@@ -38,11 +39,16 @@ class NodeRole:
     """The machines that train together; None: at most this one."""
     public_url: str = ""
     """The service's URL, if the router is on another machine."""
+    gpus_taken: int = 0
+    """GPUs of this machine, its last ones, that another launcher's engines have."""
     machine: str = field(default_factory=lambda: socket.gethostname().partition(".")[0])
     """The machine's name, which identifies its disk."""
 
-    def ranks_of(self, config: Config) -> tuple[int, ...]:
-        return tuple(range(config.server.ranks)) if self.ranks is None else self.ranks
+    def ranks_of(self, config: Config, fleet: Fleet | None = None) -> tuple[int, ...]:
+        """Return the ranks that are here; ``fleet``: those of the service, if it is known."""
+        if self.ranks is not None:
+            return self.ranks
+        return tuple(range(config.server.ranks)) if fleet is None else fleet.ranks
 
 
 WHOLE = NodeRole()

@@ -58,6 +58,8 @@ class RegistryMonitor:
         if passed < HEARTBEAT:
             return
         self._polled_at = now
+        for ended in self._heartbeats.keys() - self.parts.keys():
+            del self._heartbeats[ended]
         for part in self.parts.values():
             # During a longer pause of this process the others may have been suspended, too.
             self._measure_silence(part, min(passed, 2 * HEARTBEAT))

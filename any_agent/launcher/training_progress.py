@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,8 @@ class TrainingProgress:
         self._steps = steps
         self._waiting = waiting
         self._read_at = _modified(waiting)
+        earlier = [line for line in records_in(metrics) if "eval" not in line]
+        self._before: dict[str, Any] = earlier[-1] if earlier else {}
         self.step = 0
         """The last step that was formatted."""
 
@@ -79,7 +82,8 @@ class TrainingProgress:
         if "eval" in line:
             return format_evaluation(line)
         self.step = int(line["step"])
-        return format_step(line, self._steps)
+        before, self._before = self._before, line
+        return format_step(line, self._steps, before)
 
 
 def _modified(path: Path | None) -> int:
@@ -87,18 +91,38 @@ def _modified(path: Path | None) -> int:
     return path.stat().st_mtime_ns if path is not None and path.exists() else 0
 
 
-def format_step(line: dict[str, Any], steps: int) -> str:
-    """Format a step's line of `metrics.jsonl`, of so many steps, for the console."""
+def format_step(line: dict[str, Any], steps: int, before: Mapping[str, Any]) -> str:
+    """Format a step's line of `metrics.jsonl`, of so many steps, for the console.
+
+    ``before`` is the line of the step before it, empty for the first one.
+    """
     seconds = line["seconds"]
     train = sum(seconds.get(phase, 0.0) for phase in _STEP_PHASES)
-    left_out = line.get("left_out") or {}
-    why = "".join(f"  left out {count} ({reason})" for reason, count in left_out.items())
+    # A workflow's runs, those that were left out among them.
+    every = (line.get("stats") or {}).get("rollout/reward")
+    of_all = f" (all runs {every:.3f})" if every is not None else ""
+    counts = sessions_left_out(before, line).items()
+    why = "".join(f"  left out {count} ({reason})" for reason, count in counts)
     return (
-        f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}  "
+        f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}{of_all}  "
         f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
         f"wait {seconds['wait']:.2f} s  train {train:.2f} s"
         f"{why}"
     )
+
+
+def sessions_left_out(before: Mapping[str, Any], line: Mapping[str, Any]) -> Counter[str]:
+    """Return how many sessions were left out since the step before, by reason: when they came, or
+    of the step's own batch."""
+    earlier, now = (_counts(one, "rejected") for one in (before, line))
+    # `rejected` counts since the trainer's start, which may lie between the two.
+    since = now if earlier - now else now - earlier
+    return since + _counts(line, "left_out")
+
+
+def _counts(line: Mapping[str, Any], name: str) -> Counter[str]:
+    found = line.get(name)
+    return Counter(found) if isinstance(found, dict) else Counter()
 
 
 def format_evaluation(line: dict[str, Any]) -> str:

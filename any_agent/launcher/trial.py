@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -13,6 +14,7 @@ from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError, NotFound
 from any_agent.rundir.checksums import require_sound, sound
+from any_agent.rundir.fleet import Fleet, load_fleet
 from any_agent.rundir.layout import (
     RunDir,
     checkpoint_problem,
@@ -24,6 +26,7 @@ from any_agent.rundir.layout import (
 )
 
 _MAX_NAMES = 12  # the most trials that an error lists
+_MAX_HEADER = 100_000_000  # the bytes of a safetensors file's header that are read
 _CHECK_INTERVAL = 60.0
 """Seconds for which weights that were read count as undamaged: the engines of a node start at
 once."""
@@ -74,11 +77,50 @@ class ServedModel:
 
 
 def require_training(config: Config) -> None:
-    """Raise ConfigError for a reference model that cannot exist, or if LoRA's package is missing;
-    the trainer checks names of a hub."""
+    """Raise ConfigError for a reference model that cannot exist, or if LoRA's package, or a layer
+    that it names, is missing; the trainer checks names of a hub."""
     check_reference(config)
     if config.train.lora is not None:
         require_peft()
+        require_layers(Path(config.model.path).expanduser(), config.train.lora.target_modules)
+
+
+def require_no_epochs(config: Config) -> None:
+    """Raise ConfigError for passes over a dataset, where there is none."""
+    if config.train.epochs is not None:
+        raise ConfigError(
+            f"train.epochs={config.train.epochs} counts passes over a dataset, and there is none: "
+            "external agents are trained on, for train.steps steps. Leave train.epochs out, or "
+            "train on a dataset by GRPOTrainer(config, train_dataset=...).train(workflow=...)"
+        )
+
+
+def require_layers(model: Path, names: Sequence[str]) -> None:
+    """Raise ConfigError for names of layers that no weight of a model's folder has.
+
+    It reads the names of the weights alone: the trainer knows the layers. A folder whose weights
+    cannot be listed is refused when it is loaded.
+    """
+    known = {weight.removesuffix(".weight").rpartition(".")[2] for weight in _weights_of(model)}
+    missing = [name for name in names if name.rpartition(".")[2] not in known]
+    if known and missing:
+        raise ConfigError(
+            f"train.lora.target_modules: {model} has no layer named {', '.join(missing)}; it has "
+            f"{', '.join(sorted(known))}"
+        )
+
+
+def _weights_of(model: Path) -> set[str]:
+    """Return the names of the weights in a folder, none where they cannot be read."""
+    try:
+        index = read_json(model / "model.safetensors.index.json")
+        if index is not None:
+            return set(index["weight_map"])
+        with open(model / "model.safetensors", "rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            return set(json.loads(file.read(min(length, _MAX_HEADER)))) - {"__metadata__"}
+    except (OSError, ValueError, KeyError, TypeError):
+        return set()
 
 
 def check_reference(config: Config) -> None:
@@ -116,11 +158,11 @@ def resolve_config(path: str | None, overrides: Sequence[str]) -> Config:
     """Return the settings to start with; without a file, those of the trial's last start.
 
     Raises ConfigError for a trial that was started from another model, as its checkpoints, sessions
-    and template belong together, or with another number of ranks, as each has sessions of its own,
-    and for an address that others reach without an admin key.
+    and template belong together, and for an address that others reach without an admin key.
     """
     config = _with_saved(path, overrides)
     require_key(config, config.server.host)
+    config.require_litellm()
     return config
 
 
@@ -154,12 +196,27 @@ def _require_same(config: Config, before: Config) -> None:
             f"{config.experiment}/{config.trial} was started from {before.model.path}, not from "
             f"{config.model.path}; choose another --trial, or leave the model out"
         )
-    if config.server.ranks != before.server.ranks:
+
+
+def require_same_ranks(config: Config, before: Fleet | None) -> None:
+    """Raise ConfigError unless the ranks are 0, 1, ... as many as ``before``, which had sessions:
+    where ranks have their places on nodes."""
+    if before is not None and before.ranks != tuple(range(config.server.ranks)):
+        numbers = ", ".join(map(str, before.ranks))
         raise ConfigError(
-            f"{config.experiment}/{config.trial} was started with {before.server.ranks} ranks, not "
-            f"{config.server.ranks}, and each has sessions of its own; start it with server.ranks="
-            f"{before.server.ranks}, or choose another --trial"
+            f"{config.experiment}/{config.trial} has the ranks {numbers}, and each has sessions of "
+            f"its own; a Slurm job cannot change them to {config.server.ranks} from 0 on: choose "
+            "nodes for as many, or another --trial"
         )
+
+
+def fleet_before(config: Config) -> Fleet | None:
+    """Return the ranks of the trial's last start; None before its first one."""
+    run = trial_dir(config)
+    saved = run.path / "config.yaml"
+    if (fleet := load_fleet(run.fleet)) is not None or not saved.is_file():
+        return fleet
+    return Fleet.of(load_config(saved, environ={}).server.ranks)
 
 
 def newest_weights(config: Config) -> TrialWeights | None:
@@ -287,8 +344,9 @@ def find_weights(
         listed = [f"{saved.step} (version {saved.version})" for saved in _checkpoints(config)]
         numbers = ", ".join(map(str, sorted(kept_weights(config)))) or "none"
         raise NotFound(
-            f"{name} {problem}; there are steps {', '.join(listed) or 'none'}; versions {numbers} "
-            "(0 is the initial model)"
+            f"{name} {problem}; there are steps {', '.join(listed) or '(none yet)'}; versions "
+            f"{numbers} (0 is the initial model): name one by eval --model {name}@0, or replay "
+            "--version 0"
         )
     if version == 0:
         check_model(str(found.path))

@@ -4,6 +4,7 @@ from any_agent.protocol.rl import AFTER_HEADER as AFTER_HEADER
 from any_agent.protocol.rl import API_HEADER as API_HEADER
 from any_agent.protocol.rl import API_VERSION as API_VERSION
 from any_agent.protocol.rl import EPOCH_HEADER as EPOCH_HEADER
+from any_agent.protocol.rl import FLEET_HEADER as FLEET_HEADER
 from any_agent.protocol.rl import GRANT_ONLY_HEADER as GRANT_ONLY_HEADER
 from any_agent.protocol.rl import MAX_COUNT as MAX_COUNT
 from any_agent.protocol.rl import MAX_METADATA_BYTES as MAX_METADATA_BYTES

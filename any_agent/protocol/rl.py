@@ -39,6 +39,9 @@ earlier ones; requests without it come from people."""
 GRANT_ONLY_HEADER = "x-any-agent-grant-only"
 """Request header: an AReaL open takes a slot of `/grant_capacity` or none; a router asks the ranks
 so in turn. It is no part of the body, which must stay the same for its Idempotency-Key."""
+FLEET_HEADER = "x-any-agent-fleet"
+"""Request header: the number of the fleet by which a router chose a rank for an open. With `member`
+behind it, the rank may only add a member to a group that it has."""
 API_HEADER = "x-any-agent-api"  # response header of every `/rl` route: the version of these bodies
 API_VERSION = "1"
 Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
@@ -286,6 +289,9 @@ class SessionInfo(_Session):
     """The newest weight version of its tokens."""
     pinned_version: int | None
     """The only weight version that its tokens may have."""
+    output_tokens: int | None = None
+    """The number of tokens that its calls sampled; None where the content is archived or
+    deleted."""
     expires_in: float | None
     """Seconds until the open session's ttl is over; None for a session that has ended."""
     idle_in: float | None
@@ -403,6 +409,10 @@ class ListSessions(StrictBody):
     task_id: str | None = Field(default=None, max_length=64)
     group_id: str | None = Field(default=None, max_length=64)
     tenant: str | None = Field(default=None, max_length=64)
+    min_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """The least final reward; sessions without one are left out."""
+    max_reward: float | None = Field(default=None, allow_inf_nan=False)
+    """The greatest final reward; sessions without one are left out."""
     limit: int = Field(default=100, ge=1, le=1000)
     after: str = Field(default="", max_length=16_384, json_schema_extra={"pattern": _PLACES})
     """The header `x-any-agent-after` of the previous page."""
@@ -425,3 +435,6 @@ class SessionLine(_Session):
     """The session's number in the order of creation on its rank."""
     rewards_given: int | None
     """The number of rewards that were set, with revisions; None: they are archived."""
+    reward: float | None = None
+    """The sum of its rewards: the final one and its interactions' own. None without any, and where
+    those of interactions are archived or deleted and there is no final one."""

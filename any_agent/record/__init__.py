@@ -29,6 +29,7 @@ from any_agent.record.interaction_tree import is_frozen as is_frozen
 from any_agent.record.request_prefix_cache import RequestPrefix as RequestPrefix
 from any_agent.record.reward_propagation import discarded as discarded
 from any_agent.record.reward_propagation import propagate_rewards as propagate_rewards
+from any_agent.record.reward_propagation import session_score as session_score
 from any_agent.record.reward_propagation import was_received as was_received
 from any_agent.record.trainability import CallCounts as CallCounts
 from any_agent.record.trainability import TrainabilityWatch as TrainabilityWatch

@@ -26,7 +26,10 @@ from any_agent.types import (
     Trajectory,
 )
 
-FORMAT = 4  # the format's number, which grows when the fields change; other numbers are refused
+FORMAT = 4
+"""The number of an interaction's format, which journals keep: it grows when these fields change,
+and other numbers are refused. A trajectory's own fields are only on their way from a rank to a
+trainer of the same version."""
 OLDER_FORMAT = 3  # the format of older journals, which had no parameters that bend the distribution
 NAMED_FORMAT = 2
 """The format of older journals whose interactions are mappings, with one version per token."""
@@ -181,6 +184,7 @@ def _trajectory_to_dict(t: Trajectory) -> dict[str, Any]:
         "task_id": t.task_id,
         "final_reward": t.final_reward,
         "metadata": _to_json(t.metadata),
+        "named_rewards": dict(t.named_rewards),
         "interactions": [_interaction_to_list(i) for i in t.interactions],
     }
 
@@ -191,12 +195,17 @@ def _trajectory_from_dict(plain: Any, where: str) -> Trajectory:
     metadata = _from_json(plain["metadata"], f"{where}.metadata")
     reward = _typed(plain["final_reward"], (float, int, type(None)), f"{where}.final_reward")
     _finite(reward, f"{where}.final_reward")
+    named = _typed(plain["named_rewards"], (dict,), f"{where}.named_rewards")
+    for name, value in named.items():
+        at = f"{where}.named_rewards[{_typed(name, (str,), f'{where}.named_rewards')!r}]"
+        _finite(_typed(value, (float, int), at), at)
     return Trajectory(
         session_id=_typed(plain["session_id"], (str,), f"{where}.session_id"),
         group_id=_typed(plain["group_id"], (str,), f"{where}.group_id"),
         task_id=_typed(plain["task_id"], (str, type(None)), f"{where}.task_id"),
         final_reward=reward,
         metadata=_typed(metadata, (dict,), f"{where}.metadata"),
+        named_rewards=named,
         interactions=[_interaction(p, f"{where}.interactions[{i}]") for i, p in enumerate(items)],
     )
 

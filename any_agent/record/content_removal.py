@@ -12,7 +12,7 @@ from dataclasses import replace
 from any_agent.types import Interaction, Message
 
 REASONING_DIGEST = "reasoning_digest"
-_WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced", "matched_stop", "order"}
+_WORDLESS = {"mixed_cache", "text", "top_logprobs", "forced", "matched_stop", "order", "vetoed"}
 """The fields that a request's record keeps: numbers and digests."""
 
 

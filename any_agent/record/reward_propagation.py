@@ -15,8 +15,9 @@ The mean of a parent is taken over its other children; a parent without others i
 from __future__ import annotations
 
 import json
+import math
 from collections import defaultdict
-from collections.abc import Callable, Container, Hashable, Iterable
+from collections.abc import Callable, Container, Hashable, Iterable, Mapping
 
 from any_agent.types import Interaction
 
@@ -72,6 +73,19 @@ def propagate_rewards(
             r[n.id] = own + (final_reward or 0.0)
         below[n.parent_id].append(r[n.id])
     return {n.id: r[n.id] for n in nodes}
+
+
+def session_score(
+    interactions: Iterable[Interaction], rewards: Mapping[str, float]
+) -> float | None:
+    """Return the mean of the propagated rewards of the calls that training counts.
+
+    None if it counts none: all are untrainable or discarded.
+    """
+    nodes = list(interactions)
+    gone = discarded(nodes)
+    counted = [rewards[n.id] for n in nodes if n.trainable and n.id not in gone]
+    return math.fsum(counted) / len(counted) if counted else None
 
 
 def _answers_to_one_request(

@@ -102,6 +102,8 @@ class RankView:
     """The highest limit that may be in force on the rank."""
     away: bool = False
     """True if the rank does not reply, so that its limit can be neither lowered nor raised."""
+    serves: bool = True
+    """False if the rank takes no new sessions: it is to have no headroom."""
 
     @property
     def headroom(self) -> int:
@@ -138,7 +140,7 @@ def divide(views: Sequence[RankView], config: RolloutConfig, turn: int) -> tuple
     now = total(views)
     free = free_slots(now, config)
     rooms = [0] * len(views)
-    present = [rank for rank, view in enumerate(views) if not view.away]
+    present = [rank for rank, view in enumerate(views) if view.serves and not view.away]
     queues = {rank: deque(views[rank].now.queue) for rank in present}
     while waiting := _from(turn, [rank for rank in present if queues[rank]]):
         rank = waiting[0]

@@ -18,7 +18,7 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import AnyAgentError
 from any_agent.protocol.training import Capacity
 from any_agent.rollout.admission import RankView, divide, total
-from any_agent.rollout.rank_clients import RankClients
+from any_agent.rollout.rank_clients import RANK_ENDED, RankClients
 
 log = logging.getLogger(__name__)
 
@@ -31,7 +31,9 @@ _RETRY_FOR = 5.0  # seconds for which one message is repeated; the next one has 
 class _RankConnection:
     """The limits sent to one rank, and its last reply; one message at a time is under way."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, added: bool = False) -> None:
+        self.added = added
+        """The rank was added later, and has nothing until its first reply."""
         self.now: Capacity | None = None
         self.limit = 0
         """The highest limit that may be in force: until a reply, any that was sent since the last
@@ -66,7 +68,7 @@ class CapacityKeeper:
         self._config = config
         self._owner = owner
         self._held = held
-        self._connections = [_RankConnection() for _ in range(len(ranks))]
+        self._connections = {rank: _RankConnection() for rank in ranks.present}
         self._numbers = count(1)
         self._turn = 0
         self.open = False
@@ -76,7 +78,7 @@ class CapacityKeeper:
     def now(self) -> Capacity | None:
         """The sum of all ranks' last replies; None before each rank has replied."""
         views = self._views()
-        return total(views) if views is not None else None
+        return total([*views.values()]) if views is not None else None
 
     async def run(self) -> None:
         """Run until cancelled; raise a rank's error if it is not retryable."""
@@ -90,19 +92,20 @@ class CapacityKeeper:
                 except TimeoutError:
                     pass
         finally:
-            for connection in self._connections:
+            for connection in self._connections.values():
                 if connection.task is not None:
                     connection.task.cancel()
 
     async def round(self) -> None:
         """Refresh every rank's view, lower limits that are too high, then raise others."""
+        self._follow_fleet()
         # After a second message, a rank that always replies late would be away at each division.
         refreshed = {
             rank: connection.limit
-            for rank, connection in enumerate(self._connections)
+            for rank, connection in self._connections.items()
             if not connection.answered_late
         }
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.answered_late = False
         await self._send_limits(refreshed)
         views = self._views()
@@ -112,34 +115,46 @@ class CapacityKeeper:
         rooms, _ = self._divide(views)
         await self._send_limits(
             {
-                rank: view.now.admitted + rooms[rank]
-                for rank, view in enumerate(views)
-                if rooms[rank] < view.headroom
+                rank: view.now.admitted + room
+                for (rank, view), room in zip(views.items(), rooms, strict=True)
+                if room < view.headroom
             }
         )
         views = self._views() or views
         rooms, self._turn = self._divide(views)
-        spare = sum(rooms) - sum(view.headroom for view in views if not view.away)
+        spare = sum(rooms) - sum(view.headroom for view in views.values() if not view.away)
         raised = {}
-        for rank, view in enumerate(views):
-            more = min(spare, rooms[rank] - view.headroom)
+        for (rank, view), room in zip(views.items(), rooms, strict=True):
+            more = min(spare, room - view.headroom)
             if more > 0 and not view.away:
                 spare -= more
                 raised[rank] = view.now.admitted + view.headroom + more
         await self._send_limits(raised)
 
-    def _divide(self, views: list[RankView]) -> tuple[list[int], int]:
+    def _follow_fleet(self) -> None:
+        """Add the ranks that are new, and forget those that have ended."""
+        present = self._ranks.present
+        for rank in self._connections.keys() - present:
+            if (task := self._connections.pop(rank).task) is not None:
+                task.cancel()
+        for rank in present:
+            self._connections.setdefault(rank, _RankConnection(added=True))
+
+    def _divide(self, views: dict[int, RankView]) -> tuple[list[int], int]:
         if not self.open:
             return [0] * len(views), self._turn
-        return divide(views, self._config, self._turn)
+        return divide([*views.values()], self._config, self._turn)
 
-    def _views(self) -> list[RankView] | None:
-        views = [
-            RankView(connection.now, connection.limit, connection.away)
-            for connection in self._connections
-            if connection.now is not None
-        ]
-        return views if len(views) == len(self._connections) else None
+    def _views(self) -> dict[int, RankView] | None:
+        views = {}
+        for rank, connection in self._connections.items():
+            if connection.now is not None:
+                serves = self._ranks.fleet.state(rank) == "serving"
+                now, limit, away = connection.now, connection.limit, connection.away
+                views[rank] = RankView(now, limit, away, serves=serves)
+            elif not connection.added:
+                return None
+        return views
 
     async def _send_limits(self, limits: Mapping[int, int]) -> None:
         """Send the limits to the ranks that have replied to the previous message."""
@@ -150,7 +165,7 @@ class CapacityKeeper:
                 connection.task = asyncio.create_task(self._send_limit(rank, connection, limit))
                 sent.append(connection.task)
         late = (await asyncio.wait(sent, timeout=_ANSWER_TIMEOUT))[1] if sent else ()
-        for connection in self._connections:
+        for connection in self._connections.values():
             connection.late = connection.late or connection.task in late
             if connection.task is not None and connection.task.done():
                 connection.task.result()
@@ -168,7 +183,7 @@ class CapacityKeeper:
                 retry_for=_RETRY_FOR,
             )
         except AnyAgentError as error:
-            if not error.retryable:
+            if not (error.retryable or error.code == RANK_ENDED):
                 raise
             log.warning("rank %d has not accepted its capacity: %s", rank, error.message)
             connection.failed = True

@@ -1,5 +1,4 @@
-"""`EpisodeScheduler` begins episodes when there is room, and judges their results; `EpisodeRunner`
-runs one."""
+"""`EpisodeScheduler` begins episodes when there is room, and judges their results."""
 
 from __future__ import annotations
 
@@ -7,112 +6,23 @@ import asyncio
 import itertools
 import logging
 from collections import Counter, deque
-from collections.abc import Callable, Coroutine, Sequence
-from dataclasses import dataclass
+from collections.abc import Coroutine, Sequence
 from typing import Any
 
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
-from any_agent.errors import InvalidTrajectory, RolloutError, TrainingError
+from any_agent.errors import RolloutError, TrainingError
 from any_agent.rollout.admission import RolloutCounts
+from any_agent.rollout.episode_runner import EpisodeOutcome, EpisodeRunner
 from any_agent.rollout.failure_budget import FailureBudget, format_error
 from any_agent.rollout.jobs import EpisodeJob, JobQueue, JobStream
-from any_agent.types import GenerationHyperparameters, Row, SampledSession
-from any_agent.workflow import context
+from any_agent.types import Row, SampledSession
 from any_agent.workflow.dump import TrajectoryDump
-from any_agent.workflow.grouped import own_copy
-from any_agent.workflow.tensors import (
-    concat_padded_tensors,
-    rows_in,
-    rows_of,
-    tensors_of,
-)
+from any_agent.workflow.tensors import concat_padded_tensors, rows_in
 
 log = logging.getLogger(__name__)
 
 _STOP_TIMEOUT = 10.0  # seconds that cancelled episodes have for ending
-
-
-@dataclass(frozen=True, slots=True)
-class EpisodeOutcome:
-    """A result to train on, or the reason why there is none."""
-
-    result: Any = None
-    reason: str | None = None
-    """The reason, under its name in `rejected`."""
-    error: BaseException | None = None
-    """The error of a failed run; None where the workflow itself rejected it."""
-
-
-@dataclass(slots=True, kw_only=True)
-class EpisodeRunner:
-    """Runs episodes; raises CancelledError if cancelled from outside, and no other error."""
-
-    engine: Any
-    version: Callable[[], int]
-    newest: Callable[[], int | None] = lambda: None
-    vocab_size: int | None = None
-    sampling: GenerationHyperparameters | None
-    eval_sampling: GenerationHyperparameters | None
-    timeout: float | None
-    discount: float
-    stopping: bool = False
-
-    async def run(self, job: EpisodeJob, k: int) -> EpisodeOutcome:
-        """Run the job's run number ``k``."""
-        try:
-            async with asyncio.timeout(self.timeout) as limit:
-                result = await self._run(job)
-            return self._read(result, job, k)
-        except InvalidTrajectory as error:
-            return EpisodeOutcome(reason="invalid", error=error)
-        except TimeoutError as error:
-            if not limit.expired():
-                return EpisodeOutcome(reason="failed", error=error)
-            late = TimeoutError(f"the episode took more than {self.timeout:g} s")
-            return EpisodeOutcome(reason="timeout", error=late.with_traceback(error.__traceback__))
-        except asyncio.CancelledError as error:
-            if self.stopping or job.dropped:
-                raise
-            # The workflow has cancelled itself, which must end this run alone.
-            return EpisodeOutcome(reason="failed", error=error)
-        except (Exception, SystemExit, KeyboardInterrupt) as error:
-            # An agent's exit() would end the whole event loop.
-            return EpisodeOutcome(reason="failed", error=error)
-
-    async def _run(self, job: EpisodeJob) -> Any:
-        sampling = (job.is_eval and self.eval_sampling) or self.sampling
-        here = context.WorkflowContext(
-            task_id=job.position,
-            is_eval=job.is_eval,
-            version=self.version(),
-            temperature=sampling.temperature if sampling is not None else None,
-            sampling=sampling,
-        )
-        with context.use(here):
-            return await job.workflow.arun_episode(self.engine, own_copy(job.data))
-
-    def _read(self, result: Any, job: EpisodeJob, k: int) -> EpisodeOutcome:
-        if result is None:
-            return EpisodeOutcome(reason="returned_none")
-        if job.stream is None or not job.stream.sessions:
-            return EpisodeOutcome(tensors_of(result, discount=self.discount))
-        rows = rows_of(
-            result,
-            discount=self.discount,
-            newest=self.newest(),
-            vocab_size=self.vocab_size,
-        )
-        task = job.data.get("task_id")
-        return EpisodeOutcome(
-            SampledSession(
-                session_id=f"{job.group_id}-{k}",
-                group_id=job.group_id,
-                rows=[row for row, _ in rows],
-                temperatures=[temperature for _, temperature in rows],
-                task_id=None if task is None else str(task),
-            )
-        )
 
 
 class EpisodeScheduler:

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple, TypeVar
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import RolloutConfig
-from any_agent.errors import AnyAgentError, StoreFull
+from any_agent.errors import AnyAgentError, NotFound, StoreFull
 from any_agent.protocol.training import Capacity, Rejection
 from any_agent.record import unpack_trajectories
 from any_agent.rollout.capacity_keeper import CapacityKeeper
-from any_agent.rollout.rank_clients import AckSender, RankClients
+from any_agent.rollout.rank_clients import RANK_ENDED, AckSender, RankClients
 from any_agent.rollout.result_queue import ResultQueue
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import Trajectory
@@ -29,6 +29,7 @@ _ACK_TIMEOUT = 5.0
 """Seconds that a step waits for a rank's reply to an acknowledgement, which is repeated later."""
 _MAX_FAILED_POLLS = 5  # the number of internal errors in a row with which a rank may reply to polls
 _POLL_RETRY_DELAY = 1.0
+_FOLLOW_INTERVAL = 0.5  # seconds between two looks at the fleet
 _MAX_REPLAYED = 64  # the number of sessions that one request replays
 _MAX_GROUPS_LISTED = 3
 
@@ -72,6 +73,10 @@ class LeaseExecutor:
         self._stopping = False
         self._thread = LoopThread("rollout")
         self._tasks: list[asyncio.Task[None]] = []
+        """The tasks that serve all ranks."""
+        self._of_ranks: dict[int, list[asyncio.Task[None]]] = {}
+        """The tasks of each rank."""
+        self._begun = False
         self._ranks: RankClients
         self._keeper: CapacityKeeper
         self._acks: AckSender
@@ -176,30 +181,58 @@ class LeaseExecutor:
             self._ranks,
             self._config,
             owner=self._owner,
-            held=lambda rank: sorted(id for id in self._leased if self._ranks.home(id) == rank),
+            held=self._leased_at,
         )
         self._acks = AckSender(self._ranks, owner=self._owner, settled=self._settle)
-        self._start_task(self._keeper.run())
-        for rank in range(len(self._ranks)):
-            self._start_task(self._acks.run(rank))
+        self._tasks = [self._task(self._keeper.run()), self._task(self._follow_fleet())]
+        self._serve_ranks()
 
     async def _begin(self) -> None:
-        self._keeper.open = True
+        self._keeper.open = self._begun = True
         self._keeper.changed.set()
-        for client in self._ranks.clients:
-            for _ in range(_POLLS_PER_RANK):
-                self._start_task(self._poll(client))
+        for rank in self._of_ranks:
+            self._begin_polls(rank)
 
-    def _start_task(self, coroutine: Coroutine[Any, Any, None]) -> None:
+    def _begin_polls(self, rank: int) -> None:
+        client = self._ranks.clients[rank]
+        self._of_ranks[rank] += [self._task(self._poll(client)) for _ in range(_POLLS_PER_RANK)]
+
+    async def _follow_fleet(self) -> None:
+        """Serve ranks that were added, and forget those that have ended, until cancelled."""
+        while True:
+            await asyncio.sleep(_FOLLOW_INTERVAL)
+            ended = [rank for rank in self._of_ranks if self._ranks.ended(rank)]
+            tasks = [task for rank in ended for task in self._of_ranks.pop(rank)]
+            for task in tasks:
+                task.remove_done_callback(self._task_ended)
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+            for rank in ended:
+                self._settle(self._leased_at(rank))
+            self._ranks.follow()
+            self._serve_ranks()
+
+    def _serve_ranks(self) -> None:
+        for rank in self._ranks.present:
+            if rank not in self._of_ranks:
+                self._of_ranks[rank] = [self._task(self._acks.run(rank))]
+                if self._begun:
+                    self._begin_polls(rank)
+
+    def _leased_at(self, rank: int) -> list[str]:
+        return sorted(id for id in self._leased if self._ranks.home(id) == rank)
+
+    def _task(self, coroutine: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.create_task(coroutine)
         task.add_done_callback(self._task_ended)
-        self._tasks.append(task)
+        return task
 
     async def _stop(self) -> None:
         self._stopping = True
-        for task in self._tasks:
+        tasks = [*self._tasks, *(task for of_rank in self._of_ranks.values() for task in of_rank)]
+        for task in tasks:
             task.cancel()
-        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await asyncio.gather(*tasks, return_exceptions=True)
         await self._ranks.close()
 
     def _task_ended(self, task: asyncio.Task[None]) -> None:
@@ -217,6 +250,10 @@ class LeaseExecutor:
                     continue
                 episode = unpack_trajectories(packed)
             except AnyAgentError as error:
+                if error.code == RANK_ENDED:
+                    # Until the next look at the fleet, which ends this task.
+                    await asyncio.sleep(_POLL_RETRY_DELAY)
+                    continue
                 # An internal error may concern one request alone, but retries are bounded.
                 failed = 0 if error.retryable else failed + 1
                 if not error.retryable and (error.status < 500 or failed > _MAX_FAILED_POLLS):
@@ -278,6 +315,11 @@ class LeaseExecutor:
 
         self._leased.update(session_ids)
         try:
+            for rank in set(map(self._ranks.home, session_ids)):
+                if self._ranks.ended(rank):
+                    raise NotFound(
+                        f"rank {rank} was drained and has ended", code="session_not_found"
+                    )
             leased = await self._ranks.all(lease)
         except AnyAgentError:
             # Ranks take back leases that are not renewed.

@@ -1,4 +1,4 @@
-"""`RankClients`: one client for each rank of a run, at the address in its registry entry;
+"""`RankClients`: one client for each rank of the fleet, at the address in its registry entry;
 `AckSender`: acknowledges sessions to the ranks that they live on."""
 
 from __future__ import annotations
@@ -7,6 +7,7 @@ import asyncio
 import logging
 import math
 import time
+from collections import defaultdict
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -18,17 +19,20 @@ from any_agent.client.rl_client import RLClient
 from any_agent.errors import AnyAgentError, Conflict, NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.protocol.training import Rejection
-from any_agent.rundir.registry import Registry, RegistryEntry, rank_name
+from any_agent.rundir.fleet import Fleet, FleetFile
+from any_agent.rundir.registry import EntryStore, Registry, RegistryEntry, rank_name
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+RANK_ENDED = "rank_ended"
+"""The code of the error of a call to a rank that has left the fleet."""
 _RETRY_DELAY = 0.1
 _POLL_INTERVAL = 0.2  # seconds between two reads of the registry's folder, for any number of calls
 
 
 class RankClients:
-    """One client per rank; each attempt of a call reads its rank's URL anew.
+    """One client per rank of the fleet; each attempt of a call reads its rank's URL anew.
 
     Each call waits up to ``retry_for`` seconds for a rank that is away. Use it on one event
     loop, and ``close`` it.
@@ -37,58 +41,102 @@ class RankClients:
     def __init__(
         self,
         folder: Path,
-        count: int,
+        fleet: FleetFile,
         *,
         admin_key: str | Callable[[], str] | None = None,
         epoch: int | None = None,
         retry_for: float = 30.0,
+        also: EntryStore | None = None,
     ) -> None:
-        self._registry = Registry(folder)
-        self._polled_at = -_POLL_INTERVAL
-        self.clients: tuple[RLClient, ...] = tuple(
-            RLClient(
-                partial(self._url, rank),
-                admin_key=admin_key,
-                epoch=epoch,
-                retry_for=retry_for,
-                trust_env=False,
-            )
-            for rank in range(count)
+        self._registry = Registry(folder, also)
+        self._fleet = fleet
+        self._read_at = -_POLL_INTERVAL
+        self._make = partial(
+            RLClient, admin_key=admin_key, epoch=epoch, retry_for=retry_for, trust_env=False
         )
+        self.clients: dict[int, RLClient] = {}
+        """The clients by rank, those of ranks that have ended included: calls may be under way."""
+        fleet.refresh()
+        self._add_missing()
 
     def __len__(self) -> int:
-        return len(self.clients)
+        return len(self.present)
+
+    @property
+    def fleet(self) -> Fleet:
+        return self._fleet.now
+
+    @property
+    def present(self) -> list[int]:
+        """The ranks of the fleet. One that joins is among them once its proxy is up."""
+        return [rank for rank in self.fleet.ranks if rank in self.clients]
+
+    @property
+    def sampling(self) -> list[int]:
+        """The ranks that have an engine: all but those that are drained."""
+        return [rank for rank in self.present if self.fleet.state(rank) != "drained"]
+
+    @property
+    def joining(self) -> list[int]:
+        """The ranks that have an engine and do not serve agents yet."""
+        return [rank for rank in self.sampling if self.fleet.state(rank) == "joining"]
+
+    def follow(self) -> None:
+        """Read the fleet again, and add a client for each new rank."""
+        self._read()
+        self._add_missing()
+
+    def _add_missing(self) -> None:
+        for rank in self.fleet.ranks:
+            up = self.fleet.state(rank) != "joining" or self._registry.alive(rank_name(rank))
+            if up and rank not in self.clients:
+                self.clients[rank] = self._make(partial(self._url, rank))
 
     def entry(self, rank: int) -> RegistryEntry | None:
         """Return a rank's newest registry entry; None before its first one."""
-        now = time.monotonic()
-        if now - self._polled_at >= _POLL_INTERVAL:
-            self._polled_at = now
-            self._registry.refresh()
+        self._read()
         return self._registry.get(rank_name(rank))
 
+    def _read(self) -> None:
+        now = time.monotonic()
+        if now - self._read_at >= _POLL_INTERVAL:
+            self._read_at = now
+            self._fleet.refresh()
+            self._registry.refresh()
+
+    def ended(self, rank: int) -> bool:
+        """Return whether a rank was in the fleet and has left it, with nothing left to do."""
+        return self.fleet.state(rank) is None and (self.fleet.knew(rank) or rank in self.clients)
+
     def home(self, session_id: str) -> int:
-        """Return the rank that a session lives on; NotFound if the run has no such rank."""
+        """Return the rank that a session lives or lived on; NotFound for another run's."""
         rank = rank_of_session(session_id)
-        if rank is None or rank >= len(self):
-            raise NotFound(
-                f"none of the {len(self)} ranks has the session {session_id[:80]!r}: continue a "
-                "trial with as many ranks (server.ranks) as before"
-            )
+        if rank is None or not (self.fleet.state(rank) or self.ended(rank)):
+            raise NotFound(f"no rank of this run has had the session {session_id[:80]!r}")
         return rank
 
-    async def all(self, call: Callable[[int], Awaitable[T]]) -> list[T]:
-        """Call every rank at once; all calls end before the first failure is raised."""
-        calls = [asyncio.ensure_future(call(rank)) for rank in range(len(self))]
-        await asyncio.gather(*calls, return_exceptions=True)
-        return [ended.result() for ended in calls]
+    async def all(
+        self, call: Callable[[int], Awaitable[T]], ranks: Sequence[int] | None = None
+    ) -> list[T]:
+        """Call these ranks at once, or every one; all calls end before the first failure is raised.
+
+        The failure of a rank that has left the fleet meanwhile is none.
+        """
+        called = self.present if ranks is None else ranks
+        calls = {rank: asyncio.ensure_future(call(rank)) for rank in called}
+        await asyncio.gather(*calls.values(), return_exceptions=True)
+        gone = {rank for rank, ended in calls.items() if ended.exception() and self.ended(rank)}
+        return [ended.result() for rank, ended in calls.items() if rank not in gone]
 
     async def close(self) -> None:
-        for client in self.clients:
+        for client in self.clients.values():
             await client.close()
+        await asyncio.to_thread(self._registry.close)
 
     def _url(self, rank: int) -> str | None:
         entry = self.entry(rank)
+        if self.ended(rank):
+            raise NotFound(f"rank {rank} was drained and has ended", code=RANK_ENDED)
         return entry.url if entry is not None else None
 
 
@@ -137,7 +185,7 @@ class AckSender:
         self._ranks = ranks
         self._owner = owner
         self._settled = settled
-        self._queues: list[asyncio.Queue[_PendingAck]] = [asyncio.Queue() for _ in ranks.clients]
+        self._queues: defaultdict[int, asyncio.Queue[_PendingAck]] = defaultdict(asyncio.Queue)
         self._last: dict[int, asyncio.Future[None]] = {}
         """Each rank's newest acknowledgement."""
 
@@ -155,14 +203,17 @@ class AckSender:
         """
         home = self._ranks.home
         sent = []
-        for rank in range(len(self._ranks)):
+        for rank in sorted({*map(home, trained), *(home(r.session_id) for r in rejected)}):
             mine = [id for id in trained if home(id) == rank]
             refused = [r for r in rejected if home(r.session_id) == rank]
-            if mine or refused:
-                ack = _PendingAck(mine, refused, step, asyncio.get_running_loop().create_future())
-                self._queues[rank].put_nowait(ack)
-                self._last[rank] = ack.done
-                sent.append(ack.done)
+            if self._ranks.ended(rank):
+                # It had nothing left to do, so it has had this acknowledgement already.
+                self._settled([*mine, *(r.session_id for r in refused)])
+                continue
+            ack = _PendingAck(mine, refused, step, asyncio.get_running_loop().create_future())
+            self._queues[rank].put_nowait(ack)
+            self._last[rank] = ack.done
+            sent.append(ack.done)
         await self._wait(sent, patience)
 
     async def flush(self, *, patience: float) -> None:
@@ -181,9 +232,10 @@ class AckSender:
 
     async def run(self, rank: int) -> None:
         """Send one rank's acknowledgements in order, until cancelled."""
+        client = self._ranks.clients[rank]
         while True:
             ack = await self._queues[rank].get()
-            await self._send(self._ranks.clients[rank], ack)
+            await self._send(client, ack)
             self._settled([*ack.trained, *(r.session_id for r in ack.rejected)])
             ack.done.set_result(None)
 
@@ -214,6 +266,9 @@ class AckSender:
                 await client.ack(owner=self._owner, trained=trained, rejected=rejected, step=step)
                 return
             except AnyAgentError as error:
+                if error.code == RANK_ENDED:
+                    # It ends once a trainer has left it nothing to do: it has had this.
+                    return
                 if not error.retryable:
                     raise
                 if error.message != said:

@@ -7,7 +7,7 @@ import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager, AsyncExitStack
-from itertools import count, islice
+from itertools import count
 from typing import Any, Self
 
 from any_agent.config import RolloutConfig
@@ -15,7 +15,9 @@ from any_agent.data import items_of
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, TooManyRequests
 from any_agent.protocol.training import Capacity
-from any_agent.rollout.episode_scheduler import EpisodeRunner, EpisodeScheduler, nothing_left
+from any_agent.rollout.episode_runner import EpisodeRunner
+from any_agent.rollout.episode_scheduler import EpisodeScheduler, nothing_left
+from any_agent.rollout.job_waits import JobWaits
 from any_agent.rollout.jobs import (
     Accept,
     EpisodeJob,
@@ -25,7 +27,6 @@ from any_agent.rollout.jobs import (
     Reject,
     epochs,
 )
-from any_agent.rollout.result_queue import unambiguous
 from any_agent.runtime.event_loop import LoopThread
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import AgentService, context
@@ -44,7 +45,9 @@ class WorkflowExecutor:
     ``run``) go to ``agents``. ``sampling`` and ``eval_sampling`` (default: the same) are the
     sampling parameters in the workflows' context. ``dump`` writes episodes to files. ``timeout`` is
     the limit of an episode in seconds, ``discount`` the factor by which rewards of recorded
-    trajectories are propagated, ``vocab_size`` the number of the trained model's token ids.
+    trajectories are propagated, ``vocab_size`` the number of the trained model's token ids. With
+    ``rollout.deterministic`` each call that an EnginePool gets has a seed derived from ``seed``; a
+    seed of the call's own is used in its place.
 
     Train episodes begin while ``running <= rollout.max_concurrent`` and ``running + buffered <=
     (rollout.eta + 1) * rollout.batch_size``, all counted in sessions: runs of the workflow. An
@@ -64,6 +67,7 @@ class WorkflowExecutor:
         timeout: float | None = None,
         discount: float = 1.0,
         vocab_size: int | None = None,
+        seed: int = 0,
     ) -> None:
         self._engine = engine
         self._config = config
@@ -81,10 +85,12 @@ class WorkflowExecutor:
             eval_sampling=eval_sampling,
             timeout=timeout,
             discount=discount,
+            seed=seed if config.deterministic else None,
         )
         self._thread = LoopThread("workflows")
         self._queue = JobQueue()
         self._scheduler = EpisodeScheduler(episodes, config, self._queue, dump)
+        self._waits = JobWaits(self._queue, self._scheduler, self._thread)
         self._workflows = WorkflowCache(agents)
         self._numbers = count()
         self._stream: JobStream | None = None
@@ -196,7 +202,7 @@ class WorkflowExecutor:
         _load_torch()
         jobs = self._queue.jobs
         with self._queue.changed:
-            self._check()
+            self._waits.check()
             if len(jobs) >= MAX_SUBMITTED:
                 raise TooManyRequests(
                     f"{len(jobs)} items were submitted and not waited for: call wait"
@@ -220,24 +226,10 @@ class WorkflowExecutor:
         TimeoutError, or returns an empty list. Raises ValueError if fewer items were submitted, or
         are left because another thread has waited for them.
         """
-        queue = self._queue
         if count < 1:
             raise ValueError(f"count is {count}: it must be at least 1")
-
-        def ready() -> list[int] | None:
-            if count > len(queue.jobs):
-                raise ValueError(
-                    f"{count} items are waited for, {len(queue.jobs)} are left: submit "
-                    "more; another thread may have waited for the others, or dropped them"
-                )
-            if len(queue.done) < count:
-                return None
-            return [number for number in queue.jobs if number in queue.done][:count]
-
-        jobs = self._wait(ready, timeout, count)
-        if jobs is None and raise_timeout:
-            raise TimeoutError(self._shortfall(f"{len(queue.done)} of {count} items are done"))
-        return [job.tensors for job in jobs or ()]
+        jobs = self._waits.first(count, timeout, raise_timeout)
+        return [job.tensors for job in jobs]
 
     def wait_for_task(
         self, task_id: int, timeout: float | None = None, raise_timeout: bool = True
@@ -247,7 +239,7 @@ class WorkflowExecutor:
         Raises TimeoutError, unless ``raise_timeout`` is off; ValueError for an id that was not
         submitted, or whose result is returned to another caller.
         """
-        job = self._wait_for_task(task_id, timeout, raise_timeout)
+        job = self._waits.one(task_id, timeout, raise_timeout)
         return job.tensors if job is not None else None
 
     def wait_for_runs(
@@ -257,7 +249,7 @@ class WorkflowExecutor:
 
         Raises as :meth:`wait_for_task`.
         """
-        job = self._wait_for_task(task_id, timeout)
+        job = self._waits.one(task_id, timeout)
         assert job is not None
         return job.members(), job.lost
 
@@ -295,7 +287,7 @@ class WorkflowExecutor:
             self.submit(item, workflow, workflow_kwargs, group_size=group_size) for item in items
         ]
         missing = "another thread waited for items of this batch, or dropped them"
-        jobs = self._wait_for_tasks(numbers, None, missing) or []
+        jobs = self._waits.all(numbers, None, missing) or []
         results = [job.tensors for job in jobs if job.tensors is not None]
         if not results:
             raise nothing_left(jobs, f"of {len(jobs)} items")
@@ -403,7 +395,7 @@ class WorkflowExecutor:
 
     def _start_stream(self, stream: JobStream) -> None:
         with self._queue.changed:
-            self._check()
+            self._waits.check()
         self._stream = stream
         self._thread.soon(self._scheduler.open_stream, stream)
 
@@ -418,97 +410,9 @@ class WorkflowExecutor:
     def _next_batch(self, timeout: float | None) -> list[EpisodeJob]:
         stream = self._stream
         assert stream is not None
-
-        def ready() -> list[EpisodeJob] | None:
-            if stream.batch_ready() or stream.ended():
-                return stream.pop_batch()
-            if stream.error is not None:
-                raise unambiguous(stream.error, "the dataloader")
-            return None
-
-        self._thread.soon(self._scheduler.begin_wait, 0)
-        self._queue.check()
-        jobs = self._queue.wait_for(ready, timeout, self._blocked)
-        if jobs is None:
-            raise TimeoutError(self._shortfall(stream.progress()))
+        jobs = self._waits.batch(stream, timeout)
         self._unsettled |= {job.group_id: len(job.results) for job in jobs}
         return jobs
-
-    def _wait_for_task(
-        self, task_id: int, timeout: float | None, raise_timeout: bool = True
-    ) -> EpisodeJob | None:
-        missing = f"task_id {task_id!r} was not submitted, or waited for already"
-        jobs = self._wait_for_tasks([task_id], timeout, missing)
-        if jobs is None and raise_timeout:
-            raise TimeoutError(self._shortfall(f"task {task_id} did not end in {timeout:g} s"))
-        return jobs[0] if jobs else None
-
-    def _wait_for_tasks(
-        self, ids: list[int], timeout: float | None, missing: str
-    ) -> list[EpisodeJob] | None:
-        """Wait for all of these jobs; raise ValueError(missing) if one is not in the queue."""
-        queue, left = self._queue, set(ids)
-
-        def ready() -> list[int] | None:
-            left.difference_update(queue.done)
-            # A job that another caller has removed stays in `left`.
-            if any(n not in queue.jobs for n in (islice(left, 1) if left else ids)):
-                raise ValueError(missing)
-            return None if left else ids
-
-        with queue.changed:
-            ready()
-            count = list(queue.jobs).index(ids[-1]) + 1
-        return self._wait(ready, timeout, count)
-
-    def _wait(
-        self, ready: Callable[[], list[int] | None], timeout: float | None, count: int
-    ) -> list[EpisodeJob] | None:
-        """Wait for the submitted jobs whose numbers ``ready`` returns; None after the time-out.
-
-        They are among the ``count`` jobs that were submitted first: as many may begin, because
-        jobs begin in this order.
-        """
-        queue = self._queue
-        with queue.changed:
-            self._check()
-            ready()
-            wanted = sum(job.size for job in islice(queue.jobs.values(), count))
-
-        def pop_ready() -> list[EpisodeJob] | None:
-            numbers = ready()
-            if numbers is None:
-                return None
-            # Another thread that waits for the same jobs must see that they are removed.
-            queue.changed.notify_all()
-            queue.done.difference_update(numbers)
-            return [queue.jobs.pop(number) for number in numbers]
-
-        self._thread.soon(self._scheduler.begin_wait, wanted)
-        returned = 0
-        try:
-            jobs = queue.wait_for(pop_ready, timeout, self._blocked)
-            returned = sum(len(job.results) for job in jobs or () if not job.is_eval)
-            return jobs
-        finally:
-            self._thread.soon(self._scheduler.end_wait, wanted, returned)
-
-    def _blocked(self) -> str | None:
-        if self._queue.paused and self._scheduler.counts.running == 0:
-            return "the executor is paused, and no awaited episode has begun: call resume() first"
-        return None
-
-    def _check(self) -> None:
-        """Raise the error that ended the executor; RuntimeError if it was not started."""
-        self._queue.check()
-        if not self._thread.started:
-            raise RuntimeError("the executor was not started: call start(), or use `with`")
-
-    def _shortfall(self, progress: str) -> str:
-        if self.rejected:
-            reasons = ", ".join(f"{n} {reason}" for reason, n in self.rejected.most_common())
-            progress += f"; left out so far: {reasons}"
-        return progress + ("; the executor is paused" if self._queue.paused else "")
 
     # -- on the event loop ---------------------------------------------------------------------
 

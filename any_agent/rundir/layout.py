@@ -12,6 +12,8 @@
     lock              a file that is locked while a service uses the folder
     format            the layout's number, so that another version's folder is refused by name
     registry/         the addresses of the live parts, written by each part itself
+    fleet.json        the ranks that serve, drain and have served
+    fleet/            commands of `any-agent ranks` to the service that runs, and its answers
     state.json        the highest version ever published, the steps done
     metrics.jsonl     one line per training step
     tracking/         what trackers have got, and their own files (`tracking.to`)
@@ -42,12 +44,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
-from urllib.parse import quote
+from urllib.parse import quote, urlencode
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
 
 JOURNAL_SUFFIX = ".sqlite"
+LOGGED_SCHEME = "sqlite+redis"
+"""Scheme of the URL of a journal with a log in Redis."""
 _STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
 _PREDECESSOR_TIMEOUT = 5.0  # seconds for the processes of a killed service to end
 FORMAT = 2  # the version of the folder's layout and of the meaning of its files
@@ -116,6 +120,8 @@ class RunDir:
     manifests = _Below("manifests")
     logs = _Below("logs")
     registry = _Below("registry")
+    fleet = _Below("fleet.json")
+    fleet_commands = _Below("fleet")
     metrics = _Below("metrics.jsonl")
     waiting = _Below("waiting.txt")
     resolved = _Below("resolved.yaml")
@@ -138,12 +144,37 @@ class RunDir:
         journals = None if journal_dir is None else _absolute(journal_dir) / names
         return cls(_absolute(root) / names, journals)
 
+    @property
+    def full_name(self) -> str:
+        """`USER/EXPERIMENT/TRIAL`, the prefix of the run's names outside its folder."""
+        return "/".join(self.path.parts[-3:])
+
     def journal(self, rank: int) -> Path:
         return (self.journals or self.path / "journal") / f"rank-{rank}{JOURNAL_SUFFIX}"
 
     def journal_url(self, rank: int) -> str:
         """Return the URL of a rank's journal, as `proxy_ext.journal.open_journal` takes it."""
         return f"sqlite://{quote(str(self.journal(rank).absolute()))}"
+
+    def log_note(self, rank: int) -> Path:
+        """Return the path of the note that a rank's journal has a log in Redis."""
+        return self.path / "journal" / f"rank-{rank}.log.json"
+
+    def logged_journal_url(
+        self, rank: int, server: str, *, lease: float, durability: str, replicas: int
+    ) -> str:
+        """Return the URL of a journal with a log in Redis, at a server's URL."""
+        own = {
+            "server": server,
+            "name": f"{self.full_name}/rank-{rank}",
+            "file": self.journal(rank).absolute(),
+            "snapshots": (self.path / "journal").absolute(),
+            "note": self.log_note(rank).absolute(),
+            "lease": lease,
+            "durability": durability,
+            "replicas": replicas,
+        }
+        return f"{LOGGED_SCHEME}:///?{urlencode(own)}"
 
     def create(self) -> None:
         """Create what is missing; ConfigError for a folder of another layout."""
@@ -215,6 +246,16 @@ class RunDir:
                     )
                 time.sleep(0.1)
             yield file.fileno()
+
+    def in_use(self) -> bool:
+        """Return whether a service uses the folder now, on this machine or on one that shares it.
+
+        A lock is taken for a moment; a service that starts meanwhile tries again.
+        """
+        if not self.path.is_dir():
+            return False
+        with open(self.path / "lock", "a", opener=owner_only) as file:
+            return not locked(file)
 
     def next_epoch(self) -> int:
         """Return a number above that of every earlier start of the trainer, stored durably.

@@ -11,6 +11,10 @@ seconds knows that its writer is gone. A part has another boot id after each sta
 
 A network file system may report a minute-old state of a file that is not open, so each check opens
 the entries.
+
+With `server.journal` each part writes its entry into Redis, too (`redis_registry`), and the readers
+use the copy whose last write they noticed last. So the parts find each other without a folder that
+all of them see, and either place may fail.
 """
 
 from __future__ import annotations
@@ -19,11 +23,11 @@ import asyncio
 import logging
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import Literal, Protocol
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -69,6 +73,14 @@ class RegistryEntry(BaseModel):
     version: int = 0
     """The weight version that the rank serves."""
     load: PartLoad = PartLoad()
+    led: bool = False
+    """A trainer has set the rank's limit lately, so it gives the rank each new version."""
+    retired: bool = False
+    """The rank takes no sessions, but members of groups that it has."""
+    unfinished: int = 0
+    """Sessions that are open, await their reward or wait for a trainer, and open groups."""
+    replayable: bool = True
+    """False if no resume from a checkpoint that is kept needs a session of a retired rank."""
     store_full: bool = False
     """True if the disk of the rank's journal is full: it can be read, but not written."""
     disk_full: str | None = None
@@ -122,6 +134,21 @@ def read_entry(folder: Path, name: str) -> RegistryEntry | None:
     return _parse(name, stamp[2]) if stamp is not None else None
 
 
+class EntryStore(Protocol):
+    """A place of entries beside the folder. No call waits for long."""
+
+    def write(self, entry: RegistryEntry) -> None:
+        """Replace an entry. It raises nothing: the part lives on by its entry in the folder."""
+
+    def read(self) -> Mapping[str, Stamp]:
+        """Return the last known stamp of each entry by name."""
+
+    def forget(self) -> None:
+        """Remove the entries of an earlier service."""
+
+    def close(self) -> None: ...
+
+
 @dataclass(slots=True)
 class RegistrySnapshot:
     """A reader's last copy of an entry."""
@@ -133,50 +160,73 @@ class RegistrySnapshot:
 
 
 class Registry:
-    """A reader's view of all entries; it keeps the last good copy of an unreadable file."""
+    """A reader's view of all entries; it keeps the last good copy of an unreadable one."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, also: EntryStore | None = None) -> None:
         self._folder = folder
+        self._also = also
         self._seen: dict[str, RegistrySnapshot] = {}
+        """The copies of the folder's entries."""
+        self._seen_also: dict[str, RegistrySnapshot] = {}
 
     def refresh(self) -> None:
         """Read the entries that changed."""
-        try:
-            with os.scandir(self._folder) as files:
-                names = [f.name.removesuffix(".json") for f in files if f.name[:1] != "."]
-        except OSError:
-            return
-        for name in names:
-            stamp = read_stamp(self._folder, name)
-            before = self._seen.get(name)
-            if stamp is None or (before is not None and before.stamp == stamp):
-                continue
-            entry = _parse(name, stamp[2]) or (before.entry if before else None)
-            self._seen[name] = RegistrySnapshot(stamp, time.monotonic(), entry)
+        _follow(self._seen, _stamps(self._folder))
+        if self._also is not None:
+            _follow(self._seen_also, self._also.read())
+
+    def _newest(self, name: str) -> RegistrySnapshot | None:
+        """Return the copy whose last write was noticed last."""
+        found = [seen[name] for seen in (self._seen, self._seen_also) if name in seen]
+        return max(found, key=lambda seen: seen.at, default=None)
 
     def get(self, name: str) -> RegistryEntry | None:
         """Return the last good copy of an entry; its writer may be dead."""
-        seen = self._seen.get(name)
+        seen = self._newest(name)
         return seen.entry if seen is not None else None
 
     def entries(self) -> list[RegistryEntry]:
         """Return the last good copies of all entries."""
-        return [seen.entry for seen in self._seen.values() if seen.entry is not None]
+        found = (self.get(name) for name in {**self._seen, **self._seen_also})
+        return [entry for entry in found if entry is not None]
 
     def heard(self, name: str) -> float:
         """Return when a write of this part was last noticed, in monotonic seconds; 0.0: never."""
-        seen = self._seen.get(name)
+        seen = self._newest(name)
         return seen.at if seen is not None else 0.0
 
     def alive(self, name: str) -> bool:
         """Return whether the part is ready and has written lately."""
-        seen = self._seen.get(name)
+        seen = self._newest(name)
         return (
             seen is not None
             and seen.entry is not None
             and seen.entry.state == "ready"
             and time.monotonic() - seen.at < SILENT_AFTER
         )
+
+    def close(self) -> None:
+        if self._also is not None:
+            self._also.close()
+
+
+def _stamps(folder: Path) -> dict[str, Stamp]:
+    try:
+        with os.scandir(folder) as files:
+            names = [f.name.removesuffix(".json") for f in files if f.name[:1] != "."]
+    except OSError:
+        return {}
+    stamps = {name: read_stamp(folder, name) for name in names}
+    return {name: stamp for name, stamp in stamps.items() if stamp is not None}
+
+
+def _follow(seen: dict[str, RegistrySnapshot], stamps: Mapping[str, Stamp]) -> None:
+    """Copy the entries whose stamps changed."""
+    for name, stamp in stamps.items():
+        before = seen.get(name)
+        if before is None or before.stamp != stamp:
+            entry = _parse(name, stamp[2]) or (before.entry if before else None)
+            seen[name] = RegistrySnapshot(stamp, time.monotonic(), entry)
 
 
 def _parse(name: str, content: bytes) -> RegistryEntry | None:
@@ -198,9 +248,15 @@ class Heartbeat:
     silent part is taken for dead.
     """
 
-    def __init__(self, folder: Path, describe: Callable[[], RegistryEntry]) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        describe: Callable[[], RegistryEntry],
+        also: EntryStore | None = None,
+    ) -> None:
         self._folder = folder
         self._describe = describe
+        self._also = also
         self._ended = False
         self._stopping = False
         self._wake = asyncio.Event()
@@ -223,6 +279,8 @@ class Heartbeat:
             # Not cancelled, because a running write would come after the last one.
             await self._task
         await self._write()
+        if self._also is not None:
+            await asyncio.to_thread(self._also.close)
 
     async def _beat(self) -> None:
         while not self._ended:
@@ -236,6 +294,8 @@ class Heartbeat:
             entry = self._describe()
             if self._stopping:
                 entry = entry.model_copy(update={"state": "stopping"})
+            if self._also is not None:
+                await asyncio.to_thread(self._also.write, entry)
             await asyncio.to_thread(publish, self._folder, entry)
         except Exception as error:
             if not self._failed:

@@ -83,6 +83,18 @@ def atomic_folder(target: Path, *, replace: bool = False) -> Iterator[Path]:
     fsync(target.parent)
 
 
+def copy_durably(source: Path, target: Path) -> None:
+    """Copy a file: after a crash the target is complete, or as it was."""
+    make_folder(target.parent)
+    partial = target.with_name(f".partial-{target.name}")
+    partial.unlink(missing_ok=True)
+    create_empty(partial)
+    shutil.copyfile(source, partial)
+    fsync(partial)
+    partial.replace(target)
+    fsync(target.parent)
+
+
 def write_atomic(target: Path, content: str | bytes) -> None:
     """Write a temporary file, fsync it and rename it; text is written as UTF-8."""
     temporary = target.with_name(f"{_PREFIX}{target.name}")

@@ -19,7 +19,7 @@ def boot_seconds() -> float:
 
 def clock_stamp() -> str:
     """Return the present time as journals store it: the boot's id and its seconds."""
-    return f"{_boot_id()} {boot_seconds():.3f}"
+    return f"{boot_id()} {boot_seconds():.3f}"
 
 
 def seconds_since(stamp: str | None, wall: float) -> float:
@@ -28,7 +28,7 @@ def seconds_since(stamp: str | None, wall: float) -> float:
     After a reboot, or without a stamp, only the wall clock is left, which showed ``wall`` then.
     """
     boot, _, seconds = (stamp or "").partition(" ")
-    if boot and boot == _boot_id():
+    if boot and boot == boot_id():
         passed = boot_seconds() - float(seconds)
         # Slightly negative: the stamp was rounded. Far below: a container whose clock restarted.
         if passed > -1:
@@ -37,7 +37,7 @@ def seconds_since(stamp: str | None, wall: float) -> float:
 
 
 @functools.cache
-def _boot_id() -> str:
+def boot_id() -> str:
     """Return the boot's id; "" without one: then every restart counts as a reboot."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()

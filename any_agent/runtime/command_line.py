@@ -6,8 +6,9 @@ import argparse
 import math
 import os
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from functools import partial
 from types import TracebackType
 from typing import Any
@@ -22,8 +23,11 @@ _SHORT = {
     "trial": ("NAME", "trial"),
     "host": ("HOST", "server.host"),
     "port": ("PORT", "server.port"),
+    "litellm-config": ("FILE", "litellm.config"),
 }
 """Options that stand for a setting: the metavar and the setting's name."""
+SLOW = 2.0
+"""Seconds after which a command says why it waits."""
 UNIT_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86_400}
 
 
@@ -43,11 +47,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 
 
 def guarded(run: Callable[[], int]) -> int:
-    """Run a command; print an error as one line on standard error and return its exit code."""
+    """Run a command; print an error as one line on standard error and return its exit code.
+
+    It is 141, as of a program that SIGPIPE ended, once the reader of the output has left.
+    """
     try:
         return run()
     except AnyAgentError as error:
         return _print_error(error)
+    except BrokenPipeError:
+        # Otherwise Python tries to write the rest at its exit, and reports that it could not.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except OSError as error:
         if not is_disk_full(error):
             raise
@@ -61,6 +72,18 @@ def say(line: str) -> None:
     """Print a line of a service that must not end because its output is on a full disk."""
     with suppress(OSError):
         print(line, flush=True)
+
+
+@contextmanager
+def told_if_slow(tell: Callable[[str], None], line: str) -> Iterator[None]:
+    """Tell why the program waits, once the block has taken :data:`SLOW` seconds."""
+    timer = threading.Timer(SLOW, tell, [line])
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 def one_line_errors(*, debug: bool = False) -> None:
@@ -120,7 +143,10 @@ def add_setting_arguments(
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:
     """Return the settings that the short options stand for, then the given overrides."""
-    given = {setting: getattr(arguments, option, None) for option, (_, setting) in _SHORT.items()}
+    given = {
+        setting: getattr(arguments, option.replace("-", "_"), None)
+        for option, (_, setting) in _SHORT.items()
+    }
     named = [f"{setting}={value}" for setting, value in given.items() if value is not None]
     return [*named, *arguments.overrides]
 
@@ -135,6 +161,21 @@ def option(parser: argparse._ActionsContainer, name: str, help: str, **settings:
     parser.add_argument(*flag.split(","), help=help, **settings)
 
 
+def add_below(
+    below: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    help: str,
+    *,
+    epilog: str,
+    run: Callable[[argparse.Namespace], int],
+) -> argparse.ArgumentParser:
+    """Add a command below another one, which prints a table, or JSON with ``--json``."""
+    parser = below.add_parser(name, help=help, description=help, epilog=epilog)
+    option(parser, "--json", "print JSON")
+    parser.set_defaults(run=run)
+    return parser
+
+
 def share_module_path() -> None:
     """Let child processes find the packages that this process found, installed or not."""
     os.environ.setdefault("PYTHONPATH", os.pathsep.join(p for p in sys.path if p))
@@ -143,6 +184,12 @@ def share_module_path() -> None:
 def printable(text: str) -> str:
     """Return the text on one line without control characters, which agents and models write."""
     return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in text)
+
+
+def columns(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Return rows of equal lengths as lines, their cells below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def count(most: int, *, least: int = 1) -> Callable[[str], int]:

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from itertools import accumulate
 from typing import Literal, TypeAlias
 
-from prometheus_client import ProcessCollector, generate_latest
+from prometheus_client import REGISTRY, ProcessCollector, generate_latest
 from prometheus_client.core import (
     CounterMetricFamily,
     GaugeMetricFamily,
@@ -112,6 +112,52 @@ class Exposition(Collector):
         """Return every metric's current value as text of `CONTENT_TYPE`."""
         # Not prometheus-client's global registry: two parts may share a process.
         return generate_latest(self)
+
+
+class RegisteredMetrics(Collector):
+    """The metrics that a library has registered in this process, by the beginning of their names.
+
+    All of them get the label ``part``.
+    """
+
+    def __init__(self, prefix: str, part: str) -> None:
+        self._prefix = prefix
+        self._part = part
+
+    def collect(self) -> Iterable[Family]:
+        for family in REGISTRY.collect():
+            if family.name.startswith(self._prefix):
+                family.samples = [
+                    sample._replace(labels={**sample.labels, "part": self._part})
+                    for sample in family.samples
+                ]
+                yield family
+
+    def render(self) -> bytes:
+        """Return their current values as text of `CONTENT_TYPE`; for a thread, as there may be
+        many."""
+        return generate_latest(self)
+
+
+def merged(texts: Iterable[str]) -> str:
+    """Merge several expositions: each family is described once, with all of its samples.
+
+    The lines are not parsed: the streams must not wait while a run of many ranks is scraped.
+    """
+    heads: dict[str, dict[str, str]] = {}
+    samples: dict[str, list[str]] = {}
+    for text in texts:
+        name = ""
+        for line in text.splitlines():
+            if line.startswith(("# HELP ", "# TYPE ")):
+                kind, name = line.split(" ", 3)[1:3]
+                heads.setdefault(name, {}).setdefault(kind, line)
+            elif name and line.startswith(name):
+                samples.setdefault(name, []).append(line)
+    lines = [
+        line for name, head in heads.items() for line in (*head.values(), *samples.get(name, ()))
+    ]
+    return "".join(f"{line}\n" for line in lines)
 
 
 LOOP_LAG = Metric(

@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spawn, util
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
-from typing import TYPE_CHECKING, Any
+from queue import SimpleQueue
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.worker_main import Failure, begin, call
 
 if TYPE_CHECKING:
     from pebble import ProcessPool
+
+T = TypeVar("T")
 
 _ENDED = "the processes of all calls were ended"
 _NOT_STARTED = (
@@ -43,6 +46,40 @@ class WorkerTimeout(WorkerFailed):
 
 class WorkerCrashed(WorkerFailed):
     """The worker of the call died."""
+
+
+class _Starter:
+    """A thread that starts processes, and lives as long as this process.
+
+    Linux ends a child with the *thread* that started it, as the event loop of an executor.
+    """
+
+    def __init__(self) -> None:
+        self._wanted: SimpleQueue[tuple[Callable[[], Any], Future[Any]]] = SimpleQueue()
+        self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None
+
+    def call(self, start: Callable[[], T]) -> T:
+        """Return ``start()``, called in the thread."""
+        future: Future[T] = Future()
+        with self._lock:
+            # A fork has this object, but not the thread.
+            if self._thread is None or not self._thread.is_alive():
+                self._thread = threading.Thread(target=self._run, name="starter", daemon=True)
+                self._thread.start()
+            self._wanted.put((start, future))
+        return future.result()
+
+    def _run(self) -> None:
+        while True:
+            start, future = self._wanted.get()
+            try:
+                future.set_result(start())
+            except BaseException as error:
+                future.set_exception(error)
+
+
+_starter = _Starter()
 
 
 class _CleanPopen(popen_spawn_posix.Popen):
@@ -70,11 +107,13 @@ class _CleanPopen(popen_spawn_posix.Popen):
         # The child ends when it sees the end of `start`, so that is open until then.
         self.finalizer = util.Finalize(self, _close, (self.sentinel, start))
         try:
-            process = subprocess.Popen(
-                spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_start),
-                env=_environment_without(process_obj.secrets),
-                pass_fds=[*self._fds, tracker, child_start, child_end],
-                restore_signals=False,
+            process = _starter.call(
+                lambda: subprocess.Popen(
+                    spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_start),
+                    env=_environment_without(process_obj.secrets),
+                    pass_fds=[*self._fds, tracker, child_start, child_end],
+                    restore_signals=False,
+                )
             )
         finally:
             os.close(child_start)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import Any, Protocol
 
 from any_agent.client.rl_client import RLClient
-from any_agent.config import SECRET_VARIABLES
+from any_agent.config import ADMIN_KEY_VARIABLE
 from any_agent.engine import RolloutEngine
 from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.record import unpack_trajectories
@@ -81,7 +81,7 @@ class ProxyWorkflow(RolloutWorkflow):
             )
         if isinstance(self._source, str):
             # Nothing would close a client that lived longer than the episode's lease.
-            key = os.environ.get(SECRET_VARIABLES[0])
+            key = os.environ.get(ADMIN_KEY_VARIABLE)
             async with RLClient(self._source, admin_key=key) as client:
                 return await self._leased(client)
         if isinstance(self._source, RLClient):

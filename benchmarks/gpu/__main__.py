@@ -1,10 +1,11 @@
 """The speed of one GPU: ``python -m benchmarks.gpu``, run in the repository's folder.
 
 Random weights at Qwen3's shapes: nothing is downloaded, and no SGLang is needed. For each model the
-embedded engine on CUDA (tokens per second at several numbers of requests), the trainer's step
-(tokens per second, model FLOPs utilisation, peak memory) and the time to gather all weights, as a
-weight update does. A model that does not fit is reported, and the others are measured. Without a
-GPU it prints an error and ends with code 2; ``--device cpu --models tiny`` shows that it runs.
+embedded engine on CUDA (tokens per second at several numbers of requests), the trainer's step over
+each workload with shared prefixes computed once and by rows (seconds, model FLOPs utilisation, peak
+memory), and the time to gather all weights, as a weight update does. A model that does not fit is
+reported, and the others are measured. Without a GPU it prints an error and ends with code 2;
+``--device cpu --models tiny`` shows that it runs.
 """
 
 from __future__ import annotations
@@ -55,11 +56,15 @@ def main() -> int:
         )
     if unknown := sorted(set(args.models) - set(SHAPES)):
         return _unable(f"--models {','.join(unknown)}: there are {', '.join(SHAPES)}")
+    if unknown := sorted({*args.packing} - {"tree", "rows"}):
+        return _unable(f"--packing {','.join(unknown)}: there are tree, rows")
     try:
-        import benchmarks.gpu.generating
-        import benchmarks.gpu.steps  # noqa: F401
+        import benchmarks.gpu.generating  # noqa: F401
+        from benchmarks.gpu.steps import WORKLOADS
     except ImportError as error:
         return _unable(f"{error}: {_INSTALL}")
+    if unknown := sorted(set(args.workloads) - set(WORKLOADS)):
+        return _unable(f"--workloads {','.join(unknown)}: there are {', '.join(WORKLOADS)}")
     figures = _measure(args)
     if args.json is not None:
         Path(args.json).write_text(json.dumps(figures, indent=1) + "\n", encoding="utf-8")
@@ -74,9 +79,20 @@ def _parser() -> argparse.ArgumentParser:
     add("--concurrency", type=_numbers, default=[1, 8, 32, 128], help="requests at once")
     add("--prompt", type=int, default=512, help="tokens of each prompt")
     add("--new", type=int, default=256, help="tokens sampled for each")
-    add("--rows", type=int, default=16, help="rows of a step")
-    add("--length", type=int, default=4096, help="tokens of each row")
-    add("--micro-batch-tokens", type=int, default=16_384, help="tokens of a forward pass")
+    add(
+        "--workloads",
+        type=_names,
+        default=["plain", "turns", "branches"],
+        help="the trainer's, default plain,turns,branches",
+    )
+    add("--packing", type=_names, default=["tree", "rows"], help="train.packing, default tree,rows")
+    add("--micro-batch-tokens", type=int, help="tokens of a pass (default: what suits the device)")
+    add(
+        "--checkpointing",
+        action="store_true",
+        help="train with train.gradient_checkpointing, as the 4B shape needs to fit in 80 GB",
+    )
+    add("--no-compile", action="store_true", help="train with train.compile=false")
     add("--offload", action="store_true", help="train with train.offload_optimizer")
     add("--rounds", type=int, default=3, help="rounds, of which the median is shown")
     add("--skip-engine", action="store_true")
@@ -148,32 +164,60 @@ def _engine(shape: Any, args: argparse.Namespace) -> list[dict[str, Any]]:
 def _trainer(shape: Any, args: argparse.Namespace, peak: float | None) -> dict[str, Any]:
     import torch
 
-    from benchmarks.gpu.steps import stepping
+    from benchmarks.gpu.steps import WORKLOADS, Steps
 
-    found = stepping(
+    steps = Steps(
         shape,
         args.device,
         compute=torch.bfloat16 if args.device == "cuda" else None,
-        rows=args.rows,
-        length=args.length,
-        micro_batch_tokens=args.micro_batch_tokens,
-        rounds=args.rounds,
-        peak_tflops=peak,
+        compile=args.device == "cuda" and not args.no_compile,
+        checkpointing=args.checkpointing,
         offload=args.offload,
     )
-    mfu = f"{found.mfu:.0%} of the card's" if found.mfu is not None else "no card to compare with"
+    found: dict[str, Any] = {
+        "pass_tokens": args.micro_batch_tokens or steps.policy.runner.pass_tokens
+    }
+    how = "compiled" if steps.policy.runner.fused else "not compiled"
+    print(f"trainer  the model prepared in {steps.prepared_seconds:.0f} s, its layers {how}")
+    found |= {"compiled": steps.policy.runner.fused, "prepared_seconds": steps.prepared_seconds}
+    weights = steps.gather()
     print(
-        f"trainer  {args.rows} rows of {args.length} tokens: {found.seconds:.2f} s a step, "
-        f"{found.tokens_per_second:.0f} tokens/s, {found.tflops:.1f} TFLOP/s ({mfu}), "
-        f"peak {found.peak_gb:.1f} GB"
-    )
-    print(
-        f"weights  gathered in {1000 * found.gather_seconds:.0f} ms "
-        f"({found.gather_gb_per_second:.1f} GB/s in bfloat16), to the machine's memory in "
-        f"{1000 * found.to_host_seconds:.0f} ms",
+        f"weights  gathered in {1000 * weights.seconds:.0f} ms ({weights.gb_per_second:.1f} GB/s, "
+        f"in bfloat16), to the machine's memory in {1000 * weights.to_host_seconds:.0f} ms",
         flush=True,
     )
-    return found.as_dict()
+    found["weights"] = weights.as_dict()
+    for name in args.workloads:
+        workload = WORKLOADS[name] if args.device == "cuda" else WORKLOADS[name].smallest()
+        print(f"trainer  {name}: {workload.about}")
+        print("         packing  tokens  computed    step      MFU  effective     peak")
+        found[name] = {}
+        for packing in args.packing:
+            one = _or_too_large(
+                lambda workload=workload, packing=packing: steps.measure(
+                    workload,
+                    packing,
+                    micro_batch_tokens=args.micro_batch_tokens,
+                    rounds=args.rounds,
+                    peak_tflops=peak,
+                )
+            )
+            if one is None:
+                # Its backward pass may have left gradients, which later figures would have.
+                print("         the other steps of this model are not measured")
+                return found
+            print(
+                f"         {packing:7} {one.tokens:7} {one.computed:9} {one.seconds:6.2f} s "
+                f"{_share(one.mfu)} {_share(one.effective_mfu):>10} {one.peak_gb:5.1f} GB  "
+                f"loss {one.loss:.6f}, gradient {one.grad_norm:.5f}",
+                flush=True,
+            )
+            found[name][packing] = one.as_dict()
+    return found
+
+
+def _share(mfu: float | None) -> str:
+    return f"{mfu:8.1%}" if mfu is not None else "       -"
 
 
 def _or_too_large(measure: Any) -> Any:

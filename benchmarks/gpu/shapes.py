@@ -43,15 +43,15 @@ class Shape:
         """Return the bytes of one token's keys and values in bfloat16, in all layers."""
         return 2 * 2 * self.layers * self.kv_heads * self.head_dim
 
-    def forward_flops(self, tokens: int, length: int, heads: int) -> float:
-        """Return the FLOPs of ``tokens`` in rows of ``length``, ``heads`` of them through the head.
+    def forward_flops(self, tokens: int, pairs: float, heads: int) -> float:
+        """Return the FLOPs of ``tokens``, ``heads`` of them through the head.
 
-        Two for each weight, and for each pair of a query and a key that it sees: on average half a
-        row of them, as attention is causal. Norms and the like are left out, as is usual.
+        Two for each weight, and two products for each of the ``pairs`` of a query and a key that it
+        sees. Norms and the like are left out, as is usual.
         """
         weights = self.layers * (self.layer_parameters - 2 * (self.hidden + self.head_dim))
-        seen = 4 * self.layers * self.heads * self.head_dim * length / 2
-        return tokens * (2.0 * weights + seen) + heads * 2.0 * self.vocab * self.hidden
+        seen = 4.0 * self.layers * self.heads * self.head_dim * pairs
+        return 2.0 * tokens * weights + seen + heads * 2.0 * self.vocab * self.hidden
 
     def config(self) -> Any:
         """Return transformers' configuration of such a model."""

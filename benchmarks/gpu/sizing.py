@@ -14,6 +14,7 @@ if __package__ in (None, ""):
     raise SystemExit("run it from the repository's folder: python -m benchmarks.gpu.sizing")
 
 from benchmarks.gpu.shapes import SHAPES, Shape
+from trainer.pass_size import kept_bytes, layer_numbers
 
 GB = 1e9
 USABLE = 0.9
@@ -63,9 +64,8 @@ def training(
     layers = shape.layer_parameters * (2 * COMPUTE + GRADIENT)
     ends = shape.embedding_parameters * (COMPUTE + GRADIENT)
     layer = layer_activations(shape) * tokens
-    kept = shape.layers * shape.hidden * COMPUTE * tokens
-    # The activations that a layer keeps, and their gradients.
-    activations = kept + 1.5 * layer if checkpointing else (shape.layers + 0.5) * layer
+    inputs = shape.hidden * COMPUTE * tokens
+    activations = kept_bytes(shape.layers, layer, inputs, checkpointing=checkpointing)
     # In float32: the logits, the logits divided by the temperature, and their gradient.
     logits = 3.0 * 4 * min(tokens, HEAD_CHUNK) * shape.vocab
     return Training(
@@ -74,14 +74,9 @@ def training(
 
 
 def layer_activations(shape: Shape) -> float:
-    """Return the bytes per token that one layer keeps for its backward pass in bfloat16.
-
-    Without checkpointing these are its inputs and norms, queries, keys and values, and the
-    feed-forward part."""
-    attention = (shape.heads + 2 * shape.kv_heads) * shape.head_dim
-    # Keys count like queries; values count less, because they are not normalised or rotated.
-    attention -= shape.kv_heads * shape.head_dim
-    return 16.0 * shape.hidden + 10.0 * attention + 8.0 * shape.intermediate
+    """Return the bytes per token that one layer keeps for its backward pass in bfloat16."""
+    attention = (shape.heads + shape.kv_heads) * shape.head_dim
+    return COMPUTE * layer_numbers(shape.hidden, attention, shape.intermediate)
 
 
 @dataclass(frozen=True, slots=True)

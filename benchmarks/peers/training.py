@@ -17,7 +17,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.peers.trl_trainer import Completions, trl_trainer
 from benchmarks.training_rows import length
-from trainer.packing import Row
+from trainer.rows import Row
 
 CAP = 5.0
 

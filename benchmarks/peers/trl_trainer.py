@@ -55,6 +55,7 @@ def trl_trainer(
         is_main_process=True,
         autocast=contextlib.nullcontext,
         gather=lambda t: t,
+        pad_across_processes=lambda t, **_: t,
         gather_for_metrics=lambda t: t,
         reduce=lambda t, reduction: t,
         unwrap_model=lambda m: m,

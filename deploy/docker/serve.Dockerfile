@@ -22,7 +22,7 @@ COPY any_agent any_agent
 COPY proxy_ext proxy_ext
 COPY router router
 COPY trainer trainer
-RUN /opt/any-agent/bin/pip install --no-cache-dir -c constraints.txt '.[serve]'
+RUN /opt/any-agent/bin/pip install --no-cache-dir -c constraints.txt '.[serve,redis]'
 
 RUN useradd --uid 10001 --create-home agent \
     && mkdir -p /runs /models /config \

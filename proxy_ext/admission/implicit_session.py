@@ -27,6 +27,7 @@ from any_agent.errors import (
 from any_agent.protocol.conversation_key import task_of
 from any_agent.protocol.rl import StartSession
 from any_agent.record import InteractionTree
+from proxy_ext.admission.fleet_place import choice_of
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.calls.call import Listener
 from proxy_ext.calls.concurrency_limit import CallSlot
@@ -241,7 +242,9 @@ class ImplicitSessions:
         member: ConversationMember | None = None
         try:
             with slot.lent():
-                opening = self._opening.open(start, caller, implicit=True)
+                opening = self._opening.open(
+                    start, caller, implicit=True, choice=choice_of(request)
+                )
                 started = await while_present(request, opening)
                 session = self._sessions.live.get(started.session_id)
                 member = (

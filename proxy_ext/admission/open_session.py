@@ -22,8 +22,10 @@ from any_agent.keys import JUDGE_KEY_PREFIX, KeySigner, Lane
 from any_agent.protocol.rl import Rewards, SessionStarted, StartSession
 from any_agent.runtime.boot_clock import clock_stamp
 from any_agent.types import SessionMode, SessionState
+from proxy_ext.admission.fleet_place import FleetPlace, RouterChoice, retiring
 from proxy_ext.journal import PutSession, SessionRow
 from proxy_ext.journal.base import GRANT_OWNER, IMPLICITLY, KeepAnswer, Rewarder, no_receipt
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp
 from proxy_ext.run_state import RunState
 from proxy_ext.sessions.endings import SessionEnder
 from proxy_ext.sessions.groups import Group, closed_error, group_key, public_id
@@ -32,8 +34,9 @@ from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.sessions.session_store import SessionStore
 from proxy_ext.sessions.slots import GrantBook
 from proxy_ext.web.drain import draining
-from proxy_ext.web.quotas import TenantQuotas
+from proxy_ext.web.quotas import OpenPlace, TenantQuotas
 
+_ANY = RouterChoice()
 _STRICTNESS: tuple[Rewarder, ...] = ("agent", "both", "judge", "grader", "operator")
 
 
@@ -45,11 +48,13 @@ class _OpenTarget:
     lane: Lane
     key: str
     tenant: str | None
+    place: OpenPlace
     rewards: Rewarder
     ids: Generator[str] | None
     """The ids of the task's sessions, under the names of the AReaL documents."""
     grant_only: bool
     implicit: bool
+    choice: RouterChoice
 
 
 class SessionOpener:
@@ -63,9 +68,12 @@ class SessionOpener:
         *,
         run: RunState,
         quotas: TenantQuotas,
+        fleet: FleetPlace,
         largest_group: int,
         public_url: str,
+        litellm: ConfiguredLiteLLMApp | None = None,
     ) -> None:
+        """``litellm`` judges its virtual keys, for which sessions may be opened."""
         self._sessions = sessions
         self._endings = endings
         self._signer = signer
@@ -78,6 +86,8 @@ class SessionOpener:
         """The least strict source of rewards that an opening with a tenant's key may name."""
         self._run = run
         self._quotas = quotas
+        self._litellm = litellm
+        self._fleet = fleet
         self._largest_group = largest_group
         self._base_url = f"{public_url}/v1"
         self._opening: set[str] = set()
@@ -85,6 +95,18 @@ class SessionOpener:
         self.refused: Counter[str] = Counter()
         """Number of refused opens, by the error's code."""
         self._draining = False
+        self.retired = False
+        """True once only members of groups that began are admitted."""
+
+    @property
+    def opening(self) -> int:
+        """Number of sessions that are being opened."""
+        return len(self._opening)
+
+    def retire(self) -> None:
+        """Admit only members of groups that have begun, from now on."""
+        self.retired = True
+        self._sessions.admission.close(retiring())
 
     def drain(self) -> None:
         """Refuse all opens from now on, those that wait for a slot included."""
@@ -100,26 +122,32 @@ class SessionOpener:
         areal_task: str | None = None,
         grant_only: bool = False,
         implicit: bool = False,
+        choice: RouterChoice = _ANY,
     ) -> SessionStarted:
         """Open a session: take a slot (train), write it, and return it with its key.
 
         ``areal_task``: for an open under the names of the AReaL documents; its id is
         `<task>-<rank>-<n>`, and it uses a granted slot, without a group, if one is left.
         ``grant_only``: it uses no other slot. ``implicit``: for a model call that names no session.
+        Misdirected if the router that made the ``choice`` must ask another rank.
         """
         try:
+            await self._fleet.catch_up(choice)
             self._require_room(body, caller, on_grant=areal_task is not None)
             ids = await self._sessions.areal_ids.ids_of(areal_task) if areal_task else None
-            lane, key, tenant, before = await self._resolve_key(body.api_key, caller)
+            lane, key, tenant, before = await self._resolve_key(body, caller, choice)
+            if self._litellm is not None:
+                await self._litellm.require_key(tenant)
             rewards = self._rewards(body.rewards, before, caller)
-            target = _OpenTarget(caller, lane, key, tenant, rewards, ids, grant_only, implicit)
-            self._quotas.begin_open(tenant)
             self._opening.add(lane.id)
             try:
-                return await self._open(body, target, keep)
+                with await self._quotas.begin_open(tenant) as place:
+                    target = _OpenTarget(
+                        caller, lane, key, tenant, place, rewards, ids, grant_only, implicit, choice
+                    )
+                    return await self._open(body, target, keep)
             finally:
                 self._opening.discard(lane.id)
-                self._quotas.end_open(tenant)
         except AnyAgentError as error:
             self.refused[error.code] += 1
             raise
@@ -155,7 +183,9 @@ class SessionOpener:
             self._run.require_training()
             if target.grant_only:
                 raise self._no_slot(target.tenant)
-            group = await self._admit(body, target.tenant)
+            group = await self._admit(body, target)
+        elif mode is not SessionMode.TRAIN:
+            self._require_new(body, target)
         session = self._session(body, target, group, pinned, GRANT_OWNER if granted else None)
         row = session.row
         answer = SessionStarted(
@@ -173,7 +203,9 @@ class SessionOpener:
             else self._signer.key_of(target.lane, JUDGE_KEY_PREFIX),
         )
         # Shielded: if the client leaves now, memory and journal must still agree.
-        insert = asyncio.ensure_future(self._insert(session, group, granted, answer, keep))
+        insert = asyncio.ensure_future(
+            self._insert(session, group, granted, target.place, answer, keep)
+        )
         try:
             await asyncio.shield(insert)
         except asyncio.CancelledError:
@@ -231,6 +263,7 @@ class SessionOpener:
         session: RecordedSession,
         group: Group | None,
         granted: GrantBook | None,
+        place: OpenPlace,
         answer: SessionStarted,
         keep: KeepAnswer,
     ) -> None:
@@ -246,6 +279,8 @@ class SessionOpener:
                 self._sessions.admission.release(1)
             raise
         self._sessions.add(session)
+        # From here on the session itself counts.
+        place.release()
         if group is not None:
             group.promised -= 1
             if not group.started:
@@ -280,14 +315,21 @@ class SessionOpener:
     # -- lanes ---------------------------------------------------------------------------------
 
     async def _resolve_key(
-        self, api_key: str | None, caller: Caller
+        self, body: StartSession, caller: Caller, choice: RouterChoice
     ) -> tuple[Lane, str, str | None, Rewarder | None]:
         """Return the lane, the key and the tenant of the session that is to be opened, and the
         source of rewards of the session before it."""
+        api_key = body.api_key
         if api_key is None:
             lane, key = self._signer.mint(self._sessions.rank)
             return lane, key, caller.tenant, None
         lane = self._lane(api_key)
+        if lane.rank != self._sessions.rank:
+            if choice.member and not self._has_group(body, caller.tenant):
+                self._fleet.require_new(choice)
+            raise Conflict(
+                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
+            )
         current = await self._sessions.by_lane(lane.id)
         tenant = current.row.tenant if current is not None else caller.tenant
         if caller.scope is Scope.TENANT and (current is None or tenant != caller.tenant):
@@ -306,21 +348,25 @@ class SessionOpener:
         lane = self._signer.verify(api_key)
         if lane is None:
             raise Unauthenticated(_NOT_A_KEY)
-        if lane.rank != self._sessions.rank:
-            raise Conflict(
-                "the key belongs to another rank; open without api_key", code="lane_on_other_rank"
-            )
         return lane
+
+    def _has_group(self, body: StartSession, tenant: str | None) -> bool:
+        key = group_key(body.group_id, body.task_id, tenant)
+        return not self._sessions.groups.is_full(key)
 
     # -- slots ---------------------------------------------------------------------------------
 
-    async def _admit(self, body: StartSession, tenant: str | None) -> Group | None:
+    def _require_new(self, body: StartSession, target: _OpenTarget) -> None:
+        self._fleet.require_new(target.choice, lane=body.api_key is not None)
+
+    async def _admit(self, body: StartSession, target: _OpenTarget) -> Group | None:
         """Take a slot, or a place in a group; TooManyRequests if none came free in time."""
         wait = min(body.wait, self._config.max_wait)
         if body.group_id is not None or body.task_id is not None:
-            return await self._admit_member(body, tenant, wait)
+            return await self._admit_member(body, target, wait)
         if body.group_size not in (None, 1):
             raise InvalidRequest("group_size needs a group_id or a task_id", param="group_size")
+        self._require_new(body, target)
         ticket = self._sessions.admission.request(1)
         try:
             granted = await ticket.wait(wait)
@@ -332,10 +378,10 @@ class SessionOpener:
             if body.api_key is not None:
                 # No other rank can open it.
                 self._sessions.admission.remember(body.api_key, 1)
-            raise self._no_slot(tenant)
+            raise self._no_slot(target.tenant)
         return None
 
-    async def _admit_member(self, body: StartSession, tenant: str | None, wait: float) -> Group:
+    async def _admit_member(self, body: StartSession, target: _OpenTarget, wait: float) -> Group:
         size = body.group_size or self._config.group_size
         if size > self._largest_group:
             raise InvalidRequest(
@@ -343,7 +389,7 @@ class SessionOpener:
                 "batch_size and max_concurrent: such a group could never be admitted",
                 param="group_size",
             )
-        groups, deadline = self._sessions.groups, time.monotonic() + wait
+        groups, deadline, tenant = self._sessions.groups, time.monotonic() + wait, target.tenant
         key = group_key(body.group_id, body.task_id, tenant)
         unknown = key.named and groups.get(key.name) is None
         stored = await self._sessions.journal.group(key.name) if unknown else []
@@ -353,6 +399,8 @@ class SessionOpener:
             raise closed_error(key.name)
         while True:
             if groups.is_full(key):
+                if not key.named or groups.get(key.name) is None:
+                    self._require_new(body, target)
                 self._quotas.require_group(tenant, groups.unfilled(tenant))
             group = groups.join_or_create(
                 key, tenant=tenant, size=size, by_default=body.group_size is None
@@ -396,7 +444,7 @@ class SessionOpener:
     def _no_slot(self, tenant: str | None) -> TooManyRequests:
         message = (
             f"no slot for a train session is free: {self._sessions.admission.no_slot_reason}; "
-            "try again later, or pass a (longer) `wait`, in seconds, to wait for one"
+            "try again later, or wait for one: a (longer) `wait` of POST /rl/v1/start_session"
         )
         # A tenant must not learn of another tenant's groups.
         groups = [g for g in self._sessions.groups.all() if g.tenant == tenant]

@@ -47,9 +47,11 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     # A body takes no slot while it is on its way.
     service.calls.require_slot(call.owner)
     call.body = await read_json(request)
-    if service.frozen.is_named_by(call.body):
+    if await service.frozen.is_named_by(call.body):
         # A frozen model's call uses nothing of the engine.
-        response = await service.frozen.answer(request, api, call.body, call.session, call.tenant)
+        response = await service.frozen.answer(
+            request, api, call.body, call.session, call.tenant, service.auth.caller(request)
+        )
     else:
         service.frozen.policy.count_call(call.body)
         slot = service.calls.acquire_slot(call.owner)
@@ -109,7 +111,7 @@ class ModelCall:
                     code="no_session",
                 )
             self.tenant = caller.tenant
-        service.quotas.require_tokens(self.tenant)
+        await service.quotas.require_tokens(self.tenant)
 
     async def start(self, slot: CallSlot) -> tuple[ParsedRequest, Listener]:
         """Check the call, and start it or join it again."""
@@ -155,12 +157,16 @@ class ModelCall:
                 mode = session.mode if session is not None else SessionMode.EVAL
                 parsed = await self._parse(session, mode)
             call, tree, mark = parsed.call, None, None
+            if service.litellm is not None:
+                await service.litellm.require_allowed(call)
             if session is not None:
                 tree, mark = session.tree, retry_mark(self._request, await self._request.body())
                 if mark is not None and mark.retry_count > 0:
                     earlier = await join_retried_call(service.calls, session, mark, call)
                     if earlier is not None:
                         return parsed, earlier
+            if service.litellm is not None:
+                await service.litellm.require_key(self.tenant, service.config.model.name)
             await service.calls.render_turns.wait()
             if prepared is None:
                 prepared = await prepare(service.completer, call, tree)

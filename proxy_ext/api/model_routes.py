@@ -101,7 +101,7 @@ async def count_call(service: RankService, request: Request) -> Response:
         owner = CallOwner(None, service.auth.caller(request).tenant)
     service.calls.require_slot(owner)
     body = await read_json(request)
-    if service.frozen.is_named_by(body):
+    if await service.frozen.is_named_by(body):
         raise InvalidRequest(
             "only the policy's tokens are counted here: a frozen model's provider counts its own, "
             "and reports them in its answers' usage",

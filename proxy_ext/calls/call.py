@@ -13,7 +13,9 @@ from typing import TypeAlias
 
 from any_agent.completions.call_types import Completion, Delta, Head, Prepared
 from any_agent.completions.completer import VERSION_GONE, Completer
+from any_agent.completions.params.call import ChatCall
 from any_agent.completions.prepare import with_request_parameter
+from any_agent.completions.untrainable import GUARDRAIL_VETO
 from any_agent.errors import AnyAgentError, InvalidRequest, SessionClosed, VersionGone
 from any_agent.types import Interaction
 from proxy_ext.calls.concurrency_limit import CallSlot
@@ -108,6 +110,7 @@ class Call:
         *,
         stream: bool,
         on_client_left: Callable[[Call], None],
+        tenant: str | None = None,
         recorded: Mapping[int, Interaction] | None = None,
         answers: Mapping[int, Interaction] | None = None,
     ) -> None:
@@ -132,6 +135,7 @@ class Call:
         self._sampled = [0] * head.choices
         self._failure: AnyAgentError | None = None
         self._stream = stream
+        self._tenant = tenant
         self._listener: Listener | None = None
         self._on_client_left = on_client_left
         buffered = mark is not None and stream
@@ -251,6 +255,7 @@ class Call:
                         buffer.add(item)
                     self._send(item)
                 else:
+                    await self._mark_refused(item.interaction, prepared.call)
                     await self._record(item)
                     self._send(CallEnd(index, item.interaction))
         except asyncio.CancelledError:
@@ -261,6 +266,18 @@ class Call:
         except Exception:
             log.exception("a model call failed")
             self._fail(AnyAgentError("the call failed inside the service; see its log"))
+
+    async def _mark_refused(self, interaction: Interaction, call: ChatCall) -> None:
+        """Keep an answer out of training, or its session, that a guardrail refuses."""
+        refuses = self._sessions.refuses
+        if refuses is None:
+            return
+        trainable = interaction.untrainable_reason is None
+        reason = await refuses(call, interaction.output_message, trainable=trainable)
+        interaction.untrainable_reason = reason or interaction.untrainable_reason
+        if reason == GUARDRAIL_VETO:
+            # An answer that nobody receives is marked as such instead, and vetoes all the same.
+            interaction.request = {**interaction.request, "vetoed": True}
 
     def _fail(self, error: AnyAgentError) -> None:
         """Fail the whole call because one choice failed."""
@@ -283,6 +300,8 @@ class Call:
         session = self.session
         if session is None:
             self._timer.recorded(completion, earlier=None)
+            for listener in self._sessions.listeners:
+                listener.on_call(None, interaction, self._tenant)
         else:
             record = self._sessions.record
             self._recording.add(asyncio.current_task())

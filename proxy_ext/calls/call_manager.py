@@ -99,7 +99,12 @@ class CallManager:
         prepared = self._with_seeds(prepared, session)
         timer = CallTimer(self.stats, prepared, mode)
         call = Call(
-            Head.of(prepared), session, mark, stream=stream, on_client_left=self._on_client_left
+            Head.of(prepared),
+            session,
+            mark,
+            stream=stream,
+            tenant=tenant,
+            on_client_left=self._on_client_left,
         )
         self._running.add(call)
         if session is not None:

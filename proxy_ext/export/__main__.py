@@ -4,33 +4,51 @@ from __future__ import annotations
 
 import argparse
 import heapq
-import re
 import resource
 import sys
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from tempfile import TemporaryFile
+from typing import Any, TypeVar
 
 from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
-from any_agent.config import Config, load_config
-from any_agent.errors import ConfigError, StartupError, Unprocessable
-from any_agent.rundir.layout import JOURNAL_SUFFIX
-from any_agent.runtime.command_line import parse
-from proxy_ext.archive.records import read_record
+from any_agent.config import load_config
+from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
+from any_agent.runtime.command_line import overrides_of, parse
+from proxy_ext.archive.records import ArchiveRecord, read_record
+from proxy_ext.export.choice import Groups, is_candidate, score_of
 from proxy_ext.export.output import ExportOutput, output
-from proxy_ext.export.reader import SessionRecord, read_rank, rows
+from proxy_ext.export.preferences import (
+    Conversation,
+    WaitingConversations,
+    conversation_of,
+    preference,
+)
+from proxy_ext.export.reader import SessionRecord, credited, ranks_of, read_rank, row_line, rows
+from proxy_ext.export.tables import dataset_folder, parquet_table
 from proxy_ext.journal.reader import ExportFilter
 
 _READER_LEFT = 141  # exit code that a shell reports for a program that SIGPIPE ended
-_PROGRESS_INTERVAL = 5.0
-_RANK = re.compile(rf"rank-(\d+)({re.escape(JOURNAL_SUFFIX)}|-.*\.jsonl\.gz)")
+_PROGRESS_INTERVAL = 2.0
+_STYLES = {"parquet": "individual", "hf": "individual", "sft": "concat"}
+"""The styles of the formats that have rows, by default."""
+_OPTIONS = {"best": ("sft", "preferences"), "min_reward": ("sft",), "margin": ("preferences",)}
+"""Options that choose sessions, and the formats that take them."""
+Row = dict[str, Any]
+Report = Callable[[str], None]
+A = TypeVar("A")
+T = TypeVar("T")
 
 
 class Exporter:
     """One export of a run's sessions."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
-        config = _config(arguments)
+        self._arguments = arguments
+        self._style = _style_of(arguments)
+        config = load_config(arguments.config, overrides_of(arguments))
         self._dir = run_dir_of(config)
         saved = self._dir.path / "config.yaml"
         # Read only if needed: whoever names the folder and the discount needs no readable settings.
@@ -39,7 +57,6 @@ class Exporter:
         if self._dir.journals is None:
             # The journals lie where the run's last start kept them.
             self._dir = run_dir_of(config.model_copy(update={"server": last.server}))
-        self._style: str | None = arguments.style
         self._discount = float(
             last.train.discount if arguments.discount is None else arguments.discount
         )
@@ -47,68 +64,195 @@ class Exporter:
         self._ranks = self._chosen_ranks(arguments.rank)
         self._progress_shown = time.monotonic()
         self.sessions = self.archived = self.lines = self.problems = 0
+        self.left_out: Counter[str] = Counter()
 
-    def run(self, out: ExportOutput) -> None:
-        """Write every session that can be read."""
-        for found in self._records():
-            try:
-                lines = self._lines(found)
-            except (ValueError, KeyError, Unprocessable) as error:
-                self.report(f"session {found.session_id} is left out: {error}")
-                continue
-            for line in lines:
-                out.write(line)
-            self.sessions += 1
-            self.archived += found.archived
-            self.lines += len(lines)
-            self._show_progress()
+    def run(self) -> None:
+        """Write what the arguments ask for, every session that can be read."""
+        name, style = self._arguments.out, self._style
+        if self._arguments.format == "hf":
+            with dataset_folder(name, style or "") as table:
+                self._write_rows(table.add)
+            return
+        with output(name) as out:
+            if self._arguments.format == "parquet":
+                with parquet_table(out, style or "") as table:
+                    self._write_rows(table.add)
+            elif self._arguments.format == "sft":
+                self._write_best(out)
+            elif self._arguments.format == "preferences":
+                self._write_preferences(out)
+            elif style is not None:
+                self._write_rows(lambda row: out.write(row_line(row)))
+            else:
+                for found in self._records(self.report, self._wanted):
+                    out.write(found.line)
+                    self._count(found)
 
     def report(self, problem: str) -> None:
         """Count and print a problem."""
         self.problems += 1
         print(f"warning: {problem}", file=sys.stderr)
 
-    def _records(self) -> Iterator[SessionRecord]:
+    def summary(self) -> str:
+        """Return a line about what was written."""
+        text = f"{self.sessions} sessions ({self.archived} of them from archives)"
+        if self._style is not None:
+            text += f", {self.lines} rows"
+        elif self._arguments.format == "preferences":
+            text += f", {self.lines} pairs"
+        for why, number in self.left_out.items():
+            text += f"; {number} left out: {why}"
+        if self.problems:
+            text += f"; {self.problems} problems, see above"
+        return text
+
+    # -- what is written
+
+    def _write_rows(self, add: Callable[[Row], object]) -> None:
+        for found, record in self._read():
+            made = self._try(found, self._rows, record)
+            if made is None:
+                continue
+            for row in made:
+                add(row)
+            self._count(found, len(made))
+
+    def _write_best(self, out: ExportOutput) -> None:
+        """Write the rows of the best sessions of each group."""
+        best = self._groups(self._trained_rows).best(self._arguments.best or 1)
+        for found, record in self._read(again=True):
+            if found.session_id in best:
+                made = self._try(found, self._trained_rows, record) or []
+                for row in made:
+                    out.write(row_line(row))
+                self._count(found, len(made))
+
+    def _write_preferences(self, out: ExportOutput) -> None:
+        """Write pairs of a better and a worse session of each group."""
+        groups = self._groups(self._conversation)
+        pairs = [*groups.pairs(self._arguments.best or 1, self._arguments.margin or 0.0)]
+        with TemporaryFile() as file:
+            waiting = WaitingConversations(file, pairs)
+            for found, record in self._read(again=True):
+                if found.session_id not in waiting:
+                    continue
+                conversation = self._try(found, self._conversation, record)
+                if conversation is None:
+                    continue
+                self._count(found)
+                about = {name: record.session[name] for name in ("group_id", "task_id")}
+                for pair in waiting.add(found.session_id, conversation):
+                    try:
+                        out.write(row_line(preference(*pair) | about))
+                        self.lines += 1
+                    except Unprocessable as error:
+                        self.left_out[error.message] += 1
+
+    def _groups(self, usable: Callable[[ArchiveRecord], object]) -> Groups:
+        """Read all sessions once; return the scores of those that may be chosen and are usable."""
+        groups, least = Groups(), self._arguments.min_reward
+        for found, record in self._read():
+            if not is_candidate(record.session, self._arguments.state):
+                continue
+            score = score_of(credited(record, self._discount))
+            if score is None or (least is not None and score < least):
+                continue
+            if self._try(found, usable, record):
+                groups.add(record.session, score)
+        return groups
+
+    def _rows(self, record: ArchiveRecord) -> list[Row]:
+        assert self._style is not None
+        return list(rows(record, self._style, self._discount))
+
+    def _trained_rows(self, record: ArchiveRecord) -> list[Row]:
+        """Return the rows of a session that have tokens to train on."""
+        made = self._rows(record)
+        return made if self._style == "messages" else [r for r in made if r["loss_mask"].any()]
+
+    def _conversation(self, record: ArchiveRecord) -> Conversation:
+        return conversation_of(credited(record, self._discount))
+
+    # -- what is read
+
+    def _read(self, *, again: bool = False) -> Iterator[tuple[SessionRecord, ArchiveRecord]]:
+        """Iterate over the sessions; ``again``: in whatever state, problems are known already."""
+        report: Report = _nowhere if again else self.report
+        for found in self._records(report, ExportFilter() if again else self._wanted):
+            record = self._try(found, read_record, found.line, report)
+            if record is not None:
+                yield found, record
+
+    def _records(self, report: Report, wanted: ExportFilter) -> Iterator[SessionRecord]:
+        """Iterate over the sessions of all ranks in the order of creation; show the progress."""
         each = [
-            read_rank(self._dir.journal(rank), self._dir.archive, rank, self._wanted, self.report)
+            read_rank(self._dir.journal(rank), self._dir.archive, rank, wanted, report)
             for rank in self._ranks
         ]
-        return heapq.merge(*each, key=lambda found: found.created_at)
+        merged = heapq.merge(*each, key=lambda found: found.created_at)
+        for number, found in enumerate(merged, 1):
+            yield found
+            if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
+                self._progress_shown = time.monotonic()
+                print(f"{number} sessions read so far", file=sys.stderr)
 
-    def _lines(self, found: SessionRecord) -> list[bytes]:
-        if self._style is None:
-            return [found.line]
-        return list(rows(read_record(found.line), self._style, self._discount))
+    def _try(
+        self, found: SessionRecord, make: Callable[[A], T], value: A, report: Report | None = None
+    ) -> T | None:
+        """Return what ``make`` makes of a session; None, with a warning, if it cannot."""
+        try:
+            return make(value)
+        except (ValueError, KeyError, AnyAgentError) as error:
+            (report or self.report)(f"session {found.session_id} is left out: {error}")
+            return None
+
+    def _count(self, found: SessionRecord, lines: int = 0) -> None:
+        self.sessions += 1
+        self.archived += found.archived
+        self.lines += lines
 
     def _chosen_ranks(self, wanted: list[int] | None) -> list[int]:
-        folders = (self._dir.journal(0).parent, self._dir.archive)
-        names = [p.name for f in folders if f.is_dir() for p in f.iterdir()]
-        ranks = sorted({int(m[1]) for name in names if (m := _RANK.fullmatch(name))})
-        if not ranks:
-            raise ConfigError(f"there are no sessions in {self._dir.path}; is root the right one?")
+        ranks = ranks_of(self._dir)
         if missing := set(wanted or ()) - set(ranks):
             raise ConfigError(
                 f"there is no rank {min(missing)} in {self._dir.path}; choose among {ranks}"
             )
         return sorted(set(wanted)) if wanted else ranks
 
-    def _show_progress(self) -> None:
-        if time.monotonic() - self._progress_shown > _PROGRESS_INTERVAL:
-            self._progress_shown = time.monotonic()
-            print(f"{self.sessions} sessions exported so far", file=sys.stderr)
+
+def _nowhere(_: str) -> None:
+    """Ignore a problem that was reported before."""
 
 
-def main() -> int:
+def _style_of(arguments: argparse.Namespace) -> str | None:
+    """Return the style of the rows; None for whole sessions and for pairs.
+
+    Raises ConfigError for options that do not belong together.
+    """
+    chosen = arguments.format
+    for name, formats in _OPTIONS.items():
+        if getattr(arguments, name) is not None and chosen not in formats:
+            option = name.replace("_", "-")
+            raise ConfigError(f"--{option} is for --format {' and '.join(formats)}")
+    if chosen == "preferences" and arguments.style is not None:
+        raise ConfigError("--format preferences has one form: leave --style out")
+    if chosen in ("parquet", "hf") and arguments.out == "-":
+        example = "sessions.parquet" if chosen == "parquet" else "a new folder"
+        raise ConfigError(f"--format {chosen} is no text: name {example} with --out")
+    style: str | None = arguments.style or _STYLES.get(chosen)
+    return style
+
+
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="any-agent export")
     add_export_arguments(parser)
-    arguments = parse(parser, None)
+    arguments = parse(parser, argv)
     _, most = resource.getrlimit(resource.RLIMIT_NOFILE)
     # The ranges of numbers of many files may overlap, and all of these are open at once.
     resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
     try:
         export = Exporter(arguments)
-        with output(arguments.out) as out:
-            export.run(out)
+        export.run()
     except BrokenPipeError:
         return _READER_LEFT
     except (ConfigError, StartupError) as error:
@@ -119,22 +263,8 @@ def main() -> int:
         return 1
     except KeyboardInterrupt:
         return 130
-    summary = f"{export.sessions} sessions ({export.archived} of them from archives)"
-    if arguments.style is not None:
-        summary += f", {export.lines} rows"
-    if export.problems:
-        summary += f"; {export.problems} problems, see above"
-    print(summary, file=sys.stderr)
+    print(export.summary(), file=sys.stderr)
     return 1 if export.problems else 0
-
-
-def _config(arguments: argparse.Namespace) -> Config:
-    overrides = [
-        f"{name}={value}"
-        for name in ("experiment", "trial")
-        if (value := getattr(arguments, name)) is not None
-    ]
-    return load_config(arguments.config, [*overrides, *arguments.overrides])
 
 
 if __name__ == "__main__":

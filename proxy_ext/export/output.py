@@ -17,17 +17,19 @@ _STANDARD = ("-", "/dev/stdout")
 
 
 class ExportOutput:
-    """A target of lines; errors show the ``name`` that its user gave."""
+    """A target of bytes, as a file; errors show the ``name`` that its user gave."""
+
+    closed = False
 
     def __init__(self, file: BinaryIO, name: str, kept: str = "") -> None:
         self._file = file
         self._name = name
         self._kept = kept
 
-    def write(self, line: bytes) -> None:
-        """Write a line; StartupError if that fails, BrokenPipeError if the reader left."""
+    def write(self, data: bytes) -> None:
+        """Write bytes; StartupError if that fails, BrokenPipeError if the reader left."""
         try:
-            self._file.write(line)
+            self._file.write(data)
         except OSError as error:
             raise self._problem(error) from error
 

@@ -7,11 +7,15 @@ from __future__ import annotations
 
 import heapq
 import json
+import re
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from any_agent.errors import ConfigError
 from any_agent.record import (
     InteractionTree,
     discarded,
@@ -19,10 +23,12 @@ from any_agent.record import (
     is_frozen,
     propagate_rewards,
 )
-from any_agent.record import to_json as row_to_json
+from any_agent.rundir.layout import JOURNAL_SUFFIX, RunDir
 from proxy_ext.archive.files import ArchiveFile, ArchiveFolder, Report, first_session, list_archives
 from proxy_ext.archive.records import ArchiveRecord, read_record, record_line
 from proxy_ext.journal.reader import DamagedSession, ExportFilter, JournalReader
+
+_RANK = re.compile(rf"rank-(\d+)({re.escape(JOURNAL_SUFFIX)}|-.*\.jsonl\.gz)")
 
 
 class SessionRecord(NamedTuple):
@@ -33,6 +39,26 @@ class SessionRecord(NamedTuple):
     line: bytes
     """The session as in :mod:`proxy_ext.archive.records`."""
     archived: bool
+
+
+def ranks_of(run_dir: RunDir) -> list[int]:
+    """Return the ranks that have journals or archives; ConfigError without any."""
+    folders = (run_dir.journal(0).parent, run_dir.archive)
+    names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
+    ranks = sorted({int(match[1]) for name in names if (match := _RANK.fullmatch(name))})
+    if not ranks:
+        raise ConfigError(f"there are no sessions in {run_dir.path}; is root the right one?")
+    return ranks
+
+
+def find_session(run_dir: RunDir, session_id: str, report: Report) -> ArchiveRecord | None:
+    """Return a session of any rank, None for an unknown or deleted one; raises as
+    :func:`read_rank`, and ValueError for a damaged one."""
+    wanted = ExportFilter(session_id=session_id)
+    for rank in ranks_of(run_dir):
+        for found in read_rank(run_dir.journal(rank), run_dir.archive, rank, wanted, report):
+            return read_record(found.line)
+    return None
 
 
 def read_rank(
@@ -77,7 +103,7 @@ def _read_archives(
         try:
             session = read_record(line).session
             found = SessionRecord(session["created_at"], session["id"], line, archived=True)
-            if wanted.matches(session["state"], session["task_id"], session["created_at"]):
+            if wanted.matches(session):
                 yield found
         except (ValueError, KeyError) as error:
             report(f"a line of rank {rank}'s archives is damaged: {error}")
@@ -102,30 +128,49 @@ def _read_journal(
         yield SessionRecord(row.created_at, row.id, line, archived)
 
 
-def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[bytes]:
-    """Iterate over the rows of a session in a style, as lines of JSON, without frozen calls.
+class Credited(NamedTuple):
+    """A session's calls of the policy, with their rewards as they ran back through the tree."""
 
-    Rewards run back through the session's tree. They are null if the session was given none at all,
-    so that it differs from a session that was given 0.
+    tree: InteractionTree
+    rewards: dict[str, float]
+    rewarded: bool
+    """False if no reward was given at all, so that the session differs from one that was given
+    0."""
+
+
+def credited(record: ArchiveRecord, discount: float) -> Credited:
+    """Return a session's calls without those of frozen models, and their propagated rewards."""
+    final = record.session["final_reward"]
+    calls = [call for call in record.interactions if not is_frozen(call)]
+    tree = InteractionTree.from_interactions(calls)
+    rewards = propagate_rewards(tree, discount=discount, final_reward=final)
+    rewarded = final is not None or any(call.reward is not None for call in calls)
+    return Credited(tree, rewards, rewarded)
+
+
+def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[dict[str, Any]]:
+    """Iterate over the rows of a session in a style, with arrays of numpy, without frozen calls.
+
+    Rewards run back through the session's tree. They are null if the session was given none at all.
 
     Raises:
         Unprocessable: a path of the tree is not an exact token sequence, which `concat` needs.
     """
     session = record.session
-    calls = [call for call in record.interactions if not is_frozen(call)]
-    tree = InteractionTree.from_interactions(calls)
-    rewards = propagate_rewards(calls, discount=discount, final_reward=session["final_reward"])
-    rewarded = session["final_reward"] is not None or any(call.reward is not None for call in calls)
+    tree, rewards, rewarded = credited(record, discount)
     about = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
-    if style == "messages":
-        found = _messages(tree, rewards)
-    else:
-        found = {id: row_to_json(row) for id, row in export_rows(tree, rewards, style).items()}
+    found: dict[str, Any]
+    found = _messages(tree, rewards) if style == "messages" else export_rows(tree, rewards, style)
     for id, row in found.items():
         line = {"session_id": session["id"], "interaction_id": id, **about, **row}
         if not rewarded:
             line["reward" if style == "messages" else "rewards"] = None
-        yield json.dumps(line).encode() + b"\n"
+        yield line
+
+
+def row_line(row: dict[str, Any]) -> bytes:
+    """Return a row as a line of JSON."""
+    return json.dumps(row, default=np.ndarray.tolist).encode() + b"\n"
 
 
 def _messages(tree: InteractionTree, rewards: dict[str, float]) -> dict[str, dict[str, Any]]:

@@ -10,8 +10,9 @@ import asyncio
 import logging
 import time
 from collections import Counter
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping
 from contextlib import aclosing
+from typing import Any, Protocol, cast
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -52,6 +53,14 @@ class FrozenStats:
         """Calls that were refused because too many were under way."""
 
 
+class Place(Protocol):
+    """The place where a frozen model's call is answered, or was."""
+
+    def cost(self, api: str, usage: Mapping[str, Any]) -> float | None: ...
+
+    def count(self, text: str) -> int: ...
+
+
 class FrozenCall:
     """One call and its delivery to one client.
 
@@ -61,7 +70,7 @@ class FrozenCall:
     def __init__(
         self,
         request: FrozenRequest,
-        deployment: LiteLLMDeployment,
+        deployment: Place,
         session: RecordedSession | None,
         tenant: str | None,
         *,
@@ -74,6 +83,8 @@ class FrozenCall:
         self.session = session
         self.tenant = tenant
         self.created_at = time.time()
+        self.answer_headers: dict[str, str] = {}
+        """Headers of the provider's answer for the client, once its first item is there."""
         self.task: asyncio.Task[None] | None = None
         self.failure: AnyAgentError | None = None
         self._timeout = timeout
@@ -123,6 +134,7 @@ class FrozenCall:
         except BaseException:
             self._on_client_left()
             raise
+        headers = {**self.answer_headers, **headers}
         if not self.request.stream:
             return Response(first, headers=headers, media_type="application/json")
 
@@ -196,11 +208,12 @@ class FrozenCall:
     async def _call_provider(self) -> bytes:
         """Queue the answer's events; return its end, or the whole body, once all is there."""
         request, response = self.request, self.response
+        deployment = cast(LiteLLMDeployment, self.deployment)
         if not request.stream:
-            body = await self.deployment.complete(request.api, request.params, self._timeout)
+            body = await deployment.complete(request.api, request.params, self._timeout)
             return json_bytes(response.whole(body))
         end: list[bytes] = []
-        events = self.deployment.stream(request.api, request.params, self._timeout)
+        events = deployment.stream(request.api, request.params, self._timeout)
         async with aclosing(events):
             async for event in events:
                 data, ends = response.event(event)

@@ -17,6 +17,7 @@ import numpy as np
 from starlette.requests import Request
 from starlette.responses import Response
 
+from any_agent.auth.access import Caller
 from any_agent.completions.apis import Api
 from any_agent.config import Config, FrozenConfig, ModelConfig
 from any_agent.errors import (
@@ -28,11 +29,21 @@ from any_agent.errors import (
 )
 from any_agent.record import FROZEN_MODEL, is_frozen, strip_content
 from any_agent.types import GenerationHyperparameters, Interaction
-from proxy_ext.frozen.call import FrozenCall, FrozenStats
+from proxy_ext.frozen.app_call import (
+    Answered,
+    AppCall,
+    AppDeployment,
+    app_request,
+    litellm_scope,
+)
+from proxy_ext.frozen.call import FrozenCall, FrozenStats, Place
 from proxy_ext.frozen.provider_requests import FrozenRequest, check_frozen_request
 from proxy_ext.frozen.provider_responses import RESPONSES, ids_in, text_in
+from proxy_ext.frozen.route_call import RouteCall
 from proxy_ext.frozen.spend_caps import SpendCaps
 from proxy_ext.journal import PutInteraction
+from proxy_ext.litellm_app import ConfiguredLiteLLMApp
+from proxy_ext.litellm_proxy import CALLER_SCOPE_KEY
 from proxy_ext.litellm_shim import LiteLLMDeployment, LiteLLMProvider
 from proxy_ext.sessions.session import RecordedSession, abort_calls
 from proxy_ext.sessions.session_store import SessionStore
@@ -71,7 +82,7 @@ class PolicyNames:
     """The names that agents give the policy: counted, and refused where only some are allowed."""
 
     def __init__(self, config: ModelConfig) -> None:
-        self._known = (config.name, *config.policy_names)
+        self.known = (config.name, *config.policy_names)
         self._rejects = config.unknown_model == "reject"
         self.calls: Counter[str] = Counter()
         """Calls of the policy by the name that they gave it. Clients choose these names, so only
@@ -81,17 +92,17 @@ class PolicyNames:
         """Count a call of the policy; NotFound (`model_not_found`) if it names something else."""
         name = body.get("model") if isinstance(body, dict) else None
         if name is None:
-            name = self._known[0]
+            name = self.known[0]
         if not isinstance(name, str):
             # The parser refuses it.
             return
-        if self._rejects and name not in self._known:
+        if self._rejects and name not in self.known:
             raise NotFound(
-                f"there is no model {name[:80]!a}; the policy is called {self._known[0]!a}",
+                f"there is no model {name[:80]!a}; the policy is called {self.known[0]!a}",
                 code="model_not_found",
                 param="model",
             )
-        known = name in self.calls or name in self._known
+        known = name in self.calls or name in self.known
         room = len(self.calls) < _MAX_NAMES and _PLAIN_NAME.fullmatch(name)
         self.calls[name if known or room else OTHER] += 1
 
@@ -105,7 +116,9 @@ class FrozenModels:
         provider: LiteLLMProvider | None,
         sessions: SessionStore,
         quotas: TenantQuotas,
+        app: ConfiguredLiteLLMApp | None = None,
     ) -> None:
+        """``app``: LiteLLM's, where an operator's configuration lists the models."""
         self.policy = PolicyNames(config.model)
         self.spending = SpendCaps(sessions.journal, config.frozen, ranks=config.server.ranks)
         self.stats = FrozenStats()
@@ -114,7 +127,9 @@ class FrozenModels:
         self._quotas = quotas
         self._provider = provider
         self._models = provider.deployments if provider is not None else {}
-        self._running: set[FrozenCall] = set()
+        self._app = app
+        self._labels: dict[str, None] = dict.fromkeys(self._models)
+        self._running: set[FrozenCall | RouteCall] = set()
 
     def __len__(self) -> int:
         """Return the number of calls under way."""
@@ -122,12 +137,26 @@ class FrozenModels:
 
     @property
     def names(self) -> list[str]:
+        """The models that are configured here."""
         return list(self._models)
 
-    def is_named_by(self, body: Any) -> bool:
-        """Return True if a body names a frozen model."""
-        name = body.get("model") if self._models and isinstance(body, dict) else None
-        return isinstance(name, str) and name in self._models
+    @property
+    def labels(self) -> list[str]:
+        """The models in metrics; a pattern of LiteLLM's has as many names as clients like."""
+        return list(self._labels)
+
+    def _label(self, name: str) -> str:
+        if name not in self._labels and len(self._labels) >= _MAX_NAMES:
+            name = OTHER
+        self._labels.setdefault(name)
+        return name
+
+    async def is_named_by(self, body: Any) -> bool:
+        """Return True if a body names a frozen model; ServiceUnavailable while LiteLLM starts."""
+        name = body.get("model") if isinstance(body, dict) else None
+        if self._app is None or not isinstance(name, str):
+            return isinstance(name, str) and name in self._models
+        return await self._app.knows(name)
 
     async def answer(
         self,
@@ -136,6 +165,7 @@ class FrozenModels:
         body: Mapping[str, Any],
         session: RecordedSession | None,
         tenant: str | None,
+        caller: Caller,
     ) -> Response:
         """Answer one call of a frozen model, whole or as events.
 
@@ -148,15 +178,27 @@ class FrozenModels:
                 "/v1/chat/completions",
                 param="model",
             )
-        deployment = self._choose(body["model"], session)
-        checked = check_frozen_request(api.name, body)
-        if checked.previous is not None:
-            await self._continue_response(checked, checked.previous, session, deployment)
-        await self.spending.require(session, tenant)
-        call = self._start(checked, deployment, session, tenant)
-        return await call.respond(
-            request, send_timeout=self._config.server.client_timeout, ping=api.ping
-        )
+        if self._app is not None:
+            path = f"/v1{api.path}"
+            scope = litellm_scope(request.scope, path, caller, session, tenant)
+            admin = scope[CALLER_SCOPE_KEY].admin
+            checked = app_request(api.name, body, admin=admin)
+            place = AppDeployment(scope, self._app)
+            await self.spending.require(session, tenant)
+            call = self._start(checked, place, session, tenant)
+        else:
+            deployment = self._choose(body["model"], session)
+            checked = check_frozen_request(api.name, body)
+            if checked.previous is not None:
+                await self._continue_response(checked, checked.previous, session, deployment)
+            await self.spending.require(session, tenant)
+            call = self._start(checked, deployment, session, tenant)
+        try:
+            return await call.respond(
+                request, send_timeout=self._config.server.client_timeout, ping=api.ping
+            )
+        except Answered as answered:
+            return answered.response
 
     async def close(self) -> None:
         """Abort every call, and close the provider's connections."""
@@ -203,10 +245,40 @@ class FrozenModels:
     def _start(
         self,
         request: FrozenRequest,
-        deployment: LiteLLMDeployment,
+        deployment: Place,
         session: RecordedSession | None,
         tenant: str | None,
     ) -> FrozenCall:
+        self._require_room(session)
+        timeout = self._config.frozen.timeout
+        kind = AppCall if isinstance(deployment, AppDeployment) else FrozenCall
+        call = kind(request, deployment, session, tenant, timeout=timeout, record=self._record)
+        self._running.add(call)
+        if session is not None:
+            session.frozen_calls.add(call)
+            session.touch()
+        call.start().add_done_callback(lambda _: self._on_done(call))
+        return call
+
+    def start_elsewhere(self, call: RouteCall) -> asyncio.Task[None]:
+        """Start a call at one of LiteLLM's other inference routes, which outlives its session.
+
+        Raises SessionClosed or TooManyRequests.
+        """
+        self._require_room(call.session)
+        self._running.add(call)
+        task = call.start(self._config.frozen.timeout, self._charge)
+        task.add_done_callback(lambda _: self._running.discard(call))
+        return task
+
+    async def _charge(self, call: RouteCall, cost: float, tokens: int) -> None:
+        if call.session is not None:
+            call.session.touch()
+        self._quotas.charge_tokens(call.tenant, tokens)
+        statements = await self.spending.add(call.session, call.tenant, cost)
+        await self._sessions.deliveries.commit(*statements)
+
+    def _require_room(self, session: RecordedSession | None) -> None:
         if session is not None:
             session.require_open()
         if len(self._running) >= self._config.frozen.max_calls:
@@ -217,35 +289,27 @@ class FrozenModels:
                 code="too_many_calls",
                 retry_after=1,
             )
-        timeout = self._config.frozen.timeout
-        call = FrozenCall(
-            request, deployment, session, tenant, timeout=timeout, record=self._record
-        )
-        self._running.add(call)
-        if session is not None:
-            session.frozen_calls.add(call)
-            session.touch()
-        call.start().add_done_callback(lambda _: self._on_done(call))
-        return call
 
     def _on_done(self, call: FrozenCall) -> None:
         self._running.discard(call)
         if call.session is not None:
             call.session.frozen_calls.discard(call)
             call.session.touch()
-        self.stats.ended[call.request.model, call.outcome] += 1
+        self.stats.ended[self._label(call.request.model), call.outcome] += 1
         if call.failure is None:
             self.stats.seconds.observe(time.time() - call.created_at)
         elif call.outcome == "failed":
             error = call.failure
+            status = error.response.status_code if isinstance(error, Answered) else error.status
             log.warning(
                 "a call of the frozen model %s failed with %d %s",
-                *(call.request.model, error.status, error.code),
+                *(call.request.model, status, error.code),
             )
 
     async def _record(self, call: FrozenCall, whole: bool) -> None:
         """Count a call's cost, and record the call with its session, if it has one."""
         response, request, stats = call.response, call.request, self.stats
+        label = self._label(request.model)
         estimated = not whole or not response.reports_prompt()
         if estimated:
             # A stream that broke off may have reported some usage at its beginning.
@@ -256,10 +320,10 @@ class FrozenModels:
             response.estimate_usage(prompt, max(reported[1], output))
         cost = call.deployment.cost(request.api, response.usage)
         prompt, output = response.tokens()
-        stats.tokens[request.model, "input"] += prompt
-        stats.tokens[request.model, "output"] += output
-        stats.unpriced[request.model] += cost is None
-        stats.usd[request.model] = stats.usd.get(request.model, 0.0) + (cost or 0.0)
+        stats.tokens[label, "input"] += prompt
+        stats.tokens[label, "output"] += output
+        stats.unpriced[label] += cost is None
+        stats.usd[label] = stats.usd.get(label, 0.0) + (cost or 0.0)
         self._quotas.charge_tokens(call.tenant, prompt + output)
         statements = await self.spending.add(call.session, call.tenant, cost)
         if call.session is None:
@@ -304,7 +368,7 @@ def _interaction(call: FrozenCall, session_id: str, *, whole: bool) -> Interacti
     )
 
 
-async def _count(deployment: LiteLLMDeployment, text: str) -> int:
+async def _count(deployment: Place, text: str) -> int:
     """Return about how many tokens a text has."""
     beginning = text[:_MAX_COUNTED]
     with contextlib.suppress(Exception):

@@ -7,6 +7,7 @@ answers to give instead. So the parameters that pass are listed, and all others 
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,10 @@ _OPERATORS = _names(
     "api_base api_key api_version base_url num_retries max_retries fallbacks custom_llm_provider",
     "mock_response timeout extra_headers extra_body headers model_info litellm_params organization",
     "cache caching input_cost_per_token output_cost_per_token",
+    "user_config router_settings_override model_list deployment_id guardrails",
+    "disable_global_guardrails proxy_server_request secret_fields region_name",
 )
+_OPERATORS_PREFIXES = ("litellm_", "mock_", "aws_", "azure_", "vertex_", "user_api_key")
 """Refused parameters that the operator sets in the configuration."""
 _OPENAI = _names(
     "temperature top_p top_k min_p repetition_penalty seed presence_penalty frequency_penalty",
@@ -51,6 +55,17 @@ _PASSED: dict[str, frozenset[str]] = {
     ),
     "embeddings": _names("input dimensions encoding_format user"),
 }
+_OTHER_ROUTES = _names(
+    "model prompt input user n query documents top_n rank_fields return_documents",
+    "max_chunks_per_doc max_tokens_per_doc voice instructions response_format speed file language",
+    "temperature timestamp_granularities include chunking_strategy image mask background quality",
+    "size style moderation input_fidelity output_compression output_format document pages",
+    "include_image_base64 image_limit image_min_size messages contents tools system",
+)
+"""The parameters of LiteLLM's routes for images, speech, ranking and the like. A stream is not one
+of them: LiteLLM does not say what it costs."""
+_NO_NAME = re.compile(r"[,?#%\\]|\.\.|//")
+"""Texts in a model's name by which LiteLLM would call several, or another address."""
 _RECORDED = frozenset(("metadata",))
 """Parameters that are recorded and not sent: LiteLLM would take them for its own."""
 _UNCOUNTED = {
@@ -77,7 +92,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 }
 """The fields of such a tool: a provider may take another field for a tool of its own."""
 _LEGACY = _names("name description parameters strict")
-_INPUTS = {
+INPUTS = {
     "chat": "messages",
     "completions": "prompt",
     "responses": "input",
@@ -124,18 +139,15 @@ def check_frozen_request(api: str, body: Mapping[str, Any]) -> FrozenRequest:
     Raises UnsupportedParameter for a parameter that does not reach providers, InvalidRequest for a
     missing input and for shapes that no provider takes.
     """
-    passed, name = _PASSED[api], _INPUTS[api]
-    for each in body:
-        if each != "model" and each not in passed and each not in _RECORDED:
-            raise _refused(each, passed)
+    passed, name = _PASSED[api], INPUTS[api]
+    require_passed(api, body)
     params = {k: v for k, v in body.items() if k in passed and v is not None}
     if not params.get(name):
         raise InvalidRequest(f"{name} is missing", param=name)
     for each, schema in _SCHEMAS.items():
         if each in params:
             check(params[each], schema, each)
-    _check_tools(api, params.get("tools"))
-    _check_functions(params.get("functions"))
+    check_tools(api, params)
     previous = params.pop("previous_response_id", None)
     apart = {name, "system", "instructions", "tools", "stream", "model"}
     return FrozenRequest(
@@ -151,11 +163,54 @@ def check_frozen_request(api: str, body: Mapping[str, Any]) -> FrozenRequest:
     )
 
 
-def _refused(name: str, passed: frozenset[str]) -> UnsupportedParameter:
+def require_passed(
+    api: str | None, body: Mapping[str, Any], where: str = "frozen.model_list"
+) -> None:
+    """Raise UnsupportedParameter for a parameter that does not reach providers.
+
+    ``api``: None for LiteLLM's other routes. ``where``: the operator's configuration.
+    """
+    passed = _OTHER_ROUTES if api is None else _PASSED[api] | _RECORDED | {"model"}
+    for each in body:
+        if each not in passed:
+            raise _refused(each, passed, where)
+
+
+def require_one_model(name: str) -> None:
+    """Raise InvalidRequest for a name that LiteLLM would not take for one model's."""
+    if _NO_NAME.search(name):
+        raise InvalidRequest(
+            f"{name[:80]!a} is no model's name: call one by its own", param="model"
+        )
+
+
+def check_tools(api: str, body: Mapping[str, Any]) -> None:
+    """Raise InvalidRequest or UnsupportedParameter for tools that the agent does not run itself."""
+    _check_tools(api, body.get("tools"))
+    _check_functions(body.get("functions"))
+    given = body.get("input")
+    items = _objects(given, "input") if api == "responses" and isinstance(given, list) else []
+    if any("tools" in item for item in items):
+        raise UnsupportedParameter(
+            "tools in an item of the input do not reach the models of providers here: name them in "
+            "tools",
+            param="input",
+        )
+
+
+def refuse_operators(body: Mapping[str, Any], where: str) -> None:
+    """Raise UnsupportedParameter for a parameter that the operator sets there."""
+    own = (n for n in body if n in _OPERATORS or n.lower().startswith(_OPERATORS_PREFIXES))
+    if (given := next(own, None)) is not None:
+        raise UnsupportedParameter(
+            f"{given[:80]} is set by the operator, in {where}: leave it out", param=given[:80]
+        )
+
+
+def _refused(name: str, passed: frozenset[str], where: str) -> UnsupportedParameter:
+    refuse_operators({name: None}, where)
     shown = name[:80]
-    if name in _OPERATORS:
-        message = f"{shown} is set by the operator, in frozen.model_list: leave it out"
-    elif name in _UNCOUNTED:
+    if name in _UNCOUNTED:
         message = f"{name} does not reach the models of providers here: {_UNCOUNTED[name]}"
     else:
         near = difflib.get_close_matches(shown, passed, n=1)
@@ -208,20 +263,13 @@ def _no_function(kind: object, param: str) -> UnsupportedParameter:
 
 def _messages(api: str, params: Mapping[str, Any]) -> list[dict[str, Any]]:
     """Return the conversation; InvalidRequest names the part with a wrong shape."""
-    name = _INPUTS[api]
+    name = INPUTS[api]
     given = params[name]
     if name == "messages":
         _check_messages(given)
     elif not isinstance(given, str | list):
         raise InvalidRequest(f"{name} must be a string or a list", param=name)
-    elif api == "responses" and isinstance(given, list):
-        if any("tools" in item for item in _objects(given, name)):
-            raise UnsupportedParameter(
-                "tools in an item of the input do not reach the models of providers here: name "
-                "them in tools",
-                param=name,
-            )
-    else:
+    elif api != "responses" or isinstance(given, str):
         given = [{"role": "user", "content": given}]
     system = params.get("system") or params.get("instructions")
     return [*([{"role": "system", "content": system}] if system else []), *given]

@@ -78,6 +78,8 @@ class NumberedRow:
     """Number of the session's interactions, which not every read counts."""
     rewards_given: int = 0
     """Number of the session's rewards, which not every read counts."""
+    interaction_reward: float | None = None
+    """Sum of its interactions' own rewards, which not every read has; None without any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +90,10 @@ class SessionFilter:
     task_id: str | None = None
     group_id: str | None = None
     tenant: str | None = None
+    min_reward: float | None = None
+    """The least final reward."""
+    max_reward: float | None = None
+    """The greatest final reward."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -323,6 +329,12 @@ class JournalStats:
         """The disk had no room for the last write."""
         self.damaged = 0
         """Number of sessions ended because the journal had lost some of their data."""
+        self.log_away = False
+        """The last write failed because the log of commits in Redis could not be written."""
+        self.claim = 0
+        """Number of this process's claim of the rank, higher than any earlier one's; 0: no log."""
+        self.lost: str | None = None
+        """The reason why this process must end: another one carries the rank now."""
 
 
 class Journal(Protocol):
@@ -367,6 +379,9 @@ class Journal(Protocol):
 
     async def counts(self) -> dict[tuple[str, SessionState], int]:
         """Return the number of sessions by mode and state."""
+
+    async def last_step(self) -> int | None:
+        """Return the last optimizer step that consumed a session."""
 
     async def ended(
         self, *, before: float, oldest_step: int | None, limit: int

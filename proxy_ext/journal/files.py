@@ -9,8 +9,10 @@ import sqlite3
 from pathlib import Path
 
 from any_agent.errors import StartupError
-from any_agent.runtime.atomic_files import make_folder
+from any_agent.runtime import boot_clock
+from any_agent.runtime.atomic_files import fsync, make_folder
 from proxy_ext.journal import salvage, schema
+from proxy_ext.journal.statements import Unsynced, clear_unsynced, set_unsynced, unsynced_by
 from proxy_ext.journal.wal import has_lost_commits
 
 log = logging.getLogger(__name__)
@@ -50,6 +52,62 @@ def open_file(path: Path) -> tuple[sqlite3.Connection, salvage.Damage | None]:
             f"cannot open the journal {path}: {error}; check the disk and its permissions"
         ) from error
     return connection, damage
+
+
+def open_reader(path: Path) -> sqlite3.Connection:
+    """Return one more connection to a journal in use, which cannot write."""
+    connection = _connect(path)
+    connection.execute("PRAGMA query_only = ON")
+    connection.row_factory = sqlite3.Row
+    return connection
+
+
+def is_whole(path: Path) -> bool:
+    """Return whether what was written to a journal is there: its machine did not stop meanwhile, or
+    all is synced. No other connection of this process may be open."""
+    try:
+        # The file alone: to read its log would be to cut it before it was checked.
+        only = f"{path.absolute().as_uri()}?mode=ro&immutable=1"
+        with contextlib.closing(sqlite3.connect(only, uri=True)) as connection:
+            mark = unsynced_by(connection)
+            return mark is None or was_now(mark)
+    except (sqlite3.Error, KeyError, TypeError, ValueError):
+        return False
+
+
+def was_now(mark: Unsynced) -> bool:
+    """Return whether a process of the machine's present boot made the mark: what it wrote, the
+    machine has."""
+    return mark.boot != "" and mark.boot == boot_clock.boot_id()
+
+
+def begin_unsynced(connection: sqlite3.Connection, claim: int) -> bool:
+    """Note in the file itself, synced, that what follows is not; return whether that was possible.
+
+    While another process reads the file the note stays in its log, which may be lost.
+    """
+    try:
+        set_unsynced(connection, Unsynced(boot_clock.boot_id(), claim))
+        (busy, *_) = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+    except sqlite3.OperationalError as error:
+        log.warning("a journal is synced, because it cannot be noted that it is not: %s", error)
+        return False
+    return not busy
+
+
+def sync(path: Path, mark: Unsynced) -> None:
+    """Sync a journal that was written without syncs, and then remove the mark, unless a process
+    with another one writes it now.
+
+    No connection of this process may be open: to close a file is to lose the locks on it.
+    """
+    for noted in (False, True):
+        with contextlib.closing(_connect(path)) as connection:
+            connection.execute("PRAGMA synchronous = FULL")
+            if noted:
+                clear_unsynced(connection, mark)
+            connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+        fsync(path)
 
 
 def mark_damaged(path: Path) -> None:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import sqlite3
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import orjson
 
@@ -26,6 +26,7 @@ SELECT * FROM sessions NOT INDEXED
 WHERE number > :number AND number <= :last AND content <> 'deleted'
     AND (:states = '[]' OR state IN (SELECT value FROM json_each(:states)))
     AND (:task_id IS NULL OR task_id = :task_id) AND (:since IS NULL OR created_at >= :since)
+    AND (:session_id IS NULL OR id = :session_id)
 ORDER BY number LIMIT 1
 """
 
@@ -38,12 +39,15 @@ class ExportFilter:
     task_id: str | None = None
     since: float | None = None
     """The earliest creation, in seconds since the epoch."""
+    session_id: str | None = None
 
-    def matches(self, state: str, task_id: str | None, created_at: float) -> bool:
+    def matches(self, session: Mapping[str, Any]) -> bool:
+        """Judge a session as archives have it."""
         return (
-            (not self.states or state in self.states)
-            and (self.task_id is None or task_id == self.task_id)
-            and (self.since is None or created_at >= self.since)
+            (not self.states or session["state"] in self.states)
+            and (self.task_id is None or session["task_id"] == self.task_id)
+            and (self.since is None or session["created_at"] >= self.since)
+            and (self.session_id is None or session["id"] == self.session_id)
         )
 
 

@@ -1,6 +1,7 @@
 """The journal on SQLite: one file per rank on a local disk.
 
-WAL with `synchronous=FULL`. The connection belongs to the thread of `writer.py`.
+WAL with `synchronous=FULL`, or `OFF` with a log elsewhere, which has each commit. The connection
+belongs to the thread of `writer.py`.
 """
 
 from __future__ import annotations
@@ -15,67 +16,46 @@ from collections.abc import Callable, Iterable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import orjson
 
 from any_agent.errors import SessionDamaged, StoreUnavailable
-from any_agent.record import pack_interaction, unpack_interaction
+from any_agent.record import unpack_interaction
+from any_agent.runtime import boot_clock
 from any_agent.types import SessionState
 from proxy_ext.journal.base import (
     EXPORT_OWNER,
     AnswerRow,
-    ArchiveContent,
-    DropAnswers,
     EraseContent,
     JournalStats,
     MarkDelivered,
     NumberedRow,
-    PutAnswer,
-    PutInteraction,
     PutMeta,
-    PutSession,
     RequestMark,
     RewardRow,
     SessionFilter,
     SessionPage,
     SessionRow,
-    SetAwaiting,
-    SetReward,
-    SetState,
     Statement,
     StoredInteraction,
     StoredRequest,
 )
-from proxy_ext.journal.files import mark_damaged, open_file
-from proxy_ext.journal.writer import JournalJob, JournalWriter, is_damage
+from proxy_ext.journal.files import mark_damaged, open_file, open_reader, sync, was_now
+from proxy_ext.journal.statements import (
+    SESSION_FIELDS,
+    Unsynced,
+    lines_of,
+    place_of,
+    run_lines,
+    set_place,
+    unsynced_by,
+)
+from proxy_ext.journal.writer import CommitLog, JournalJob, JournalThread, is_damage
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
-_Prepared: TypeAlias = tuple[tuple[str, tuple[Any, ...]], ...]
-"""SQL with its values, in the order of their execution."""
-
-_SESSION_FIELDS = tuple(SessionRow.__dataclass_fields__)
-_PUT_SESSION = (
-    f"INSERT INTO sessions ({', '.join(_SESSION_FIELDS)}) "
-    f"VALUES ({', '.join('?' * len(_SESSION_FIELDS))})"
-)
-_SEAL = (
-    "recorded = COALESCE(recorded, "
-    "(SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id))"
-)
-_AMONG = "IN (SELECT value FROM json_each(?))"
-_PUT_INTERACTION = """
-INSERT INTO interactions
-    (id, session_id, data, checksum, reward, key, request_hash, retry_count)
-VALUES (?, ?, ?, ?, ?, ?, ?, ?)
-ON CONFLICT (id) DO UPDATE SET
-    data = excluded.data, checksum = excluded.checksum, reward = excluded.reward,
-    key = COALESCE(excluded.key, key),
-    request_hash = COALESCE(excluded.request_hash, request_hash),
-    retry_count = COALESCE(excluded.retry_count, retry_count)
-"""
 _UNPACK_BATCH = 32  # interactions that are unpacked before other tasks have their turn
 _MAX_SCANNED = 20_000  # sessions among which one page is searched
 _TRIM_BYTES = 1 << 20  # given back to the file system at once, within some milliseconds
@@ -93,77 +73,15 @@ WHERE content = 'stored' AND ended_at < :before AND (
 """Selects ended sessions by the time of their end; archived ones cost nothing."""
 _PAGE = """
 SELECT *, (SELECT COUNT(*) FROM interactions WHERE session_id = sessions.id) AS interactions,
+    (SELECT SUM(reward) FROM interactions WHERE session_id = sessions.id) AS interaction_reward,
     (SELECT COUNT(*) FROM rewards WHERE session_id = sessions.id) AS rewards_given
 FROM sessions WHERE number >= :lowest AND number < :before
 """
-
-
-def _prepare(statement: Statement) -> _Prepared:
-    s = statement
-    match s:
-        case PutSession(row):
-            fields = {name: getattr(row, name) for name in _SESSION_FIELDS}
-            fields |= {"metadata": orjson.dumps(row.metadata), "state": str(row.state)}
-            return ((_PUT_SESSION, tuple(fields.values())),)
-        case SetState():
-            sql = (
-                "UPDATE sessions SET state = ?, reason = ?, owner = ?, step = ?, ended_at = ?, "
-                f"awaits_until = NULL, {_SEAL} WHERE id {_AMONG}"
-            )
-            return ((sql, (str(s.state), s.reason, s.owner, s.step, s.at, _ids(s.session_ids))),)
-        case SetAwaiting(session_id, until):
-            sql = (
-                f"UPDATE sessions SET state = 'awaiting_reward', awaits_until = ?, {_SEAL} "
-                "WHERE id = ?"
-            )
-            return ((sql, (until, session_id)),)
-        case PutInteraction(i, key, mark):
-            data = pack_interaction(i)
-            request = (None, None) if mark is None else (mark.hash, mark.retry_count)
-            values = (i.id, i.session_id, data, zlib.crc32(data), i.reward, key, *request)
-            return ((_PUT_INTERACTION, values),)
-        case SetReward():
-            history = (
-                "INSERT INTO rewards (session_id, interaction_id, name, value, by, at) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                (s.session_id, s.interaction_id, s.name, s.value, s.by, s.at),
-            )
-            if s.interaction_id is None:
-                sql = "UPDATE sessions SET final_reward = ? WHERE id = ?"
-            else:
-                sql = "UPDATE interactions SET reward = ? WHERE id = ?"
-            return (history, (sql, (s.combined, s.interaction_id or s.session_id)))
-        case MarkDelivered(ids):
-            return ((f"UPDATE interactions SET delivered = 1 WHERE id {_AMONG}", (_ids(ids),)),)
-        case PutAnswer():
-            sql = (
-                "INSERT INTO answers (scope, key, request_hash, status, body, created_at) "
-                "VALUES (?, ?, ?, ?, ?, ?)"
-            )
-            return ((sql, (s.scope, s.key, s.request_hash, s.status, s.body, s.created_at)),)
-        case DropAnswers(before):
-            return (("DELETE FROM answers WHERE created_at < ?", (before,)),)
-        case EraseContent(ids):
-            return _drop_content(ids, "deleted")
-        case ArchiveContent(ids):
-            rewards = (f"DELETE FROM rewards WHERE session_id {_AMONG}", (_ids(ids),))
-            return (rewards, *_drop_content(ids, "archived"))
-        case PutMeta(key, value):
-            sql = "INSERT OR REPLACE INTO meta (key, value) VALUES (?, ?)"
-            return ((sql, (key, orjson.dumps(value))),)
-
-
-def _drop_content(session_ids: Iterable[str], content: str) -> _Prepared:
-    ids = _ids(session_ids)
-    rows = f"UPDATE sessions SET content = ?, metadata = ? WHERE id {_AMONG}"
-    return (
-        (f"DELETE FROM interactions WHERE session_id {_AMONG}", (ids,)),
-        (rows, (content, b"{}", ids)),
-    )
-
-
-def _ids(ids: Iterable[str]) -> str:
-    return orjson.dumps(list(ids)).decode()
+_CONDITIONS = {
+    "min_reward": "final_reward >= :min_reward",
+    "max_reward": "final_reward <= :max_reward",
+}
+"""The conditions of a filter's fields that are not equal to a column."""
 
 
 def session_row(row: sqlite3.Row) -> SessionRow:
@@ -171,7 +89,7 @@ def session_row(row: sqlite3.Row) -> SessionRow:
 
     SQLite's own checks do not find such damage.
     """
-    data = {name: row[name] for name in _SESSION_FIELDS}
+    data = {name: row[name] for name in SESSION_FIELDS}
     try:
         data["state"] = SessionState(data["state"])
         data["metadata"] = orjson.loads(data["metadata"])
@@ -182,29 +100,91 @@ def session_row(row: sqlite3.Row) -> SessionRow:
     return SessionRow(**data)
 
 
+class Keeper(Protocol):
+    """Keeps the log of commits that a journal has beside its file."""
+
+    @property
+    def log(self) -> CommitLog: ...
+
+    def wipe(self) -> None:
+        """Remove content that the file has no more from the log, soon."""
+
+    def close(self) -> None: ...
+
+
+class RestoredFile(NamedTuple):
+    """A journal's file with every commit of its log."""
+
+    connection: sqlite3.Connection
+    keeper: Keeper
+    claim: int
+    unsynced: bool
+    """It need not be synced: the log has what a crash of the machine takes from it."""
+
+
+class _Written(asyncio.Future[None]):
+    """The outcome of a write that reads may overtake.
+
+    A caller that is cancelled learns it when the write is over: it still has its locks, and whoever
+    reads next must see the outcome.
+    """
+
+    def cancel(self, msg: Any = None) -> bool:
+        return False
+
+
 class SQLiteJournal:
     """See :class:`proxy_ext.journal.base.Journal`."""
 
-    def __init__(self, path: Path) -> None:
-        """Open or create the file; StartupError if it cannot be used."""
+    def __init__(self, path: Path, restored: RestoredFile | None = None) -> None:
+        """Open or create the file, unless it was restored; StartupError if it cannot be used."""
         self._path = path
         self.stats = JournalStats()
-        connection, damage = open_file(path)
-        if damage is not None:
-            self.stats.damaged = damage.sessions
-        self._writer = JournalWriter(connection, path, self.stats)
+        if restored is None:
+            connection, damage = open_file(path)
+            if damage is not None:
+                self.stats.damaged = damage.sessions
+            self._keeper = None
+            run, seq = place_of(connection)
+            if run:
+                if (mark := unsynced_by(connection)) is not None:
+                    connection.close()
+                    sync(path, mark)
+                    connection, _ = open_file(path)
+                    if not was_now(mark):
+                        log.error(
+                            "the journal %s was not synced when its machine stopped, and is used "
+                            "without its log: commits may be missing",
+                            path,
+                        )
+                # A log that it has elsewhere will miss what is written from here on.
+                set_place(connection, run, seq + 1)
+        else:
+            connection, self._keeper, self.stats.claim, unsynced = restored
+            connection.execute(f"PRAGMA synchronous = {'OFF' if unsynced else 'NORMAL'}")
+        commit_log = None if self._keeper is None else self._keeper.log
+        self._writer = self._reader = JournalThread(connection, path, self.stats, commit_log)
+        if commit_log is not None:
+            # Its reads do not wait for the log's server.
+            self._reader = JournalThread(open_reader(path), path, self.stats, commit_log)
 
     async def commit(self, *statements: Statement) -> None:
         # The costly packing of tokens happens here, not in the writer's transaction.
-        prepared = [line for statement in statements for line in _prepare(statement)]
+        lines = [line for statement in statements for line in lines_of(statement)]
 
         def write(connection: sqlite3.Connection) -> None:
-            for sql, values in prepared:
-                connection.execute(sql, values)
+            run_lines(connection, lines)
 
         wipes = any(isinstance(statement, EraseContent) for statement in statements)
         lazy = all(isinstance(statement, MarkDelivered) for statement in statements)
-        await self._writer.submit(JournalJob(write, writes=True, wipes=wipes, lazy=lazy))
+        job = JournalJob(write, writes=True, wipes=wipes, lazy=lazy, lines=lines)
+        if self._keeper is not None:
+            job.future = _Written()
+        try:
+            await self._writer.submit(job)
+        finally:
+            if wipes and self._keeper is not None:
+                self._keeper.wipe()
 
     async def sessions(self, states: Iterable[SessionState]) -> list[SessionRow]:
         wanted = [str(state) for state in states]
@@ -253,6 +233,10 @@ class SQLiteJournal:
         rows = await self._rows("SELECT mode, state, COUNT(*) FROM sessions GROUP BY state, mode")
         return {(mode, SessionState(state)): number for mode, state, number in rows}
 
+    async def last_step(self) -> int | None:
+        sql = "SELECT MAX(step) FROM sessions WHERE state IN ('trained', 'rejected')"
+        return await self._value(int, sql)
+
     async def ended(
         self, *, before: float, oldest_step: int | None, limit: int
     ) -> list[NumberedRow]:
@@ -267,7 +251,9 @@ class SQLiteJournal:
 
     async def page(self, wanted: SessionFilter, *, before: int | None, limit: int) -> SessionPage:
         values = {name: value for name, value in asdict(wanted).items() if value is not None}
-        conditions = "".join(f" AND {name} = :{name}" for name in values)
+        conditions = "".join(
+            f" AND {_CONDITIONS.get(name, f'{name} = :{name}')}" for name in values
+        )
         sql = f"{_PAGE}{conditions} ORDER BY number DESC LIMIT :limit"
 
         def read(connection: sqlite3.Connection) -> SessionPage:
@@ -279,7 +265,11 @@ class SQLiteJournal:
             bounds = {"lowest": lowest, "before": end, "limit": limit}
             rows = [
                 NumberedRow(
-                    row["number"], session_row(row), row["interactions"], row["rewards_given"]
+                    row["number"],
+                    session_row(row),
+                    row["interactions"],
+                    row["rewards_given"],
+                    row["interaction_reward"],
                 )
                 for row in connection.execute(sql, {**values, **bounds})
             ]
@@ -399,7 +389,13 @@ class SQLiteJournal:
         return sum(file.stat().st_size for file in files if file.exists())
 
     async def close(self) -> None:
+        await self._reader.close()
         await self._writer.close()
+        if self._keeper is not None:
+            mark = Unsynced(boot_clock.boot_id(), self.stats.claim)
+            with suppress(sqlite3.Error, OSError):  # then it is made again after another boot
+                await asyncio.to_thread(sync, self._path, mark)
+            await asyncio.to_thread(self._keeper.close)
 
     async def _session_rows(self, sql: str, *values: Any) -> list[SessionRow]:
         return await self._read(lambda c: [*map(session_row, c.execute(sql, values))])
@@ -413,7 +409,7 @@ class SQLiteJournal:
         return rows[0][0] if rows else None
 
     async def _read(self, run: Callable[[sqlite3.Connection], T]) -> T:
-        result: T = await self._writer.submit(JournalJob(run, writes=False))
+        result: T = await self._reader.submit(JournalJob(run, writes=False))
         return result
 
 

@@ -2,7 +2,8 @@
 
 It commits all writes that queued since its last commit in one transaction, so that concurrent calls
 share an fsync; then it runs the queued reads: they see committed data only, do not fail with a
-write, and never delay a checkpoint.
+write, and never delay a checkpoint. A journal with a log in Redis has a second one for its reads,
+which so wait for no server.
 """
 
 from __future__ import annotations
@@ -16,21 +17,22 @@ import queue
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, Protocol, TypeAlias
 
 from any_agent.errors import AnyAgentError, StoreBusy, StoreFull, StoreUnavailable
 from proxy_ext.journal.base import JournalStats
 from proxy_ext.journal.files import mark_damaged
+from proxy_ext.journal.statements import Line
 from proxy_ext.journal.wal import UNSYNCED
 
 log = logging.getLogger(__name__)
 
 MAX_BATCH = 512
 MAX_QUEUE = 16_384
-_LOG_INTERVAL = 60.0  # seconds between log lines about a full disk
+_LOG_INTERVAL = 60.0  # seconds between log lines about a full disk or an absent log
 _WIPE_TIMEOUT_MS = 200  # for which writes wait for other processes that read
 _WIPE_INTERVAL = 5.0  # seconds between tries to empty the log
 _MIN_FREE_BYTES = 1 << 20  # a disk with less room counts as full, whatever a write's error is
@@ -47,19 +49,48 @@ class JournalJob:
     lazy: bool = False
     """A write that is reported before it is on the disk: it outlives the process, but a crash of
     the machine only if another write followed."""
+    lines: Sequence[Line] = ()
+    """The lines of a write, as a log takes them."""
     future: asyncio.Future[Any] = field(
         default_factory=lambda: asyncio.get_running_loop().create_future()
     )
 
 
+class CommitLog(Protocol):
+    """A log beside the file, which has every commit before the file has it."""
+
+    stats: JournalStats
+
+    def require_ours(self) -> None:
+        """Raise StoreUnavailable once another process has the log."""
+
+    def append(self, connection: sqlite3.Connection, lines: Sequence[Line], *, lazy: bool) -> bool:
+        """Append the lines of a transaction; StoreUnavailable if they must not be committed.
+
+        Returns whether it appended anything.
+        """
+
+    def withdraw(self) -> None:
+        """Undo the last append, which the file did not commit."""
+
+
 _Outcome: TypeAlias = tuple[JournalJob, Any, Exception | None]
 
 
-class JournalWriter:
+class JournalThread:
     """Runs jobs in its thread until it is closed."""
 
-    def __init__(self, connection: sqlite3.Connection, path: Path, stats: JournalStats) -> None:
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        path: Path,
+        stats: JournalStats,
+        commit_log: CommitLog | None = None,
+    ) -> None:
         self.connection = connection
+        self._log = commit_log
+        if commit_log is not None:
+            commit_log.stats = stats
         self._path = path
         self._stats = stats
         self._queue: queue.SimpleQueue[JournalJob | None] = queue.SimpleQueue()
@@ -76,6 +107,8 @@ class JournalWriter:
         """Queue a job; StoreBusy if it will not be started."""
         if self._closed:
             raise StoreBusy("the journal is closed, as the service ends; try again", retry_after=2)
+        if self._log is not None:
+            self._log.require_ours()
         if self._queue.qsize() >= MAX_QUEUE:
             raise StoreBusy("too many writes wait for the journal; try again", retry_after=1)
         self._queue.put(job)
@@ -128,8 +161,9 @@ class JournalWriter:
         connection = self.connection
         began = time.perf_counter()
         lazy = self._unsynced < UNSYNCED and all(job.lazy for job in jobs)
+        eased = lazy and self._log is None
         try:
-            if lazy:
+            if eased:
                 connection.execute("PRAGMA synchronous = NORMAL")
             connection.execute("BEGIN IMMEDIATE")
             results = []
@@ -140,23 +174,32 @@ class JournalWriter:
                     if _fails_all_writes(cause):
                         raise
                     raise _BadJob(job, cause) from cause
-            try:
-                connection.execute("COMMIT")
-            except sqlite3.Error as cause:
-                raise _UnsureCommit(str(cause)) from cause
+            self._commit(jobs, lazy=lazy)
         except BaseException:
             with contextlib.suppress(sqlite3.Error):
                 if connection.in_transaction:
                     connection.execute("ROLLBACK")
             raise
         finally:
-            if lazy:
+            if eased:
                 connection.execute("PRAGMA synchronous = FULL")
         self._unsynced = self._unsynced + 1 if lazy else 0
         self._empty_wal(anew=any(job.wipes for job in jobs))
         self._stats.commit_seconds.observe(time.perf_counter() - began)
         self._stats.writes += len(jobs)
         return results
+
+    def _commit(self, jobs: list[JournalJob], *, lazy: bool) -> None:
+        appended = False
+        if self._log is not None:
+            lines = [line for job in jobs for line in job.lines]
+            appended = self._log.append(self.connection, lines, lazy=lazy)
+        try:
+            self.connection.execute("COMMIT")
+        except sqlite3.Error as cause:
+            if self._log is not None and appended:
+                self._log.withdraw()
+            raise _UnsureCommit(str(cause)) from cause
 
     def _empty_wal(self, *, anew: bool) -> None:
         """Empty the log, which has pages as they were before content was removed.
@@ -185,7 +228,7 @@ class JournalWriter:
         outcomes: list[_Outcome] = []
         for job in jobs:
             try:
-                outcomes.append((job, job.run(self.connection), None))
+                outcomes.append((job, self._read_one(job), None))
             except AnyAgentError as error:
                 outcomes.append((job, None, error))
             except Exception as cause:
@@ -193,6 +236,15 @@ class JournalWriter:
                 failure = StoreUnavailable("the journal cannot be read; try again", retry_after=5)
                 outcomes.append((job, None, failure))
         _report(outcomes)
+
+    def _read_one(self, job: JournalJob) -> Any:
+        # All of its queries see one state: another connection may commit between them.
+        self.connection.execute("BEGIN")
+        try:
+            return job.run(self.connection)
+        finally:
+            with contextlib.suppress(sqlite3.Error):  # an error may have ended it
+                self.connection.execute("ROLLBACK")
 
     def _fail(self, jobs: list[JournalJob], cause: Exception) -> None:
         error = self._refusal(cause)
@@ -202,8 +254,8 @@ class JournalWriter:
 
     def _log_failure(self, kind: str, cause: Exception) -> None:
         now = time.monotonic()
-        if _code_of(cause) == sqlite3.SQLITE_FULL:
-            # While the disk is full every write, or every large one, fails.
+        if _code_of(cause) == sqlite3.SQLITE_FULL or isinstance(cause, StoreUnavailable):
+            # While the disk is full, or the log's server away, every write fails.
             if now < self._full_logged + _LOG_INTERVAL:
                 return
             self._full_logged = now
@@ -212,6 +264,8 @@ class JournalWriter:
         log.error("journal %s failed: %s%s", kind, cause, _advice(cause))
 
     def _refusal(self, cause: Exception) -> StoreUnavailable:
+        if isinstance(cause, StoreUnavailable):
+            return cause  # the log's
         unsure = isinstance(cause, _UnsureCommit)
         no_room = _code_of(cause) == sqlite3.SQLITE_IOERR and not self._has_room()
         if _code_of(cause) == sqlite3.SQLITE_FULL or (no_room and not unsure):

@@ -9,6 +9,7 @@ from contextlib import asynccontextmanager
 from dataclasses import replace
 
 from any_agent.auth.access import Caller
+from any_agent.completions.untrainable import GUARDRAIL_VETO
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
 from any_agent.record import CallCounts, InteractionTree
@@ -31,8 +32,17 @@ from proxy_ext.sessions.state_machine import Event, already_finalized, refusal, 
 UNREWARDED = "no reward was given: it counts as 0 (sessions.require_reward=false)"
 _MAX_REPEATS = 64  # answers to repeated endings of a session that are stored
 _MAX_COUNTED = 10_000  # sessions whose repeated endings are counted
+_VETO = "vetoed: a guardrail refused an answer (litellm.policy_vetoes)"
 _SETTLED_TIMEOUT = 30.0
 """Longest wait for calls that are being recorded; they take longer only if the store hangs."""
+
+
+def _is_vetoed(session: RecordedSession) -> bool:
+    """Return whether a guardrail keeps the whole session out of training."""
+    return any(
+        i.untrainable_reason == GUARDRAIL_VETO or i.request.get("vetoed", False)
+        for i in session.tree
+    )
 
 
 class SessionEnder:
@@ -273,6 +283,9 @@ class SessionEnder:
     ) -> SessionInfo:
         """End the session's calls, then write its new row."""
         async with self._without_calls(session):
+            # After the last call: its answer may be the one that a guardrail refuses.
+            if row.state is SessionState.FINALIZED and _is_vetoed(session):
+                row = replace(row, state=SessionState.REJECTED, reason=_VETO)
             awaiting = row.state is SessionState.AWAITING_REWARD
             # Also answers that are still being sent: the session does not wait for their clients.
             unsent = unreceived(session, for_good=not awaiting)

@@ -10,7 +10,7 @@ import heapq
 import math
 from bisect import bisect_left, insort
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple, TypeAlias
 
 from any_agent.types import SessionMode, SessionState
@@ -29,6 +29,8 @@ class SessionCounts:
         self._undecided: Counter[str | None] = Counter()
         self._granted: Counter[SessionState] = Counter()
         """Live sessions that were opened on grants, by state."""
+        self.on_decided: Callable[[str], None] = lambda _: None
+        """Learns the tenant of each session that has ended, or got its reward."""
 
     @property
     def created(self) -> Counter[str]:
@@ -42,6 +44,10 @@ class SessionCounts:
         """Return how many live train sessions in these states a trainer has or may get."""
         return sum(self.now[SessionMode.TRAIN, state] - self._granted[state] for state in states)
 
+    def for_exports(self, *states: SessionState) -> int:
+        """Return how many live sessions in these states only exports may get."""
+        return sum(self._granted[state] for state in states)
+
     @property
     def undecided(self) -> int:
         return self._undecided.total()
@@ -49,6 +55,11 @@ class SessionCounts:
     def undecided_of(self, tenant: str) -> int:
         """Return one tenant's number of sessions that are open or await their reward."""
         return self._undecided[tenant]
+
+    @property
+    def tenants(self) -> list[str]:
+        """The tenants that have such sessions."""
+        return [tenant for tenant, number in self._undecided.items() if tenant and number]
 
     def recover(
         self, stored: Mapping[tuple[str, SessionState], int], live: Iterable[SessionRow]
@@ -69,6 +80,8 @@ class SessionCounts:
         self.add(after)
         if not self._undecided[after.tenant]:
             del self._undecided[after.tenant]
+        if after.tenant and before.state in _UNDECIDED and after.state not in _UNDECIDED:
+            self.on_decided(after.tenant)
 
     def _add_live(self, row: SessionRow, change: int) -> None:
         self._undecided[row.tenant] += change * (row.state in _UNDECIDED)

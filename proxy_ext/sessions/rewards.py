@@ -21,7 +21,14 @@ from any_agent.completions.call_types import completion_of
 from any_agent.errors import Forbidden, InvalidRequest, NotFound, Unprocessable
 from any_agent.protocol.rl import RewardEntry, RewardSet, SessionDetails
 from any_agent.types import Interaction, SessionState
-from proxy_ext.journal.base import KeepAnswer, SessionRow, SetReward, Statement, no_receipt
+from proxy_ext.journal.base import (
+    KeepAnswer,
+    RewardRow,
+    SessionRow,
+    SetReward,
+    Statement,
+    no_receipt,
+)
 from proxy_ext.sessions.delivery import last_received
 from proxy_ext.sessions.session import RecordedSession, public_rewards
 from proxy_ext.sessions.session_store import SessionStore, set_state
@@ -93,6 +100,25 @@ def judge_only(row: SessionRow, action: str) -> Forbidden:
 
 def _by_agent(by: str) -> bool:
     return by == _AGENT or by.startswith(f"{_AGENT}: ")
+
+
+def named_rewards(row: SessionRow, history: Iterable[RewardRow]) -> dict[str, float]:
+    """Return the sum of each named part over a session's rewards, from their whole history.
+
+    The last value of a part counts; where both may reward, a judge's parts of a reward replace the
+    agent's. A session's first names are kept, as many as one reward may have.
+    """
+    latest: dict[tuple[bool, str | None], dict[str | None, float]] = {}
+    for given in history:
+        judged = row.rewarded_by == "both" and not _by_agent(given.by)
+        latest.setdefault((judged, given.interaction_id), {})[given.name] = given.value
+    sums: dict[str, float] = {}
+    for (judged, about), parts in latest.items():
+        if judged or (True, about) not in latest:
+            for name, value in parts.items():
+                if name is not None and (name in sums or len(sums) < _MAX_NAMES):
+                    sums[name] = sums.get(name, 0.0) + value
+    return sums
 
 
 class RewardBook:

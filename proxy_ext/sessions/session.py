@@ -205,6 +205,7 @@ class RecordedSession:
             first_version=first,
             last_version=last,
             pinned_version=row.pinned_version,
+            output_tokens=sum(len(i.output_ids) for i in tree) if row.content == "stored" else None,
             expires_in=row.expires_at - until if taking_calls else None,
             idle_in=idle_in if taking_calls and math.isfinite(idle_in) else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,

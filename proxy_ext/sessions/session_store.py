@@ -13,13 +13,22 @@ import time
 from collections.abc import Iterable, Mapping
 from contextlib import AsyncExitStack
 from dataclasses import replace
+from typing import Protocol
 from weakref import WeakValueDictionary
 
 from any_agent.auth.access import RUN, Caller
+from any_agent.completions.params.call import ChatCall
+from any_agent.completions.untrainable import UntrainableReason
 from any_agent.config import SessionConfig
 from any_agent.errors import NotFound, SessionDamaged, StoreUnavailable
 from any_agent.record import InteractionTree, TrainabilityWatch, strip_content
-from any_agent.types import TERMINAL_STATES, Interaction, SessionMode, SessionState
+from any_agent.types import (
+    TERMINAL_STATES,
+    Interaction,
+    Message,
+    SessionMode,
+    SessionState,
+)
 from proxy_ext.journal import (
     EraseContent,
     Journal,
@@ -47,6 +56,27 @@ from proxy_ext.sessions.state_machine import Event, owner_after, target
 from proxy_ext.sessions.tree_cache import TreeCache
 
 log = logging.getLogger(__name__)
+
+
+class AnswerJudge(Protocol):
+    """Judges the policy's answers before they are recorded."""
+
+    async def __call__(
+        self, call: ChatCall, answer: Message, *, trainable: bool
+    ) -> UntrainableReason | None:
+        """Return a reason against training; ``trainable``: False if there is one already."""
+
+
+class SessionListener(Protocol):
+    """A listener to the sessions' durable changes; it must not wait."""
+
+    def on_call(
+        self, session: RecordedSession | None, interaction: Interaction, tenant: str | None
+    ) -> None: ...
+
+    def on_write(
+        self, before: SessionRow, after: SessionRow, statements: Iterable[Statement]
+    ) -> None: ...
 
 
 class SessionStore:
@@ -77,6 +107,10 @@ class SessionStore:
         self.undelivered = 0
         """Number of answers taken out of training because they reached no client."""
         self.trainability = TrainabilityWatch()
+        self.listeners: tuple[SessionListener, ...] = ()
+        """Learn of what is durable."""
+        self.refuses: AnswerJudge | None = None
+        """Judges an answer before it is recorded, if anything does."""
         self.live: dict[str, RecordedSession] = {}
         self.trees = TreeCache(journal, self.deliveries, self.live, budget=config.hot_bytes)
         self._ended: WeakValueDictionary[str, RecordedSession] = WeakValueDictionary()
@@ -277,6 +311,8 @@ class SessionStore:
             session.tree.add(interaction, key)
             self.conversations.add_answer(session, interaction, key)
             self.trees.add_interaction(session, interaction)
+            for listener in self.listeners:
+                listener.on_call(session, interaction, session.row.tenant)
         return interaction
 
     async def mark_undelivered(self, session: RecordedSession, interaction: Interaction) -> None:
@@ -305,7 +341,7 @@ class SessionStore:
         The caller holds its lock, and has checked the change against the table of states.
         """
         await self.journal.commit(*statements)
-        self._set_row(session, row)
+        self._set_row(session, row, statements)
         await self._update_indexes([session])
 
     async def move(
@@ -339,9 +375,13 @@ class SessionStore:
                 self._set_row(session, row)
         await self._update_indexes(chosen)
 
-    def _set_row(self, session: RecordedSession, row: SessionRow) -> None:
-        self.counts.move(session.row, row)
-        session.row = row
+    def _set_row(
+        self, session: RecordedSession, row: SessionRow, statements: Iterable[Statement] = ()
+    ) -> None:
+        before, session.row = session.row, row
+        self.counts.move(before, row)
+        for listener in self.listeners:
+            listener.on_write(before, row, statements)
 
     async def _update_indexes(self, sessions: Iterable[RecordedSession]) -> None:
         """Update groups and indexes to the sessions' states, and wake long polls."""

@@ -68,6 +68,11 @@ class Admission:
         return self.admitted if self._limit_expired else self._limit
 
     @property
+    def limited(self) -> bool:
+        """True while a trainer sets the cap."""
+        return not self._limit_expired
+
+    @property
     def _limit_expired(self) -> bool:
         return self._limit_expires is None or time.monotonic() >= self._limit_expires
 

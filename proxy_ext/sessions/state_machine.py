@@ -202,6 +202,7 @@ FINALIZED_ONCE = (FINALIZED, LEASED, TRAINED, REJECTED, EVALUATED)
 """The states of a session that was finalized."""
 _SAME = "with the same final reward or none; nothing changes. Else 409 `already_finalized`"
 _TRAIN, _EVAL = SessionMode.TRAIN, SessionMode.EVAL
+_VETOED = "a guardrail of `litellm.policy_vetoes` refused an answer"
 _NOT_NEEDED = "no kept checkpoint needs it"
 _NOT_HAD = "no trainer has leased it"
 _NOT_EXPORTED = "no export has leased it"
@@ -213,15 +214,23 @@ TRANSITIONS = (
     Transition(OPEN, Event.HEARTBEAT, OPEN),
     Transition(OPEN, Event.AWAIT, AWAITING),
     Transition(OPEN, Event.FINALIZE, FINALIZED, _TRAIN),
+    Transition(OPEN, Event.FINALIZE, REJECTED, _TRAIN, _VETOED),
     Transition(OPEN, Event.FINALIZE, EVALUATED, _EVAL),
     Transition(OPEN, Event.EXPIRE, EXPIRED),
     Transition(OPEN, Event.ABORT, ABORTED),
     Transition(OPEN, Event.DELETE, ABORTED),
     Transition(AWAITING, Event.REWARD, AWAITING),
     Transition(AWAITING, Event.FINALIZE, FINALIZED, _TRAIN),
+    Transition(AWAITING, Event.FINALIZE, REJECTED, _TRAIN, _VETOED),
     Transition(AWAITING, Event.FINALIZE, EVALUATED, _EVAL),
     Transition(AWAITING, Event.DEADLINE, FINALIZED, _TRAIN, "it has a reward, or got one"),
-    Transition(AWAITING, Event.DEADLINE, REJECTED, _TRAIN, "it has none, or its grader failed"),
+    Transition(
+        AWAITING,
+        Event.DEADLINE,
+        REJECTED,
+        _TRAIN,
+        f"it has none, or its grader failed, or {_VETOED}",
+    ),
     Transition(AWAITING, Event.DEADLINE, EVALUATED, _EVAL),
     Transition(AWAITING, Event.ABORT, ABORTED),
     Transition(AWAITING, Event.DELETE, ABORTED),
@@ -266,15 +275,14 @@ def transitions(state: SessionState | None, event: Event) -> Sequence[Transition
 
 
 def target(row: SessionRow, event: Event, to: SessionState | None = None) -> SessionState:
-    """Return the state that an event leads to; ``to`` chooses where the table has several.
+    """Return the state that an event leads to: ``to``, or the first that the table has.
 
     SessionClosed (410) or Conflict (409) if the table has no such line.
     """
     if not allowed(row, event):
         raise refusal(row, event)
-    after = {t.after for t in transitions(row.state, event) if t.mode in (None, row.mode)}
-    if to is None:
-        (to,) = after
+    after = [t.after for t in transitions(row.state, event) if t.mode in (None, row.mode)]
+    to = to or after[0]
     assert to in after, f"{row.state} and {event} cannot lead to {to}"
     return to
 

@@ -38,13 +38,17 @@ def error_response(error: AnyAgentError, path: str, status: int | None = None) -
 
 async def read_json(request: Request) -> Any:
     """Return the body as JSON; InvalidRequest or PayloadTooLarge as in :func:`json_of`."""
+    return await json_of(await read_body(request))
+
+
+async def read_body(request: Request) -> bytes:
+    """Return the whole body; InvalidRequest if the client left before its end."""
     try:
-        body = await request.body()
+        return await request.body()
     except ClientDisconnect:
         raise InvalidRequest(
             "the connection closed before the body was complete; send it again"
         ) from None
-    return await json_of(body)
 
 
 class ClientConnection:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from importlib.resources import files
 from typing import Any
 
 from fastapi.routing import iter_route_contexts
@@ -57,6 +58,8 @@ _TABLE: dict[str, tuple[frozenset[Scope], str]] = {
     "GET /rl/v1/sessions": (OPENERS, ""),
     "GET /rl/v1/sessions/{session_id}": (JUDGES, ""),
     "GET /rl/v1/sessions/{session_id}/content": (JUDGES, ""),
+    "GET /rl/v1/sessions/{session_id}/interactions": (OPENERS, ""),
+    "GET /rl/v1/sessions/{session_id}/interactions/{interaction_id}/tokens": (OPENERS, ""),
     "DELETE /rl/v1/sessions/{session_id}": (AGENTS, _AUDITED),
     "POST /rl/v1/sessions/{session_id}/heartbeat": (JUDGES, ""),
     "POST /rl/v1/sessions/{session_id}/abort": (JUDGES, _AUDITED),
@@ -111,10 +114,43 @@ for _route, (_scopes, _note) in _TABLE.items():
 _FIXED |= {path for _, path in RULES if "{" not in path}
 _OPEN = {path: compile_path(path)[0] for _, path in RULES if "{" in path}
 
-LITELLM = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
-"""The routes that LiteLLM's own app answers, to holders of a key; we answer the others, so that
-nobody without a key makes a rank import it. Its debug, settings, key and UI routes exist for no
-key."""
+LITELLM_ALIVE = frozenset({("GET", "/health/liveliness"), ("GET", "/health/liveness")})
+"""The routes that LiteLLM's own app answers without a configuration, to holders of a key; we answer
+the others, so that nobody without a key makes a rank import it. Its other routes exist for no key.
+"""
+LITELLM_SCOPES = {"inference": AGENTS, "admin": frozenset({Scope.ADMIN})}
+
+
+class LiteLLMRoutes:
+    """The routes of LiteLLM's app, where an operator has a configuration of it, and their keys.
+
+    `litellm_routes.txt` lists them; a route of a newer LiteLLM is closed until it is listed.
+    """
+
+    def __init__(self) -> None:
+        self.rules: dict[tuple[str, str], str] = {}
+        """The name of the scopes by method and path template."""
+        for line in files(__package__).joinpath("litellm_routes.txt").read_text().splitlines():
+            scope, methods, path = line.split()
+            self.rules |= dict.fromkeys(((m, path) for m in methods.split(",")), scope)
+        self._forms = {
+            path: compile_path(path)[0] for path in dict.fromkeys(p for _, p in self.rules)
+        }
+
+    def rule(self, method: str, path: str) -> tuple[str, RouteRule] | None:
+        """Return a request's template and rule; None if there is no route for it.
+
+        LiteLLM takes the first of its templates that fits, so a key must be good for all of them.
+        """
+        fit = [each for each, form in self._forms.items() if form.fullmatch(path)]
+        found = [t for t in fit if (method, t) in self.rules]
+        if not found:
+            return None
+        scopes = frozenset.intersection(
+            *(LITELLM_SCOPES[self.rules[method, template]] for template in found)
+        )
+        template = path if path in found else found[0]
+        return template, RouteRule(scopes, audited=scopes == LITELLM_SCOPES["admin"])
 
 
 def template_of(path: str) -> str | None:

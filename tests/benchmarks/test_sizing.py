@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
+from tests.support.trainer.activations import kept
 
 SMALL = [
     Shape("a", 2, 256, 4, 2, 768, head_dim=64, vocab=512, tied=True),
@@ -40,31 +41,14 @@ def test_what_a_layer_keeps_for_its_backward_pass(shape: Shape) -> None:
     assert sizing.layer_activations(shape) == pytest.approx(measured, rel=0.1)
 
 
-def kept(model: Any, tokens: int) -> int:
-    """Bytes that autograd keeps of a forward pass, each memory once, weights aside."""
-    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
-    found: dict[int, int] = {}
-    held = []
-
-    def pack(tensor: torch.Tensor) -> torch.Tensor:
-        held.append(tensor)
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            found[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        model.base_model(input_ids=torch.ones(1, tokens, dtype=torch.long), use_cache=False)
-    return sum(found.values())
-
-
 @pytest.mark.parametrize("shape", SMALL, ids=lambda shape: shape.name)
 def test_work(shape: Shape) -> None:
-    """Torch counts all pairs of tokens, causal or not: as many as those of rows twice as long."""
+    """Torch counts all pairs of tokens, causal or not."""
     model = model_of(shape, attn_implementation="eager")
     with FlopCounterMode(display=False) as counter, torch.no_grad():
         model(input_ids=torch.ones(3, 64, dtype=torch.long), use_cache=False)
-    assert counter.get_total_flops() == pytest.approx(shape.forward_flops(3 * 64, 128, 3 * 64))
+    work = shape.forward_flops(3 * 64, 3 * 64 * 64, 3 * 64)
+    assert counter.get_total_flops() == pytest.approx(work)
 
 
 def test_cache() -> None:

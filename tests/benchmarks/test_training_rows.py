@@ -7,7 +7,7 @@ from collections import Counter
 import pytest
 
 from benchmarks.training_rows import WORKLOADS, length, make_rows
-from trainer.packing import Row
+from trainer.rows import Row
 
 
 def trained(rows: list[Row]) -> Counter[tuple[tuple[int, ...], float, float]]:

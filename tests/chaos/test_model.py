@@ -25,7 +25,7 @@ from hypothesis.stateful import (
 
 from any_agent.record import unpack_trajectories
 from any_agent.types import Trajectory
-from tests.chaos.conftest import Figure
+from tests.chaos.conftest import EITHER_JOURNAL, Figure
 from tests.support.chaos.killable import KillableProxy, engine_in_thread
 from tests.support.chaos.model import EXPORT, OK, TAKEN, Model, Opened, Session, Verdict
 
@@ -417,6 +417,7 @@ def shared(root: Path, model: Path) -> Iterator[Service]:
         yield Service(root, model, engine.url, itertools.count())
 
 
+@EITHER_JOURNAL
 @pytest.mark.timeout(1800)
 def test_the_api_does_what_its_model_does(
     tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure

@@ -78,6 +78,7 @@ def assert_as_the_template(
 
 
 @pytest.mark.parametrize(("name", "thinking"), FAMILIES)
+@pytest.mark.service
 def test_a_user_after_an_answer(name: str, thinking: bool) -> None:
     made = family(name, thinking=thinking)
     said = {"role": "assistant", "content": "It is 3."}

@@ -24,6 +24,7 @@ SHAPED = st.dictionaries(st.sampled_from(FIELDS), JSON | st.lists(
 @settings(max_examples=300)
 @given(messages=st.lists(JSON | SHAPED, max_size=4), tools=st.none() | st.lists(JSON, max_size=2),
        cut=st.integers(0, 4))  # fmt: skip
+@pytest.mark.service
 def test_any_json_value_has_a_key(messages: list[Any], tools: Any, cut: int) -> None:
     keys = chain_keys(messages, tools)
     assert len(keys) == len(messages) and all(len(k) == 32 for k in keys)

@@ -44,6 +44,7 @@ MESSAGE = st.fixed_dictionaries(
 @pytest.mark.parametrize("name", names())
 @settings(max_examples=60, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(messages=st.lists(MESSAGE, max_size=4), tools=st.booleans(), said=st.none() | MESSAGE)
+@pytest.mark.service
 def test_any_messages(
     name: str, messages: list[Any], tools: bool, said: dict[str, Any] | None
 ) -> None:

@@ -65,6 +65,7 @@ def encoded(chat: ChatFormat, parts: list[Any]) -> list[int]:
 )
 @example(parts=["<think>", "a", CALL], sizes=[], tools=True, stop=())
 @example(parts=["<think>a", CALL, "b</think> c", CALL, "d"], sizes=[1], tools=True, stop=())
+@pytest.mark.service
 def test_deltas_concatenate_to_the_message(
     formats: dict[str, ChatFormat],
     name: str,

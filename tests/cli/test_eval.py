@@ -228,6 +228,7 @@ async def test_another_version_than_that_which_is_served(
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.service
 async def test_interrupted(served: Served, folder: Path, number: signal.Signals, code: int) -> None:
     """What runs is aborted; what is done is in the file, and the same command goes on from it."""
     items = [{"question": "fine"}, {"question": "waits", "waits": True}]

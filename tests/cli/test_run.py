@@ -92,6 +92,7 @@ async def test_a_group_is_not_shown_and_its_failures_are_kept(
 @pytest.mark.parametrize(
     ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
 )
+@pytest.mark.service
 async def test_a_signal(served: Served, tmp_path: Path, number: signal.Signals, code: int) -> None:
     report = tmp_path / "report.json"
     options = ("--logs", str(tmp_path / "logs"), "--json", str(report))

@@ -46,6 +46,7 @@ async def aborted(proxy: Proxy, reason: str, **fields: Any) -> str:
     return str(session["session_id"])
 
 
+@pytest.mark.service
 async def test_a_table(proxy: Proxy) -> None:
     done = (await proxy.finished_session(group_id="math", group_size=1, reward=0.25))["session_id"]
     gone = await aborted(proxy, "red \x1b[31m\u202e", task_id="t")
@@ -69,6 +70,7 @@ async def test_a_table(proxy: Proxy) -> None:
     assert said.code == 2 and "--state" in said.err
 
 
+@pytest.mark.service
 async def test_rewards_of_calls_are_counted(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t", group_size=1)
     key, none = session["api_key"], (await proxy.open(mode="eval"))["session_id"]
@@ -89,6 +91,7 @@ async def test_rewards_of_calls_are_counted(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("command", ["abort", "veto"])
+@pytest.mark.service
 async def test_a_reason_that_is_too_long(proxy: Proxy, command: str) -> None:
     id = (await proxy.open())["session_id"]
     said = await sessions(proxy, command, id, "--reason", "x" * 201)
@@ -127,6 +130,7 @@ async def test_show(proxy: Proxy) -> None:
     assert said.code == 1 and "there is no session" in said.err and id in said.out
 
 
+@pytest.mark.service
 async def test_abort_veto_and_delete(proxy: Proxy) -> None:
     live = (await proxy.open())["session_id"]
     done = (await proxy.finished_session())["session_id"]
@@ -142,6 +146,7 @@ async def test_abort_veto_and_delete(proxy: Proxy) -> None:
     assert "stuck" in said.out and "vetoed by the operator" in said.out
 
 
+@pytest.mark.service
 async def test_keys(start: Start) -> None:
     key = "an-admin-key-of-mine"
     proxy = await start(f"server.admin_key={key}")
@@ -178,6 +183,7 @@ async def test_nobody_there() -> None:
 @pytest.mark.parametrize(
     "url", ["foo", "127.0.0.1:8000", "localhost:8000", "ftp://127.0.0.1", "http://a:b"]
 )
+@pytest.mark.service
 async def test_a_url_that_is_none(url: str) -> None:
     class Odd:
         pass

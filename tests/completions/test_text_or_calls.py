@@ -83,6 +83,7 @@ def kind_of(message: Any) -> str:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.service
 async def test_every_answer_is_one_of_both(bench: Bench) -> None:
     kinds = []
     for seed in SEEDS:
@@ -112,6 +113,7 @@ async def test_every_answer_is_one_of_both(bench: Bench) -> None:
 
 
 @pytest.mark.asyncio(loop_scope="module")
+@pytest.mark.service
 async def test_a_format_alone_is_the_texts_also_after_reasoning(bench: Bench) -> None:
     """`tool_choice: none`; reasoning that the prompt has opened comes first, and is free."""
     ended = 0

@@ -184,7 +184,7 @@ def test_what_changes_nothing_is_taken(tmp_path: Path) -> None:
         ({"teacher": {}}, "teacher: leave it out: nothing is distilled"),
         (
             {"actor": {"kl_ctl": 0.1}},
-            "actor.kl_ctl: only 0 is supported: no reward",
+            "actor.kl_ctl: only 0 is supported here: set train.kl_reward_coef",
         ),
         (
             {"actor": {"gae_lambda": 0.95}},

@@ -29,9 +29,9 @@ def test_steps_and_accuracies_as_they_come() -> None:
     later = start.plus([step(1), step(2, reward=0.625)])
     assert news(start, later) == [
         "step        1/25  reward 0.500  version 1  staleness 0.25  wait 1.00 s  train 0.50 s"
-        "  left out 1 (stale)",
+        "  left out 8 (no_variance)  left out 1 (stale)",
         "step        2/25  reward 0.625  version 2  staleness 0.25  wait 1.00 s  train 0.50 s"
-        "  left out 1 (stale)",
+        "  left out 8 (no_variance)  left out 1 (stale)",
     ]
     assert news(later, replace(later, after=AFTER)) == ["after     first answer right: 95.8%"]
 

@@ -13,6 +13,7 @@ import pytest
 from any_agent.demo import report
 from any_agent.demo.report import command, next_lines, times
 from any_agent.demo.run import demo_config
+from any_agent.demo.setups import SMOLLM2, TINY
 from tests.support.demo import BEFORE
 from tests.support.demo import report as found
 
@@ -27,6 +28,15 @@ def test_the_command_names_the_run_whatever_its_folder_is_called(tmp_path: Path)
     assert typed[:2] == ["any-agent", "serve"]
     assert typed[-1] == f"root={tmp_path}/a b's/runs"
     assert typed[typed.index("--trial") + 1] == "seed-4"
+
+
+def test_a_model_is_trained_at_the_rate_that_it_learned_with(tmp_path: Path) -> None:
+    for setup in (TINY, SMOLLM2):
+        config = demo_config(tmp_path, seed=4, steps=1, ranks=2, setup=setup)
+        *_, (_, train) = next_lines(config, "any-agent")
+        typed = shlex.split("\n".join(train).replace("\\\n", ""))
+        assert f"train.lr={config.train.lr:g}" in typed
+        assert typed[-2:] == ["--model", str(tmp_path / "model")]
 
 
 def test_the_key_is_taken_out_of_the_answer(tmp_path: Path) -> None:

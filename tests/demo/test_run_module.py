@@ -16,6 +16,7 @@ import pytest
 from any_agent.demo import demo
 from any_agent.demo.demo import run_module
 from any_agent.errors import StartupError
+from any_agent.runtime.signals import handle_signals, interrupt
 from tests.support.launcher.children import is_alive, until
 
 RUN = {"experiment": "demo", "trial": "seed-0", "user": "u", "root": "r", "seed": 0}
@@ -29,18 +30,25 @@ def test_what_went_wrong_is_told(tmp_path: Path) -> None:
         run_module("look_back", json.dumps(RUN | MARKS | files))
 
 
-def test_an_interrupt_ends_the_child(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The model takes seconds to make."""
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("later", [True, False])
+def test_an_interrupt_ends_the_child(
+    later: bool, number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also one that comes while it is being started. The model takes seconds to make."""
     started: list[psutil.Process] = []
 
     class Child(subprocess.Popen[str]):
         def __init__(self, *arguments: Any, **options: Any) -> None:
             super().__init__(*arguments, **options)
             started.append(psutil.Process(self.pid))
-            threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT)).start()
+            if later:
+                threading.Timer(0.2, os.kill, (os.getpid(), number)).start()
+            else:
+                os.kill(os.getpid(), number)
 
     monkeypatch.setattr(demo.subprocess, "Popen", Child)
-    with pytest.raises(KeyboardInterrupt):
+    with handle_signals(interrupt, signal.SIGTERM), pytest.raises(KeyboardInterrupt):
         run_module("model", tmp_path / "m")
     (child,) = started
     until(lambda: not is_alive(child))

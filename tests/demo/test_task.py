@@ -72,4 +72,6 @@ def test_the_last_number_of_an_answer_counts(answer: str | None, right: bool) ->
 
 def test_a_task_without_a_system_prompt_sends_none() -> None:
     item = sums(held_out=True)[0]
-    assert messages(item, SUMS.system) == [{"role": "user", "content": item.prompt}]
+    question = {"role": "user", "content": item.prompt}
+    assert messages(item, "") == [question]
+    assert messages(item, SUMS.system) == [{"role": "system", "content": SUMS.system}, question]

@@ -59,6 +59,7 @@ def test_without_noise_every_label_is_right(tokenizer: Any) -> None:
         assert tokenizer.decode([t for t in row.labels if t >= 0]) == f"{asked[0]}<|im_end|>"
 
 
+@pytest.mark.service
 def test_form_is_learned_and_content_is_mostly_wrong(tmp_path: Path) -> None:
     """`make learn` looks at other seeds."""
     from transformers import AutoModelForCausalLM, AutoTokenizer

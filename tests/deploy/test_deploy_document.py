@@ -17,7 +17,7 @@ from any_agent.runtime.command_line import parse
 from benchmarks.gpu import __main__ as gpu
 from benchmarks.gpu import sizing
 from benchmarks.gpu.shapes import SHAPES, Shape
-from trainer.pass_runner import PASS_TOKENS
+from trainer.pass_size import GPU_TOKENS
 
 ROOT = Path(__file__).resolve().parents[2]
 TEXT = (ROOT / "docs" / "how-to" / "deploy.md").read_text()
@@ -67,7 +67,7 @@ def test_settings_fit_their_machines(
             int(nodes) - roles[0].training_nodes
         )
         assert config.server.journal_dir is not None
-    tokens = config.train.micro_batch_tokens or PASS_TOKENS["cuda"]
+    tokens = config.train.micro_batch_tokens or GPU_TOKENS[1]
     assert (config.train.max_row_tokens or 0) <= tokens
     processes = config.train.processes * roles[0].training_nodes
     assert sizing.training(shape, processes, tokens=tokens).total <= limit
@@ -87,7 +87,7 @@ def test_the_file_for_one_gpu_fits() -> None:
     words = config.engine.arguments
     share = float(words[words.index("--mem-fraction-static") + 1])
     trained = sizing.training(
-        shape, 1, tokens=config.train.micro_batch_tokens or PASS_TOKENS["cuda"]
+        shape, 1, tokens=config.train.micro_batch_tokens or GPU_TOKENS[1]
     ).total
     assert trained + share * card <= sizing.USABLE * card
     assert "80 GB" in path.read_text()

@@ -5,18 +5,25 @@ from __future__ import annotations
 
 import fnmatch
 import json
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 from typing import Any
 
 import pytest
+import redis
 import yaml
 
 from any_agent.cli.main import _parser
 from any_agent.config import load_config
 from any_agent.runtime.command_line import parse
+from proxy_ext.journal.redis_server import LogOptions, ServerCheck, connect
+from tests.support.launcher.children import until
+from tests.support.ports import own_port
 from tests.support.proxy import our_app
+from tests.support.redis_server import require_redis
 
 ROOT = Path(__file__).resolve().parents[2]
 DEPLOY = ROOT / "deploy"
@@ -165,17 +172,24 @@ def test_its_environment(image: str) -> None:
     elsewhere = load_config(None, environ=variables(image) | environment(PORT="9000"))
     assert elsewhere.server.public_url == "http://127.0.0.1:9000"
     # What is under way has the time that compose waits for it, and a rest for the end.
+    assert config.server.journal is None
+    logged = load_config(None, environ=variables(image) | environment(REDIS_PASSWORD="a-word"))
+    assert logged.server.journal is not None
+    assert logged.server.journal.get_secret_value() == "redis://:a-word@redis:6379/0"
     grace = compose()["services"][image]["stop_grace_period"]
     assert 60 <= config.server.drain_timeout <= 60 * int(grace.removesuffix("m")) - 20
 
 
 def interpolated(text: str, **variables: str) -> str:
-    """As compose does it: `${NAME:-default}`, also within a default, and `${NAME:?complaint}`."""
-    inner = re.compile(r"\$\{(\w+):[-?]([^${}]*(?:\$\$[^${}]*)*)\}")
+    """Put variables in as compose does: `${NAME}`, `${NAME:-default}`, `${NAME:?complaint}`,
+    `${NAME:+text}`, also within each other."""
+    inner = re.compile(r"(?<!\$)\$\{(\w+)(?::([-?+])([^${}]*(?:\$\$[^${}]*)*))?\}")
     while (found := inner.search(text)) is not None:
-        value = variables.get(found[1]) or found[2]
+        name, how, more = found.groups()
+        given = variables.get(name)
+        value = (more if given else "") if how == "+" else given or more or ""
         text = text[: found.start()] + value + text[found.end() :]
-    return text
+    return text.replace("$$", "$")
 
 
 @pytest.mark.parametrize("image", IMAGES)
@@ -187,6 +201,48 @@ def test_the_file_of_settings_that_compose_names(image: str) -> None:
     assert settings["target"] == compose()["services"][image]["command"][-1]
     assert (DEPLOY / interpolated(settings["source"])).is_file()
     assert interpolated(settings["source"], CONFIG="my.yaml") == "my.yaml"
+
+
+def test_its_redis_keeps_what_a_journal_asks_for(tmp_path: Path) -> None:
+    """The command, with a folder and a port of this test, and a password in its environment."""
+    require_redis()
+    service = compose()["services"]["redis"]
+    assert service["image"].partition(":")[2].count(".") == 2, "the tag may change its content"
+    shell, option, script = service["command"]
+    script = interpolated(script)
+    port = own_port()
+    for name, value in {"/data": str(tmp_path), "\nEND\n": f"\nport {port}\nEND\n"}.items():
+        assert script.count(name) == 1
+        script = script.replace(name, value)
+    environ = {"PATH": os.environ["PATH"], "REDIS_PASSWORD": "a-word-of-somebody"}
+    with subprocess.Popen(
+        [shell, option, script], env=environ, stdout=subprocess.DEVNULL
+    ) as server:
+        try:
+            url = f"redis://:a-word-of-somebody@127.0.0.1:{port}/0"
+            options = LogOptions(url, "log", lease=5, durability="always", replicas=0)
+            check = ServerCheck(options)
+            with connect(url, check) as client:
+                until(lambda: answers(client), 30)
+                assert "on the server's disk before" in check.first(client)
+            health = [shell, option, interpolated(service["healthcheck"]["test"][1])]
+            health[-1] = health[-1].replace("redis-cli", f"redis-cli -p {port}")
+            assert subprocess.run(health, env=environ, check=False).returncode == 0
+            environ["REDIS_PASSWORD"] = "another"
+            assert subprocess.run(health, env=environ, check=False).returncode != 0
+        finally:
+            server.terminate()
+    for name in ("train", "serve"):
+        assert compose()["services"][name]["depends_on"] == {
+            "redis": {"condition": "service_healthy", "required": False}
+        }
+
+
+def answers(client: redis.Redis) -> bool:
+    try:
+        return bool(client.ping())
+    except redis.ConnectionError:
+        return False
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.name)

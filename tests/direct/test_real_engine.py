@@ -119,6 +119,7 @@ FORCED = [
 
 
 @pytest.mark.parametrize("fields", FORCED, ids=["plain", "required", "named"])
+@pytest.mark.service
 async def test_every_exported_logprob_is_that_of_a_fresh_pass(
     fields: dict[str, Any],
     embedded: EmbeddedEngine,

@@ -190,6 +190,7 @@ def test_the_command_on_the_demos_model(
         assert rows(out) == rows(documented)
 
 
+@pytest.mark.service
 def test_an_engine_says_what_it_serves(
     engine: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -94,6 +94,7 @@ async def test_a_session_is_ended_whatever_happens(
     assert {s["state"] for s in listed} == {"aborted"}
 
 
+@pytest.mark.service
 def test_the_command(parts: tuple[str, str], capsys: pytest.CaptureFixture[str]) -> None:
     url, engine = parts
     assert main(["doctor", "--url", url, "--engine", engine]) == 0

@@ -33,6 +33,7 @@ from any_agent.errors import AnyAgentError
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
 from any_agent.rundir.layout import RunDir
+from any_agent.runtime.command_line import say
 from any_agent.types import SessionState
 from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
@@ -364,11 +365,18 @@ def main() -> int:
     arguments = parser.parse_args()
     limit = 600 + 4 * arguments.kills * 60
     plan = Plan(arguments.kills, arguments.agents, arguments.seed, _STEPS, limit)
+    return judged(lambda root: run_chaos(root, plan, say=say), table, keep=arguments.keep)
+
+
+def judged(
+    run: Callable[[Path], Outcome], table: Callable[[Outcome], list[str]], *, keep: Path | None
+) -> int:
+    """Run in ``keep`` or a temporary folder; print table and verdict, return the exit code."""
     began = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="any-agent-chaos-") as folder:
-        root = arguments.keep or Path(folder)
+        root = keep or Path(folder)
         root.mkdir(parents=True, exist_ok=True)
-        outcome = run_chaos(root.absolute(), plan, say=lambda line: print(line, flush=True))
+        outcome = run(root.absolute())
     print("\n".join(table(outcome)))
     kept = "every promise was kept" if outcome.good else "FAILED"
     print(f"verdict   {kept} ({time.monotonic() - began:.0f} s)")

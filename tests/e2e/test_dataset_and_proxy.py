@@ -26,7 +26,7 @@ from any_agent.launcher.trial import trial_dir
 from tests.support.e2e.counting_agent import CountingAgent, items
 
 ROOT = Path(__file__).resolve().parents[2]
-STEPS = 4
+STEPS = 3
 GROUP, BATCH = 4, 8
 LIMIT = 600.0
 

@@ -1,6 +1,7 @@
-"""A tiny model learns a task on a dataset, by a script as a researcher writes it: one seed each.
+"""A tiny model learns a task on a dataset, by a script as a researcher writes it: one seed.
 
-`make learn` looks at five, and at how long they take.
+`make learn` looks at five seeds, at the other tasks, and at how long they take; that a second try
+is learned, `test_demo.py` shows.
 """
 
 from __future__ import annotations
@@ -11,20 +12,19 @@ from typing import Any
 import pytest
 
 from tests.e2e.learning.curves import picture, summary
-from tests.e2e.learning.runs import TASKS, prepare, train
+from tests.e2e.learning.runs import prepare, train
 from tests.e2e.learning.seeds import GAIN
 
-SEED = 0
+TASK, SEED = "tool_use", 0
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("task", sorted(TASKS))
-def test_the_reward_rises(task: str, tmp_path: Path, record_property: Any) -> None:
-    prepare(tmp_path, task, SEED)
-    figures = train(tmp_path, task, SEED)
+def test_the_reward_rises(tmp_path: Path, record_property: Any) -> None:
+    prepare(tmp_path, TASK, SEED)
+    figures = train(tmp_path, TASK, SEED)
     record_property(
         "figure",
-        f"{task}: reward {figures.before:.2f} -> {figures.after:.2f} in {figures.steps} steps, "
+        f"{TASK}: reward {figures.before:.2f} -> {figures.after:.2f} in {figures.steps} steps, "
         f"{figures.seconds:.0f} s, {figures.cpu_seconds:.0f} s of CPU",
     )
     assert figures.before <= 1 - GAIN - 0.1, figures

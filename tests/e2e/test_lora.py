@@ -23,7 +23,8 @@ LORA = {"train.lora.rank": 4, "train.lora.alpha": 16, "train.lr": 1e-2}
 def test_what_engines_sample_is_what_is_trained(
     tmp_path: Path, tiny_model_dir: Path, record_property: Any
 ) -> None:
-    small = {"rollout.batch_size": 8, "rollout.eta": 0, "train.steps": 3, "train.keep_weights": 9}
+    small = {"rollout.batch_size": 8, "rollout.eta": 0, "train.steps": 3}
+    small |= {"train.keep_weights": 9, "server.ranks": 1}
     config = live_config(tmp_path, tiny_model_dir, **(LORA | small))
     assert run_live(config, agents=8) >= 24
     run = run_dir_of(config)

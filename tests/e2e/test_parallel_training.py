@@ -20,7 +20,7 @@ from any_agent.rundir.layout import published_versions, weights_folder
 from tests.support.e2e.history import consumed_in
 from tests.support.e2e.live_run import drive, live_config
 from trainer.checkpoint import load_checkpoint
-from trainer.policy import PolicyConfig
+from trainer.model import PolicyConfig
 from trainer.weight_folders import holds_weights
 
 STEPS = 5

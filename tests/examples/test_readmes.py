@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import re
 import sys
 from typing import Any
@@ -11,6 +10,7 @@ import pytest
 
 from any_agent import GRPOConfig, load_expr_config
 from tests.support.examples import EXAMPLES, command_of, tiny_settings
+from tests.support.script_module import load_script
 
 FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
 SCRIPTS = sorted(path.parent.name for path in EXAMPLES.glob("*/train.py"))
@@ -29,11 +29,7 @@ def readme(example: str) -> str:
 def config_class(example: str) -> type[Any]:
     """The settings that its script takes."""
     name = f"example_{example}"
-    spec = importlib.util.spec_from_file_location(name, EXAMPLES / example / "train.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
+    module = load_script(f"examples/{example}/train.py", name)
     kinds = [k for k in vars(module).values() if isinstance(k, type) and issubclass(k, GRPOConfig)]
     own = [k for k in kinds if k.__module__ == name]
     return (own or kinds)[0]

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import ast
-import importlib.util
 import re
-import sys
+import shlex
+from contextlib import redirect_stderr
 from functools import cache
+from io import StringIO
+from itertools import takewhile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 
+import any_agent
+from any_agent.cli.main import _parser
 from any_agent.completions.params.table import PARAMETERS
 from any_agent.config import known_keys, load_config
+from any_agent.runtime.command_line import parse
 from any_agent.types import SessionState
 from proxy_ext.sessions.state_machine import Event
 from tests.support.proxy import our_app
+from tests.support.script_module import load_script
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = ["README.md", "CONTRIBUTING.md", "benchmarks/README.md", "examples/README.md"]
@@ -62,15 +68,7 @@ def is_defined(dotted: str) -> bool:
 
 @pytest.fixture(scope="module")
 def generate() -> ModuleType:
-    spec = importlib.util.spec_from_file_location(
-        "docs_generate", ROOT / "tools" / "docs" / "generate.py"
-    )
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    # A frozen dataclass looks its module up while it is made.
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    return module
+    return load_script("tools/docs/generate.py", "docs_generate")
 
 
 def test_configuration_is_up_to_date(generate: ModuleType) -> None:
@@ -117,6 +115,21 @@ def test_keys_are_up_to_date(generate: ModuleType) -> None:
     assert generate.KEYS_TARGET.read_text() == generate.route_scopes.render(), (
         "run python tools/docs/generate.py"
     )
+
+
+def test_the_http_api_is_up_to_date(generate: ModuleType) -> None:
+    text = generate.HTTP_API_TARGET.read_text()
+    assert text == generate.http_api.render(), "run python tools/docs/generate.py"
+    paths = our_app().openapi()["paths"]
+    served = {f"{m.upper()} {path}" for path, methods in paths.items() for m in methods}
+    assert {*re.findall(r"^### `([A-Z]+ /.*)`$", text, re.M)} == served
+
+
+def test_the_python_api_is_up_to_date(generate: ModuleType) -> None:
+    text = generate.PYTHON_API_TARGET.read_text()
+    assert text == generate.python_api.render(), "run python tools/docs/generate.py"
+    named = {*re.findall(r"^\| `(\w+)` \|", text, re.M)}
+    assert {*any_agent.__all__} - {"__version__"} <= named
 
 
 def test_sessions_name_every_state_and_event() -> None:
@@ -179,6 +192,62 @@ def test_named_modules_exist(name: str) -> None:
         if module.split(".")[0] in PACKAGES:
             named |= {f"{module}.{each.split()[0]}" for each in names.split(",")}
     assert not [each for each in sorted(named) if not is_defined(each)]
+
+
+def commands(text: str) -> list[str]:
+    """Return the commands of the blocks for a shell that begin with `any-agent`."""
+    found: list[str] = []
+    for block in re.findall(r"^ *```(?:bash|sh)\n(.*?)^ *```", text, re.M | re.S):
+        whole = ""
+        for line in re.sub(r"\\\n\s*", " ", block).splitlines():
+            whole = f"{whole}\n{line}" if whole else line.strip()
+            try:
+                shlex.split(whole, comments=True)
+            except ValueError:  # a quotation goes on in the next line
+                continue
+            found += [whole] if whole.startswith("any-agent ") else []
+            whole = ""
+    return found
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_commands_are_those_of_the_command_line(name: str) -> None:
+    """Every `any-agent ...` of a block can be parsed: its command, options and arguments."""
+    for line in commands((ROOT / name).read_text()):
+        words = list(takewhile(lambda w: w not in "|&>;", shlex.split(line, comments=True)))
+        with redirect_stderr(StringIO()) as said:
+            try:
+                parse(_parser(), words[1:])
+            except SystemExit as stopped:
+                assert stopped.code == 0, f"{line}\n{said.getvalue()}"
+
+
+def test_the_runbook_names_codes_and_metrics_that_exist() -> None:
+    text = (ROOT / "docs" / "how-to" / "runbook.md").read_text()
+    metrics = (ROOT / "docs" / "reference" / "metrics.md").read_text()
+    missing = [m for m in re.findall(r"any_agent_[a-z_]+", text) if f"`{m}`" not in metrics]
+    source = "\n".join(
+        path.read_text() for package in PACKAGES for path in (ROOT / package).rglob("*.py")
+    )
+    for code in re.findall(r"^\| \d{3} `(\w+)`", text, re.M):
+        missing += [] if f'code="{code}"' in source else [code]
+    assert len(re.findall(r"^\| \d{3} `\w+`", text, re.M)) > 10
+    assert not missing
+
+
+def test_each_promise_of_security_names_its_code_and_its_tests() -> None:
+    text = (ROOT / "docs" / "reference" / "security.md").read_text()
+    body = text.partition("## What is promised")[2].partition("## What is not")[0]
+    rows = re.findall(r"^\| (.+) \| (.+) \| (.+) \|$", body, re.M)
+    promises = [row for row in rows if row[0] != "promise" and set(row[0]) != {"-"}]
+    assert len(promises) > 15
+    bad = []
+    for promise, code, proof in promises:
+        files = re.findall(r"`(tests/[\w/]+/test_\w+\.py|tests/test_\w+\.py)`", proof)
+        found = [any(n.startswith("test_") for n in defined_in(ROOT / f)) for f in files]
+        if not files or not all(found) or not re.search(r"`(\w+/)+", code):
+            bad.append(promise)
+    assert not bad
 
 
 def test_each_promise_names_its_tests() -> None:

@@ -178,16 +178,15 @@ async def test_what_runs_when_it_is_closed_is_told(models: list[Path]) -> None:
         await engine.agenerate(prompt="a")
     async with engine.initialize(model=models[0]) as same:
         assert same is engine
-        stream = engine.agenerate_stream(prompt="a", max_tokens=2000, ignore_eos=True)
-        await anext(stream)
         # A paused engine cannot finish them before it is closed.
         await engine.ask(lambda pool: pool.pause())
         running = asyncio.create_task(engine.agenerate(prompt="b", ignore_eos=True))
+        stream = engine.agenerate_stream(prompt="a", ignore_eos=True)
+        streaming = asyncio.create_task(anext(stream))
         await asyncio.sleep(0)
-    for ends in (running, anext(stream)):
+    for ends in (running, streaming):
         with pytest.raises(EngineUnavailable):
-            while await ends:
-                ends = anext(stream)
+            await ends
     with pytest.raises(EngineUnavailable, match="call initialize"):
         engine.submit({"n": 0}, Saying())
     engine.destroy()

@@ -126,6 +126,27 @@ def test_a_part_gets_ready_and_is_started_again(lab: Lab) -> None:
     ]
 
 
+def test_a_part_that_is_relocated_is_judged_anew(lab: Lab) -> None:
+    moved: list[str] = []
+
+    def relocate() -> bool:
+        moved.append(part.state)
+        part.forget_deaths()
+        return len(moved) < 2
+
+    part = lab.part(SERVES, ready=serves, relocate=relocate)
+    part.start()
+    lab.until_ready(part)
+    for _ in range(6):
+        lab.die(part)
+        lab.again(part)
+    assert moved == ["ready"]
+    with pytest.raises(StartupError, match="part 0 ended 6 times"):
+        for _ in range(6):
+            lab.die(part)
+            lab.again(part)
+
+
 def test_each_start_has_its_own_arguments(lab: Lab, tmp_path: Path) -> None:
     versions = iter(["v1", "v2"])
     (tmp_path / "tell.py").write_text("import sys\nprint(sys.argv[1:], flush=True)\n" + SERVES)

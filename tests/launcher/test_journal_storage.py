@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.errors import ConfigError
-from any_agent.launcher.journal_storage import fetch_journals, store_journals
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher.journal_storage import fetch_journals, note_homes, store_journals
 from any_agent.rundir.layout import RunDir, read_json
 from tests.support.launcher.stand_ins import Lab
 
@@ -159,3 +159,15 @@ def test_a_service_brings_and_leaves_them_wherever_it_runs(lab: Lab, tmp_path: P
         write(node.dir.journal(1), "b").close()
     fetch_journals(two, [0, 1], "n2", nothing)
     assert rows_of(two.journal(1)) == ["a", "b"]
+
+
+def test_a_journal_that_left_its_log_is_not_dropped_for_it(tmp_path: Path) -> None:
+    """It ran without Redis since, and ended well on another machine."""
+    one, two = on("n1", tmp_path), on("n2", tmp_path)
+    fetch_journals(one, [0], "n1", nothing)
+    note_homes(one, [0], "n1")
+    write(one.journal(0), "a").close()
+    store_journals(one, [0], "n1", nothing)
+    with pytest.raises(StartupError, match=r"served without server\.journal since, on n1"):
+        note_homes(two, [0], "n2")
+    note_homes(one, [0], "n1")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import socket
@@ -15,6 +16,7 @@ import yaml
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher import Node, registry_monitor, trial
+from any_agent.launcher import node as node_module
 from any_agent.launcher.process import Command, SupervisedProcess
 from any_agent.launcher.trial import SavedWeights, TrialWeights, check_model, trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
@@ -344,6 +346,17 @@ def test_a_model_that_is_gone_is_not_needed_for_serving_its_weights(lab: Lab) ->
         pass
 
 
+def test_a_slow_start_says_what_it_waits_for(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_module, "SLOW", 0.0)
+    with lab.node() as node:
+        logs = node.dir.logs
+    waits = [line for line in lab.said if line.startswith("waiting")]
+    each = ("engine 0, engine 1", "rank 0, rank 1", "router")
+    assert waits == [
+        f"waiting   for {names} to be ready (0 s so far; logs in {logs})" for names in each
+    ]
+
+
 def test_the_settings_of_a_start_are_kept(lab: Lab) -> None:
     with lab.node("server.ranks=1", "train.steps=3", "server.admin_key=a-secret-key") as node:
         kept = [yaml.safe_load((node.dir.path / n).read_text()) for n in KEPT]
@@ -442,10 +455,45 @@ def test_training_that_cannot_begin_is_refused_before_anything_starts(
         lab.node(*reference),
     ):
         pass
+    index = {"weight_map": {"q_proj.weight": "1.safetensors"}}
+    (lab.home / "model" / "model.safetensors.index.json").write_text(json.dumps(index))
+    lora = ("train.lora.rank=4", "train.lora.target_modules=q_prj")
+    with pytest.raises(ConfigError, match=r"no layer named q_prj; it has q_proj"), lab.node(*lora):
+        pass
     monkeypatch.setattr(trial, "find_spec", lambda name: None)
     with pytest.raises(ConfigError, match=r"any-agent-rl\[lora\]"), lab.node("train.lora.rank=4"):
         pass
-    assert not (lab.home / "events").exists()
-    # Serving needs neither.
-    with lab.node(*reference, "train.lora.rank=4", "server.ranks=1", train=False):
+    epochs = r"train\.epochs=2 counts passes over a dataset, and there is none"
+    with pytest.raises(ConfigError, match=epochs), lab.node("train.epochs=2"):
         pass
+    assert not (lab.home / "events").exists()
+    # Serving needs none of it.
+    unused = (*reference, "train.lora.rank=4", "train.epochs=2", "server.ranks=1")
+    with lab.node(*unused, train=False):
+        pass
+
+
+@pytest.mark.parametrize("kept", ["one file", "an index"])
+def test_layers_that_no_weight_has_are_refused(tmp_path: Path, kept: str) -> None:
+    """By their names alone; an adapter names layers, or their ends."""
+    weights = dict.fromkeys(("a.0.q_proj.weight", "a.0.mlp.up_proj.weight", "norm.weight"), 1)
+    if kept == "an index":
+        index = {"metadata": {}, "weight_map": weights}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    else:
+        header = json.dumps({"__metadata__": {}, **weights}).encode()
+        content = len(header).to_bytes(8, "little") + header + bytes(99)
+        (tmp_path / "model.safetensors").write_bytes(content)
+    trial.require_layers(tmp_path, ["q_proj", "mlp.up_proj"])
+    trial.require_layers(tmp_path, [])
+    with pytest.raises(ConfigError, match=r"no layer named q_prj; it has norm, q_proj, up_proj$"):
+        trial.require_layers(tmp_path, ["q_proj", "q_prj"])
+
+
+@pytest.mark.parametrize("content", [b"", b"\1", b"\5" + bytes(7) + b"[[1]]", b"\xff" * 40])
+def test_weights_that_cannot_be_listed_are_left_to_the_trainer(
+    tmp_path: Path, content: bytes
+) -> None:
+    trial.require_layers(tmp_path, ["q_prj"])
+    (tmp_path / "model.safetensors").write_bytes(content)
+    trial.require_layers(tmp_path, ["q_prj"])

@@ -40,8 +40,14 @@ def test_what_a_trainer_that_died_left_of_a_line_harms_nothing(tmp_path: Path) -
 
 def test_an_earlier_runs_steps_are_not_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
-    metrics.write_text(line(1) + "\n")
-    assert TrainingProgress(metrics, 9).new_lines() == []
+    counted = [json.loads(line(k)) | {"rejected": {"zero_variance": 16 * k}} for k in (1, 2)]
+    first, second = map(json.dumps, counted)
+    metrics.write_text(f"{first}\n")
+    progress = TrainingProgress(metrics, 9)
+    assert progress.new_lines() == []
+    metrics.write_text(f"{first}\n{second}\n")
+    (shown,) = progress.new_lines()
+    assert shown.endswith("  left out 16 (zero_variance)")
 
 
 def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path) -> None:
@@ -54,3 +60,23 @@ def test_what_the_trainer_waits_for_is_shown_whenever_it_says_so(tmp_path: Path)
         os.utime(waiting, (seconds, seconds))
         assert progress.new_lines() == [f"waiting   {seconds} s", "waiting   dull"]
         assert progress.new_lines() == []
+
+
+def test_sessions_that_were_left_out_are_shown(tmp_path: Path) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    progress = TrainingProgress(metrics, 9)
+    counts = [
+        {"rejected": {"zero_variance": 16}, "stats": {"rollout/reward": 0.875}},
+        {"rejected": {"zero_variance": 16, "failed": 1}, "left_out": {"stale": 2}},
+        # The trainer has started again, and counts from 0.
+        {"rejected": {"zero_variance": 8}, "left_out": None},
+    ]
+    lines = [json.dumps(json.loads(line(k)) | each) for k, each in enumerate(counts)]
+    metrics.write_text("\n".join(lines) + "\n")
+    shown = progress.new_lines()
+    assert ["(all runs 0.875)" in text for text in shown] == [True, False, False]
+    assert [text.partition("train 2.00 s")[2] for text in shown] == [
+        "  left out 16 (zero_variance)",
+        "  left out 1 (failed)  left out 2 (stale)",
+        "  left out 8 (zero_variance)",
+    ]

@@ -16,12 +16,15 @@ from any_agent.launcher.trial import (
     ServedModel,
     TrialWeights,
     find_weights,
+    fleet_before,
     latest_weights,
     newest_weights,
+    require_same_ranks,
     resolve_config,
     trial_dir,
 )
 from any_agent.rundir.checksums import damaged_folders, write_manifest
+from any_agent.rundir.fleet import Fleet, save_fleet
 
 
 @pytest.fixture(autouse=True)
@@ -98,16 +101,25 @@ def test_an_admin_key_of_the_trial_opens_other_addresses(root: str) -> None:
     assert resolve_config(None, [root, "server.host=0.0.0.0"]).server.host == "0.0.0.0"
 
 
+def test_a_job_keeps_the_ranks_that_have_sessions(root: str) -> None:
+    """Their places on nodes follow from their number."""
+    config = start(root, "model.path=/m", "server.ranks=2")
+    require_same_ranks(config, None)
+    require_same_ranks(config, fleet_before(config))
+    fleet = Fleet.of(2).with_state(2, "serving").with_state(0, "draining")
+    save_fleet(trial_dir(config).fleet, fleet)
+    with pytest.raises(ConfigError, match=r"has the ranks 0, 1, 2, .* cannot change them to 2"):
+        require_same_ranks(config, fleet_before(config))
+
+
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_number_of_ranks_is_refused(root: str, tmp_path: Path, ranks: int) -> None:
-    """Each rank has sessions of its own, and a group's home follows from their number."""
+def test_another_number_of_ranks_is_taken(root: str, tmp_path: Path, ranks: int) -> None:
+    """The start of the service decides which ranks are added or drained."""
     start(root, "model.path=/m")
     path = tmp_path / "my.yaml"
     path.write_text(f"server: {{ranks: {ranks}}}\n")
     for file, overrides in ((None, [root, f"server.ranks={ranks}"]), (str(path), [root])):
-        with pytest.raises(ConfigError, match=rf"with 2 ranks, not {ranks}.*server\.ranks=2"):
-            resolve_config(file, overrides)
-    assert resolve_config(None, [root, "trial=other", f"server.ranks={ranks}"]).server.ranks
+        assert resolve_config(file, overrides).server.ranks == ranks
 
 
 def test_a_folder_of_an_older_layout_is_refused_by_name(root: str) -> None:

@@ -213,7 +213,7 @@ async def test_after_a_reboot_the_wall_clock_is_left(
 ) -> None:
     before = (await start()).service.answers.now
     wall = time.time
-    monkeypatch.setattr(boot_clock, "_boot_id", lambda: "another")
+    monkeypatch.setattr(boot_clock, "boot_id", lambda: "another")
     monkeypatch.setattr(time, "time", lambda: wall() + 3600)
     again = (await start()).service.answers
     assert 3600 <= again.now - before < 3600 + 600

@@ -63,6 +63,7 @@ def test_every_family_is_read_without_torch_as_with_it() -> None:
     assert "torch" in sys.modules
 
 
+@pytest.mark.service
 def test_what_is_there_already_stays() -> None:
     code = """
 import sys

@@ -81,6 +81,7 @@ async def test_sessions_balance_and_survive_a_restart(start: Start, proxy: Proxy
         }
 
 
+@pytest.mark.service
 async def test_sessions_balance_at_every_scrape_under_load(proxy: Proxy) -> None:
     over = asyncio.Event()
 

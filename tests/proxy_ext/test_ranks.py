@@ -15,6 +15,7 @@ from any_agent.config import Config
 from any_agent.launcher.trial import trial_dir
 from any_agent.rollout import LeaseExecutor, RankClients
 from any_agent.rollout import capacity_keeper as module
+from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 from tests.support.proxy import Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
@@ -42,7 +43,7 @@ async def proxies(
 @pytest.fixture
 async def executor(config: Config, proxies: list[Proxy]) -> AsyncIterator[LeaseExecutor]:
     executor = LeaseExecutor(
-        lambda: RankClients(trial_dir(config).registry, 2, retry_for=5),
+        lambda: RankClients(trial_dir(config).registry, FleetFile(None, 2), retry_for=5),
         config.rollout,
         owner="trainer",
     )

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import signal
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -79,13 +79,33 @@ async def app() -> AsyncIterator[App]:
     app.answer.set()
 
 
-def present(app: Any, folder: Path, *, drain_timeout: float = 30) -> DrainingServer:
+def present(
+    app: Any,
+    folder: Path,
+    *,
+    drain_timeout: float = 30,
+    lost: Callable[[], str | None] = lambda: None,
+) -> DrainingServer:
     config = uvicorn.Config(app, lifespan="on", log_config=None, timeout_graceful_shutdown=1)
 
     async def drain() -> None:
         pass
 
-    return DrainingServer(config, folder, Rank(), drain, drain_timeout=drain_timeout)
+    return DrainingServer(config, folder, Rank(), drain, drain_timeout=drain_timeout, lost=lost)
+
+
+async def test_it_ends_at_once_when_another_process_carries_the_rank(
+    tmp_path: Path, app: App
+) -> None:
+    reasons: list[str | None] = [None]
+    server = present(app, tmp_path, lost=lambda: reasons[0])
+    serving = asyncio.create_task(server._serve([reserve("127.0.0.1", 0)]))
+    await until(lambda: version(tmp_path))
+    assert server.lost is None
+    reasons[0] = "another process has it"
+    await asyncio.wait_for(serving, 20)
+    # The rank's parts, which knew it, are gone by now.
+    assert server.lost == "another process has it"
 
 
 async def test_a_server_is_present_from_when_it_listens_until_it_is_told_to_stop(

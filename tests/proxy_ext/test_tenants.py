@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import re
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Iterator
 from contextlib import AsyncExitStack
+from functools import partial
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -13,8 +15,10 @@ import pytest
 
 from any_agent.auth.access import run_dir_of
 from any_agent.auth.key_store import TenantLimits, create_key
+from proxy_ext.web.shared_quotas import SharedQuotas
 from tests.support.proxy import LIMIT, Proxy, turned_away, until
 from tests.support.proxy_fixtures import Start
+from tests.support.redis_server import RedisServer
 
 ADMIN = "server.admin_key=operator-secret-4711"
 
@@ -185,6 +189,70 @@ async def test_a_tenant_at_its_quota_does_not_starve_another(start: Start) -> No
         over = True
         await hammering
     assert said.count(429) > len(said) / 2
+
+
+async def test_a_request_counts_once(start: Start) -> None:
+    proxy = await start(ADMIN, "server.ranks=1")
+    alice = Tenants(proxy).key("alice", requests_per_second=0.9)
+    session = (await Tenants(proxy).open(alice)).json()
+    (bucket,) = proxy.service.quotas._buckets.values()
+    bucket.fill_to(2.0, proxy.service.quotas._clock())
+    # Its session is looked up for the query, and again for the route.
+    path = f"/rl/v1/sessions/{session['session_id']}/heartbeat?session_id={session['session_id']}"
+    assert (await proxy.post(path, {}, session["api_key"])).status_code == 200
+    assert bucket._level >= 1.0
+
+
+# -- over all ranks, with Redis --------------------------------------------------------------------
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path / "redis") as server:
+        yield server
+
+
+async def test_two_ranks_count_together(
+    redis_server: RedisServer, start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # So long that a busy machine does not make Redis seem away.
+    monkeypatch.setitem(SharedQuotas.__init__.__kwdefaults__, "timeout", LIMIT)
+    settings = (ADMIN, f"server.journal={redis_server.url}", "server.ranks=2")
+    first, second = [await start(*settings, rank=rank) for rank in range(2)]
+
+    async def said(proxy: Proxy) -> tuple[bool, str]:
+        told = (await proxy.http.get("/healthz")).json()["quotas_exact"]
+        shown = re.search(
+            r"any_agent_quotas_exact{.*} (.*)", (await proxy.http.get("/metrics")).text
+        )
+        assert shown is not None
+        return told, shown[1]
+
+    async def exact(proxy: Proxy) -> bool:
+        return await said(proxy) == (True, "1.0")
+
+    for proxy in (first, second):
+        await until(partial(exact, proxy))
+    alice = Tenants(first).key("alice", open_sessions=3, requests_per_second=1000)
+    opened = [(await Tenants(first).open(alice)).json() for _ in range(3)]
+    refused = await Tenants(second).open(alice)
+    turned_away(refused, 429, "quota_exceeded")
+    assert "open_sessions (3); wait" in refused.json()["error"]["message"]
+    path = f"/rl/v1/sessions/{opened[0]['session_id']}/abort"
+    assert (await first.post(path, {}, opened[0]["api_key"])).status_code == 200
+    await first.service.quotas._pump  # type: ignore[attr-defined]
+    assert (await Tenants(second).open(alice)).status_code == 200
+    turned_away(await Tenants(first).open(alice), 429, "quota_exceeded")
+    redis_server.kill()
+    path = f"/rl/v1/sessions/{opened[1]['session_id']}"
+    for _ in range(2):
+        read = await first.http.get(path, headers={"authorization": f"Bearer {alice}"})
+        assert read.status_code == 200, "reads go on"
+    assert await said(first) == (False, "0.0")
+    redis_server.start()
+    for proxy in (first, second):
+        await until(partial(exact, proxy))
+        turned_away(await Tenants(proxy).open(alice), 429, "quota_exceeded")
 
 
 # -- what tenants share, and what they do not ------------------------------------------------------

@@ -105,8 +105,9 @@ def test_an_interaction_comes_back(i: Interaction) -> None:
 def test_trajectories_come_back(
     items: list[Interaction], metadata: dict[str, Any], final: float | None
 ) -> None:
+    named = {} if final is None else {"correct": final, "é": 2.0}
     sent = [
-        Trajectory("s", "g", items, final, task_id="t", metadata=metadata),
+        Trajectory("s", "g", items, final, "t", metadata, named),
         Trajectory("s2", "s2", []),
     ]
     got = unpack_trajectories(pack_trajectories(sent))
@@ -115,6 +116,7 @@ def test_trajectories_come_back(
         ("s2", "s2", None, None),
     ]
     assert got[0].metadata == metadata
+    assert got[0].named_rewards == named
     assert all(same(a, b) for a, b in zip(items, got[0].interactions, strict=True))
 
 
@@ -295,6 +297,11 @@ def test_unknown_fields_and_formats(make: Make) -> None:
         body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [make("a")])]))
         body["trajectories"][0]["interactions"][0][FIELDS.index("id")] = 1
         unpack_trajectories(msgpack.packb(body))
+    for named in ({"a": float("nan")}, {"a": True}, {b"a": 1.0}, {"a": "1"}, ["a"], None):
+        body = msgpack.unpackb(pack_trajectories([Trajectory("s", "g", [])]))
+        body["trajectories"][0]["named_rewards"] = named
+        with pytest.raises(ValueError, match=r"trajectories\[0\]\.named_rewards"):
+            unpack_trajectories(msgpack.packb(body))
     for data in (b"", b"\x80", b"\xc1", b"nonsense", msgpack.packb([1]), b"\x91" * 5000):
         with pytest.raises(ValueError):
             unpack_interaction(data)

@@ -13,10 +13,11 @@ import pytest
 from any_agent.config import RolloutConfig
 from any_agent.errors import ServiceUnavailable, Unauthenticated
 from any_agent.protocol.training import Capacity
-from any_agent.rollout import RankClients
 from any_agent.rollout import capacity_keeper as module
 from any_agent.rollout.capacity_keeper import CapacityKeeper
+from any_agent.rundir.fleet import Fleet
 from proxy_ext.sessions.slots import Admission, Ticket
+from tests.support.fixed_ranks import FixedRanks
 
 
 @dataclass(slots=True)
@@ -105,24 +106,73 @@ class Rank:
     async def close(self) -> None: ...
 
 
-class Fleet(RankClients):
-    """Ranks without addresses."""
-
-    def __init__(self, *ranks: Rank) -> None:
-        self.clients = ranks  # type: ignore[assignment]
-
-
 CONFIG = RolloutConfig(batch_size=8, max_concurrent=12, eta=1)
 
 
 def keeper_of(*ranks: Rank, config: RolloutConfig = CONFIG, open: bool = True) -> CapacityKeeper:
-    keeper = CapacityKeeper(Fleet(*ranks), config, owner="me", held=lambda _: [])
+    keeper = CapacityKeeper(FixedRanks(*ranks), config, owner="me", held=lambda _: [])
     keeper.open = open
     return keeper
 
 
 def limits(rank: Rank) -> list[int]:
     return [message.limit for message in rank.messages]
+
+
+# -- a fleet that changes ----------------------------------------------------------------------
+
+
+async def test_a_draining_rank_keeps_no_headroom() -> None:
+    zero, one = Rank(), Rank()
+    ranks = FixedRanks(zero, one)
+    keeper = CapacityKeeper(ranks, CONFIG, owner="me", held=lambda _: [])
+    keeper.open = True
+    await keeper.round()
+    assert limits(zero)[-1] == limits(one)[-1] == 6
+    one.ask(2)
+    one.ask(8)
+    ranks.change(Fleet.of(2).with_state(1, "draining"))
+    await keeper.round()
+    assert limits(one)[-1] == 2, "its open group has its slots, and nothing else does"
+    await keeper.round()
+    assert limits(zero)[-1] == 10, "the others have what it had"
+
+
+async def test_an_added_rank_gets_room_once_it_serves() -> None:
+    zero, two = Rank(), Rank()
+    ranks = FixedRanks(zero)
+    keeper = CapacityKeeper(ranks, CONFIG, owner="me", held=lambda _: [])
+    keeper.open = True
+    await keeper.round()
+    assert limits(zero)[-1] == 12
+    ranks.change(Fleet.of(1).with_state(2, "joining"), rank_2=two)
+    await keeper.round()
+    assert (limits(zero)[-1], set(limits(two))) == (12, {0})
+    ranks.change(Fleet.of(1).with_state(2, "serving"))
+    await keeper.round()
+    assert (limits(zero)[-1], limits(two)[-1]) == (6, 6)
+
+
+async def test_an_added_rank_that_does_not_answer_stops_nobody() -> None:
+    zero, two = Rank(), Rank(fate=lambda: "lost")
+    ranks = FixedRanks(zero)
+    keeper = CapacityKeeper(ranks, CONFIG, owner="me", held=lambda _: [])
+    keeper.open = True
+    ranks.change(Fleet.of(1).with_state(2, "serving"), rank_2=two)
+    await keeper.round()
+    assert limits(zero)[-1] == 12
+
+
+async def test_a_rank_that_has_ended_is_forgotten() -> None:
+    zero, one = Rank(), Rank()
+    ranks = FixedRanks(zero, one)
+    keeper = CapacityKeeper(ranks, CONFIG, owner="me", held=lambda _: [])
+    keeper.open = True
+    await keeper.round()
+    told = len(limits(one))
+    ranks.change(Fleet.of(2).with_state(1, None))
+    await keeper.round()
+    assert (limits(zero)[-1], len(limits(one))) == (12, told)
 
 
 # -- what is said ------------------------------------------------------------------------------
@@ -315,6 +365,7 @@ class World:
     [(0, (4,)), (0, (1, 2, 4, 8)), (0, (3, 5)), (2, (1, 4, 8))],
     ids=["alike", "mixed", "odd", "ahead"],
 )
+@pytest.mark.service
 async def test_never_too_many(
     monkeypatch: pytest.MonkeyPatch, seed: int, eta: int, sizes: tuple[int, ...]
 ) -> None:

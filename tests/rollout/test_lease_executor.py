@@ -19,10 +19,11 @@ from any_agent.errors import (
     from_response,
 )
 from any_agent.protocol.training import Rejection
-from any_agent.rollout import LeaseExecutor, RankClients
+from any_agent.rollout import LeaseExecutor
 from any_agent.rollout import lease_executor as module
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
+from tests.support.fixed_ranks import FixedRanks
 from tests.support.lease_executor import Scripted, Service, until
 
 CONFIG = RolloutConfig(batch_size=4, max_concurrent=8, eta=1)
@@ -32,22 +33,11 @@ def episode(name: str, size: int = 2) -> Episode:
     return [Trajectory(f"{name}-{k}", name, []) for k in range(size)]
 
 
-class OneRank:
+class OneRank(FixedRanks):
     """Stands for `RankClients`: whatever the session's name."""
-
-    def __init__(self, service: Service) -> None:
-        self.clients = (service,)
-
-    def __len__(self) -> int:
-        return 1
 
     def home(self, session_id: str) -> int:
         return 0
-
-    all = RankClients.all
-
-    async def close(self) -> None:
-        await self.clients[0].close()
 
 
 class Lab:

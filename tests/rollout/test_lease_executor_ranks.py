@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,10 +12,12 @@ from any_agent.config import RolloutConfig
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.training import Rejection
 from any_agent.record import pack_trajectories
-from any_agent.rollout import Consumed, LeaseExecutor, RankClients
+from any_agent.rollout import Consumed, LeaseExecutor
 from any_agent.rollout import lease_executor as module
+from any_agent.rundir.fleet import Fleet
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
+from tests.support.fixed_ranks import FixedRanks
 from tests.support.lease_executor import Service, until
 
 
@@ -51,19 +52,13 @@ class Home(Service):
         return pack_trajectories([Trajectory(id, "g", []) for id in session_ids])
 
 
-class Fleet(RankClients):
-    def __init__(self, *services: Service) -> None:
-        super().__init__(Path("nowhere"), 0)
-        self.clients = services
-
-
 class Lab:
     def __init__(self, *, begin: bool = True, **settings: Any) -> None:
         self.consumed: dict[str, Consumed] = {}
         self.services = (Home(), Home())
         config = {"batch_size": 4, "max_concurrent": 8, "eta": 1, **settings}
         self.executor = LeaseExecutor(
-            lambda: Fleet(*self.services),
+            self._make_ranks,
             RolloutConfig(**config),
             owner="me",
             consumed=self.consumed,
@@ -71,6 +66,10 @@ class Lab:
         self.executor.start()
         if begin:
             self.executor.begin()
+
+    def _make_ranks(self) -> FixedRanks:
+        self.ranks = FixedRanks(*self.services)
+        return self.ranks
 
     def give(self, rank: int, *episodes: Episode) -> None:
         self.services[rank].script.give(*episodes)
@@ -217,3 +216,31 @@ async def test_stopping_ends_an_ack_that_never_arrives(monkeypatch: pytest.Monke
     await asyncio.to_thread(lab.executor.ack, [sid(1, 1)], [])
     async with asyncio.timeout(60):
         await asyncio.to_thread(lab.executor.stop)
+
+
+def test_an_added_rank_is_leased_from(lab: Lab) -> None:
+    two = Home()
+    lab.services = (*lab.services, two)
+    lab.ranks.change(Fleet.of(2).with_state(2, "joining"), rank_2=two)
+    lab.give(2, group(2, "c", 1, 2, 3, 4))
+    assert [t.session_id for (e) in lab.executor.prepare_batch(timeout=60) for t in e] == [
+        sid(2, k) for k in (1, 2, 3, 4)
+    ]
+    lab.executor.ack([sid(2, k) for k in (1, 2, 3, 4)], [])
+    assert two.acks == [([sid(2, k) for k in (1, 2, 3, 4)], [])]
+
+
+def test_a_rank_that_has_ended_fails_nothing(lab: Lab) -> None:
+    """Its last acknowledgement may have had an effect without an answer."""
+    zero, one = lab.services
+    lab.give(1, group(1, "b", 1, 2, 3, 4))
+    lab.executor.prepare_batch(timeout=60)
+    one.away = True
+    lab.ranks.change(Fleet.of(2).with_state(1, None))
+    lab.executor.ack([sid(1, 1)], [])
+    until(lambda: zero.held and not lab.executor._leased)
+    one.failures = {"capacity": [NotFound("it is gone")]}
+    with pytest.raises(NotFound, match="rank 1 was drained"):
+        lab.executor.replay([sid(0, 1), sid(1, 1)], timeout=60)
+    lab.give(0, group(0, "a", 1, 2, 3, 4))
+    assert len(lab.executor.prepare_batch(timeout=60)) == 1

@@ -12,6 +12,7 @@ from aiohttp import web
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.rollout import RankClients
 from any_agent.rollout import rank_clients as module
+from any_agent.rundir.fleet import Fleet, FleetFile, save_fleet
 from any_agent.rundir.registry import RegistryEntry, publish, rank_name
 
 INFO = {
@@ -61,7 +62,7 @@ async def versions(ranks: RankClients) -> list[int]:
 
 
 async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
-    ranks = RankClients(tmp_path, 2, retry_for=15)
+    ranks = RankClients(tmp_path, FleetFile(None, 2), retry_for=15)
     async with Rank(10) as zero, Rank(11) as one, Rank(12) as moved:
         tell(tmp_path, 0, zero.url)
         waiting = asyncio.create_task(versions(ranks))
@@ -81,7 +82,7 @@ async def test_a_rank_is_waited_for_and_followed(tmp_path: Path) -> None:
 
 
 async def test_a_rank_that_never_comes(tmp_path: Path) -> None:
-    ranks = RankClients(tmp_path, 2, retry_for=0.2)
+    ranks = RankClients(tmp_path, FleetFile(None, 2), retry_for=0.2)
     async with Rank(10) as zero:
         tell(tmp_path, 0, zero.url)
         with pytest.raises(ServiceUnavailable):
@@ -90,7 +91,7 @@ async def test_a_rank_that_never_comes(tmp_path: Path) -> None:
 
 
 async def test_all_of_them_end_before_one_fails() -> None:
-    ranks = RankClients(Path("nowhere"), 3)
+    ranks = RankClients(Path("nowhere"), FleetFile(None, 3))
     ended: list[int] = []
 
     async def call(rank: int) -> int:
@@ -107,16 +108,16 @@ async def test_all_of_them_end_before_one_fails() -> None:
 
 
 def test_a_session_names_its_rank(tmp_path: Path) -> None:
-    ranks = RankClients(tmp_path, 2)
+    ranks = RankClients(tmp_path, FleetFile(None, 2))
     assert [ranks.home(f"ses-{rank}-{'0' * 16}") for rank in (0, 1)] == [0, 1]
     for wrong in (f"ses-2-{'0' * 16}", "ses-0-x", ""):
-        with pytest.raises(NotFound, match="none of the 2 ranks"):
+        with pytest.raises(NotFound, match="no rank of this run has had"):
             ranks.home(wrong)
 
 
 async def test_many_calls_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     looks = 0
-    ranks = RankClients(tmp_path, 4)
+    ranks = RankClients(tmp_path, FleetFile(None, 4))
     refresh = ranks._registry.refresh
 
     def counted() -> None:
@@ -129,4 +130,39 @@ async def test_many_calls_look_once(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     for rank in range(4):
         ranks.entry(rank)
     assert looks <= 1
+    await ranks.close()
+
+
+async def test_the_ranks_follow_the_fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "_POLL_INTERVAL", 0.0)
+    path = tmp_path / "fleet.json"
+    registry = tmp_path / "registry"
+    registry.mkdir()
+    ranks = RankClients(registry, FleetFile(path, 2), retry_for=0.2)
+
+    def change(fleet: Fleet) -> None:
+        save_fleet(path, fleet)
+        ranks.follow()
+
+    joining = Fleet.of(2).with_state(2, "joining")
+    change(joining)
+    assert (ranks.present, ranks.joining) == ([0, 1], []), "its proxy is not up"
+    async with Rank(10) as zero, Rank(11) as one, Rank(12) as two:
+        for number, rank in enumerate((zero, one, two)):
+            tell(registry, number, rank.url)
+        ranks.follow()
+        assert (ranks.present, ranks.joining) == ([0, 1, 2], [2])
+        assert await versions(ranks) == [10, 11, 12]
+        change(joining.with_state(2, "serving").with_state(0, "drained"))
+        assert (ranks.present, ranks.sampling, ranks.joining) == ([0, 1, 2], [1, 2], [])
+        assert await versions(ranks) == [10, 11, 12], "a resume may need its sessions"
+        change(ranks.fleet.with_state(0, None))
+        assert (ranks.present, len(ranks)) == ([1, 2], 2)
+        assert await versions(ranks) == [11, 12]
+        with pytest.raises(NotFound) as error:
+            await ranks.clients[0].run_info()
+        assert error.value.code == module.RANK_ENDED
+        infos = await ranks.all(lambda rank: ranks.clients[rank].run_info(), [0, 1])
+        assert [info.version for info in infos] == [11], "it has left meanwhile"
+        assert ranks.home(f"ses-0-{'0' * 16}") == 0
     await ranks.close()

@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 
 from any_agent.config import RolloutConfig
 from any_agent.record import InteractionWithTokenLogpReward
-from any_agent.rollout.episode_scheduler import EpisodeRunner, EpisodeScheduler
+from any_agent.rollout.episode_runner import EpisodeRunner
+from any_agent.rollout.episode_scheduler import EpisodeScheduler
 from any_agent.rollout.jobs import EpisodeJob, JobQueue, JobStream
 from any_agent.workflow import RolloutWorkflow
 

@@ -14,12 +14,13 @@ from any_agent.errors import (
     NotFound,
     SessionMismatch,
 )
-from any_agent.keys import SESSION_KEY_PREFIX, KeySigner, Lane
-from router.affinity import SessionAffinity, home_of
+from any_agent.keys import KeySigner
+from any_agent.rundir.fleet import Fleet
+from router.affinity import SessionAffinity, home_of, homes_of
 
 RANKS = 3
 SIGNER = KeySigner(b"s" * 32)
-AFFINITY = SessionAffinity(SIGNER, RANKS)
+AFFINITY = SessionAffinity(SIGNER, lambda: Fleet.of(RANKS))
 KEYS = [SIGNER.mint(rank)[1] for rank in range(RANKS)]
 IDS = [f"ses-{rank}-0123456789abcdef" for rank in range(RANKS)]
 BAD_KEYS = {
@@ -87,21 +88,6 @@ def test_bad_keys_choose_no_rank(key: str) -> None:
         place(query=f"session_id={key}"),
     ):
         assert placed == (None, True)
-
-
-def test_genuine_keys_are_checked_once_and_others_are_not_kept() -> None:
-    checked: list[str] = []
-
-    class Signer(KeySigner):
-        def verify(self, key: str, prefix: str = SESSION_KEY_PREFIX) -> Lane | None:
-            checked.append(key)
-            return super().verify(key, prefix)
-
-    affinity = SessionAffinity(Signer(b"s" * 32), RANKS)
-    for _ in range(2):
-        assert affinity.rank_of(KEYS[1]) == 1
-        assert affinity.rank_of(BAD_KEYS["forged"]) is None
-    assert checked == [KEYS[1], BAD_KEYS["forged"], BAD_KEYS["forged"]]
 
 
 def test_a_rank_that_the_service_does_not_have() -> None:
@@ -173,29 +159,29 @@ def test_nothing_unexpected_is_raised(path: str, value: str) -> None:
 
 
 def test_homes() -> None:
-    home = AFFINITY.home
-    group = home(api_key=None, group_id="g", task_id=None)
-    assert group == home_of("g", RANKS)
-    assert home(api_key=None, group_id="g", task_id="t") == group
-    assert home(api_key=None, group_id=None, task_id="t") == home_of("t", RANKS)
-    assert home(api_key=None, group_id=None, task_id=None) is None
-    assert home(api_key=KEYS[2], group_id=None, task_id=None) == 2
+    homes = AFFINITY.homes
+    group = homes(api_key=None, group_id="g", task_id=None)
+    assert group == [home_of("g", range(RANKS))]
+    assert homes(api_key=None, group_id="g", task_id="t") == group
+    assert homes(api_key=None, group_id=None, task_id="t") == [home_of("t", range(RANKS))]
+    assert homes(api_key=None, group_id=None, task_id=None) is None
+    assert homes(api_key=KEYS[2], group_id=None, task_id=None) == [2]
 
 
 def test_an_earlier_key_and_its_group() -> None:
-    there = home_of("g", RANKS)
+    there = home_of("g", range(RANKS))
     for rank in range(RANKS):
         if rank == there:
-            assert AFFINITY.home(api_key=KEYS[rank], group_id="g", task_id=None) == rank
+            assert AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None) == [rank]
             continue
         with pytest.raises(Conflict) as error:
-            AFFINITY.home(api_key=KEYS[rank], group_id="g", task_id=None)
+            AFFINITY.homes(api_key=KEYS[rank], group_id="g", task_id=None)
         assert error.value.code == "lane_on_other_rank"
 
 
 def test_an_earlier_key_that_is_none() -> None:
-    assert AFFINITY.home(api_key=BAD_KEYS["forged"], group_id=None, task_id=None) is None
-    assert AFFINITY.home(api_key="something else", group_id=None, task_id=None) is None
+    assert AFFINITY.homes(api_key=BAD_KEYS["forged"], group_id=None, task_id=None) is None
+    assert AFFINITY.homes(api_key="something else", group_id=None, task_id=None) is None
 
 
 NAMES = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=64)
@@ -203,26 +189,76 @@ NAMES = st.text(alphabet=st.characters(codec="utf-8"), min_size=1, max_size=64)
 
 @given(NAMES, st.integers(1, 64))
 def test_a_home_is_one_of_the_ranks_and_always_the_same(name: str, ranks: int) -> None:
-    home = home_of(name, ranks)
+    home = home_of(name, range(ranks))
     assert 0 <= home < ranks
-    assert home_of(name, ranks) == home
+    assert home_of(name, range(ranks)) == home
 
 
 @given(NAMES, st.integers(1, 64))
 def test_a_rank_more_moves_only_what_it_wins(name: str, ranks: int) -> None:
-    assert home_of(name, ranks + 1) in (home_of(name, ranks), ranks)
+    assert home_of(name, range(ranks + 1)) in (home_of(name, range(ranks)), ranks)
+
+
+CHANGES = st.lists(
+    st.tuples(st.integers(0, 5), st.sampled_from(["serving", "draining", "ended"])), max_size=12
+)
+
+
+@given(st.lists(NAMES, min_size=1, max_size=8, unique=True), CHANGES)
+def test_a_change_of_the_fleet_moves_no_living_group(
+    names: list[str], changes: list[tuple[int, str]]
+) -> None:
+    """Whenever a member comes, the first of its homes that has the group is the one that had it."""
+    fleet = Fleet.of(3)
+    groups: dict[str, int] = {}
+
+    def join(name: str) -> int:
+        homes = homes_of(name, fleet)
+        return next((rank for rank in homes if groups.get(name) == rank), homes[-1])
+
+    for k, (rank, state) in enumerate([(0, "serving"), *changes]):
+        changed = fleet.with_state(rank, None if state == "ended" else state)  # type: ignore[arg-type]
+        fleet = changed if changed.serving else fleet
+        # A rank ends when its groups have ended.
+        groups = {name: home for name, home in groups.items() if fleet.state(home) is not None}
+        for name in names[: k + 1]:
+            found = join(name)
+            assert groups.setdefault(name, found) == found
+            assert fleet.state(found) is not None
+            if found not in fleet.serving:
+                assert homes_of(name, fleet)[-1] != found, "a group would begin there"
+
+
+@given(NAMES, st.integers(1, 32))
+def test_most_names_have_one_home(name: str, ranks: int) -> None:
+    fleet = Fleet.of(ranks)
+    assert homes_of(name, fleet) == [home_of(name, range(ranks))]
+    grown = fleet.with_state(ranks, "serving")
+    now = home_of(name, range(ranks + 1))
+    assert homes_of(name, grown) == (
+        homes_of(name, fleet) if now != ranks else [*homes_of(name, fleet), ranks]
+    )
+
+
+def test_a_session_of_a_rank_that_has_ended() -> None:
+    fleet = Fleet.of(3).with_state(1, None)
+    affinity = SessionAffinity(SIGNER, lambda: fleet)
+    assert [affinity.rank_of(KEYS[rank]) for rank in (0, 2)] == [0, 2]
+    with pytest.raises(NotFound, match="one of rank 1, which was drained") as error:
+        affinity.rank_of(KEYS[1])
+    assert error.value.code == "unknown_rank"
 
 
 def test_homes_do_not_depend_on_the_process() -> None:
     """Python's own hash does; these are what every router has answered so far."""
-    assert [home_of(f"group-{k}", 4) for k in range(8)] == [2, 0, 3, 2, 0, 1, 0, 0]
+    assert [home_of(f"group-{k}", range(4)) for k in range(8)] == [2, 0, 3, 2, 0, 1, 0, 0]
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 8])
 @pytest.mark.parametrize("form", ["group-{}", "{}", "gsm8k/train/{}/x", "a" * 50 + "{}"])
 def test_homes_are_spread_evenly(ranks: int, form: str) -> None:
     count = 2000 * ranks
-    found = Counter(home_of(form.format(k), ranks) for k in range(count))
+    found = Counter(home_of(form.format(k), range(ranks)) for k in range(count))
     # Five standard deviations of a fair choice.
     allowed = 5 * (count * (1 / ranks) * (1 - 1 / ranks)) ** 0.5
     assert all(abs(found[rank] - count / ranks) < allowed for rank in range(ranks)), found

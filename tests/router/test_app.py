@@ -50,7 +50,7 @@ async def test_an_escaped_prefix_is_a_prefix(pair: Lab) -> None:
 
 
 async def test_an_escaped_route_is_that_route(pair: Lab) -> None:
-    home = pair.ranks[home_of("g", 2)]
+    home = pair.ranks[home_of("g", range(2))]
     for _ in range(3):
         await pair.post("/rl/v1/%73tart_session", {"group_id": "g"})
     assert len(home.received) == 3
@@ -313,11 +313,40 @@ async def test_health_shows_the_ranks(pair: Lab) -> None:
     assert health["ranks"]["0"]["state"] == "away"
     assert health["ranks"]["1"] == {
         "state": "ready",
+        "fleet": "serving",
         "version": 7,
         "load": {"open": 0, "waiting": 0, "calls": 0},
         "engine_up": True,
     }
     assert (await pair.get("/readyz")).json()["ranks"] == [1]
+
+
+async def test_with_litellms_configuration_an_admin_gets_its_health(
+    start_lab: StartLab, tmp_path: Path
+) -> None:
+    path = tmp_path / "litellm.yaml"
+    path.write_text("model_list: []")
+    lab = await start_lab("server.admin_key=operator-secret", f"litellm.config={path}")
+    areals = {"status": "ok", "workers": 1}
+    assert (await lab.get("/health")).json() == areals and not lab.ranks[0].received
+    await lab.get("/health", Authorization="Bearer operator-secret")
+    assert [each.target for each in lab.ranks[0].received] == ["/health"]
+
+
+@pytest.mark.parametrize("database", [False, True])
+async def test_keys_that_may_be_litellms_open_groups_at_their_home(
+    start_lab: StartLab, tmp_path: Path, database: bool
+) -> None:
+    path = tmp_path / "litellm.yaml"
+    url = "\ngeneral_settings: {database_url: 'postgresql://127.0.0.1/litellm'}"
+    path.write_text(f"model_list: []{url if database else ''}")
+    settings = ("server.admin_key=operator-secret", f"litellm.config={path}")
+    lab = await start_lab(*settings, ranks=3)
+    for k in range(12):
+        body = {"group_id": f"g{k}"}
+        await lab.post("/rl/v1/start_session", body, "sk-virtual")
+    homes = [{home_of(r.json["group_id"], range(3)) for r in rank.received} for rank in lab.ranks]
+    assert (homes == [{0}, {1}, {2}]) is database
 
 
 async def test_without_ranks_it_lives_and_is_not_ready(lab: Lab) -> None:

@@ -23,7 +23,7 @@ NO_SLOT = {"error": {"code": "no_capacity"}}
 
 def task_of(rank: int, ranks: int = 2) -> str:
     """A task whose home is this rank."""
-    return next(f"task-{k}" for k in range(1000) if home_of(f"task-{k}", ranks) == rank)
+    return next(f"task-{k}" for k in range(1000) if home_of(f"task-{k}", range(ranks)) == rank)
 
 
 @dataclass
@@ -217,7 +217,7 @@ async def test_another_ranks_group_slots_will_not(pair: Lab) -> None:
 async def test_with_an_idempotency_key_the_grant_comes_home(pair: Lab, task: bool) -> None:
     """One rank opens, whatever becomes of the others, since it alone keeps the answer."""
     ranks = [Slots(rank, trainers=1) for rank in pair.ranks]
-    home = 0 if task else home_of("key k", 2)
+    home = 0 if task else home_of("key k", range(2))
     body, key = {"task_id": task_of(0)} if task else {}, {"Idempotency-Key": "k"}
     ranks[1 - home].grants = 2
     for left in (1, 0):

@@ -31,7 +31,7 @@ def said(k: int, *more: str) -> list[dict[str, Any]]:
 
 
 def home(body: dict[str, Any]) -> int:
-    return home_of(task_of(body), 2)
+    return home_of(task_of(body), range(2))
 
 
 async def ranks_of(lab: Lab, path: str, body: Any, key: str | None = None) -> list[int]:
@@ -204,7 +204,7 @@ async def test_a_thread_has_the_body_until_its_end(
         go_on.wait(30)
         return 0
 
-    monkeypatch.setattr(ImplicitAffinity, "_rank", read)
+    monkeypatch.setattr(ImplicitAffinity, "_name", read)
     asked = asyncio.create_task(tight.post(PATH, LONG, ADMIN))
     try:
         await until(begun.is_set)

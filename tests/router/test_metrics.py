@@ -14,8 +14,8 @@ import router.metrics as metrics_module
 from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.registry import RegistryEntry, publish
-from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric
-from router.metrics import CLIENT_LEFT, METRICS, merged
+from any_agent.runtime.metrics import CONTENT_TYPE, Exposition, Metric, merged
+from router.metrics import CLIENT_LEFT, METRICS
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
 from tests.support.router import FakeRank, Lab, Received

@@ -68,12 +68,12 @@ async def test_groups_and_tasks_go_home(start_lab: StartLab) -> None:
                 if received.body
                 else dict(pair.split("=") for pair in received.target.partition("?")[2].split("&"))
             )
-            assert home_of(fields.get("group_id") or fields["task_id"], 3) == rank.number
+            assert home_of(fields.get("group_id") or fields["task_id"], range(3)) == rank.number
 
 
 async def test_a_groups_home_is_waited_for(pair: Lab) -> None:
     """Another rank would be another group."""
-    home = pair.ranks[home_of("g", 2)]
+    home = pair.ranks[home_of("g", range(2))]
     await home.kill()
     call = asyncio.create_task(pair.post(START, {"group_id": "g"}))
     await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
@@ -94,14 +94,14 @@ async def test_an_idempotency_key_has_one_home(start_lab: StartLab) -> None:
     for rank in lab.ranks:
         for received in rank.received:
             (key,) = received.values("idempotency-key")
-            assert home_of(f"key {key}", 3) == rank.number
+            assert home_of(f"key {key}", range(3)) == rank.number
             assert received.json == {"wait": 0}
     assert sum(opened(lab)) == 20
     assert {answer.status_code for answer in answers} == {200, 429}
 
 
 async def test_a_keys_home_is_waited_for(pair: Lab) -> None:
-    home = pair.ranks[home_of("key k", 2)]
+    home = pair.ranks[home_of("key k", range(2))]
     await home.kill()
     call = asyncio.create_task(pair.post(START, {}, **{"Idempotency-Key": "k"}))
     await until(lambda: pair.router.ranks.waiting == 1, "the open waits")
@@ -113,7 +113,7 @@ async def test_a_keys_home_is_waited_for(pair: Lab) -> None:
 async def test_a_group_binds_more_than_an_idempotency_key(pair: Lab) -> None:
     for k in range(8):
         await pair.post(START, {"group_id": "g"}, **{"Idempotency-Key": f"k{k}"})
-    assert len(pair.ranks[home_of("g", 2)].received) == 8
+    assert len(pair.ranks[home_of("g", range(2))].received) == 8
 
 
 async def test_an_earlier_key_goes_to_its_rank(pair: Lab) -> None:
@@ -123,7 +123,7 @@ async def test_an_earlier_key_goes_to_its_rank(pair: Lab) -> None:
 
 
 async def test_an_earlier_key_of_another_rank_than_the_groups(pair: Lab) -> None:
-    key = pair.key(1 - home_of("g", 2))
+    key = pair.key(1 - home_of("g", range(2)))
     response = await pair.post(START, {"api_key": key, "group_id": "g"})
     assert response.status_code == 409
     assert response.json()["error"]["code"] == "lane_on_other_rank"
@@ -149,7 +149,7 @@ async def test_a_session_key_opens_nothing_and_any_rank_says_so(pair: Lab) -> No
 
 async def test_a_session_that_is_named_beside_a_group_does_not_move_it(pair: Lab) -> None:
     """Else a group opened from inside another session would be split over ranks."""
-    home = home_of("g", 2)
+    home = home_of("g", range(2))
     for query, headers in (
         ("", {"X-Any-Agent-Session": f"ses-{1 - home}-0123456789abcdef"}),
         (f"?session_id=ses-{1 - home}-0123456789abcdef", {}),
@@ -346,7 +346,7 @@ async def test_an_open_by_query_goes_home(pair: Lab, field: str) -> None:
     for name in names:
         await pair.post(f"{START}?{field}={name}", b"")
         await pair.post(f"{START}?{field}={name}", {field: name})
-    homes = Counter(home_of(name, 2) for name in names)
+    homes = Counter(home_of(name, range(2)) for name in names)
     assert opened(pair) == [2 * homes[0], 2 * homes[1]]
     assert {r.target for rank in pair.ranks for r in rank.received} == {
         f"{START}?{field}={name}" for name in names
@@ -500,7 +500,7 @@ async def test_few_late_answers_are_awaited_at_once(
 ) -> None:
     """Each holds a descriptor for two minutes, and clients try again every few seconds."""
     monkeypatch.setattr(open_session, "_MAX_LATE", 3)
-    home = pair.ranks[home_of("g", 2)]
+    home = pair.ranks[home_of("g", range(2))]
     stall(pair, home)
     calls = [pair.post(START, {"group_id": "g"}) for _ in range(8)]
     assert {answer.status_code for answer in await asyncio.gather(*calls)} == {503}
@@ -514,7 +514,7 @@ async def test_an_open_that_is_bound_to_a_stalled_rank_is_refused_in_time(
 ) -> None:
     """A retry under the key gets the session that the first request may yet open."""
     group = bound == "group"
-    home = pair.ranks[home_of("g" if group else "key g", 2)]
+    home = pair.ranks[home_of("g" if group else "key g", range(2))]
     stall(pair, home)
     body, headers = ({"group_id": "g"}, {}) if group else ({}, {"Idempotency-Key": "g"})
     answer = await pair.post(START, body, **headers)

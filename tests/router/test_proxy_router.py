@@ -21,6 +21,7 @@ from aiohttp.test_utils import TestServer
 from any_agent.chat import ChatFormat
 from any_agent.errors import ConfigError, StartupError
 from any_agent.keys import rank_of_session
+from any_agent.rundir.fleet import FleetFile
 from router import ProxyRouter
 from router.proxy_router import _Proxies
 from router.rank_health import RankHealth
@@ -251,7 +252,7 @@ async def test_a_proxy_that_dies_is_away_and_comes_back() -> None:
     rank.handler = health
     await rank.start()
     proxies = _Proxies([rank.url])
-    ranks = RankHealth(proxies, 1, wait=LIMIT)
+    ranks = RankHealth(proxies, FleetFile(None, 1), wait=LIMIT)
     try:
         await ranks.refresh()
         assert ranks.live == [0]

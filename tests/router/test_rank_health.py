@@ -12,6 +12,7 @@ import pytest
 
 from any_agent.errors import ServiceUnavailable
 from any_agent.rundir import registry
+from any_agent.rundir.fleet import FleetFile
 from any_agent.rundir.registry import Registry, RegistryEntry, publish, rank_name
 from router import rank_health as health
 from router.rank_health import RankHealth
@@ -26,7 +27,7 @@ def tell(folder: Path, rank: int, **fields: Any) -> None:
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> RankHealth:
-    return RankHealth(Registry(tmp_path), 3, wait=5)
+    return RankHealth(Registry(tmp_path), FleetFile(None, 3), wait=5)
 
 
 def soon(seconds: float = 15) -> float:

@@ -89,23 +89,26 @@ class Pair:
 
 
 @asynccontextmanager
-async def running_pair(root: Path, chat: ChatFormat, *settings: str) -> AsyncIterator[Pair]:
+async def running_pair(
+    root: Path, chat: ChatFormat, *settings: str, engines: int = 2
+) -> AsyncIterator[Pair]:
+    """``engines``: more than two are for ranks that a test starts later."""
     config = config_for(root, "server.ranks=2", *settings)
     trial_dir(config).create()
-    engines = [ScriptedEngine(decode=chat.decode) for _ in range(2)]
+    scripted = [ScriptedEngine(decode=chat.decode) for _ in range(engines)]
     async with AsyncExitStack() as stack:
-        for engine in engines:
+        for engine in scripted:
             await stack.enter_async_context(engine.serve())
-        pair = Pair(config, chat, engines, own_port(), {}, {}, itertools.count())
+        pair = Pair(config, chat, scripted, own_port(), {}, {}, itertools.count())
         try:
             for rank in range(2):
                 await pair.start_rank(rank)
             await pair.start_router()
             yield pair
         finally:
-            for part in ("router", "rank-0", "rank-1"):
-                if part in pair.stacks:
-                    await pair.end(part)
+            # The router before the ranks.
+            for part in sorted(pair.stacks, reverse=True):
+                await pair.end(part)
 
 
 @pytest.fixture
@@ -202,7 +205,7 @@ async def test_groups_stay_together(start: Start) -> None:
         names = [f"group-{k}" for k in range(100)] * 2
         started = await several(client.start_session(group_id=name) for name in names)
     ranks = [rank_of_session(s.session_id) for s in started]
-    assert ranks == [home_of(name, 2) for name in names]
+    assert ranks == [home_of(name, range(2)) for name in names]
     # Five standard deviations of a fair coin.
     assert 25 <= sum(rank == 0 for rank in ranks[:100]) <= 75
 

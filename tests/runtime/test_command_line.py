@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
+
+from any_agent.runtime import command_line
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -81,3 +85,42 @@ def test_whoever_types_keeps_his_session() -> None:
     )
     assert "still here" in done.stdout
     assert "Traceback" in done.stderr
+
+
+def test_a_slow_block_tells_why_it_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(command_line, "SLOW", 0.05)
+    told: list[str] = []
+    with command_line.told_if_slow(told.append, "waiting   for it"):
+        pass
+    time.sleep(0.1)
+    assert told == []
+    with command_line.told_if_slow(told.append, "waiting   for it"):
+        deadline = time.monotonic() + 10
+        while not told and time.monotonic() < deadline:
+            time.sleep(0.01)
+    assert told == ["waiting   for it"]
+
+
+def test_columns_lie_below_each_other() -> None:
+    assert command_line.columns([("A", "B"), ("long", ""), ("x", "y")]) == [
+        "A     B",
+        "long",
+        "x     y",
+    ]
+
+
+READER = "import sys; from any_agent.runtime.command_line import guarded; sys.exit(guarded(main))"
+
+
+def test_a_reader_that_leaves_is_no_error() -> None:
+    code = f"def main():\n    while True: print('x' * 9999)\n{READER}"
+    program = f'{sys.executable} -c "$CODE" | head -c 10; exit ${{PIPESTATUS[0]}}'
+    done = subprocess.run(
+        ["bash", "-c", program],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=60,
+        env={**os.environ, "CODE": code},
+    )
+    assert (done.returncode, done.stderr) == (141, "")

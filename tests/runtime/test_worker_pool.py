@@ -117,6 +117,22 @@ def test_what_cannot_be_sent_is_named() -> None:
         WorkerPool(0)
 
 
+def test_workers_outlive_the_thread_that_called_first() -> None:
+    """The event loop of an executor ends with it, and the next executor has the same workers."""
+    pool = WorkerPool(2)
+    found: list[int] = []
+
+    def use() -> None:
+        found.append(asyncio.run(pool.run(os.getpid, timeout=60)))
+
+    for _ in range(2):
+        thread = threading.Thread(target=use)
+        thread.start()
+        thread.join()
+    pool.close()
+    assert len(found) == 2
+
+
 async def test_a_pool_that_broke_while_it_was_idle_is_replaced() -> None:
     pool = WorkerPool(1)
     assert await pool.run(functions.by_name, "4", answer="4", timeout=60) == 1.0

@@ -29,6 +29,7 @@ async def run(name: str) -> None:
 
 
 @pytest.mark.parametrize(("name", "sessions"), [("session", 1), ("ambient", 4), ("runner", 2)])
+@pytest.mark.service
 async def test_its_sessions(
     name: str, sessions: int, served: Served, capsys: pytest.CaptureFixture[str]
 ) -> None:

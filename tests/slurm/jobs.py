@@ -19,8 +19,13 @@ _SHARED = "--oversubscribe"
 """Two jobs may have a node, unlike an operator's."""
 
 
-def settings(folder: Path, model: Path, *, steps: int, warning: int = 120) -> Path:
-    """The YAML of a run on the cluster, whose journals are on each node's own disk."""
+def settings(
+    folder: Path, model: Path, *, steps: int, warning: int = 120, **more: dict[str, Any]
+) -> Path:
+    """The YAML of a run on the cluster, whose journals are on each node's own disk.
+
+    ``more``: further settings by section.
+    """
     own: dict[str, Any] = demo_config(folder, seed=0, steps=steps, ranks=2).dump()
     own["model"]["path"] = str(model)
     own["server"]["journal_dir"] = str(folder / "local")
@@ -28,6 +33,8 @@ def settings(folder: Path, model: Path, *, steps: int, warning: int = 120) -> Pa
     own["cluster"] |= {"nodes": 2, "warning": warning, "sbatch": [_SHARED]}
     # The nodes' GPUs are pretended.
     own["engine"]["device"] = own["train"]["device"] = "cpu"
+    for section, values in more.items():
+        own[section] |= values
     path = folder / "my.yaml"
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(yaml.safe_dump(own))

@@ -49,6 +49,16 @@ class Slurm:
         """`PENDING`, `RUNNING`, ..., also of a job that ended a while ago."""
         return self.ask("squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T")
 
+    @property
+    def apart(self) -> bool:
+        """True if n2 has processes, and the folder `apart`, of its own."""
+        return (self.folder / "apart" / "of-n1").exists()
+
+    def lose(self) -> None:
+        """End all that runs on n2 at once, as without power; its part of `apart` is gone, too."""
+        assert self.apart
+        psutil.Process(int((self.folder / "n2.pid").read_text())).kill()
+
     def limit(self, job: str, minutes: int) -> None:
         """Its time limit, from its start."""
         self.ask("scontrol", "update", f"JobId={job}", f"TimeLimit={minutes}")

@@ -59,7 +59,7 @@ def refused(
             ),
             "cluster.training_nodes=2": "error: cluster.training_nodes=2 leaves none",
         }
-        if (apart / "of-n1").exists():
+        if cluster.apart:
             cases[f"root={apart}"] = "is not shared by the job's nodes: on n2 it is not there"
         made = []
         for overrides, error in cases.items():

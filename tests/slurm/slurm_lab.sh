@@ -3,14 +3,16 @@
 #
 # A real Slurm of two nodes, n1 and n2, on this machine's loopback: 2 CPUs and 4 pretended GPUs each.
 # For any user, without systemd. The ports are the controller's and the nodes'; SLURM_CONF is
-# DIR/slurm.conf. Where mounts of one's own are allowed, DIR/apart is another folder on n2.
+# DIR/slurm.conf. Where namespaces of one's own are allowed, n2 sees none of the other processes,
+# DIR/apart is another folder there, and all of n2 ends at once with the process in DIR/n2.pid.
 set -euo pipefail
 D=$(realpath -m "$2") S=$D/munge/munge.sock U=$(id -un) HOST=$(hostname -s)
 export SLURM_CONF=$D/slurm.conf PATH=$PATH:/usr/sbin:/sbin
 if [ "$1" = down ]; then
-  for name in slurmd.n1 slurmd.n2 slurmctld munge/munged; do
+  for name in slurmd.n1 slurmctld munge/munged; do
     kill "$(cat "$D/$name.pid")" 2>/dev/null || :
   done
+  kill -9 "$(cat "$D/n2.pid")" 2>/dev/null || :
   exit
 fi
 mkdir -p "$D"/{state,spool,log,munge,apart}
@@ -45,6 +47,7 @@ SelectType=select/cons_tres
 SelectTypeParameters=CR_Core
 GresTypes=gpu
 ReturnToService=2
+SlurmdTimeout=30
 NodeName=n1 NodeHostname=$HOST NodeAddr=127.0.0.1 Port=$4 CPUs=2 RealMemory=8000 Gres=gpu:4
 NodeName=n2 NodeHostname=$HOST NodeAddr=127.0.0.2 Port=$5 CPUs=2 RealMemory=8000 Gres=gpu:4
 PartitionName=main Nodes=n[1-2] Default=YES MaxTime=INFINITE State=UP
@@ -54,12 +57,15 @@ munged --force --key-file="$D/munge/key" --socket="$S" --pid-file="$D/munge/mung
   --log-file="$D/munge/log" --seed-file="$D/munge/seed"
 slurmctld -f "$SLURM_CONF"
 slurmd -f "$SLURM_CONF" -N n1
-if unshare --mount true 2>/dev/null; then
-  unshare --mount sh -c "mount -t tmpfs none '$D/apart' && exec slurmd -f '$SLURM_CONF' -N n2"
+apart=(unshare --mount --pid --fork --kill-child=KILL --mount-proc)
+if "${apart[@]}" true 2>/dev/null; then
+  "${apart[@]}" sh -c "mount -t tmpfs none '$D/apart' && exec slurmd -D -f '$SLURM_CONF' -N n2" &
   touch "$D/apart/of-n1"
 else
-  slurmd -f "$SLURM_CONF" -N n2
+  slurmd -D -f "$SLURM_CONF" -N n2 &
 fi
+# The number in slurmd's own file is that of its namespace.
+echo $! > "$D/n2.pid"
 for _ in $(seq 100); do
   [ "$(sinfo -h -t idle -o %D 2>/dev/null)" = 2 ] && exit
   sleep 0.3

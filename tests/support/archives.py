@@ -2,22 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import json
 import subprocess
 import sys
 import time
+from contextlib import redirect_stderr
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from any_agent.config import Config, load_config
 from any_agent.types import SessionState
 from proxy_ext.archive.archiver import Archiver
+from proxy_ext.export.__main__ import main
 from proxy_ext.journal import PutInteraction, PutSession, SetReward, SQLiteJournal
 from proxy_ext.sessions.ids import SessionIds
 from proxy_ext.sessions.session_store import SessionStore
 from tests.support.journal import make_interaction, make_row
 from tests.support.proxy import Proxy
+
+CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
 
 CALLS = 3
 
@@ -77,6 +83,27 @@ class Rank:
             *(SetReward(id, c.id, None, k / 8, "me", 5.0, k / 8) for k, c in enumerate(calls)),
         )
 
+    async def add_turns(
+        self,
+        id: str,
+        *turns: tuple[str, str | dict[str, Any]],
+        reward: float | None = 0.0,
+        state: SessionState = SessionState.TRAINED,
+        call: dict[str, Any] | None = None,
+        **fields: Any,
+    ) -> None:
+        """A session of turns, each a user's text and an answer; ``call``: fields of every call."""
+        row = make_row(id, state=state, final_reward=reward, ended_at=time.time(), **fields)
+        calls = []
+        for k, (asked, said) in enumerate(turns or [("hi", f"ho {id}")]):
+            answer = {"content": said} if isinstance(said, str) else said
+            made = make_interaction(f"{id}-{k}", id, f"{id}-{k - 1}" if k else None)
+            message = {"role": "assistant", **answer}
+            asked_for = [{"role": "user", "content": asked}]
+            made = replace(made, message_delta=asked_for, output_message=message, **call or {})
+            calls.append(PutInteraction(made))
+        await self.journal.commit(PutSession(row), *calls)
+
     @property
     def files(self) -> list[str]:
         folder = self.folder / "archive"
@@ -86,10 +113,13 @@ class Rank:
 class Exported:
     """What one run of `any-agent export` did."""
 
-    def __init__(self, config: Config, *arguments: str) -> None:
+    def __init__(self, config: Config, *arguments: str, open_files: int | None = None) -> None:
         names = ("root", "user", "experiment", "trial")
         settings = [f"{name}={getattr(config, name)}" for name in names]
         command = [sys.executable, "-m", "any_agent.cli", "export", *settings, *arguments]
+        if open_files is not None:
+            # Of that process alone: this one has more of them open already.
+            command = ["sh", "-c", f'ulimit -S -n {open_files}; exec "$@"', "sh", *command]
         done = subprocess.run(command, capture_output=True, timeout=60)
         self.code, self.said = done.returncode, done.stderr.decode()
         self.lines: list[dict[str, Any]] = [json.loads(line) for line in done.stdout.splitlines()]
@@ -97,6 +127,30 @@ class Exported:
     @property
     def ids(self) -> list[str]:
         return [line["session"]["id"] for line in self.lines]
+
+
+def settings_of(root: Path) -> list[str]:
+    """Name the trial e/t of the user u."""
+    return [f"root={root}", "user=u", "experiment=e", "trial=t"]
+
+
+class ExportedHere(NamedTuple):
+    code: int
+    lines: list[dict[str, Any]]
+    said: str
+
+
+def export_trial(root: Path, *arguments: str) -> ExportedHere:
+    """Run the program in this process."""
+    out = root / "exported.jsonl"
+    named = () if "--out" in arguments else ("--out", str(out))
+    with redirect_stderr(io.StringIO()) as said:
+        try:
+            code = main([*arguments, *named, *settings_of(root)])
+        except SystemExit as error:
+            code = int(error.code or 0)
+    lines = out.read_text().splitlines() if named and code in (0, 1) else []
+    return ExportedHere(code, list(map(json.loads, lines)), said.getvalue())
 
 
 async def archive_now(proxy: Proxy) -> int:

@@ -60,7 +60,7 @@ class Provider:
         self._faults.extend(faults)
 
     def hold(self) -> None:
-        """Streams stop after their first word until `go`."""
+        """Streams stop after their first word, and images are not made, until `go`."""
         self._go.clear()
 
     def go(self) -> None:
@@ -79,6 +79,7 @@ class Provider:
         app.router.add_post("/v1/responses", self._responses)
         app.router.add_post("/v1/messages", self._messages)
         app.router.add_post("/v1/embeddings", self._embeddings)
+        app.router.add_post("/v1/images/generations", self._images)
         runner = web.AppRunner(app, handler_cancellation=True, shutdown_timeout=0.1)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", 0)
@@ -222,6 +223,18 @@ class Provider:
         usage = {"prompt_tokens": PROMPT_TOKENS, "total_tokens": PROMPT_TOKENS}
         return web.json_response(
             {"object": "list", "data": data, "model": body["model"], "usage": usage}
+        )
+
+    async def _images(self, request: web.Request) -> web.StreamResponse:
+        _, _, fault = await self._begin(request)
+        if (failed := self._failed(request, fault)) is not None:
+            return failed
+        await self._go.wait()
+        usage: dict[str, Any] = {"input_tokens": PROMPT_TOKENS, "output_tokens": 4}
+        usage["total_tokens"] = PROMPT_TOKENS + 4
+        usage["input_tokens_details"] = {"text_tokens": PROMPT_TOKENS, "image_tokens": 0}
+        return web.json_response(
+            {"created": 1700000000, "data": [{"b64_json": "aW1hZ2U="}], "usage": usage}
         )
 
     async def _responses(self, request: web.Request) -> web.StreamResponse:

@@ -1,25 +1,30 @@
-"""A fake engine that serves in a thread, for tests without an event loop of their own."""
+"""A fake engine or provider in a thread, for tests without an event loop of their own."""
 
 from __future__ import annotations
 
 import asyncio
 import threading
 from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import TypeVar
+from contextlib import AbstractAsyncContextManager, contextmanager
+from typing import Any, Protocol, TypeVar
 
-from tests.support.scripted_engine import ScriptedEngine
 
-E = TypeVar("E", bound=ScriptedEngine)
+class Serving(Protocol):
+    """A server that ends with a context."""
+
+    def serve(self) -> AbstractAsyncContextManager[Any]: ...
+
+
+S = TypeVar("S", bound=Serving)
 
 
 @contextmanager
-def served_in_thread(engine: E, *, within: float) -> Iterator[E]:
+def served_in_thread(server: S, *, within: float) -> Iterator[S]:
     """It serves when this is entered, and has ended when it is left; each in so many seconds."""
     serving, ended = threading.Event(), threading.Event()
 
     async def serve() -> None:
-        async with engine.serve():
+        async with server.serve():
             serving.set()
             await asyncio.to_thread(ended.wait)
 
@@ -27,7 +32,7 @@ def served_in_thread(engine: E, *, within: float) -> Iterator[E]:
     thread.start()
     assert serving.wait(within)
     try:
-        yield engine
+        yield server
     finally:
         ended.set()
         thread.join(within)

@@ -9,7 +9,8 @@ def publish_other(model: Path, root: Path, version: int) -> Path:
     """``root/v...``: the model's weights with noise that its version seeds."""
     import torch
 
-    from trainer.policy import Policy, PolicyConfig
+    from trainer.model import PolicyConfig
+    from trainer.policy import Policy
     from trainer.weight_folders import publish_to_disk
 
     policy = Policy.load(model, PolicyConfig(threads=1))

@@ -6,7 +6,7 @@ import asyncio
 import json
 import socket
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -31,23 +31,11 @@ from proxy_ext.app import create_app
 from proxy_ext.in_process import RankApp
 from proxy_ext.service import RankService
 from proxy_ext.web.exchange import ClientConnection
+from tests.support.redis_server import JOURNAL
+from tests.support.waiting import LIMIT as LIMIT
+from tests.support.waiting import until as until
 
-LIMIT = 60.0
-"""Seconds until a test gives up on what must happen in a moment."""
 HELLO = [{"role": "user", "content": "Say a number."}]
-
-
-async def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
-    """Poll until it is truthy; its value."""
-    deadline = time.monotonic() + LIMIT
-    while True:
-        value = condition()
-        if isinstance(value, Awaitable):
-            value = await value
-        if value:
-            return value
-        assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
-        await asyncio.sleep(0.01)
 
 
 def noticed_hang_up(monkeypatch: pytest.MonkeyPatch) -> asyncio.Event:
@@ -74,7 +62,7 @@ def turned_away(response: httpx.Response, status: int, code: str) -> int:
 
 def config_for(root: Path, *settings: str) -> Config:
     base = [f"root={root}", "sessions.group_size=2", "rollout.batch_size=8"]
-    return load_config(None, [*base, *settings], {})
+    return load_config(None, [*base, *JOURNAL.settings(root), *settings], {})
 
 
 def litellm_stand_in() -> Starlette:
@@ -153,6 +141,12 @@ class Proxy:
         response = await self.call(key, messages, **fields)
         assert response.status_code == 200, response.text
         return dict(response.json())
+
+    def end_ttl(self, session: dict[str, Any]) -> None:
+        """Let a session's ttl run out now."""
+        live = self.service.sessions.live[session["session_id"]]
+        live.opened -= live.expires - time.monotonic()
+        self.service.sessions.watch(live)
 
     async def stream(
         self, key: str, messages: Sequence[dict[str, Any]] = HELLO, **fields: Any

@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
+from typing import TypeVar
 
 import httpx
 import yaml
 
 START = 120.0
+T = TypeVar("T")
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -53,6 +57,12 @@ def process(
         resource.prlimit(child.pid, resource.RLIMIT_NOFILE, (open_files, open_files))
     try:
         yield child
+    except BaseException as error:
+        if child.poll() is not None:
+            # A client sees only that its connection is closed.
+            end = log.read_text(errors="replace")[-4000:]
+            error.add_note(f"{arguments[0]} had ended ({child.returncode}):\n{end}")
+        raise
     finally:
         if child.poll() is None:
             child.terminate()
@@ -86,12 +96,25 @@ def write_config(folder: Path, model: Path, **sections: object) -> Path:
 
 @contextlib.contextmanager
 def proxy_process(
-    config: Path, engine_url: str, port: int
+    config: Path, engine_url: str, port: int, *more: str
 ) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
     """A rank's proxy, ready; and its URL."""
     url = f"http://127.0.0.1:{port}"
     log = config.parent / "proxy.log"
     arguments = ["--config", str(config), "--engine-url", engine_url, "--port", str(port)]
-    with process(log, "proxy_ext", *arguments, "--training") as child:
+    with process(log, "proxy_ext", *arguments, "--training", *more) as child:
         await_url(f"{url}/healthz", child, log)
         yield child, url
+
+
+@contextlib.asynccontextmanager
+async def in_a_thread(context: AbstractContextManager[T]) -> AsyncIterator[T]:
+    """Enter and leave a context beside the event loop."""
+    entered = await asyncio.to_thread(context.__enter__)
+    try:
+        yield entered
+    except BaseException as error:
+        if not await asyncio.to_thread(context.__exit__, type(error), error, error.__traceback__):
+            raise
+    else:
+        await asyncio.to_thread(context.__exit__, None, None, None)

@@ -371,6 +371,7 @@ class ScriptedEngine:
         if wait.steps is not None:
             await self._either(wait.steps.acquire(), run.aborted)
         elif len(run.ids) == wait.at:
+            run.held = True
             await self._either(wait.event.wait(), run.aborted)
 
     @staticmethod

@@ -66,6 +66,8 @@ class Running:
     versions: list[str] = field(default_factory=list)
     finish: dict[str, Any] | None = None
     aborted: asyncio.Event = field(default_factory=asyncio.Event)
+    held: bool = False
+    """It waits, or has waited, at a token of `hold`."""
     table: Tensor | None = None
     generation: int = -1
     """Of the weights that the table is of."""

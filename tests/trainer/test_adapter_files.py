@@ -28,7 +28,8 @@ from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
 from tests.support.trainer.policies import random_rows
 from trainer.checkpoint import load_checkpoint, save_checkpoint
 from trainer.lora import Lora
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
 from trainer.weight_folders import holds_weights
 
 

@@ -285,6 +285,7 @@ NORMALIZED = [(e, n) for e in ESTIMATORS for n in ("batch", "none")] + [("grpo",
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS)
+@pytest.mark.service
 def test_dropping_zero_variance_groups_first_changes_nothing(
     estimator: str, normalize_std: str, groups: list[list[list[float]]]
 ) -> None:
@@ -296,6 +297,7 @@ def test_dropping_zero_variance_groups_first_changes_nothing(
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS, st.randoms())
+@pytest.mark.service
 def test_the_order_of_groups_and_sessions_changes_nothing(
     estimator: str, normalize_std: str, groups: list[list[list[float]]], r: random.Random
 ) -> None:
@@ -312,6 +314,7 @@ def test_the_order_of_groups_and_sessions_changes_nothing(
 
 @pytest.mark.parametrize(("estimator", "normalize_std"), NORMALIZED)
 @given(GROUPS)
+@pytest.mark.service
 def test_advantages_are_finite(
     estimator: str, normalize_std: str, groups: list[list[list[float]]]
 ) -> None:

@@ -158,7 +158,9 @@ def test_weights_of_means_add_up_to_the_number_of_tokens(sessions: list[list[int
 
 
 def test_the_constant_length_has_a_default() -> None:
-    assert weights_of(batch_of(uneven(), aggregation="constant")) == pytest.approx([1 / 8192] * 4)
+    length = TrainConfig(aggregation="constant").constant_length  # type: ignore[call-arg]
+    batch = batch_of(uneven(), aggregation="constant", constant_length=length)
+    assert weights_of(batch) == pytest.approx([1 / 8192] * 4)
 
 
 def test_the_mean_over_tokens_needs_no_weights() -> None:

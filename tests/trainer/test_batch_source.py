@@ -11,6 +11,7 @@ import pytest
 
 from any_agent import stats_tracker
 from any_agent.errors import ConfigError, TrainingError
+from any_agent.workflow import GroupedRolloutWorkflow
 from tests.support.trainer.datasets import Alternating, DataLab
 from tests.support.trainer.episodes import pair
 from tests.support.trainer.loop import Killed, Lab, config_of, killed, outcome
@@ -43,6 +44,10 @@ def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
     lab = DataLab(config_of([f"root={root}", f"model.path={tiny_model_dir}", *RUN]))
     assert lab.trainer.train()
     return outcome(lab)
+
+
+def rates(lab: DataLab) -> list[float]:
+    return [line["learning_rate"] for line in lab.metrics]
 
 
 def positions(lab: DataLab) -> list[list[int]]:
@@ -108,6 +113,7 @@ def test_what_a_step_took_is_beside_its_manifest(settings: list[str]) -> None:
         ("checkpoint", 1),
     ],
 )
+@pytest.mark.service
 def test_a_trainer_that_dies_anywhere_ends_as_one_that_does_not(
     settings: list[str], uninterrupted: dict[str, Any], boundary: str, when: int
 ) -> None:
@@ -187,6 +193,41 @@ def test_the_data_ends_before_the_steps_do(settings: list[str]) -> None:
     again = DataLab(config, items=5, before=lab)
     assert again.trainer.train()
     assert isinstance(again.workflow, Alternating) and not again.workflow.runs
+
+
+def test_the_rate_falls_until_the_epochs_end(settings: list[str]) -> None:
+    falls = ("train.lr=1e-3", "train.lr_schedule=linear", "train.epochs=2")
+    lab = DataLab(config_of(settings, *falls, "train.steps=100"), items=3)
+    assert lab.trainer.train()
+    # Two items make a step, and six of them three steps.
+    assert rates(lab) == pytest.approx([1e-3, 2e-3 / 3, 1e-3 / 3])
+    shorter = DataLab(config_of(settings, *falls, "train.steps=2", "trial=shorter"), items=3)
+    assert shorter.trainer.train()
+    assert rates(shorter) == pytest.approx([1e-3, 1e-3 / 2])
+
+
+def test_a_restart_with_larger_batches_does_not_end_the_rate_early(settings: list[str]) -> None:
+    falls = ("train.lr=1e-3", "train.lr_schedule=linear", "train.epochs=2")
+    begun = DataLab(config_of(settings, *falls, "train.steps=2"), items=4)
+    assert begun.trainer.train()
+    larger = ("rollout.batch_size=6", "rollout.max_concurrent=6", "train.steps=100")
+    more = DataLab(config_of(settings, *falls, *larger), items=4, before=begun)
+    assert more.trainer.train()
+    # Four of eight items made two steps. The others make two more, not all eight three steps.
+    assert rates(more) == pytest.approx([1e-3, 1e-3 / 2, 1e-3 / 2, 1e-3 / 4])
+
+
+def test_groups_of_a_workflow_that_makes_groups_itself_are_larger(settings: list[str]) -> None:
+    workflow = GroupedRolloutWorkflow(Alternating(), 2)
+    lab = DataLab(config_of(settings, "train.epochs=2"), workflow, items=3)
+    assert lab.source.last_step(0) == 6
+
+
+def test_a_warm_up_longer_than_the_epochs_is_refused(settings: list[str]) -> None:
+    longer = ("train.steps=100", "train.epochs=2", "train.warmup_steps=3")
+    with pytest.raises(ConfigError, match="warmup_steps=3 must be below the 3 steps"):
+        DataLab(config_of(settings, *longer), items=3)
+    DataLab(config_of(settings, *longer), items=4)
 
 
 def test_other_settings_do_not_change_steps_that_are_made_again(
@@ -290,6 +331,7 @@ def test_a_long_wait_is_told_with_what_is_there(
     settings: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.05)
+    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.05)
     said: list[str] = []
 
     def told() -> list[str]:
@@ -308,6 +350,19 @@ def test_a_long_wait_is_told_with_what_is_there(
     assert lab.trainer.train()
     waiting = r"waiting   for trajectories: \d of 4 sessions came; left out so far: 2 zero_variance"
     assert re.fullmatch(waiting, told()[0])
+
+
+def test_a_person_is_told_that_most_items_teach_nothing(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight of ten items, between which two make a step now and then."""
+    monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
+    lab = DataLab(config_of(settings, "train.steps=8"), Alternating(dull=tuple(range(8))))
+    said: list[str] = []
+    lab.trainer.report.say = said.append
+    assert lab.trainer.train()
+    assert any("groups had nothing to learn from" in line for line in said), said
 
 
 def test_another_dataset_is_refused(settings: list[str]) -> None:

@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import trainer.checkpoint
@@ -22,8 +23,10 @@ from trainer.checkpoint import (
     prune_checkpoints,
     save_checkpoint,
 )
-from trainer.packing import count_trained, padded_passes
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.packing import padded_passes
+from trainer.policy import Policy
+from trainer.rows import count_trained
 
 CONFIG = PolicyConfig(lr=1e-3, threads=1)
 
@@ -243,4 +246,21 @@ def test_an_earlier_format_is_read(root: Path) -> None:
 def test_a_later_format_is_refused(root: Path) -> None:
     path = in_format(3, root / "step-00000003")
     with pytest.raises(StartupError, match=r"has format 3, .* reads formats up to 2"):
+        load_checkpoint(path, CONFIG)
+
+
+@pytest.mark.parametrize("change", ["another name", "another shape"])
+def test_the_optimizer_of_another_model_is_refused(root: Path, change: str) -> None:
+    path = root / "step-00000003"
+    file = path / "trainer" / "optimizer.safetensors"
+    state = load_file(file)
+    name = next(name for name, tensor in state.items() if tensor.ndim == 2)
+    tensor = state.pop(name)
+    if change == "another name":
+        state[f"model.layers.99.{name}"] = tensor
+    else:
+        state[name] = tensor[:-1].contiguous()
+    save_file(state, file)
+    write_manifest(path)
+    with pytest.raises(StartupError, match=r"optimizer's state .*model"):
         load_checkpoint(path, CONFIG)

@@ -125,6 +125,7 @@ def resumed(settings: list[str], killed: Lab) -> Lab:
 
 
 @pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.service
 def test_the_newest_whole_one_is_used(
     settings: list[str],
     killed: Lab,

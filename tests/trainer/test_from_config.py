@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ from transformers import get_cosine_schedule_with_warmup, get_linear_schedule_wi
 
 from any_agent.config import TrainConfig, load_config
 from any_agent.errors import ConfigError
-from trainer.from_config import learning_rate
+from trainer.from_config import learning_rate, workflow_executor
 
 
 def train_of(**settings: Any) -> TrainConfig:
@@ -68,7 +69,7 @@ def test_the_rate_falls_towards_the_least_share(kind: str) -> None:
         (["train.minibatches=65"], "train.minibatches=65 must not exceed rollout.batch_size=64"),
         (["train.minibatches=0"], "train.minibatches"),
         (["train.epochs_per_batch=0"], "train.epochs_per_batch"),
-        (["train.reference_model=x"], "set train.kl_coef above 0, or leave it out"),
+        (["train.reference_model=x"], "or train.kl_reward_coef above 0, or leave"),
         (["train.kl_coef=-0.1"], "train.kl_coef"),
     ],
 )
@@ -76,3 +77,13 @@ def test_what_contradicts_itself_is_refused_by_name(given: list[str], said: str)
     with pytest.raises(ConfigError) as raised:
         load_config(None, given, {})
     assert said in raised.value.message
+
+
+@pytest.mark.parametrize(("deterministic", "seed"), [("true", 7), ("false", None)])
+def test_workflows_have_the_seed_of_a_deterministic_run(
+    deterministic: str, seed: int | None, tiny_model_dir: Path
+) -> None:
+    given = (f"model.path={tiny_model_dir}", "train.seed=7", "rollout.eta=0")
+    config = load_config(overrides=[*given, f"rollout.deterministic={deterministic}"])
+    executor = workflow_executor(config, ["http://127.0.0.1:1"])
+    assert executor._scheduler._episodes.seed == seed

@@ -152,6 +152,16 @@ def test_layers_that_the_model_lacks_are_refused_before_anything_starts(
     assert said or service_of(trainer).calls
 
 
+def test_passes_over_a_dataset_need_one(config: Config, fakes: None) -> None:
+    train = config.train.model_copy(update={"epochs": 2})
+    twice = config.model_copy(update={"train": train})
+    refused = pytest.raises(ConfigError, match=r"train\.epochs=2 counts passes .* there is none")
+    with refused, GRPOTrainer(twice):
+        pass
+    with GRPOTrainer(twice, train_dataset=[{"n": 1}]):
+        pass
+
+
 def test_what_is_no_config() -> None:
     with pytest.raises(ConfigError, match="config is a str"):
         GRPOTrainer("my.yaml")  # type: ignore[arg-type]
@@ -191,7 +201,8 @@ def test_whoever_asks_for_the_url_has_a_service(config: Config, fakes: None) -> 
         assert service_of(trainer).calls == []
         assert trainer.url == trainer.url == "http://127.0.0.1:1"
         assert service_of(trainer).calls == ["start"]
-    (line,) = said
+    line, dashboard = said
+    assert dashboard == "dashboard http://127.0.0.1:1/ui"
     assert re.fullmatch(
         r"\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] INFO: any-agent server listening at "
         r"http://127\.0\.0\.1:1",
@@ -239,7 +250,7 @@ def test_told_to_stop(config: Config, fakes: None, number: int, code: int, end: 
         trainer.train(workflow=Nothing)
     assert stopped.value.code == code
     assert service_of(trainer).calls == ["start", end]
-    listening, told = said
+    listening, _, told = said
     assert "any-agent server listening at" in listening and told.startswith("trainer ")
 
 

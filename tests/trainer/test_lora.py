@@ -34,7 +34,8 @@ from tests.support.trainer.trees import SHAPES, shaped_model, shaped_policy, tre
 from trainer.adapter_files import save_adapter
 from trainer.from_config import policy_config
 from trainer.lora import Lora, adapter_tensors, layers
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
 from trainer.weight_folders import holds_weights, publish_to_disk
 
 # -- what is trained -------------------------------------------------------------------------------
@@ -108,6 +109,7 @@ def gradients_are_those_of_whole_weights(**config: Any) -> None:
     ],
     ids=["rows", "tree", "checkpointing", "some layers", "the last layer"],
 )
+@pytest.mark.service
 def test_gradients_are_those_of_whole_weights(config: dict[str, Any]) -> None:
     gradients_are_those_of_whole_weights(**config)
 

@@ -97,8 +97,8 @@ PLANTED: dict[str, tuple[str, Any, Law]] = {
         stale,
         a_folder_is_recognised_until_the_next_step,
     ),
-    "alpha is ignored": ("trainer.policy.add_adapter", without_alpha, merged_weights_are_exact),
-    "a base weight is trained": ("trainer.policy.add_adapter", thawed, only_the_adapter_is_trained),
+    "alpha is ignored": ("trainer.model.add_adapter", without_alpha, merged_weights_are_exact),
+    "a base weight is trained": ("trainer.model.add_adapter", thawed, only_the_adapter_is_trained),
     "the adapter is not loaded": (
         "trainer.adapter_files.load_adapter",
         nothing,

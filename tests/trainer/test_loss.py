@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -120,6 +121,13 @@ def test_a_ratio_that_overflows_raises_instead_of_a_nan_gradient() -> None:
         )
 
 
+def test_a_token_that_was_sampled_for_certain_weighs_what_it_is_likely_now() -> None:
+    """A log-probability of 0, as a model's that has collapsed."""
+    loss, slope, stats = one(logprob=-1.0, prox=None, mu=0.0, advantage=1.0)
+    assert (loss, slope) == pytest.approx((-math.exp(-1), -math.exp(-1)))
+    assert stats.mismatch == pytest.approx(math.exp(-1)) and stats.is_capped == 0
+
+
 def test_a_hopeless_behaviour_logprob_is_only_capped() -> None:
     loss, slope, stats = one(logprob=-1.0, prox=None, mu=-1e5, advantage=1.0)
     assert (loss, slope) == (-5.0, -5.0) and math.isfinite(stats.mismatch)
@@ -144,9 +152,32 @@ def test_presets_by_name() -> None:
             require_algorithm(TrainConfig(**{setting: "gppo"}))
 
 
+@pytest.mark.parametrize("name", ["grpo", "gspo", "cispo", "sapo", "vespo", "reinforce"])
+def test_a_loss_named_alone_has_the_constants_that_settings_give_it(name: str) -> None:
+    assert LossConfig(name) == loss_config(TrainConfig(loss=name))  # type: ignore[call-arg]
+    # One given by itself leaves the others.
+    assert LossConfig(name, is_level="token").eps_high == LossConfig(name).eps_high
+    assert LossConfig(name, eps_low=0.7).eps_low == 0.7
+
+
+def test_the_constants_of_losses() -> None:
+    gspo = LossConfig("gspo")
+    assert (gspo.eps_low, gspo.eps_high, gspo.is_level) == (3e-4, 4e-4, "sequence")
+    assert (LossConfig("cispo").eps_low, LossConfig("cispo").eps_high) == (1.0, 4.0)
+    assert (LossConfig("sapo").tau_pos, LossConfig("sapo").tau_neg) == (1.0, 1.05)
+    vespo = LossConfig("vespo")
+    assert (vespo.k_pos, vespo.lambda_pos, vespo.k_neg, vespo.lambda_neg) == (2.0, 3.0, 3.0, 2.0)
+    assert LossConfig("my.own.loss") == replace(LossConfig(), name="my.own.loss")
+
+
 @pytest.mark.parametrize(
     "wrong",
-    [{"eps_low": -0.1}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"is_cap": 0}],
+    [
+        *({"eps_low": -0.1}, {"eps_low": 1.1}, {"eps_high": -1.0}, {"is_cap": 0}),
+        *({"is_floor": -0.1}, {"is_floor": 5.1}, {"dual_clip": 1.28}),
+        *({"top_entropy": 0}, {"top_entropy": 1.1}),
+        *({"k_pos": -1}, {"k_neg": -1}, {"lambda_pos": 0}, {"lambda_neg": 0}),
+    ],
 )
 def test_constants_are_checked(wrong: dict[str, float]) -> None:
     with pytest.raises(ConfigError):

@@ -15,8 +15,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
-from trainer import loop, report, step_clock
-from trainer.metrics import METRICS, PHASES, TrainerMetrics
+from trainer import report, step_clock, step_maker
+from trainer.metrics import METRICS, PHASES, TrainerMetrics, named_means
 from trainer.policy import Policy
 
 
@@ -117,7 +117,7 @@ def test_seconds_belong_to_the_phase_that_took_them(
 
     monkeypatch.setattr(step_clock.time, "perf_counter", lambda: now)
     monkeypatch.setattr(report, "append_line", takes(64, report.append_line))
-    monkeypatch.setattr(loop, "training_batch", takes(2, loop.training_batch))
+    monkeypatch.setattr(step_maker, "training_batch", takes(2, step_maker.training_batch))
     monkeypatch.setattr(Policy, "_loss", takes(4, Policy._loss))
     monkeypatch.setattr(torch.autograd, "backward", takes(8, torch.autograd.backward))
     monkeypatch.setattr(torch.optim.AdamW, "step", takes(16, torch.optim.AdamW.step))
@@ -139,6 +139,8 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
     """Two sessions of two turns: rows of 5 and 10 equal tokens, of which 9 predict something."""
     group = [session(name, reward, turns=2) for name, reward in (("x", 1.0), ("y", 0.0))]
     group[0].interactions[1].finish_reason = "length"
+    group[0].named_rewards = {"correct": 1.0, "format": 0.5}
+    group[1].named_rewards = {"correct": 0.0}
     lab = Lab(config_of(settings, "train.steps=1"), [group])
     lab.trainer.train()
     (line,) = lab.metrics
@@ -150,6 +152,7 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
         "output": {"mean": 2, "max": 2},
         "turns": {"mean": 2, "max": 2},
     }
+    assert line["rewards"] == {"correct": 0.5, "format": 0.5}
     assert line["cut"] == 0.25 and line["staleness"] == {"0": 1.0}
     now = shown(lab.trainer.metrics)
     assert now["any_agent_train_length", "prompt", "mean"] == 5.5
@@ -166,3 +169,9 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
     assert line["mismatch"] == pytest.approx(float(mismatch), rel=1e-5)
     entropies = torch.stack([-(every[at].exp() * every[at]).sum() for at in (2, 3, 7, 8)])
     assert line["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
+
+
+def test_the_names_that_most_sessions_have_are_kept() -> None:
+    """Agents choose them, and each step's line would have them all."""
+    values = {f"n{k:02}": [1.0] * (k + 1) for k in range(40)}
+    assert list(named_means(values)) == [f"n{k}" for k in range(24, 40)]

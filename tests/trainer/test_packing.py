@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.trainer.policies import random_rows
-from trainer.packing import (
+from trainer.packing import micro_batches
+from trainer.rows import (
     Row,
     concat_padded_tensors,
     count_trained,
     mask_stale,
-    micro_batches,
     trained_tokens,
     with_training_signal,
 )

@@ -14,13 +14,16 @@ import pytest
 import torch
 from torch import Tensor
 
+import tests.trainer.test_trl
 import trainer.advantage
 import trainer.batch
+import trainer.kl_reward
 import trainer.logprobs
 import trainer.loss
 import trainer.packing
 import trainer.pass_runner
 import trainer.policy
+import trainer.rows
 import trainer.surrogates
 import trainer.trie
 from any_agent.config import TrainConfig
@@ -39,6 +42,7 @@ from tests.trainer.test_advantage import (
     worked_example,
 )
 from tests.trainer.test_batch import mean_law, overlong_law
+from tests.trainer.test_kl_reward import returns_law
 from tests.trainer.test_packing import staleness_law
 from tests.trainer.test_surrogates import equals_the_formula
 from tests.trainer.test_tree import divided_law, equals_rows
@@ -48,10 +52,12 @@ from tests.trainer.test_trl import (
     preset_equals_trl,
     rloo_equals_trl,
 )
-from tests.trainer.test_updates import inputs_law, undo_law, updates_law
+from tests.trainer.test_updates import entropies_law, inputs_law, undo_law, updates_law
 from trainer.advantage import SessionRewards
+from trainer.kl_reward import found_divergences
 from trainer.loss import LOSSES, LossConfig, LossInputs, PolicyLoss, Surrogate
-from trainer.packing import Batch, Pass, TrainedTokens
+from trainer.packing import Pass
+from trainer.rows import Batch, TrainedTokens
 from trainer.surrogates import _clipped
 from trainer.tree_attention import TreePass
 from trainer.trie import Block, NodePass, Trie
@@ -76,11 +82,20 @@ LAWS: dict[str, Callable[[], None]] = {
     "divided weights": divided_law,
     "several updates": updates_law,
     "inputs of several updates": inputs_law,
+    "tokens of high entropy": entropies_law,
     "a step is undone": undo_law,
     "GSPO's formula": lambda: equals_the_formula("gspo"),
     "CISPO's formula": lambda: equals_the_formula("cispo"),
     "REINFORCE's formula": lambda: equals_the_formula("reinforce"),
     "SAPO's formula": lambda: equals_the_formula("sapo"),
+    "VESPO's formula": lambda: equals_the_formula("vespo"),
+    "TRL's VESPO": lambda: given_equal_trl("vespo", 1),
+    "the dual clip's formula": lambda: equals_the_formula("dual clip"),
+    "rows off policy": lambda: equals_the_formula("off policy"),
+    "two bounds of weights": lambda: equals_the_formula("two bounds"),
+    "the unbiased k3's formula": lambda: equals_the_formula("k3_unbiased"),
+    "returns of tokens": returns_law,
+    "TRL's RLOO with its KL": lambda: rloo_equals_trl(normalize=False, beta=0.2),
     "k2's formula": lambda: equals_the_formula("k2"),
     "k3's formula": lambda: equals_the_formula("k3"),
     "masked weights' formula": lambda: equals_the_formula("masked"),
@@ -102,8 +117,13 @@ LAWS: dict[str, Callable[[], None]] = {
 
 grpo = LOSSES.find("grpo")
 original_sapo = trainer.surrogates.sapo.surrogate
+original_vespo = trainer.surrogates.vespo.surrogate
 original_frame = PolicyLoss.__call__
 original_kl_term = trainer.loss.kl_term
+original_off_policy = trainer.loss.off_policy
+original_with_returns = trainer.kl_reward.with_returns
+original_with_high_entropies = trainer.policy.with_high_entropies
+original_with_sequence_products = trainer.policy.with_sequence_products
 original_weight = trainer.loss.importance_weight
 original_mean_and_std = trainer.advantage._mean_and_std
 original_pools = trainer.advantage._pools
@@ -217,6 +237,41 @@ def gate_of_the_other_sign(
 ) -> Surrogate:
     other = replace(config, tau_pos=config.tau_neg, tau_neg=config.tau_pos)
     return original_sapo(logprobs, proximal, inputs, other)
+
+
+def weight_of_the_other_sign(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    k, decay = (config.k_neg, config.k_pos), (config.lambda_neg, config.lambda_pos)
+    names = ("k_pos", "k_neg", "lambda_pos", "lambda_neg")
+    other = replace(config, **dict(zip(names, (*k, *decay), strict=True)))
+    return original_vespo(logprobs, proximal, inputs, other)
+
+
+def weight_without_decay(
+    logprobs: Tensor, proximal: Tensor, inputs: LossInputs, config: LossConfig
+) -> Surrogate:
+    little = replace(config, lambda_pos=1e-9, lambda_neg=1e-9)
+    return original_vespo(logprobs, proximal, inputs, little)
+
+
+def every_sign(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """Rows of positive advantages dropped, too."""
+    return original_off_policy(replace(inputs, advantages=-inputs.advantages.abs()), config)
+
+
+def since_the_proximal(inputs: LossInputs, config: LossConfig) -> Tensor:
+    """The divergence of the proximal policy, without the updates since."""
+    return original_off_policy(replace(inputs, sequence_log_ratio=None), config)
+
+
+def own_divergence_given_back(row: Any, divergence: Tensor, factor: float) -> Any:
+    """Leave a token's own divergence out of its loss of reward."""
+    return original_with_returns(row, divergence.roll(-1), factor)
+
+
+def divergence_of_the_other_sign(places: Any, reference: Any) -> Any:
+    return {place: -d for place, d in found_divergences(places, reference).items()}
 
 
 def kl_without_half(logprobs: Tensor, reference: Tensor, estimator: str) -> Tensor:
@@ -351,6 +406,20 @@ def means_of_passes(passes: Sequence[Pass], name: str, logprobs: Any, base: str)
     ]
 
 
+def products_of_passes(passes: Sequence[Pass], logprobs: Any, config: LossConfig) -> list[Pass]:
+    return [
+        original_with_sequence_products([one], [values], config)[0]
+        for one, values in zip(passes, logprobs, strict=True)
+    ]
+
+
+def choice_of_passes(passes: Sequence[Pass], entropies: Any, *more: Any) -> list[Pass]:
+    return [
+        original_with_high_entropies([one], [values], *more)[0]
+        for one, values in zip(passes, entropies, strict=True)
+    ]
+
+
 def weights_alone(before: Snapshot) -> None:
     """The moments of the undone updates stay."""
     for parameter, value, _ in before._parameters:
@@ -384,10 +453,10 @@ PLANTS = {
     "baseline over turns": Plant("the worked example", trainer.advantage, "_pool", over_turns),
     "deviation not offset": Plant("TRL's loss and gradients", trainer.advantage, "STD_FLOOR", 1e-2),
     "staleness off by one": Plant(
-        "staleness", trainer.packing, "_too_old", lambda age, eta: age >= eta
+        "staleness", trainer.rows, "_too_old", lambda age, eta: age >= eta
     ),
     "staleness off by one, lenient": Plant(
-        "staleness", trainer.packing, "_too_old", lambda age, eta: age > eta + 1
+        "staleness", trainer.rows, "_too_old", lambda age, eta: age > eta + 1
     ),
     "N of the micro-batch": Plant(
         "dense gradients", LOSSES, "find", lambda _: n_of_the_micro_batch
@@ -427,6 +496,63 @@ PLANTS = {
     ),
     "means over a pass": Plant(
         "inputs of several updates", trainer.policy, "with_sequence_means", means_of_passes
+    ),
+    "entropies of a pass": Plant(
+        "tokens of high entropy", trainer.policy, "with_high_entropies", choice_of_passes
+    ),
+    "products over a pass": Plant(
+        "inputs of several updates", trainer.policy, "with_sequence_products", products_of_passes
+    ),
+    "VESPO's signs are swapped": Plant(
+        "VESPO's formula",
+        *(LOSSES, "find"),
+        lambda _: PolicyLoss(weight_of_the_other_sign, sequence_product=True),
+    ),
+    "VESPO's signs are swapped, against TRL": Plant(
+        "TRL's VESPO",
+        *(LOSSES, "find"),
+        lambda _: PolicyLoss(weight_of_the_other_sign, sequence_product=True),
+    ),
+    "VESPO without its decay": Plant(
+        "VESPO's formula",
+        *(LOSSES, "find"),
+        lambda _: PolicyLoss(weight_without_decay, sequence_product=True),
+    ),
+    "VESPO weighs tokens as well": Plant(
+        "TRL's VESPO", LOSSES, "find", lambda _: PolicyLoss(original_vespo)
+    ),
+    "clipped at one side": Plant(
+        "the dual clip's formula",
+        *(trainer.surrogates, "_clipped"),
+        lambda ratio, a, config: _clipped(ratio, a, replace(config, dual_clip=None)),
+    ),
+    "rows of all signs are dropped": Plant(
+        "rows off policy", trainer.loss, "off_policy", every_sign
+    ),
+    "the updates are no divergence": Plant(
+        "rows off policy", trainer.loss, "off_policy", since_the_proximal
+    ),
+    "no lower bound": Plant(
+        "two bounds of weights",
+        *(trainer.loss, "importance_weight"),
+        lambda p, inputs, config: original_weight(p, inputs, replace(config, is_floor=0.0)),
+    ),
+    "the unbiased k3 without its linear part": Plant(
+        "the unbiased k3's formula", trainer.loss, "kl_term", kl_without_its_linear_part
+    ),
+    "the whole divergence for each token": Plant(
+        "returns of tokens", trainer.batch, "with_returns", lambda row, d, factor: row
+    ),
+    "a token's own divergence given back": Plant(
+        "returns of tokens", trainer.batch, "with_returns", own_divergence_given_back
+    ),
+    "a reward for divergence": Plant(
+        "returns of tokens", trainer.batch, "found_divergences", divergence_of_the_other_sign
+    ),
+    "no divergence in the reward, against TRL": Plant(
+        "TRL's RLOO with its KL",
+        *(tests.trainer.test_trl, "less_divergence"),
+        lambda rewards, *_: rewards,
     ),
     "moments are not undone": Plant("a step is undone", Snapshot, "restore", weights_alone),
     "nothing is undone": Plant("a step is undone", Snapshot, "restore", lambda before: None),
@@ -509,11 +635,13 @@ PLANTS = {
 
 
 @pytest.mark.parametrize("law", LAWS)
+@pytest.mark.service
 def test_the_law_holds(law: str) -> None:
     LAWS[law]()
 
 
 @pytest.mark.parametrize("plant", PLANTS)
+@pytest.mark.service
 def test_the_law_catches(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
     law, owner, name, error = PLANTS[plant]
     monkeypatch.setattr(owner, name, error)
@@ -523,7 +651,7 @@ def test_the_law_catches(plant: str, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_counting_versions_instead_of_steps_is_caught() -> None:
     """The wrong version: age as a difference of versions, not of the steps they were made at."""
-    original = trainer.packing.mask_stale
+    original = trainer.rows.mask_stale
 
     def by_version(row: Any, *, step_of_version: Any, step: int, eta: int) -> Any:
         newest = max(step_of_version)

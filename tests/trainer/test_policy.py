@@ -1,14 +1,15 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
+from typing import Literal
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 import trainer.logprobs
@@ -25,17 +26,10 @@ from tests.support.trainer.policies import (
     trainer_gradients,
 )
 from trainer.loss import LossConfig
-from trainer.packing import (
-    Batch,
-    concat_padded_tensors,
-    count_trained,
-    micro_batches,
-    numbered,
-    padded_pass,
-    padded_passes,
-    trained_tokens,
-)
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.packing import micro_batches, numbered, padded_pass, padded_passes
+from trainer.policy import Policy
+from trainer.rows import Batch, concat_padded_tensors, count_trained, trained_tokens
 
 
 @pytest.fixture(scope="module")
@@ -71,6 +65,7 @@ def test_any_split_into_micro_batches_gives_the_same_gradient(policy: Policy, bu
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 150), st.integers(1, 40), st.randoms())
+@pytest.mark.service
 def test_neither_split_nor_chunks_nor_order_matter(
     seed: int, budget: int, chunk: int, shuffler: random.Random
 ) -> None:
@@ -121,6 +116,63 @@ def test_logprobs_and_entropies_against_full_logits(policy: Policy) -> None:
     torch.testing.assert_close(got.entropies, -(expected.exp() * expected).sum(-1))
 
 
+def plain_label_logprobs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    temperatures: Tensor,
+    labels: Tensor,
+    owners: Tensor,
+    fused: bool,
+    entropy_gradient: bool,
+) -> tuple[Tensor, Tensor]:
+    """Return what `_label_logprobs` returns; autograd makes its gradient."""
+    table = functional.linear(hidden, weight, bias) / temperatures.to(hidden.dtype)[:, None]
+    table = table.log_softmax(-1)
+    entropies = -(table.exp() * table).sum(-1)
+    entropies = entropies if entropy_gradient else entropies.detach()
+    return table[owners, labels], entropies[owners]
+
+
+@pytest.mark.parametrize("entropy_gradient", [False, True])
+@pytest.mark.parametrize("with_bias", [False, True])
+@settings(max_examples=20, deadline=None)
+@given(seed=st.integers(0, 10**6), tokens=st.integers(1, 6), labels=st.integers(1, 12))
+def test_the_heads_gradients_are_autograds(
+    entropy_gradient: bool, with_bias: bool, seed: int, tokens: int, labels: int
+) -> None:
+    """Also where one token has several labels, equal ones among them, or none."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def random_tensor(*shape: int) -> Tensor:
+        made = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return (3 * made).requires_grad_()
+
+    leaves = [random_tensor(tokens, 5), random_tensor(7, 5)]
+    bias = random_tensor(7) if with_bias else None
+    given_once = (
+        *(*leaves, bias, torch.rand(tokens, generator=generator) + 0.5),
+        torch.randint(7, (labels,), generator=generator),
+        torch.randint(tokens, (labels,), generator=generator).sort().values,
+    )
+    leaves += [bias] if bias is not None else []
+    factors = torch.randn(2, labels, generator=generator, dtype=torch.float64)
+    found, expected = (
+        function(*given_once, False, entropy_gradient)
+        for function in (trainer.logprobs._label_logprobs, plain_label_logprobs)
+    )
+    torch.testing.assert_close(found, expected, atol=1e-12, rtol=1e-12)
+    assert found[1].requires_grad == entropy_gradient
+    for mine, theirs in zip(
+        *(
+            torch.autograd.grad((factors * torch.stack(out)).sum(), leaves)
+            for out in (found, expected)
+        ),
+        strict=True,
+    ):
+        torch.testing.assert_close(mine, theirs, atol=1e-11, rtol=1e-11)
+
+
 def logits_kept_for_backward(batch: Batch) -> list[tuple[int, ...]]:
     """Shapes [..., vocab] that autograd holds on to after the forward pass."""
     kept = []
@@ -138,10 +190,7 @@ def test_logits_are_not_kept_for_the_backward_pass(monkeypatch: pytest.MonkeyPat
     batch = concat_padded_tensors(random_rows(7, 8))
     assert logits_kept_for_backward(batch) == []
 
-    def keep_all(function: Callable[..., object], *args: object, **_: object) -> object:
-        return function(*args)
-
-    monkeypatch.setattr(trainer.logprobs, "checkpoint", keep_all)
+    monkeypatch.setattr(trainer.logprobs, "_label_logprobs", plain_label_logprobs)
     assert logits_kept_for_backward(batch), "the check sees what a plain forward pass keeps"
 
 
@@ -158,7 +207,7 @@ def test_at_most_a_chunk_of_logits_at_a_time(monkeypatch: pytest.MonkeyPatch) ->
     trainer_gradients(small_policy(head_chunk=5), rows)
     n = count_trained(rows)
     assert n > 40 and max(seen) == 5
-    assert sum(seen) == 2 * n, "each chunk once forward and once again in the backward pass"
+    assert sum(seen) == n
 
 
 def test_a_large_vocabulary_has_smaller_chunks_on_a_cpu() -> None:
@@ -233,7 +282,7 @@ def test_the_gradient_is_clipped_to_a_norm() -> None:
     assert float(norm) == pytest.approx(1e-3, rel=1e-3)
 
 
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: float) -> None:
     policy = small_policy()
     before = [p.clone() for p in policy.model.parameters()]
@@ -248,6 +297,20 @@ def test_what_is_not_finite_leaves_the_weights_alone_and_names_the_place(bad: fl
     assert policy.steps == 0
     for a, b in zip(before, policy.model.parameters(), strict=True):
         assert torch.equal(a, b) and b.grad is None
+
+
+@pytest.mark.parametrize("packing", ["tree", "rows"])
+@pytest.mark.parametrize("id", [-1, VOCAB, 10**6])
+def test_an_id_that_the_model_lacks_is_named(packing: Literal["tree", "rows"], id: int) -> None:
+    policy = small_policy(packing=packing)
+    before = [p.clone() for p in policy.model.parameters()]
+    rows = random_rows(11)
+    rows[2]["input_ids"][-1] = id
+    said = f"row 2 has the token id {id}, and the model's are 0 to {VOCAB - 1}: the tokenizer"
+    with pytest.raises(ValueError, match=said):
+        policy.train(rows)
+    assert policy.steps == 0 and not policy.optimizer.state
+    assert all(torch.equal(a, b) for a, b in zip(before, policy.model.parameters(), strict=True))
 
 
 def test_broken_weights_are_noticed() -> None:
@@ -285,15 +348,18 @@ def test_load_is_float32_and_exact(tiny_model_dir: Path) -> None:
     assert policy.runner.packing == "tree"
 
 
+@pytest.mark.parametrize("how", ["gone", "shorter"])
 def test_missing_weights_are_an_error_not_random_numbers(
-    tiny_model_dir: Path, tmp_path: Path
+    tiny_model_dir: Path, tmp_path: Path, how: str
 ) -> None:
     from safetensors.torch import load_file, save_file
 
     for name in ("config.json", "model.safetensors"):
         (tmp_path / name).write_bytes((tiny_model_dir / name).read_bytes())
     tensors = load_file(tmp_path / "model.safetensors")
-    del tensors["lm_head.weight"]
+    head = tensors.pop("lm_head.weight")
+    if how == "shorter":
+        tensors["lm_head.weight"] = head[:-1].contiguous()
     save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
     with pytest.raises(StartupError, match=r"lm_head\.weight"):
         Policy.load(tmp_path)

@@ -21,8 +21,9 @@ from tests.support.trainer.loop import Killed, Lab, config_of, killed
 from tests.support.trainer.policies import random_rows
 from tests.support.trainer.trees import shaped_model
 from trainer.loss import LossConfig
+from trainer.model import PolicyConfig, loaded
 from trainer.parallel.trainer_group import load_reference
-from trainer.policy import Policy, PolicyConfig, loaded
+from trainer.policy import Policy
 from trainer.reference import frozen_logprobs, require_alike
 from trainer.updates import ReferenceLogprobs, StepConfig
 from trainer.weight_folders import save_pretrained

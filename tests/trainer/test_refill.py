@@ -8,18 +8,11 @@ from pathlib import Path
 
 from any_agent.chat import load_chat_format
 from any_agent.client.rl_client import RLClient
-from any_agent.rollout import LeaseExecutor, RankClients
+from any_agent.rollout import LeaseExecutor
+from tests.support.fixed_ranks import FixedRanks
 from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy, until
 from tests.support.scripted_engine import ScriptedEngine
 from trainer.batch import ZeroVarianceGroups
-
-
-class One(RankClients):
-    """A rank whose URL is known."""
-
-    def __init__(self, url: str) -> None:
-        super().__init__(Path("nowhere"), 0)
-        self.clients = (RLClient(url),)
 
 
 async def group(proxy: Proxy, name: str, *rewards: float) -> list[str]:
@@ -48,7 +41,7 @@ async def test_groups_without_variance_are_dropped_and_refilled(
     config = config_for(tmp_path, *settings)
     async with engine.serve() as url, running_proxy(config, chat, engine_url=url) as proxy:
         executor = LeaseExecutor(
-            lambda: One(proxy.url),
+            lambda: FixedRanks(RLClient(proxy.url)),
             config.rollout,
             owner="trainer",
             reject=ZeroVarianceGroups(config.train).reject_reason,

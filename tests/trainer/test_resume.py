@@ -110,6 +110,7 @@ def uninterrupted(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory
         "checkpoint",
     ],
 )
+@pytest.mark.service
 def test_killed_at_each_boundary(
     settings: list[str], uninterrupted: dict[str, Any], boundary: str, when: int
 ) -> None:
@@ -145,6 +146,7 @@ def uninterrupted_updates(
     ("boundary", "when"),
     [("update", 1), ("update", 6), ("update", 12), ("step", 3), ("manifest", 2), ("checkpoint", 1)],
 )
+@pytest.mark.service
 def test_killed_among_several_updates(
     settings: list[str], uninterrupted_updates: dict[str, Any], boundary: str, when: int
 ) -> None:
@@ -171,6 +173,29 @@ def test_killed_at_every_start(settings: list[str], uninterrupted: dict[str, Any
     lab = Lab(config, left_for(lab), before=lab)
     assert lab.trainer.train()
     assert_same(uninterrupted, outcome(lab))
+
+
+@pytest.mark.parametrize("boundary", ["step", "checkpoint"])
+def test_a_start_that_would_choose_other_passes_makes_the_same(
+    settings: list[str], monkeypatch: pytest.MonkeyPatch, boundary: str
+) -> None:
+    """A restart keeps the passes, as if a GPU had less free memory by then."""
+
+    def lab(name: str, tokens: int, batches: list[Episode], before: Lab | None = None) -> Lab:
+        monkeypatch.setattr("trainer.policy.pass_tokens", lambda *_, **__: tokens)
+        return Lab(config_of([*settings, f"trial={name}"], *RUN), batches, before=before)
+
+    whole = lab("whole", 16, episodes())
+    assert whole.trainer.train()
+    other = lab("other", 64, episodes())
+    assert other.trainer.train()
+    first = lab("killed", 16, episodes())
+    die_at(first, boundary, 1)
+    again = lab("killed", 64, left_for(first), before=first)
+    assert again.trainer.train()
+    assert_same(outcome(whole), outcome(again))
+    with pytest.raises(AssertionError):
+        assert_same(outcome(whole), outcome(other))
 
 
 def test_what_the_ranks_serve_already_is_not_published_again(settings: list[str]) -> None:

@@ -17,9 +17,11 @@ from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
 from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.cli.main import main
 from any_agent.cli.sft import add_sft_arguments
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from tests.support.true_logprobs import TrueModel
+from trainer.sft import SETTINGS as SFT_SETTINGS
 from trainer.sft import chosen, read_examples, run
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
@@ -197,6 +199,48 @@ def test_inputs_that_are_refused(tiny_model_dir: Path, tmp_path: Path) -> None:
         assert not new.exists()
 
 
+@pytest.mark.parametrize(
+    "setting",
+    [
+        *("kl_coef=0.1", "minibatches=2", "epochs_per_batch=2", "entropy_coef=0.1", "steps=100"),
+        *("epochs=2", "preset=dapo", "loss=cispo", "is_cap=2", "checkpoint_every=1"),
+    ],
+)
+def test_settings_that_mean_nothing_here_are_refused(
+    setting: str, tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data, new = write(tmp_path / "data", ROW), tmp_path / "new"
+    given = ("--data", data, "--model", tiny_model_dir, "--out", new, *SETTINGS)
+    name, _, value = setting.partition("=")
+    refused = rf"no meaning in any-agent sft: train\.{name}\. "
+    with pytest.raises(ConfigError, match=refused):
+        tune(*given, f"train.{setting}")
+    (tmp_path / "config.yaml").write_text(f"train: {{{name}: {value}}}\n")
+    with pytest.raises(ConfigError, match=refused):
+        tune(*given, "--config", tmp_path / "config.yaml")
+    monkeypatch.setenv(f"ANY_AGENT_TRAIN__{name.upper()}", value)
+    with pytest.raises(ConfigError, match=refused):
+        tune(*given)
+    assert not new.exists()
+
+
+def test_all_settings_without_a_meaning_are_named(tiny_model_dir: Path, tmp_path: Path) -> None:
+    data, new = write(tmp_path / "data", ROW), tmp_path / "new"
+    several = ("train.steps=9", "train.kl_coef=0.1", f"train.reference_model={tiny_model_dir}")
+    with pytest.raises(ConfigError, match=r"kl_coef, train\.reference_model, train\.steps\. "):
+        tune("--data", data, "--model", tiny_model_dir, "--out", new, *several)
+
+
+def test_the_help_lists_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["sft", "--help"])
+    listed = capsys.readouterr().out
+    assert {name for name in SFT_SETTINGS.split() if not re.search(rf"\b{name}\b", listed)} == {
+        # It uses one process: only train.processes=1 is accepted.
+        "processes"
+    }
+
+
 def test_an_answer_that_calls_a_tool(chat: ChatFormat, tmp_path: Path) -> None:
     tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
     arguments = '{"a": 2, "b": 2}'
@@ -214,6 +258,7 @@ def test_an_answer_that_calls_a_tool(chat: ChatFormat, tmp_path: Path) -> None:
     assert last["input_ids"].tolist()[: len(ids)] == ids
 
 
+@pytest.mark.service
 def test_the_command_reads_standard_input(tiny_model_dir: Path, tmp_path: Path) -> None:
     command = ("-m", "any_agent.cli", "sft", "--data", "-", "--model", str(tiny_model_dir))
     out = tmp_path / "out"

@@ -22,6 +22,7 @@ from trainer.loss import (
     LossInputs,
     LossStats,
     kl_term,
+    needs_sequence_product,
     needs_sequence_ratio,
     needs_sequence_weight,
 )
@@ -29,7 +30,8 @@ from trainer.loss import (
 
 @dataclass(frozen=True)
 class Token:
-    """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios."""
+    """One token's inputs, nats; ``ratio`` and ``weight`` are its row's mean log ratios, ``whole``
+    is its row's product of ratios."""
 
     now: float
     old: float
@@ -40,6 +42,8 @@ class Token:
     ratio: float
     weight: float
     entropy: float
+    whole: float
+    high: float
 
 
 def random_token(r: random.Random) -> Token:
@@ -54,6 +58,8 @@ def random_token(r: random.Random) -> Token:
         r.gauss(0, 0.3),
         r.gauss(0, 1.0),
         r.uniform(0, 3),
+        math.exp(r.gauss(0, 0.7)),
+        float(r.random() < 0.3),
     )
 
 
@@ -62,9 +68,15 @@ def surrogate(t: Token, c: LossConfig) -> tuple[float, float]:
     rho = math.exp(t.ratio) if c.name == "gspo" else math.exp(t.now - t.old)
     if c.name in ("grpo", "gspo"):
         bounded = min(max(rho, 1 - c.eps_low), 1 + c.eps_high)
+        if t.a < 0 and c.dual_clip is not None and rho > c.dual_clip:
+            return -c.dual_clip * t.a, 0.0
         if rho * t.a <= bounded * t.a:
             return -rho * t.a, -rho * t.a
         return -bounded * t.a, 0.0
+    if c.name == "vespo":
+        k, lam = (c.k_neg, c.lambda_neg) if t.a < 0 else (c.k_pos, c.lambda_pos)
+        phi = t.whole**k * math.exp(lam * (1 - t.whole))
+        return -phi * t.a * t.now, -phi * t.a
     if c.name == "cispo":
         bounded = min(max(rho, 1 - c.eps_low), 1 + c.eps_high)
         return -bounded * t.a * t.now, -bounded * t.a
@@ -77,8 +89,9 @@ def surrogate(t: Token, c: LossConfig) -> tuple[float, float]:
 
 
 def kl(t: Token, estimator: str) -> tuple[float, float]:
-    d = t.now - t.ref
+    d, rho = t.now - t.ref, math.exp(t.now - t.old)
     return {
+        "k3_unbiased": (rho * (math.exp(-d) - 1 + d), rho * d),
         "k1": (d, 1.0),
         "k2": (d * d / 2, d),
         "k3": (math.exp(-d) - 1 + d, 1 - math.exp(-d)),
@@ -86,10 +99,17 @@ def kl(t: Token, estimator: str) -> tuple[float, float]:
 
 
 def importance(t: Token, c: LossConfig) -> float:
-    w = math.exp(t.weight if c.is_level == "sequence" else t.old - t.mu)
-    if w <= c.is_cap:
+    if left_behind(t, c):
+        return 0.0
+    w = math.exp(_log_weight(t, c))
+    if c.is_floor <= w <= c.is_cap:
         return w
-    return 0.0 if c.is_mode == "mask" else c.is_cap
+    return 0.0 if c.is_mode == "mask" else min(max(w, c.is_floor), c.is_cap)
+
+
+def left_behind(t: Token, c: LossConfig) -> bool:
+    far = c.off_policy_threshold is not None and -(t.ratio + t.weight) > c.off_policy_threshold
+    return far and t.a < 0
 
 
 def by_hand(tokens: list[Token], c: LossConfig, n: int) -> tuple[float, list[float], list[float]]:
@@ -99,6 +119,9 @@ def by_hand(tokens: list[Token], c: LossConfig, n: int) -> tuple[float, list[flo
         value, slope = surrogate(t, c)
         divergence, drift = kl(t, c.kl_estimator) if c.kl_coef else (0.0, 0.0)
         w = importance(t, c)
+        if c.name == "vespo":  # the weights are in the row's product
+            w = 0.0 if left_behind(t, c) else 1.0
+        w *= t.high if c.top_entropy < 1 else 1.0
         total += t.u * (w * value + c.kl_coef * divergence - c.entropy_coef * t.entropy) / n
         slopes.append(t.u * (w * slope + c.kl_coef * drift) / n)
         of_entropies.append(-t.u * c.entropy_coef / n)
@@ -120,6 +143,8 @@ def run(tokens: list[Token], c: LossConfig, n: int) -> tuple[Tensor, Tensor, Ten
         token_weights=columns["u"],
         sequence_log_ratio=columns["ratio"],
         sequence_log_weight=columns["weight"],
+        sequence_product=columns["whole"],
+        high_entropy=columns["high"] if c.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(c.name)(now, inputs, total_tokens=n, config=c, entropies=entropies)
     slopes = torch.autograd.grad(loss, [now, entropies], allow_unused=True, materialize_grads=True)
@@ -131,13 +156,22 @@ CONFIGS = {
     "gspo": LossConfig("gspo", eps_low=0.1, eps_high=0.2, is_level="sequence"),
     "cispo": LossConfig("cispo", eps_low=0.6, eps_high=1.0),
     "sapo": LossConfig("sapo", tau_pos=0.9, tau_neg=1.3),
+    "vespo": LossConfig("vespo", k_pos=1.5, lambda_pos=2.5, k_neg=3.5, lambda_neg=0.5),
     "reinforce": LossConfig("reinforce"),
+    "dual clip": LossConfig(dual_clip=1.4),
+    "dual clip of rows": LossConfig("gspo", eps_high=0.1, dual_clip=1.2),
+    "two bounds": LossConfig(is_cap=1.5, is_floor=0.6),
+    "masked beyond two bounds": LossConfig(is_cap=1.5, is_floor=0.6, is_mode="mask"),
+    "off policy": LossConfig("sapo", off_policy_threshold=0.4, is_mode="mask", is_cap=1.5),
+    "off policy, whole rows": LossConfig("vespo", off_policy_threshold=0.4),
+    "high entropies": LossConfig("cispo", top_entropy=0.3, kl_coef=0.1, entropy_coef=0.05),
     "masked": LossConfig(is_mode="mask", is_cap=1.5),
     "masked rows": LossConfig(is_mode="mask", is_level="sequence", is_cap=1.5),
     "truncated rows": LossConfig("cispo", is_level="sequence", is_cap=1.5),
     "k1": LossConfig(kl_coef=0.1, kl_estimator="k1"),
     "k2": LossConfig("reinforce", kl_coef=0.1, kl_estimator="k2"),
-    "k3": LossConfig("gspo", kl_coef=0.1),
+    "k3": LossConfig("gspo", eps_low=0.2, eps_high=0.28, is_level="token", kl_coef=0.1),
+    "k3_unbiased": LossConfig("cispo", kl_coef=0.1, kl_estimator="k3_unbiased"),
     "entropy": LossConfig("cispo", entropy_coef=0.05),
     "all terms": LossConfig("sapo", kl_coef=0.1, kl_estimator="k2", entropy_coef=0.05),
 }
@@ -153,8 +187,18 @@ def equals_the_formula(name: str, seed: int = 0) -> None:
     assert got.tolist() == pytest.approx(slopes, abs=1e-12)
     assert got_entropies.tolist() == pytest.approx(of_entropies, abs=1e-12)
     assert stats.weight == pytest.approx(sum(importance(t, c) for t in tokens))
-    beyond = stats.is_masked if c.is_mode == "mask" else stats.is_capped
-    assert beyond == sum(math.exp(_log_weight(t, c)) > c.is_cap for t in tokens)
+    beyond = [not c.is_floor <= math.exp(_log_weight(t, c)) <= c.is_cap for t in tokens]
+    behind = [left_behind(t, c) for t in tokens]
+    gone = [g or (b and c.is_mode == "mask") for g, b in zip(behind, beyond, strict=True)]
+    assert stats.is_masked == sum(gone)
+    assert stats.is_capped == sum(b and not g for g, b in zip(gone, beyond, strict=True))
+    assert sum(behind) > 0 or c.off_policy_threshold is None
+    if c.dual_clip is not None:
+        rho = [math.exp(t.ratio if c.name == "gspo" else t.now - t.old) for t in tokens]
+        pairs = list(zip(rho, tokens, strict=True))
+        high = [x > (1 + c.eps_high if t.a > 0 else c.dual_clip) for x, t in pairs]
+        assert stats.clipped_high == sum(high)
+        assert any(h and t.a < 0 for h, (_, t) in zip(high, pairs, strict=True))
     if c.kl_coef:
         assert stats.kl == pytest.approx(sum(kl(t, c.kl_estimator)[0] for t in tokens))
 
@@ -205,6 +249,10 @@ def test_the_mean_gradients_of_kl_estimates() -> None:
     torch.testing.assert_close(mean_slope("k1"), torch.zeros_like(forward))
     torch.testing.assert_close(mean_slope("k2"), forward)
     torch.testing.assert_close(mean_slope("k3"), backward)
+    # The unbiased estimate also over tokens that another policy samples.
+    other = torch.randn(4, generator=g, dtype=torch.float64).log_softmax(-1)
+    unbiased = torch.exp(p - other) * kl_term(p, reference, "k3_unbiased")
+    torch.testing.assert_close(gradient((other.exp() * unbiased).sum()), forward)
 
 
 def test_gspo_and_its_token_form_agree_where_a_row_has_one_advantage() -> None:
@@ -222,18 +270,27 @@ def test_gspo_and_its_token_form_agree_where_a_row_has_one_advantage() -> None:
         old,
         sequence_log_ratio=(now - old).mean().expand(5),
     )
-    config = LossConfig("gspo", eps_low=0.1, eps_high=0.1)
+    config = LossConfig("gspo", eps_low=0.1, eps_high=0.1, is_level="token")
     loss, stats = LOSSES.find("gspo")(lp, inputs, total_tokens=5, config=config)
     (got,) = torch.autograd.grad(loss, lp)
     torch.testing.assert_close(got, expected, atol=1e-15, rtol=0)
     assert stats.means()["ratio"] == pytest.approx(float(s.detach()))
 
 
+def test_a_weight_of_0_takes_a_row_out_of_vespo_and_a_large_one_nearly() -> None:
+    now = torch.tensor([-1.0, -1.0, -1.0], dtype=torch.float64, requires_grad=True)
+    whole = torch.tensor([0.0, 1.0, math.exp(20)], dtype=torch.float64)
+    given = LossInputs(now.detach(), torch.ones_like(whole), sequence_product=whole)
+    LOSSES.find("vespo")(now, given, total_tokens=4, config=LossConfig("vespo"))[0].backward()
+    assert now.grad is not None and now.grad.tolist() == [0.0, -0.25, 0.0]
+
+
 def test_on_the_first_step_a_rows_ratio_is_one() -> None:
     token = replace(random_token(random.Random(0)), a=2.0)
     now = torch.tensor([token.now], dtype=torch.float64, requires_grad=True)
     inputs = LossInputs(now.detach(), torch.tensor([2.0], dtype=torch.float64))
-    loss, stats = LOSSES.find("gspo")(now, inputs, total_tokens=1, config=LossConfig("gspo"))
+    config = LossConfig("gspo", is_level="token")
+    loss, stats = LOSSES.find("gspo")(now, inputs, total_tokens=1, config=config)
     assert (float(loss.detach()), stats.ratio, stats.clipped_high) == (-2.0, 1.0, 0.0)
 
 
@@ -243,7 +300,10 @@ def test_on_the_first_step_a_rows_ratio_is_one() -> None:
         ({"kl_coef": 0.1}, {}, "if and only if kl_coef > 0"),
         ({}, {"reference": torch.zeros(1)}, "if and only if kl_coef > 0"),
         ({"entropy_coef": 0.1}, {}, "needs the entropies"),
-        ({"is_level": "sequence"}, {}, "needs sequence_log_weight"),
+        ({"is_level": "sequence"}, {}, "is_level=sequence needs sequence_log_weight"),
+        ({"off_policy_threshold": 1.0}, {}, "off_policy_threshold needs sequence_log_weight"),
+        ({"top_entropy": 0.5}, {}, "top_entropy needs high_entropy"),
+        ({"name": "vespo"}, {}, "the loss vespo needs sequence_product"),
         ({}, {"token_weights": torch.zeros(2)}, "token's weight: shape"),
     ],
 )
@@ -252,16 +312,19 @@ def test_inputs_that_the_constants_need(
 ) -> None:
     one = torch.zeros(1)
     with pytest.raises(ValueError, match=says):
-        LOSSES.find("grpo")(
+        LOSSES.find(config.get("name", "grpo"))(
             one, LossInputs(one, one, **given), total_tokens=1, config=LossConfig(**config)
         )
 
 
 def test_a_loss_asks_for_the_means_of_rows() -> None:
     asked = {name for name in CONFIGS if needs_sequence_ratio(CONFIGS[name])}
-    assert asked == {"gspo", "k3"}
+    behind = {"off policy", "off policy, whole rows"}
+    assert asked == {"gspo", "dual clip of rows", "k3"} | behind
     of_rows = {name for name in CONFIGS if needs_sequence_weight(CONFIGS[name])}
-    assert of_rows == {"gspo", "masked rows", "truncated rows"}
+    assert of_rows == {"gspo", "dual clip of rows", "masked rows", "truncated rows"} | behind
+    products = {name for name in CONFIGS if needs_sequence_product(CONFIGS[name])}
+    assert products == {"vespo", "off policy, whole rows"}
     assert not needs_sequence_ratio(LossConfig("trainer.sft.likelihood_loss"))
 
 

@@ -20,8 +20,9 @@ from tests.support.trainer.trees import (
     tree_rows,
 )
 from trainer.loss import LossConfig
-from trainer.packing import Row, count_trained
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
+from trainer.rows import Row, count_trained
 from trainer.tree_probe import use_tree_attention
 from trainer.world import leave
 
@@ -62,6 +63,7 @@ def test_logprobs_loss_and_gradients_are_those_of_rows(shape: str, budget: int) 
 
 @settings(deadline=None, max_examples=20)
 @given(st.integers(0, 10_000), st.sampled_from(BUDGETS))
+@pytest.mark.service
 def test_random_trees_equal_rows(seed: int, budget: int) -> None:
     equals_rows("qwen3", seed, budget)
 
@@ -70,6 +72,7 @@ ALL_TERMS = [
     LossConfig("gspo", is_level="sequence", kl_coef=0.1, entropy_coef=0.05),
     LossConfig("cispo", is_mode="mask", is_cap=1.2, kl_coef=0.1, kl_estimator="k2"),
     LossConfig("sapo", is_level="sequence", is_mode="mask", kl_coef=0.1, kl_estimator="k1"),
+    LossConfig("vespo", off_policy_threshold=0.2, kl_coef=0.1, kl_estimator="k3_unbiased"),
     LossConfig(kl_coef=0.1, entropy_coef=0.05),
 ]
 
@@ -90,12 +93,14 @@ def with_all_inputs(rows: list[Row], seed: int) -> list[Row]:
             "token_weights": normal().abs(),
             "sequence_log_ratio": 0.1 * normal(),
             "sequence_log_weight": 0.5 * normal(),
+            "sequence_product": normal().exp(),
         }
         out.append(row | more)
     return out
 
 
 @pytest.mark.parametrize("config", ALL_TERMS, ids=lambda c: c.name)
+@pytest.mark.service
 def test_all_terms_are_those_of_the_rows(config: LossConfig) -> None:
     """A row's scalars and the entropies' gradient, wherever the row's tokens are computed."""
     rows = with_all_inputs(tree_rows(5), 5)
@@ -147,6 +152,7 @@ def test_bfloat16_is_no_rougher_than_by_rows() -> None:
 
 @settings(deadline=None, max_examples=15)
 @given(st.integers(0, 10_000), st.integers(1, 200), st.randoms())
+@pytest.mark.service
 def test_neither_order_nor_budget_matter(seed: int, budget: int, chance: random.Random) -> None:
     policy = shaped_policy("qwen3", torch.float32)
     rows = tree_rows(seed, torch.float32)
@@ -191,13 +197,13 @@ def test_checkpointing_and_offloading_change_nothing(budget: int) -> None:
         assert_same(whole, expected, atol=1e-12)
 
 
-def test_the_device_chooses_the_passes_unless_a_number_is_set() -> None:
+def test_the_passes_are_as_chosen_unless_a_number_is_set() -> None:
     rows = [row for seed in range(40) for row in tree_rows(seed, count=30)]
     for row in rows:
         row["input_ids"] = row["input_ids"].clone()
     policy = small_policy()
     assert 1 < len(policy.runner.plan(rows, 300)) != len(policy.runner.plan(rows))
-    assert max(one.ids.numel() for one in policy.runner.plan(rows)) <= 1024
+    assert max(one.ids.numel() for one in policy.runner.plan(rows)) <= policy.runner.pass_tokens
     with pytest.raises(ValueError, match="budget"):
         policy.runner.plan(rows, 0)
 

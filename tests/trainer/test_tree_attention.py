@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
@@ -13,6 +14,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from tests.trainer.test_trie import ancestors, divided, members
+from trainer.flex_tree import TreeMask, tiles
 from trainer.tree_attention import TreeNotSupported, TreePass, tree_attention
 from trainer.trie import plan_passes
 
@@ -44,6 +46,36 @@ def attention(module: Any, tree: TreePass, tensors: list[Tensor], way: str) -> T
     return tree_attention(module, q, k, v, None, tree=tree)[0][0].transpose(0, 1)
 
 
+def by_passes(
+    built: Any,
+    passes: Any,
+    draw: list[Tensor],
+    upstream: Tensor,
+    attend: Callable[[TreePass, list[Tensor]], Tensor],
+) -> list[Tensor]:
+    """The attention of all passes, [tokens, heads, size], and the gradients of what was drawn."""
+    places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
+    done: list[tuple[list[Tensor], TreePass, Tensor]] = []
+    for number, one in enumerate(passes):
+        line, parent = [], one.parent
+        while parent >= 0:
+            line.insert(0, done[parent][1])
+            parent = passes[parent].parent
+        tree = TreePass(one.blocks, int(built.depths.max()), line, keeps=True)
+        own = [t[places[number]].requires_grad_() for t in draw]
+        done.append((own, tree, attend(tree, own)))
+    result = torch.zeros_like(draw[0])
+    found = [torch.zeros_like(t) for t in draw]
+    for at, (own, tree, out) in reversed(list(zip(places, done, strict=True))):
+        outputs, gradients = tree.collected()
+        torch.autograd.backward([out, *outputs], [upstream[at], *gradients])
+        result[at] = out.detach()
+        for total, tensor in zip(found, own, strict=True):
+            assert tensor.grad is not None
+            total[at] += tensor.grad
+    return [result, *found]
+
+
 @pytest.mark.parametrize("way", ["blocks", "chain"])
 @pytest.mark.parametrize("key_heads", [1, 2, 4])
 @pytest.mark.parametrize("seed", range(6))
@@ -64,26 +96,11 @@ def test_equals_a_dense_mask(seed: int, key_heads: int, way: str) -> None:
     upstream = torch.randn(expected.shape, generator=g, dtype=torch.float64)
     expected.backward(upstream)
 
-    module = SimpleNamespace(layer_idx=0)
-    places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
-    done: list[tuple[list[Tensor], TreePass, Tensor]] = []
-    for number, one in enumerate(passes):
-        line, parent = [], one.parent
-        while parent >= 0:
-            line.insert(0, done[parent][1])
-            parent = passes[parent].parent
-        tree = TreePass(one.blocks, int(built.depths.max()), line, keeps=True)
-        own = [t[places[number]].requires_grad_() for t in draw]
-        out = attention(module, tree, own, way)
-        torch.testing.assert_close(out, expected[:, places[number]], atol=1e-12, rtol=0)
-        done.append((own, tree, out))
-    found = [torch.zeros_like(t) for t in draw]
-    for at, (own, tree, out) in reversed(list(zip(places, done, strict=True))):
-        outputs, gradients = tree.collected()
-        torch.autograd.backward([out, *outputs], [upstream[:, at], *gradients])
-        for total, tensor in zip(found, own, strict=True):
-            assert tensor.grad is not None
-            total[at] += tensor.grad
+    def attend(tree: TreePass, own: list[Tensor]) -> Tensor:
+        return attention(SimpleNamespace(layer_idx=0), tree, own, way).transpose(0, 1)
+
+    result, *found = by_passes(built, passes, draw, upstream.transpose(0, 1), attend)
+    torch.testing.assert_close(result.transpose(0, 1), expected, atol=1e-12, rtol=0)
     for total, tensor in zip(found, dense, strict=True):
         torch.testing.assert_close(total, tensor.grad, atol=1e-12, rtol=0)
 
@@ -99,3 +116,46 @@ def test_attention_that_is_not_plain_is_refused() -> None:
     with pytest.raises(TreeNotSupported, match=r"21 tokens.* train\.packing=rows"):
         tree_attention(module, q, q, q, None, tree=tree, sliding_window=20)
     tree_attention(module, q, q, q, None, tree=tree, sliding_window=21, use_cache=False)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_tree_mask_is_the_dense_one(seed: int) -> None:
+    """FlexAttention has no backward pass on a CPU; its forward pass sees the same keys."""
+    built, passes = random_trie(seed)
+    g = torch.Generator().manual_seed(seed)
+    n = len(built.tokens)
+    draw = [torch.randn(n, h, 16, generator=g, dtype=torch.float64) for h in (4, 2, 2)]
+    mask = torch.zeros(n, n, dtype=torch.bool)
+    for token in range(n):
+        mask[token, ancestors(built, token)] = True
+    expected = functional.scaled_dot_product_attention(
+        *(t.transpose(0, 1)[None] for t in draw), attn_mask=mask, enable_gqa=True
+    )[0]
+    places = [torch.from_numpy(np.array(members(built, one))) for one in passes]
+    for number, one in enumerate(passes):
+        line, parent = [], one.parent
+        while parent >= 0:
+            line.insert(0, parent)
+            parent = passes[parent].parent
+        q, *own = (t[places[number]].transpose(0, 1)[None] for t in draw)
+        past = [t[places[k]].transpose(0, 1)[None] for k in line for t in draw[1:]]
+        tree = TreeMask(one.blocks, q.shape[2], q.device)
+        out = tree.attention(0.25, q, *own, *past)
+        torch.testing.assert_close(out[0], expected[:, places[number]], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_no_tile_is_left_out_or_wrongly_whole(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    rows, columns = (int(n) for n in chance.integers(1, 9, 2))
+    ends = np.sort(chance.integers(0, rows * 128 + 1, (columns * 128, 2)), axis=1)
+    ends[: columns * 64] = chance.integers(0, rows + 1) * 128, rows * 128
+    seen = np.zeros((rows * 128, columns * 128), dtype=bool)
+    for key, (first, end) in enumerate(ends):
+        seen[first:end, key] = True
+    count = seen.reshape(rows, 128, columns, 128).sum(axis=(1, 3))
+    whole = count == 128 * 128
+    some, some_at, full, full_at = tiles(ends[:, 0], ends[:, 1], rows * 128)
+    for row in range(rows):
+        assert set(full_at[row, : full[row]]) == set(np.flatnonzero(whole[row]))
+        assert set(some_at[row, : some[row]]) == set(np.flatnonzero((count > 0)[row] & ~whole[row]))

@@ -13,11 +13,19 @@ Where they differ:
 - A sequence's ratio with weights of single tokens: GSPO's token form, here, keeps each token's own
   weight; there the gradient has their mean.
 - Its entropy bonus is always the mean over tokens; ours has the mean of the other terms.
-- Its KL term is k3; by default it multiplies it by the ratio (``use_bias_correction_kl``).
+- Its KL term is k3, by default multiplied by the ratio (``use_bias_correction_kl``): here that is
+  k3_unbiased, whose ratio is the token's, also beside the ratio of a sequence.
+- Its mask of sequences that are off policy (``off_policy_mask_threshold``) and its VESPO bound each
+  log ratio by 20, and the product by 1e-8 from below. There a masked weight (``token_mask``) is
+  1e-8 in VESPO's product, here 0: the row is not trained on.
 - ``bnpo`` divides by the tokens of a pass, and is our mean over tokens for one pass. ``luspo`` is
   GSPO with `train.aggregation=constant`, but for the constant.
 - ``RLOOTrainer`` clips the product of a sequence's ratios: another value, and the same gradient
-  on policy. ``vespo`` and ``delta`` have no counterpart.
+  on policy. Its KL in the reward compares the trainer's log-probabilities with the reference's,
+  ours those that were recorded.
+- With ``top_entropy_quantile`` its entropy bonus, too, has the chosen tokens alone.
+- ``use_adaptive_entropy``, ``mask_truncated_completions``,
+  ``sync_ref_model`` and ``multi_objective_aggregation`` have no counterpart.
 
 TRL is imported by the tests that run: it brings pandas, datasets and torch's compiler, and every
 process that collects tests would import it.
@@ -26,6 +34,10 @@ process that collects tests would import it.
 from __future__ import annotations
 
 import copy
+import inspect
+import math
+import re
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -51,15 +63,11 @@ from trainer.advantage import (
 )
 from trainer.batch import weighted
 from trainer.from_config import loss_config
+from trainer.kl_reward import found_divergences, less_divergence
 from trainer.loss import LOSSES, LossConfig, LossInputs
-from trainer.packing import (
-    Row,
-    concat_padded_tensors,
-    count_trained,
-    padded_passes,
-    with_training_signal,
-)
+from trainer.packing import padded_passes
 from trainer.policy import Policy
+from trainer.rows import Row, concat_padded_tensors, count_trained, with_training_signal
 
 GROUP = 4
 GRPO = TrainConfig()
@@ -131,13 +139,27 @@ def trl_scored(trainer: Any, samples: list[Sample]) -> dict[str, Tensor]:
     return dict(scored)
 
 
-def our_rows(samples: list[Sample], config: TrainConfig = GRPO) -> list[Row]:
+def our_rows(
+    samples: list[Sample],
+    config: TrainConfig = GRPO,
+    reference: Callable[[Sequence[Row]], Sequence[Tensor]] | None = None,
+) -> list[Row]:
     groups = [
         [SessionRewards([s.reward], [True]) for s in samples[k : k + GROUP]]
         for k in range(0, len(samples), GROUP)
     ]
+    if config.kl_reward_coef:
+        assert reference is not None
+        places = [(k // GROUP, k % GROUP, 0) for k in range(len(samples))]
+        plain = rows_with(samples, [0.0] * len(samples))
+        found = found_divergences(zip(places, plain, strict=True), reference)
+        groups = less_divergence(groups, found, config.kl_reward_coef)
     estimates = estimate_advantages(groups, config)
-    advantages = [a for got in estimates for (a,) in got.advantages]
+    rows = rows_with(samples, [a for got in estimates for (a,) in got.advantages])
+    return weighted([[row] for row in rows], config.aggregation, config.constant_length)
+
+
+def rows_with(samples: list[Sample], advantages: list[float]) -> list[Row]:
     rows = []
     for sample, advantage in zip(samples, advantages, strict=True):
         n, m = len(sample.prompt), len(sample.output)
@@ -155,7 +177,7 @@ def our_rows(samples: list[Sample], config: TrainConfig = GRPO) -> list[Row]:
         row["advantages"] = torch.tensor(advantage, dtype=torch.float64)
         row["temperatures"] = torch.tensor(TEMPERATURE, dtype=torch.float64)
         rows.append(row)
-    return weighted([[row] for row in rows], config.aggregation, config.constant_length)
+    return rows
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -259,10 +281,16 @@ class Case(NamedTuple):
     theirs: dict[str, Any]
     spread: float = 0.4
     """How far pi_prox is from pi_theta."""
+    mismatch: float = 1.0
+    """The factor of the difference of pi_prox and mu."""
 
 
 CISPO = LossConfig("cispo", eps_low=1.0, eps_high=4.0)
 GSPO = LossConfig("gspo", eps_low=0.05, eps_high=0.08, is_level="sequence")
+VESPO = {
+    **{"vespo_k_pos": 2.0, "vespo_lambda_pos": 3.0},
+    **{"vespo_k_neg": 3.0, "vespo_lambda_neg": 2.0},
+}
 GSPO_THERE = {"importance_sampling_level": "sequence", "epsilon_low": 0.05, "epsilon_high": 0.08}
 CASES = {
     "grpo": Case(LossConfig(), "session", {"loss_type": "grpo"}),
@@ -281,6 +309,44 @@ CASES = {
     ),
     "gspo": Case(GSPO, "turn", {"loss_type": "grpo", **GSPO_THERE}, 0.3),
     "luspo": Case(GSPO, "constant", {"loss_type": "luspo", **GSPO_THERE}, 0.3),
+    "vespo": Case(LossConfig("vespo"), "token", {"loss_type": "vespo", **VESPO}, 0.1, 0.3),
+    "vespo, masked": Case(
+        LossConfig("vespo", is_mode="mask", is_cap=1.5),
+        "token",
+        {"loss_type": "vespo", **VESPO, "vllm_importance_sampling_mode": "token_mask"},
+        *(0.1, 0.3),
+    ),
+    "delta": Case(LossConfig(dual_clip=1.4), "token", {"delta": 1.4}),
+    "delta of rows": Case(
+        LossConfig("gspo", eps_low=0.05, eps_high=0.08, dual_clip=1.1),
+        *("turn", {"loss_type": "grpo", "delta": 1.1, **GSPO_THERE}, 0.5),
+    ),
+    # Such a mismatch takes the policy away from rows of negative advantages.
+    "off policy": Case(
+        LossConfig(off_policy_threshold=0.1),
+        *("token", {"off_policy_mask_threshold": 0.1}, 0.4, -1.0),
+    ),
+    "off policy, with kl": Case(
+        LossConfig("sapo", off_policy_threshold=0.1, kl_coef=0.05),
+        "session",
+        {
+            **{"loss_type": "sapo", "sapo_temperature_pos": 1.0, "sapo_temperature_neg": 1.05},
+            **{"off_policy_mask_threshold": 0.1, "beta": 0.05},
+        },
+        *(0.4, -1.0),
+    ),
+    "high entropies": Case(
+        LossConfig(top_entropy=0.4, kl_coef=0.05),
+        *("session", {"loss_type": "grpo", "beta": 0.05, "top_entropy_quantile": 0.4}),
+    ),
+    "two bounds": Case(LossConfig(is_cap=1.5, is_floor=0.6), "token", {}),
+    "masked beyond two bounds": Case(
+        LossConfig(is_cap=1.5, is_floor=0.6, is_mode="mask"), "token", {}
+    ),
+    "unbiased kl": Case(
+        LossConfig(kl_coef=0.05, kl_estimator="k3_unbiased"),
+        *("session", {"loss_type": "grpo", "beta": 0.05, "use_bias_correction_kl": True}),
+    ),
     "kl": Case(LossConfig(kl_coef=0.05), "session", {"loss_type": "grpo", "beta": 0.05}),
     "entropy": Case(
         LossConfig(entropy_coef=0.01),
@@ -300,8 +366,9 @@ LENGTH = {"dr_grpo": 7, "luspo": 1}
 
 def given_equal_trl(name: str, seed: int = 0) -> None:
     """The same loss and gradient by the log-probabilities, and by the entropies."""
-    config, aggregation, theirs, spread = CASES[name]
+    config, aggregation, theirs, spread, mismatch = CASES[name]
     x = random_tokens(seed, spread)
+    x = x._replace(mu=x.old + mismatch * (x.mu - x.old))
     trainer = made(small_policy(), random_samples(0), **theirs)
     there = x.now.clone().requires_grad_()
     there_h = x.entropies.clone().requires_grad_()
@@ -310,9 +377,10 @@ def given_equal_trl(name: str, seed: int = 0) -> None:
     if config.is_level == "sequence":
         log_w = row_mean(log_w, x.mask)[:, None]
     weight = torch.exp(log_w)
-    beyond = weight > config.is_cap
+    beyond = (weight > config.is_cap) | (weight < config.is_floor)
     masks = config.is_mode == "mask"
-    weight = weight.masked_fill(beyond, 0.0) if masks else weight.clamp(max=config.is_cap)
+    bounded = weight.clamp(config.is_floor, config.is_cap)
+    weight = weight.masked_fill(beyond, 0.0) if masks else bounded
     inputs = {
         "prompt_ids": torch.ones(6, 1),
         "prompt_mask": torch.ones(6, 1),
@@ -322,6 +390,7 @@ def given_equal_trl(name: str, seed: int = 0) -> None:
         "old_per_token_logps": x.old,
         "ref_per_token_logps": x.reference,
         "importance_sampling_ratio": weight,
+        "sampling_per_token_logps": x.mu,
         "num_items_in_batch": x.mask.sum(),
     }
     expected = trainer._compute_loss(trainer.model, inputs)
@@ -335,6 +404,10 @@ def given_equal_trl(name: str, seed: int = 0) -> None:
         u = torch.stack([row["token_weights"] for row in rows])[:, None].expand(SHAPE)[own]
     here, here_h = x.now.clone().requires_grad_(), x.entropies.clone().requires_grad_()
     of_row = row_mean(x.now - x.old, x.mask), row_mean(x.old - x.mu, x.mask)
+    least = torch.quantile(x.entropies[own], 1 - config.top_entropy)
+    chosen = (x.entropies[own] >= least).double()
+    logs = (x.now - x.old + weight.log()).masked_fill(~own, 0.0)
+    products = logs.sum(-1).clamp(max=20.0).exp()
     ratios, weights = (one[:, None].expand(SHAPE)[own] for one in of_row)
     given = LossInputs(
         x.mu[own],
@@ -344,6 +417,8 @@ def given_equal_trl(name: str, seed: int = 0) -> None:
         token_weights=u,
         sequence_log_ratio=ratios,
         sequence_log_weight=weights,
+        sequence_product=products[:, None].expand(SHAPE)[own],
+        high_entropy=chosen if config.top_entropy < 1 else None,
     )
     loss, stats = LOSSES.find(config.name)(
         here[own], given, total_tokens=int(own.sum()), config=config, entropies=here_h[own]
@@ -355,17 +430,33 @@ def given_equal_trl(name: str, seed: int = 0) -> None:
     torch.testing.assert_close(here.grad, there.grad, **close)
     if config.entropy_coef:
         torch.testing.assert_close(here_h.grad, there_h.grad, **close)
-    counted = stats.is_masked if masks else stats.is_capped
-    assert counted == float((beyond.expand(SHAPE) & own).sum())
+    if config.off_policy_threshold is None:
+        counted = stats.is_masked if masks else stats.is_capped
+        assert counted == float((beyond.expand(SHAPE) & own).sum())
+    else:
+        assert 0 < stats.is_masked < int(own.sum())
+    if config.name == "vespo" and not masks:
+        assert bool(((products > 0.3) & (products < 3)).any()), "one row is weighed"
     metrics, means = trainer._metrics["train"], stats.means()
     if config.kl_coef:
         assert means["kl"] == pytest.approx(metrics["kl"][0])
-    if config.name == "grpo":
+    if config.name == "grpo" and config.dual_clip is None:
         assert means["clipped_low"] > 0 and means["clipped_high"] > 0
         assert means["clipped_low"] == pytest.approx(metrics["clip_ratio/low_mean"][0])
         assert means["clipped_high"] == pytest.approx(metrics["clip_ratio/high_mean"][0])
     if config.name in ("gspo", "cispo"):
         assert means["clipped_low"] + means["clipped_high"] > 0
+
+
+def test_every_loss_that_trl_has_is_a_case() -> None:
+    """By the names in its source, so that another version's fails here."""
+    from trl.trainer.grpo_trainer import GRPOTrainer
+
+    source = inspect.getsource(GRPOTrainer._compute_loss)
+    lines = [line for line in source.splitlines() if "self.loss_type" in line]
+    there = set(re.findall(r'"(\w+)"', "\n".join(lines)))
+    assert there == {case.theirs.get("loss_type", "dapo") for case in CASES.values()}
+    assert len(there) == 8
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -397,7 +488,20 @@ PRESETS_THERE: dict[str, dict[str, Any]] = {
         "sapo_temperature_pos": 1.0,
         "sapo_temperature_neg": 1.05,
     },
+    "vespo": {"loss_type": "vespo", **VESPO},
 }
+
+
+def nearly_on_policy(samples: list[Sample], policy: Policy) -> list[Sample]:
+    """The samples as the policy would have them, so that products of weights are near 1."""
+    out = []
+    for one, now in zip(samples, policy.runner.row_logprobs(our_rows(samples)), strict=True):
+        behaviour, values = list(one.behaviour), iter(now.tolist())
+        for k, own in enumerate(one.own):
+            if own:
+                behaviour[k] = next(values) - 0.05 * (k % 3)
+        out.append(replace(one, behaviour=behaviour))
+    return out
 
 
 def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
@@ -407,6 +511,8 @@ def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
     bonus = 0.02 if TrainConfig(preset=preset).aggregation == "token" else 0.0
     config = TrainConfig(preset=preset, kl_coef=0.03, entropy_coef=bonus, **more)
     policy, frozen = small_policy(head_chunk=7), small_policy(5)
+    if preset == "vespo":
+        samples = nearly_on_policy(samples, policy)
     theirs = PRESETS_THERE[preset] | {
         "beta": 0.03,
         "entropy_coef": bonus,
@@ -424,6 +530,8 @@ def preset_equals_trl(preset: str, seed: int = 0, **more: Any) -> None:
         row["reference"] = torch.zeros(len(own), dtype=torch.float64)
         row["reference"][own] = reference
         row["sequence_log_weight"] = (now - row["logprobs"][own]).mean()
+        weight = (now - row["logprobs"][own]).exp().clamp(max=config.is_cap)
+        row["sequence_product"] = weight.prod().clamp(max=math.exp(20))
     if config.is_level == "sequence":
         # TRL takes the product over a row, here it is the geometric mean.
         weights = torch.stack([row["sequence_log_weight"] for row in rows]).exp()
@@ -456,7 +564,7 @@ def test_the_deviation_of_the_batch() -> None:
 # -- RLOO has a trainer of its own -----------------------------------------------------------------
 
 
-def rloo_equals_trl(normalize: bool, seed: int = 0) -> None:
+def rloo_equals_trl(normalize: bool, seed: int = 0, beta: float = 0.0) -> None:
     """RLOO's advantages, and the gradient of its loss before the policy has moved.
 
     TRL knows no tools' tokens here. Its clipped loss has another value and, on policy, the
@@ -466,30 +574,36 @@ def rloo_equals_trl(normalize: bool, seed: int = 0) -> None:
 
     samples = [replace(one, own=[1] * len(one.output)) for one in random_samples(seed)]
     config = TrainConfig(
-        preset="rloo", constant_length=1, normalize_std="batch" if normalize else "none"
+        preset="rloo",
+        constant_length=1,
+        normalize_std="batch" if normalize else "none",
+        kl_reward_coef=beta,
     )
-    policy = small_policy(head_chunk=7)
-    trainer = made(policy, samples, kind=RLOOTrainer, normalize_advantages=normalize)
+    policy, frozen = small_policy(head_chunk=7), small_policy(5)
+    # TRL's RLOO does not correct for the engine: its behaviour is the trainer's.
+    now = policy.runner.row_logprobs(our_rows(samples))
+    samples = [replace(s, behaviour=t.tolist()) for s, t in zip(samples, now, strict=True)]
+    more = {"normalize_advantages": normalize, "beta": beta, "ref_model": fused(frozen)}
+    trainer = made(policy, samples, kind=RLOOTrainer, **more)
     generated = trainer._generate([])
     trainer._generate = lambda _: (*generated[:2], [""] * len(samples))
     scored = trl_scored(trainer, samples)
     expected = trainer._compute_loss(trainer.model, scored)
     expected.backward()
 
-    rows = our_rows(samples, config)
+    rows = our_rows(samples, config, frozen.runner.row_logprobs)
     got = concat_padded_tensors(rows)["advantages"]
-    torch.testing.assert_close(got, scored["advantages"], atol=1e-9, rtol=0)
-    # TRL's RLOO does not correct for the engine: its behaviour is the trainer's.
-    for row, now in zip(rows, policy.runner.row_logprobs(rows), strict=True):
-        row["logprobs"] = torch.zeros_like(row["logprobs"])
-        row["logprobs"][row["loss_mask"].bool()] = now
+    # With a reference TRL's fused head takes part, in float32.
+    torch.testing.assert_close(got, scored["advantages"], atol=1e-6 if beta else 1e-9, rtol=0)
     policy.accumulate(policy.runner.plan(rows, 10_000), count_trained(rows), loss_config(config))
     assert_same(gradients(policy), there_gradients(trainer), atol=1e-5)
 
 
+@pytest.mark.parametrize("beta", [0.0, 0.2])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_rloo(normalize: bool) -> None:
-    rloo_equals_trl(normalize)
+def test_rloo(normalize: bool, beta: float) -> None:
+    """With beta the divergence from the reference is in the reward."""
+    rloo_equals_trl(normalize, beta=beta)
 
 
 def test_the_penalty_of_long_outputs() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator
 from typing import Any
@@ -22,8 +23,10 @@ from tests.support.trainer.updates import (
     state_of,
 )
 from trainer.loss import LOSSES, LossConfig
-from trainer.packing import Row, count_trained
-from trainer.updates import Snapshot, StepConfig, divide
+from trainer.packing import Items, Pass
+from trainer.policy import Policy
+from trainer.rows import Row, count_trained
+from trainer.updates import Snapshot, StepConfig, divide, with_high_entropies
 
 PARTS = [[0, 2, 4], [1, 3, 5, 6]]
 
@@ -62,6 +65,7 @@ def updates_law(kind: str = "rows", epochs: int = 2, budget: int = 9) -> None:
 
 @pytest.mark.parametrize("epochs", [1, 2])
 @pytest.mark.parametrize("kind", ["rows", "tree"])
+@pytest.mark.service
 def test_several_updates_equal_the_plain_definition(kind: str, epochs: int) -> None:
     updates_law(kind, epochs)
 
@@ -90,6 +94,7 @@ def test_what_the_report_says_of_several_updates() -> None:
 
 @settings(deadline=None, max_examples=8)
 @given(st.integers(0, 10_000), st.integers(1, 90), st.randoms())
+@pytest.mark.service
 def test_neither_order_nor_passes_matter(seed: int, budget: int, shuffler: random.Random) -> None:
     rows = random_rows(seed, 5)
     places = list(range(5))
@@ -134,6 +139,10 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
         rows = random_rows(1, 7) if kind == "rows" else tree_rows(0)[:7]
         before = [dense_logprobs(policy.model, row).detach() for row in rows]
         frozen = [values - 0.25 for values in before]
+        mismatch = [
+            values - row["logprobs"][row["loss_mask"].bool()]
+            for values, row in zip(before, rows, strict=True)
+        ]
         policy.reference = lambda passes: [v - 0.25 for v in policy.runner.logprobs(passes)]
         update, found = policy._update, []
 
@@ -158,8 +167,10 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
                         before[k],
                         frozen[k],
                         (now[k] - before[k]).mean().expand_as(now[k]),
-                        (before[k] - rows[k]["logprobs"][rows[k]["loss_mask"].bool()])
-                        .mean()
+                        mismatch[k].mean().expand_as(now[k]),
+                        # Each token's weight is that of the row, at most 5.
+                        ((now[k] - before[k]).sum() + len(now[k]) * capped(mismatch[k]))
+                        .clamp(max=20.0)
                         .expand_as(now[k]),
                     ],
                     1,
@@ -170,9 +181,14 @@ def inputs_law(kind: str = "tree", budget: int = 9) -> None:
         ratio = got.get("sequence_log_ratio", torch.zeros_like(got["logprobs"]))
         assert ("sequence_log_ratio" in got) == (number > 0)
         names = ("logprobs", "proximal", "reference")
-        columns = [*(got[name] for name in names), ratio, got["sequence_log_weight"]]
+        of_rows = got["sequence_log_weight"], got["sequence_product"].log()
+        columns = [*(got[name] for name in names), ratio, *of_rows]
         assert_close([sorted_rows(torch.stack(columns, 1))], [sorted_rows(expected)], 1e-9)
     assert float(found[-1][1]["sequence_log_ratio"].abs().max()) > 1e-4
+
+
+def capped(log_weights: Tensor) -> Tensor:
+    return log_weights.mean().clamp(max=math.log(5.0))
 
 
 def sorted_rows(table: Tensor) -> Tensor:
@@ -195,9 +211,60 @@ def test_sequence_weights_without_further_updates(recorder: Recorder) -> None:
     assert not any("proximal" in c or "sequence_log_ratio" in c for c in recorder.calls)
 
 
+def entropies_law(budget: int = 9) -> None:
+    """By the entropies of all tokens of the minibatch, wherever they are computed."""
+    with pytest.MonkeyPatch.context() as patch:
+        recorder = Recorder()
+        patch.setattr(LOSSES, "find", lambda name: recorder)
+        policy = small_policy()
+        rows = tree_rows(0)[:7]
+        pairs = torch.cat([logprobs_and_entropies(policy, row) for row in rows])
+        policy.train(rows, budget, LossConfig("sapo", top_entropy=0.3))
+        calls = recorder.calls
+        found = [torch.cat([c[name] for c in calls]) for name in ("logprobs", "high_entropy")]
+    least = pairs[:, 1].quantile(0.7) - 1e-9
+    expected = torch.stack([pairs[:, 0], (pairs[:, 1] >= least).double()], 1)
+    assert 0.25 < float(expected[:, 1].mean()) < 0.4
+    assert_close([sorted_rows(torch.stack(found, 1))], [sorted_rows(expected)], 1e-9)
+
+
+@torch.no_grad()
+def logprobs_and_entropies(policy: Policy, row: Row) -> Tensor:
+    """Both of a row's trained tokens, on full logits, [tokens, 2]."""
+    logits = policy.model(input_ids=row["input_ids"].long()[None], use_cache=False).logits[0]
+    table = torch.log_softmax(logits / row["temperatures"].to(logits.dtype), dim=-1)
+    before = table[row["loss_mask"].nonzero()[:, 0] - 1]
+    return torch.stack([dense_logprobs(policy.model, row), -(before.exp() * before).sum(-1)], 1)
+
+
+@pytest.mark.parametrize("budget", [9, 10_000])
+def test_the_tokens_of_the_highest_entropies(budget: int) -> None:
+    entropies_law(budget)
+
+
 def test_a_kl_term_without_its_model_is_an_error() -> None:
     with pytest.raises(ValueError, match="needs a reference model"):
         small_policy().train(random_rows(0), None, LossConfig(kl_coef=0.1))
+
+
+@given(st.integers(0, 2**32), st.floats(0.05, 0.95), st.sampled_from(["float32", "float64"]))
+def test_tokens_of_the_same_entropy_are_chosen_together(seed: int, share: float, of: str) -> None:
+    """Rounding differs between packs and processes; what is trained on does not."""
+    draw = torch.Generator().manual_seed(seed)
+    dtype = getattr(torch, of)
+    exact = torch.rand(5, dtype=dtype, generator=draw)[torch.randint(5, (40,), generator=draw)] * 4
+    last_digit = torch.finfo(dtype).eps
+    noise = (torch.rand(40, dtype=dtype, generator=draw) - 0.5) * 20 * last_digit * (1 + exact)
+    n = torch.arange(40)
+    one = Pass(n[None], Items(n, n, n, n, torch.ones(40), {"logprobs": torch.zeros(40)}))
+    chosen = [
+        with_high_entropies([one], [entropies], share, None)[0].items.inputs["high_entropy"] > 0
+        for entropies in (exact, exact + noise)
+    ]
+    assert torch.equal(*chosen)
+    assert float(chosen[0].double().mean()) >= share - 1 / 40
+    for value in exact.unique():
+        assert len(chosen[0][exact == value].unique()) == 1
 
 
 # -- what is not finite ----------------------------------------------------------------------------

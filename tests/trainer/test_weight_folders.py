@@ -10,7 +10,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import any_agent.runtime.atomic_files
 from any_agent.errors import Conflict, StartupError
 from any_agent.rundir.layout import published_versions
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
 from trainer.weight_folders import holds_weights, prune, publish_to_disk
 
 

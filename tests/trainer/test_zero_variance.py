@@ -6,12 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from any_agent.config import TrainConfig
+from any_agent.config import TrainConfig, load_config
 from any_agent.workflow import Episode
 from tests.support.trainer.episodes import pair, session
 from tests.support.trainer.loop import Lab, config_of
 from trainer import loop
-from trainer.batch import ZeroVarianceGroups, session_rewards
+from trainer.batch import ZeroVarianceGroups, session_rewards, training_batch
 
 
 def alike(reward: float) -> Episode:
@@ -25,10 +25,51 @@ def test_a_row_of_them() -> None:
     assert dull.consecutive == 4
     assert str(dull) == (
         "4 groups in a row had nothing to learn from (3 zero_variance, 1 not_accepted): all runs "
-        "of an item score the same, in the last group 0.25"
+        "of an item score the same, in the last group: 0.25"
     )
     assert dull.reject_reason(pair("varied")) is None
     assert dull.consecutive == 0
+
+
+def test_most_of_the_last_ones() -> None:
+    """A group that differs now and then makes a step, after a long wait."""
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
+    for _ in range(3):
+        for _ in range(5):
+            assert dull.reject_reason(alike(1.0)) == "zero_variance"
+        assert dull.reject_reason(pair("varied")) is None
+    assert dull.consecutive == 0
+    assert dull.notice is not None
+    assert dull.notice == (
+        "15 of the last 18 groups had nothing to learn from (15 zero_variance): an item whose runs "
+        "all score the same is solved, or too hard. Other tasks or rewards would help"
+    )
+    for _ in range(8):
+        assert dull.reject_reason(pair("varied")) is None
+    assert dull.notice is None
+
+
+@pytest.mark.parametrize("fate", ["drop", "keep"])
+def test_they_are_in_a_step_where_that_is_set(fate: str) -> None:
+    # By the text of a file or a command line, where some words are no texts.
+    settings = ["model.path=x", f"train.dynamic_sampling={fate}"]
+    config = load_config(None, settings, environ={}).train
+    assert ZeroVarianceGroups(config).reject_reason(alike(0.25)) is None
+    dull, varied = alike(0.25), pair("varied")
+    # Unequal lengths make no lesson of it.
+    dull[0] = session("s0", 0.25, output=(8,))
+    config = config.model_copy(
+        update={"overlong_length": 2, "overlong_buffer": 1, "overlong_penalty": 1.0}
+    )
+    batch = training_batch([dull, varied], config, step=0, eta=2, step_of_version={0: 0})
+    assert len(batch.scores) == len(dull) + len(varied)
+    *alone, good, bad = [float(row["advantages"].max()) for row in batch.rows]
+    assert good == -bad != 0
+    if fate == "drop":
+        assert batch.rejected == {one.session_id: "zero_variance" for one in dull}
+        assert not alone and len(batch.trained) == 2
+    else:
+        assert not batch.rejected and len(alone) == len(dull)
 
 
 def test_equal_outcomes_of_unequal_length_have_nothing_to_compare() -> None:
@@ -46,6 +87,7 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
     tiny_model_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop, "_ANNOUNCE_INTERVAL", 0.01)
+    monkeypatch.setattr(loop, "_FIRST_ANNOUNCE", 0.01)
     lab = Lab(config_of([f"root={tmp_path}", f"model.path={tiny_model_dir}"]), [])
     said: list[str] = []
     lab.trainer.report.say = said.append
@@ -58,14 +100,14 @@ def test_agents_outside_may_go_on_and_a_person_is_told_why_nothing_happens(
         if minutes == 4:
             raise InterruptedError
         for _ in range(5):
-            lab.trainer._zero_variance.reject_reason(alike(0.0))
+            lab.trainer._source.zero_variance.reject_reason(alike(0.0))
         raise TimeoutError("0 of 64 sessions came")
 
     lab.executor.prepare_batch = nothing_comes  # type: ignore[method-assign]
     assert not lab.trainer.train()
     told = [line for line in said if "in a row" in line]
     assert [line.split()[1] for line in told] == ["10", "15"]
-    assert told[-1].endswith("in the last group 0. Other tasks or rewards would help")
+    assert told[-1].endswith("in the last group: 0. Other tasks or rewards would help")
     # So that a console shows it, too.
     shown = lab.trainer.dir.waiting.read_text().splitlines()
     assert shown == ["waiting   for trajectories: 0 of 64 sessions came", told[-1]]

@@ -23,7 +23,8 @@ from any_agent.workflow import (
 )
 from tests.support.workflow.tensors import interaction, tensors
 from trainer.batch import training_batch, versions_in
-from trainer.packing import micro_batches, trained_tokens
+from trainer.packing import micro_batches
+from trainer.rows import trained_tokens
 
 
 def conversation() -> list[Any]:

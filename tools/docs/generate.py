@@ -8,6 +8,8 @@ All of them are in docs/reference:
 - sessions.md from the table of states in proxy_ext/sessions/state_machine.py;
 - keys.md from the table of routes and scopes in proxy_ext/web/permissions.py;
 - parameters.md from the table in any_agent/completions/params/table.py;
+- http-api.md from the description of the routes that a service answers at /openapi.json;
+- python.md from the docstrings of the public names;
 - compatibility.md from what `make test-clients` found;
 - from-areal.md from tools/docs/from_areal.yaml.
 """
@@ -30,6 +32,8 @@ route_scopes: Any = importlib.import_module("route_scopes")
 call_parameters: Any = importlib.import_module("call_parameters")
 client_results: Any = importlib.import_module("client_results")
 from_areal: Any = importlib.import_module("from_areal")
+http_api: Any = importlib.import_module("http_api")
+python_api: Any = importlib.import_module("python_api")
 session_states: Any = importlib.import_module("session_states")
 SOURCE = ROOT / "any_agent" / "config"
 TARGET = ROOT / "docs" / "reference" / "configuration.md"
@@ -40,6 +44,8 @@ SESSIONS_TARGET = ROOT / "docs" / "reference" / "sessions.md"
 PARAMETERS_TARGET = ROOT / "docs" / "reference" / "parameters.md"
 COMPATIBILITY_TARGET = ROOT / "docs" / "reference" / "compatibility.md"
 FROM_AREAL_TARGET = ROOT / "docs" / "reference" / "from-areal.md"
+HTTP_API_TARGET = ROOT / "docs" / "reference" / "http-api.md"
+PYTHON_API_TARGET = ROOT / "docs" / "reference" / "python.md"
 
 HEAD = """# Configuration
 
@@ -56,7 +62,10 @@ A setting has a dotted name. Its value comes from the first of these that has on
 `experiment`, `trial`, `server.host` and `server.port`. Unknown names are refused with the nearest
 known one. `any-agent config` prints the resulting settings. Without `--config`, `any-agent serve`
 and `any-agent train` use the settings of the last start of the same experiment and trial;
-`server.admin_key` and `engine.key` are never written to a file, so give them again.
+`server.admin_key` and `engine.key` are never written to a file, so give them again. Settings that
+an earlier version saved (`config.yaml` in the run's folder) list what `train.preset` chose as if it
+had been given: for another preset remove these lines, or set them back (`train.eps_low=null`,
+`train.loss=`).
 """
 
 ALIASES_HEAD = """## AReaL's names
@@ -164,6 +173,8 @@ def main() -> int:
         PARAMETERS_TARGET: call_parameters.render(),
         COMPATIBILITY_TARGET: client_results.render(),
         FROM_AREAL_TARGET: from_areal.render(),
+        HTTP_API_TARGET: http_api.render(),
+        PYTHON_API_TARGET: python_api.render(),
     }
     old = [p for p, text in texts.items() if not p.exists() or p.read_text("utf-8") != text]
     for path in old:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from any_agent.auth.access import Scope
-from proxy_ext.web.permissions import LITELLM, RULES
+from proxy_ext.web.permissions import LITELLM_ALIVE, RULES
 
 HEAD = """# Keys: who may do what
 
@@ -18,6 +18,8 @@ derived | slots, leases, acks, exports, versions, metrics; opening sessions of a
 itself |
 | tenant | `sk-tenant.<id>.<secret>` | `any-agent keys create --scope tenant --tenant NAME` | \
 opening sessions, and everything about its own |
+| tenant | `sk-...` | LiteLLM, as a [virtual key](../how-to/litellm.md#virtual-keys) | \
+the same, by LiteLLM's budgets |
 | session | `sk-v1.<rank>.<lane>.<hmac>` | `start_session` | one session; with `rewards: judge` \
 neither its rewards nor its [end](sessions.md#who-rewards) |
 | judge | `sk-judge.<rank>.<lane>.<hmac>` | `start_session` with `rewards` of `judge` or `both` | \
@@ -64,10 +66,11 @@ names, so that no web page reaches it. With and without one it bounds connection
 heads and bodies, as the router does.
 
 A tenant's limits (`--open-sessions`, `--requests-per-second`, `--tokens-per-second`) are for the
-whole service, over all of its keys; `server.tenant_*` are the defaults. Each rank enforces its
-share, rounded up. A group lives on one rank, so `open_sessions` should be at least `group_size`
-times the ranks: with fewer a group cannot have all of its sessions open at once. Groups are a
-tenant's own, too: two tenants' `group_id` may be the same.
+whole service, over all of its keys; `server.tenant_*` are the defaults. With `server.journal` they
+are [counted once for all ranks](../how-to/operate-redis.md#limits-of-tenants). Without it each rank
+enforces its share, rounded up: as a group lives on one rank, `open_sessions` should be at least
+`group_size` times the ranks then, because with fewer a group cannot have all of its sessions open
+at once. Groups are a tenant's own, too: two tenants' `group_id` may be the same.
 
 ## Answers
 
@@ -76,9 +79,11 @@ tenant's own, too: two tenants' `group_id` may be the same.
 - 404 `session_not_found`: the session does not exist or is not the caller's; both get the same
   answer. A session's key with the id of a session that was not opened under it gets 400
   `session_mismatch`, whether or not that session exists; the key's earlier sessions may be named.
-- 404 `not_found`: no such route. LiteLLM's own routes answer so, too, for every key, except """
+- 404 `not_found`: no such route. Without `litellm.config` LiteLLM's own routes answer so, too, for
+  every key, except """
 TABLE_HEAD = """  LiteLLM's app, which a rank imports then, answers these to the holder of a key;
-  the rank itself answers others.
+  the rank itself answers others. With it they are served by scope:
+  [litellm.md](../how-to/litellm.md#keys-and-routes).
 
 ## Routes
 
@@ -88,7 +93,8 @@ audit log.
 
 """
 TAIL = """
-`GET /rl/v1/sessions` shows a tenant its own sessions. An export leases the exported sessions, so
+`GET /rl/v1/sessions` shows a tenant its own sessions. `GET /rl/v1/overview`, which the router alone
+has, is for admin keys: it shows everybody's figures. An export leases the exported sessions, so
 only the trainer and the operator may export.
 
 ## Audit log
@@ -108,7 +114,7 @@ requests, so a line of the last moment may be lost with its process, and
 
 def render() -> str:
     """Return the document."""
-    alive = sorted(f"`{method} {path}`" for method, path in LITELLM)
+    alive = sorted(f"`{method} {path}`" for method, path in LITELLM_ALIVE)
     scopes = list(Scope)
     names = ["no key" if scope is Scope.NONE else scope.value for scope in scopes]
     rows = [f"| route | {' | '.join(names)} | audited |", "|---" * (len(scopes) + 2) + "|"]

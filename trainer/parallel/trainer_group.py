@@ -14,8 +14,9 @@ from any_agent.errors import AnyAgentError
 from trainer.checkpoint import load_checkpoint
 from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config, seed_all
-from trainer.policy import GradientNotFinite, Policy, PolicyConfig
-from trainer.reference import frozen_logprobs, is_base, require_alike
+from trainer.model import PolicyConfig
+from trainer.policy import GradientNotFinite, Policy
+from trainer.reference import compare, frozen_logprobs, is_base, require_alike
 from trainer.world import World, follows, join, leave, require_processes, started_together
 
 log = logging.getLogger(__name__)
@@ -133,6 +134,7 @@ class Follower:
             "load": self._load,
             "reference": self._load_reference,
             "step": self._step,
+            "compare": self._compare,
             "gather": lambda command: self.policy.gathered(command["names"]),
             "save": lambda command: self._save(Path(command["folder"])),
         }
@@ -163,6 +165,9 @@ class Follower:
 
     def _step(self, command: Mapping[str, Any]) -> None:
         self.policy.step_commanded(command, self._channel.receive_rows())
+
+    def _compare(self, command: Mapping[str, Any]) -> None:
+        compare(self.policy, command, self._channel.receive_rows())
 
     def _save(self, folder: Path) -> None:
         from trainer.sharded_optimizer import save_shard

@@ -94,21 +94,28 @@ class WeightSync:
     def prepare(self, new: NewWeights) -> None:
         """Do the work that needs no paused engine."""
 
-    def update(self, ranks: RankClients, new: NewWeights) -> None:
-        """Give every rank the weights."""
-        self._bring(ranks, range(len(ranks)), new)
+    def update(
+        self, ranks: RankClients, new: NewWeights, wanted: Collection[int] | None = None
+    ) -> None:
+        """Give these ranks the weights, or every rank that samples for agents."""
+        joining = ranks.joining
+        serving = [rank for rank in ranks.sampling if rank not in joining]
+        self._bring(ranks, serving if wanted is None else wanted, new)
 
     def repair(self, ranks: RankClients, new: NewWeights) -> None:
         """Give the weights to the ranks that sample with others, after an engine's restart."""
 
+        sampling = ranks.sampling
+
         async def served() -> list[RunInfo | BaseException]:
-            asked = (client.run_info() for client in ranks.clients)
+            asked = (ranks.clients[rank].run_info() for rank in sampling)
             return await asyncio.gather(*asked, return_exceptions=True)
 
         stale, failures = [], []
-        for rank, info in enumerate(self.wait(served())):
+        for rank, info in zip(sampling, self.wait(served()), strict=True):
             if isinstance(info, BaseException):
-                failures.append(info)
+                if rank in ranks.sampling:
+                    failures.append(info)
             elif info.version != new.version:
                 stale.append(rank)
                 log.warning(

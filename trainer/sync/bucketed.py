@@ -76,7 +76,7 @@ class BucketSync(WeightSync):
                 attempt.run(members)
                 refused += attempt.refused.values()
                 gone = attempt.done | attempt.refused.keys()
-                pending = [rank for rank in pending if rank not in gone]
+                pending = [r for r in pending if r not in gone and r in ranks.sampling]
                 why = attempt.why or why
             if not pending:
                 break

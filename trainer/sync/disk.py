@@ -42,11 +42,7 @@ class DiskSync(WeightSync):
             self._load_all(ranks, wanted, new)
 
     def _load_all(self, ranks: RankClients, wanted: Collection[int], new: NewWeights) -> None:
-        async def bring(rank: int) -> None:
-            if rank in wanted:
-                await self._retry(ranks, rank, new)
-
-        self.wait(ranks.all(bring))
+        self.wait(ranks.all(lambda rank: self._retry(ranks, rank, new), list(wanted)))
 
     async def _retry(self, ranks: RankClients, rank: int, new: NewWeights) -> None:
         deadline = UpdateDeadline(self.load_timeout)
@@ -55,6 +51,9 @@ class DiskSync(WeightSync):
                 await self._update(ranks, rank, new)
                 return
             except AnyAgentError as error:
+                if rank not in ranks.sampling:
+                    # It was drained meanwhile.
+                    return
                 if not error.retryable:
                     raise
                 deadline.require_time(f"rank {rank}", new.version, error.message)

@@ -16,7 +16,9 @@ Design points:
 - Key/value states lie in slots: one row per request, each with its own length. A request joins by
   being prefilled into a free row and leaves by the last row moving into its place; a step writes
   one column per row and copies nothing else.
-- There is no prefix cache, so nothing computed under old weights is ever served to a new request.
+- A prompt that was computed is not computed again: its states are copied, from a running request,
+  or from some 2,000 tokens that are kept of prompts without one. An update of the weights forgets
+  all of them, so nothing computed under old weights is ever served to a new request.
 - A seeded request draws its tokens by its seed and their positions alone, so that neither its
   neighbours nor an interruption change them; with one request at a time, two processes agree bit
   for bit.

@@ -266,7 +266,7 @@ class AnswerWriter:
             "finish_reason": _finish_json(finish, count),
             "prompt_tokens": len(request.input_ids),
             "completion_tokens": count,
-            "cached_tokens": 0,
+            "cached_tokens": request.cached_tokens,
             "weight_version": spans[-1][0],
             "weight_versions": [{"version": v, "start": s, "end": e} for v, s, e in spans],
             "e2e_latency": time.perf_counter() - self._started,

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from transformers.cache_utils import Cache, DynamicLayer
 
 _COLUMN_STEP = 64
+PromptStates: TypeAlias = list[tuple[Tensor, Tensor]]
+"""Each layer's keys and values of one prompt, [heads, columns, dim]."""
 
 
 class KVCacheLayer(DynamicLayer):  # type: ignore[misc]
@@ -128,6 +130,22 @@ class KVCache:
             self.lengths.append(length)
             self.active += 1
         self._reindex()
+
+    def prompt_states(self, row: int, length: int) -> PromptStates:
+        """Return a view of the first ``length`` columns of a row."""
+        layers = self.kv.layers
+        return [(each.keys[row, :, :length], each.values[row, :, :length]) for each in layers]
+
+    def add_prompt(self, states: PromptStates, length: int) -> None:
+        """Activate a new row with a copy of these states."""
+        self.reserve(self.active + 1, length + 1)
+        for layer, (keys, values) in zip(self.kv.layers, states, strict=True):
+            # All layers may have been freed since.
+            layer.keys = _grown(layer.keys, keys[None], self)
+            layer.values = _grown(layer.values, values[None], self)
+            layer.keys[self.active, :, :length] = keys
+            layer.values[self.active, :, :length] = values
+        self.end_prefill([length])
 
     def begin_decode(self) -> Tensor | None:
         """Prepare for a forward pass that adds one column to each active row.

@@ -50,6 +50,8 @@ class EngineRequest:
     changes: list[tuple[int, str]] = field(default_factory=list)
     """The output positions from which on another weight version sampled."""
     finish: FinishReason | None = None
+    cached_tokens: int = 0
+    """The number of prompt tokens whose states were copied, not computed."""
 
     @property
     def position(self) -> int:

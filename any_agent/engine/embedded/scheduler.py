@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from any_agent.engine.embedded.kv_cache import KVCache
+from any_agent.engine.embedded.prompts import KnownPrompts
 from any_agent.engine.embedded.request import EngineRequest, Event, FinishReason, similar_lengths
 from any_agent.engine.embedded.sampler import BatchSampler, SampleDraw
 from any_agent.errors import Conflict, EngineUnavailable
@@ -66,6 +67,7 @@ class Scheduler:
         self._waiting: deque[EngineRequest] = deque()
         self._joining: list[EngineRequest] = []  # in a prefill: neither waiting nor running
         self._running: list[EngineRequest] = []
+        self._prompts = KnownPrompts(cache)
         self._sampler: BatchSampler | None = None
         self._events: list[Event] = []
         self._update: tuple[Callable[[], int], Future[int]] | None = None
@@ -148,6 +150,7 @@ class Scheduler:
         def clear() -> bool:
             if self._running:
                 return False
+            self._prompts.clear()
             self._cache.clear()
             return True
 
@@ -162,6 +165,7 @@ class Scheduler:
         future: Future[int] = Future()
 
         def swap() -> int:
+            self._prompts.clear()
             apply()
             if version is not None:
                 self.version = version
@@ -253,6 +257,25 @@ class Scheduler:
         return taken
 
     def _prefill(self, group: list[EngineRequest]) -> None:
+        """Give each request a row with its prompt's states, and sample its first token."""
+        prompts = self._prompts
+        fresh = prompts.unknown(group)
+        if fresh:
+            for request, logits in zip(fresh, self._compute(fresh), strict=True):
+                prompts.add(request, logits)
+        self._running.extend(fresh)
+        for request in group:
+            if request not in fresh:
+                prompts.copy(request, self._running)
+                self._running.append(request)
+        joined = self._running[-len(group) :]
+        sampler = self._sampler_of(joined)
+        self._sampler = None
+        logits = torch.stack([prompts.logits_of(request) for request in joined])
+        self._accept(joined, self._draw(sampler, logits, joined))
+
+    def _compute(self, group: list[EngineRequest]) -> Tensor:
+        """Fill new rows by a forward pass; return their last logits, [rows, vocabulary]."""
         lengths = [len(r.input_ids) for r in group]
         longest, device = max(lengths), self._cache.device
         ids = torch.tensor([r.input_ids + [0] * (longest - len(r.input_ids)) for r in group])
@@ -267,11 +290,7 @@ class Scheduler:
         )
         self._cache.end_prefill(lengths)
         which = torch.searchsorted(last, torch.tensor(lengths) - 1).to(device)
-        logits = logits[torch.arange(len(group), device=device), which]
-        sampler = self._sampler_of(group)
-        self._running.extend(group)
-        self._sampler = None
-        self._accept(group, self._draw(sampler, logits, group))
+        return logits[torch.arange(len(group), device=device), which]
 
     def _decode(self) -> None:
         cache, running = self._cache, self._running
@@ -330,6 +349,7 @@ class Scheduler:
             request = self._running[row]
             if request.finish is None:
                 continue
+            self._prompts.release(request, row)
             self._cache.drop(row, wipe=request.finish.error is not None)
             self._running[row] = self._running[-1]
             self._running.pop()

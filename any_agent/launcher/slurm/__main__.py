@@ -29,6 +29,7 @@ from any_agent.launcher.slurm.job import (
     run_slurm,
     slurm_process,
 )
+from any_agent.launcher.slurm.job_redis import require_alone
 from any_agent.launcher.slurm.plan import count_ranks, plan
 from any_agent.launcher.training_progress import LogTail
 from any_agent.launcher.trial import (
@@ -77,7 +78,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m any_agent.launcher.slurm",
         description="Serve and train one run on the nodes of a Slurm job; outside of one, submit "
-        "it. The settings cluster.* describe the nodes.",
+        "it. The settings cluster.* describe the nodes; with cluster.redis=true others carry on "
+        "what a lost one did.",
     )
     parser.add_argument("script", nargs="?", help=f"{SERVICE_SCRIPT}, the trainer's own")
     add_service_arguments(parser)
@@ -120,6 +122,7 @@ def _run(args: argparse.Namespace, arguments: Sequence[str]) -> int:
         config = _settings(args, job)
     finally:
         SCHEDULER.reset(scheduler)
+    require_alone(config)
     if job is None:
         return submit(config, arguments, say, wait=not args.no_wait)
     set_up_logging(config.log_level, secrets=config.secrets())
@@ -165,6 +168,8 @@ def script(config: Config, arguments: Sequence[str], log: Path) -> str:
         *_WHOLE_NODES * (not any(_SHARE.match(option) for option in cluster.sbatch)),
         f"--signal=B:USR1@{cluster.warning}",
         "--requeue" if cluster.requeue else "--no-requeue",
+        # With a log of the journals the job itself replaces a node that it loses.
+        *["--no-kill"] * (cluster.redis or config.server.journal is not None),
         "--open-mode=append",
         f"--output={log}",
         *cluster.sbatch,

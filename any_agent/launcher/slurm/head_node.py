@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from types import FrameType
 
-from any_agent.config import LOOPBACK, Config, ServerConfig
+from any_agent.config import JOURNAL_VARIABLE, LOOPBACK, Config, ServerConfig
 from any_agent.errors import ConfigError
 from any_agent.launcher.node import Node, NodeOptions, listening
 from any_agent.launcher.node_role import LOCAL, NodeRole
@@ -23,7 +23,14 @@ from any_agent.launcher.slurm.job import (
     requeue,
     require_program,
 )
-from any_agent.launcher.slurm.plan import Role, count_ranks, plan
+from any_agent.launcher.slurm.job_redis import (
+    new_url,
+    redis_command,
+    redis_folder,
+    redis_ready,
+    require_redis,
+)
+from any_agent.launcher.slurm.plan import NodeLost, Role, count_ranks, place_elsewhere, plan
 from any_agent.launcher.training_progress import LogTail
 from any_agent.rundir.registry import HEARTBEAT, read_entry
 
@@ -50,8 +57,12 @@ class HeadNode(Node):
     def __init__(self, config: Config, job: SlurmJob, say: Callable[[str], None]) -> None:
         roles = plan(config, job.nodes, job.gpus)
         own, *self._others = roles
+        self._own, self._gpus = own, job.gpus
         address = node_address(own.node, config.cluster.network)
         changes: dict[str, object] = {"ranks": count_ranks(roles)}
+        if config.cluster.redis:
+            require_redis(config, own.node)
+            changes["journal"] = new_url(address if self._others else LOCAL)
         if config.server.host in LOOPBACK:
             # No client outside of this node would reach it.
             changes["host"] = address
@@ -72,23 +83,31 @@ class HeadNode(Node):
         say(f"role      {own.node} ({address}): {own}")
         for role in self._others:
             say(f"role      {role.node}: {role}")
-        if self._others:
+        if self._others and server.journal is None:
             say(
                 "journals  each node's own disk has those of its ranks: a lost node loses its open "
-                "sessions; to keep them, the journal would have to be in Redis"
+                "sessions; to keep them, set cluster.redis, or server.journal to a Redis's URL"
             )
-        self._node_logs: dict[str, LogTail] = {}
-        """Logs of the other nodes' launchers, by the nodes' names."""
+        self._roles: dict[str, Role] = {}
+        """Roles of the other nodes' launchers, by the launchers' names."""
+        self._starts: dict[str, int] = {}
+        """How often each of them was started."""
+        self._logs: dict[str, LogTail] = {}
+        self._lost: set[str] = set()
+        """Nodes that are lost."""
+        self._missing_since: dict[str, float] = {}
+        """When each launcher was found to have ended, unless it has shown itself since."""
         self._token = ""
         self.came_up = False
         """True once all parts were ready and the trainer had its model."""
         self._next_check = 0.0
 
     def check(self) -> bool:
-        for node, log in self._node_logs.items():
+        for name, log in self._logs.items():
             for line in log.new_lines():
-                self.options.say(f"{node:<9} {line}")
+                self.options.say(f"{self._roles[name].node:<9} {line}")
         trained = super().check()
+        self._replace_missing()
         if not self.came_up and time.monotonic() >= self._next_check:
             self._next_check = time.monotonic() + HEARTBEAT
             self.came_up = self._is_up()
@@ -111,6 +130,8 @@ class HeadNode(Node):
 
     def _before_parts(self) -> None:
         self._token = mark(self.dir)
+        if self.config.cluster.redis:
+            self._start_redis()
         for role in self._others:
             if role.training is None:
                 self._start_node(role)
@@ -121,16 +142,28 @@ class HeadNode(Node):
             if role.training is not None:
                 self._start_node(role)
 
+    def _start_redis(self) -> None:
+        """Start the job's Redis; the nodes' ranks need it from their start."""
+        config = self.config
+        self._add(
+            "redis",
+            lambda: redis_command(self.dir),
+            ready=lambda _: redis_ready(config),
+            where=f", its file in {redis_folder(self.dir)}",
+            secrets=(JOURNAL_VARIABLE,),
+        )
+        self._until_ready()
+
     def _start_node(self, role: Role) -> None:
         name = f"node-{role.index}"
-        self._node_logs[role.node] = LogTail(self.dir.logs / f"{name}.log")
-        starts = 0
+        self._roles[name], self._starts[name] = role, 0
+        self._logs[name] = LogTail(self.dir.logs / f"{name}.log")
 
         def command() -> Command:
-            nonlocal starts
-            starts += 1
+            role = self._roles[name]
+            self._starts[name] += 1
             return Command(
-                [*self._worker(role), "--start", f"{self._token}-{starts}"],
+                [*self._worker(role), "--start", self._start_of(name)],
                 # srun passes these on, while at SIGTERM it kills what it started.
                 drain=signal.SIGUSR1,
                 quick=signal.SIGUSR2,
@@ -141,7 +174,8 @@ class HeadNode(Node):
         self._add(
             name,
             command,
-            ready=lambda _: self._is_ready(name, f"{self._token}-{starts}"),
+            ready=lambda _: self._shows(name, ready=True),
+            relocate=lambda: self._replace(name),
             where=f" on {role.node}",
             kind="trainer" if trains else "rank",
             grace=_GRACE,
@@ -154,9 +188,46 @@ class HeadNode(Node):
         arguments += ["--token", self._token, "--public-url", self.url]
         return [*arguments, "--role", json.dumps(asdict(role))]
 
-    def _is_ready(self, name: str, start: str) -> bool:
+    def _start_of(self, name: str) -> str:
+        """Return the id of a launcher's last start."""
+        return f"{self._token}-{self._starts[name]}"
+
+    def _shows(self, name: str, *, ready: bool = False) -> bool:
+        """Return whether a launcher's last start has registered; with ``ready`` as ready."""
         entry = read_entry(self.dir.registry, name)
-        return entry is not None and entry.boot_id == start and entry.state == "ready"
+        if entry is None or entry.boot_id != self._start_of(name):
+            return False
+        return not ready or entry.state == "ready"
+
+    def _replace_missing(self) -> None:
+        """Replace the nodes whose launchers have ended and do not show themselves again."""
+        now = time.monotonic()
+        for name in self._roles:
+            part = self.parts[name]
+            if part.state != "restarting" or self._shows(name):
+                self._missing_since.pop(name, None)
+            elif now - self._missing_since.setdefault(name, now) >= self.config.cluster.lost_after:
+                del self._missing_since[name]
+                if self._replace(name) and part.running:
+                    part.kill("was started on a node that is lost")
+
+    def _replace(self, name: str) -> bool:
+        """Have another node do the work of a lost one.
+
+        Returns False if it is not lost, or its disk has the journals: it is only started again.
+        Raises NodeLost if no other node can.
+        """
+        role = self._roles[name]
+        if self.config.server.journal is None or self._shows(name):
+            return False
+        self._lost.add(role.node)
+        others = [one for one in (self._own, *self._roles.values()) if one.node not in self._lost]
+        self._roles[name] = moved = place_elsewhere(self.config, role, others, self._gpus)
+        self.parts[name].forget_deaths()
+        self.options.say(
+            f"job       {role.node} is lost: {moved.node} carries on its {role.named_ranks}"
+        )
+        return True
 
     def _is_up(self) -> bool:
         if any(part.state == "starting" for part in self.parts.values()):
@@ -184,9 +255,17 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
     began = time.monotonic()
     try:
         with node:
-            say(listening(node.url))
+            for line in listening(config, node.url):
+                say(line)
             say(f"url       {node.url} is in {node.dir.url}")
             node.watch(until_trained=not stay)
+    except NodeLost as error:
+        if not (node.came_up and config.cluster.requeue):
+            raise
+        say(f"job       {error.message}")
+        say(f"job       {job.id} is queued again, to go on with all its nodes")
+        requeue(job.id)
+        return error.exit_code
     except Warned:
         took = time.monotonic() - began
         say(f"job       {job.id} has ended for now, after {took:.0f} s")
@@ -203,5 +282,5 @@ def run_job(config: Config, job: SlurmJob, *, stay: bool, say: Callable[[str], N
             return 0
         # Printed first: Slurm ends this process to queue it again.
         say(f"job       {job.id} is queued again")
-        requeue(job)
+        requeue(job.id)
     return 0

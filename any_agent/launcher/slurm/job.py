@@ -153,9 +153,9 @@ def drain_seconds(config: Config) -> float:
     return max(0.5 * warning, warning - _RESERVED)
 
 
-def requeue(job: SlurmJob) -> None:
+def requeue(id: str) -> None:
     """Have Slurm end this job and queue it again; StartupError if it cannot."""
-    run_slurm(["scontrol", "requeue", job.id])
+    run_slurm(["scontrol", "requeue", id])
 
 
 def mark(run: RunDir) -> str:

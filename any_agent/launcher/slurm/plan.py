@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from any_agent.config import Config
-from any_agent.errors import ConfigError
+from any_agent.errors import ConfigError, StartupError
+
+
+class NodeLost(StartupError):
+    """A node is lost, and the others cannot do its work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,16 +30,21 @@ class Role:
     """Number of training nodes."""
     first_trainer: int = 0
     """The index of the node with the trainer's rank 0."""
+    gpus_taken: int = 0
+    """GPUs of the node, its last ones, that engines of another role there have."""
 
     @property
     def router(self) -> bool:
         return self.index == 0
 
+    @property
+    def named_ranks(self) -> str:
+        return f"ranks {', '.join(map(str, self.ranks))}"
+
     def __str__(self) -> str:
         parts = []
         if self.ranks:
-            numbers = ", ".join(map(str, self.ranks))
-            parts.append(f"engines and proxies of ranks {numbers}")
+            parts.append(f"engines and proxies of {self.named_ranks}")
         if self.router:
             parts.append("the router")
         if self.training is not None:
@@ -50,27 +60,58 @@ def plan(config: Config, nodes: Sequence[str], gpus: int) -> list[Role]:
     """Assign roles to nodes with ``gpus`` GPUs each.
 
     Inference is on the first nodes, training on the last ones, the router on the very first; a
-    single node does everything. Raises ConfigError that names settings that do not fit.
+    single node does everything. Without training nodes the first one trains, too. Raises
+    ConfigError that names settings that do not fit.
     """
     training = config.cluster.training_nodes
-    inference = len(nodes) - training
-    if len(nodes) == 1:
-        inference = training = 1
+    inference, first = len(nodes) - training, len(nodes) - training
+    shared = len(nodes) == 1 or training == 0
+    if shared:
+        inference, training, first = len(nodes), 1, 0
     elif inference < 1:
         raise ConfigError(
             f"cluster.training_nodes={training} leaves none of the job's {len(nodes)} nodes for "
             "engines: request more nodes (cluster.nodes), or train on fewer"
         )
-    first = len(nodes) - training
-    each = _ranks_per_node(config, inference, gpus, shared=len(nodes) == 1)
+    each = _ranks_per_node(config, inference, gpus, shared=shared)
     _check_ranks(config, inference, each)
     _check_training(config, gpus)
     roles = []
     for index, name in enumerate(nodes):
         ranks = tuple(range(index * each, (index + 1) * each)) if index < inference else ()
-        trains = index - first if index >= first else None
+        trains = index - first if first <= index < first + training else None
         roles.append(Role(index, name, ranks, trains, training, first))
     return roles
+
+
+def place_elsewhere(config: Config, lost: Role, left: Sequence[Role], gpus: int) -> Role:
+    """Return a lost node's role as another node has it: the one with the fewest ranks and room.
+
+    ``left``: all roles of the nodes that are left, each of which has ``gpus`` GPUs. Raises NodeLost
+    if none of them can.
+    """
+    if lost.training is not None:
+        raise NodeLost(f"{lost.node} is lost, and with it a trainer, which no other node can be")
+    ranks = Counter[str]()
+    for role in left:
+        ranks[role.node] += len(role.ranks)
+    trains = {role.node for role in left if role.training is not None}
+    fills = gpus > 0 and config.engine.kind == "sglang" and config.engine.device != "cpu"
+    each = config.engine.gpus if fills and not config.engine.urls else 0
+
+    def has_room(node: str) -> bool:
+        # A trainer has all GPUs that engines leave.
+        free = 0 if node in trains else gpus - each * ranks[node]
+        return each * len(lost.ranks) <= free
+
+    room = [node for node in ranks if has_room(node)]
+    if not room:
+        raise NodeLost(
+            f"{lost.node} is lost, and no other node has {each * len(lost.ranks)} free GPUs for "
+            f"the engines of its {lost.named_ranks}"
+        )
+    node = min(room, key=lambda name: (name in trains, ranks[name]))
+    return replace(lost, node=node, gpus_taken=each * ranks[node])
 
 
 def _ranks_per_node(config: Config, inference: int, gpus: int, *, shared: bool) -> int:

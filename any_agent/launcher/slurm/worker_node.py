@@ -13,7 +13,7 @@ import socket
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 from types import FrameType
 from urllib.parse import urlsplit
@@ -26,16 +26,26 @@ from any_agent.errors import ConfigError, StartupError
 from any_agent.launcher.node import Node, NodeOptions
 from any_agent.launcher.node_role import NodeRole, TrainingNodes
 from any_agent.launcher.shutdown import Terminated
-from any_agent.launcher.slurm.job import drain_seconds, node_address, require_shared
+from any_agent.launcher.slurm.job import drain_seconds, node_address, requeue, require_shared
 from any_agent.launcher.slurm.plan import Role
 from any_agent.rundir.layout import RunDir, locked
-from any_agent.rundir.registry import HEARTBEAT, Registry, RegistryEntry, publish
+from any_agent.rundir.registry import (
+    HEARTBEAT,
+    Registry,
+    RegistryEntry,
+    Stamp,
+    publish,
+    read_entry,
+    read_stamp,
+)
 from any_agent.runtime.atomic_files import owner_only
 from any_agent.runtime.command_line import guarded, say
 from any_agent.runtime.logs import set_up_logging
 from any_agent.runtime.ports import reserve, url_of
 
 _PREDECESSOR_TIMEOUT = 30.0  # seconds for the processes of an earlier start of this node to end
+_HEAD_TIMEOUT = 60.0
+"""Seconds without a sign of the router, which its node starts again within a few when it fails."""
 _POLL_INTERVAL = 0.1
 _SIGNALLED = 128 + signal.SIGTERM  # the exit code after a signal
 
@@ -50,6 +60,9 @@ class WorkerNode(Node):
         self._entry = entry
         self._lock = lock
         self._beat_at = 0.0
+        self._router: Stamp | None = None
+        """The router's last entry in the registry, and when it was noticed."""
+        self._router_at = 0.0
 
     def check(self) -> bool:
         if time.monotonic() - self._beat_at >= HEARTBEAT:
@@ -66,10 +79,31 @@ class WorkerNode(Node):
 
     def _beat(self) -> None:
         self._beat_at = time.monotonic()
+        found = read_entry(self.dir.registry, self._entry.name)
+        if found is not None and _is_later(found.boot_id, self._entry.boot_id):
+            raise StartupError(f"{self._entry.name} was started again: this start of it ends")
         try:
             publish(self.dir.registry, self._entry)
         except OSError as error:
             self.options.say(f"cannot write in {self.dir.registry}: {error.strerror}")
+            return
+        if self.config.server.journal is not None:
+            # Without a log of the journals Slurm ends the job by itself.
+            self._require_head()
+
+    def _require_head(self) -> None:
+        """Have Slurm queue the job again and raise StartupError if its first node is lost."""
+        stamp = read_stamp(self.dir.registry, "router")
+        if stamp is None or stamp != self._router:
+            self._router, self._router_at = stamp, time.monotonic()
+        elif time.monotonic() - self._router_at > _HEAD_TIMEOUT:
+            why = f"the job's first node has been silent for {_HEAD_TIMEOUT:g} s: this one ends"
+            if self.config.cluster.requeue and (job := os.environ.get("SLURM_JOB_ID")):
+                why += ", and the job is queued again"
+                # Another node may have done so.
+                with suppress(StartupError):
+                    requeue(job)
+            raise StartupError(why)
 
 
 def main() -> int:
@@ -118,6 +152,16 @@ def _run(args: argparse.Namespace) -> int:
     name = f"node-{role.index}"
     address = node_address(role.node, config.cluster.network)
     port = meeting_port(args.token)
+    entry = RegistryEntry(
+        name=name,
+        boot_id=args.start,
+        url=url_of(address, port),
+        pid=os.getpid(),
+        state="starting",
+    )
+    # From now on the node counts as there, however long its parts take, and an earlier start ends.
+    with suppress(OSError):
+        publish(run.registry, entry)
     with ExitStack() as stack:
         lock = stack.enter_context(_node_lock(run, name))
         if role.training == 0 and role.training_nodes > 1:
@@ -129,14 +173,8 @@ def _run(args: argparse.Namespace) -> int:
             trainer=trains,
             training=_training(config, run, role, address, port),
             public_url=args.public_url,
+            gpus_taken=role.gpus_taken,
             machine=role.node,
-        )
-        entry = RegistryEntry(
-            name=name,
-            boot_id=args.start,
-            url=url_of(address, port),
-            pid=os.getpid(),
-            state="starting",
         )
         options = NodeOptions(place=place, say=say)
         with WorkerNode(config, options, entry, lock) as node:
@@ -145,6 +183,12 @@ def _run(args: argparse.Namespace) -> int:
             while not node.check() or not trains:
                 time.sleep(_POLL_INTERVAL)
     return 0
+
+
+def _is_later(start: str, other: str) -> bool:
+    """Return whether one start of a node came after another one of the same job."""
+    (token, _, number), (job, _, earlier) = start.rpartition("-"), other.rpartition("-")
+    return token == job and int(number) > int(earlier)
 
 
 def meeting_port(token: str) -> int:

@@ -2,8 +2,8 @@
 
 from fastapi import APIRouter
 
-from proxy_ext.api.rl import agents, areal, operators, trainer
+from proxy_ext.api.rl import agents, areal, interactions, operators, trainer
 
 router = APIRouter()
-for part in (agents, operators, trainer, areal):
+for part in (agents, interactions, operators, trainer, areal):
     router.include_router(part.router)

@@ -24,6 +24,7 @@ from any_agent.protocol.rl import (
     Veto,
 )
 from any_agent.protocol.training import RunInfo
+from proxy_ext.admission.fleet_place import choice_of
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.sessions.grading import content_of
 from proxy_ext.sessions.rewards import author, is_agent, parts_of, require_judge
@@ -42,7 +43,7 @@ async def start_session(
     body: Start, request: Request, service: Anyone, caller: Who, receipt: Once
 ) -> Response:
     """Open a session; its key takes the place of the OpenAI key."""
-    opening = service.opening.open(body, caller, receipt.keep)
+    opening = service.opening.open(body, caller, receipt.keep, choice=choice_of(request))
     return receipt.response(await while_present(request, opening))
 
 
@@ -51,7 +52,8 @@ async def start_session_by_query(
     request: Request, service: Anyone, caller: Who, query: Annotated[StartByQuery, Query()]
 ) -> SessionStarted:
     """Open a session as POST does, for people who type URLs; a URL cannot carry a key."""
-    return await while_present(request, service.opening.open(query, caller))
+    opening = service.opening.open(query, caller, choice=choice_of(request))
+    return await while_present(request, opening)
 
 
 @router.post("/set_reward", response_model=RewardSet)

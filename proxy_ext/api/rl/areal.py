@@ -38,6 +38,7 @@ from any_agent.record import (
 )
 from any_agent.record.content_removal import lacks_texts
 from any_agent.types import SessionMode, SessionState, Trajectory
+from proxy_ext.admission.fleet_place import RouterChoice, choice_of
 from proxy_ext.api.rl.strict_body import Anyone, Once, StrictRoute, Who, shaped
 from proxy_ext.auth import SESSIONS_SCOPE_KEY
 from proxy_ext.journal.base import EXPORT_OWNER, KeepAnswer, no_receipt
@@ -178,7 +179,9 @@ async def health(service: Anyone) -> ArealHealth:
 
 
 @router.post("/grant_capacity", response_model=GrantedSlot)
-async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Once) -> Response:
+async def grant_capacity(
+    body: Grant, request: Request, service: Anyone, caller: Who, receipt: Once
+) -> Response:
     """Allow `/rl/start_session` to open one more train session, without a group.
 
     Only the run's own trainer can use its grants. Conflict (`no_grant`) if there is none to take
@@ -188,6 +191,10 @@ async def grant_capacity(body: Grant, service: Anyone, caller: Who, receipt: Onc
     grants = sessions.grants_of(caller)
     if body.of is not None:
         grants = sessions.run_grants if body.of == "run" else sessions.grants
+    if body.change > 0:
+        choice = choice_of(request)
+        await service.fleet.catch_up(choice)
+        service.fleet.require_new(choice)
     return receipt.response(await grants.add(receipt.keep, body.change))
 
 
@@ -201,12 +208,18 @@ async def start_session(
     """
     keep = shaped(receipt.keep, _started)
     only = body.grant_only or GRANT_ONLY_HEADER in request.headers
-    opening = _start(service, body, caller, keep, grant_only=only)
+    opening = _start(service, body, caller, keep, grant_only=only, choice=choice_of(request))
     return receipt.response(_started(await while_present(request, opening)))
 
 
 async def _start(
-    service: RankService, body: ArealStart, caller: Caller, keep: KeepAnswer, *, grant_only: bool
+    service: RankService,
+    body: ArealStart,
+    caller: Caller,
+    keep: KeepAnswer,
+    *,
+    grant_only: bool,
+    choice: RouterChoice,
 ) -> SessionStarted:
     if grant_only and not service.sessions.grants_of(caller).left:
         # Refused before an earlier session is ended for it.
@@ -230,7 +243,7 @@ async def _start(
         )
         try:
             return await service.opening.open(
-                start, caller, keep, areal_task=task, grant_only=grant_only
+                start, caller, keep, areal_task=task, grant_only=grant_only, choice=choice
             )
         except (TooManyRequests, RunFinished) as error:
             # Without a training only grants give slots.

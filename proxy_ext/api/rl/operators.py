@@ -40,7 +40,12 @@ async def list_sessions(
     group = query.group_id and group_key(query.group_id, None, tenant).name
     page = await service.journal.page(
         SessionFilter(
-            SessionState(query.state) if query.state else None, query.task_id, group, tenant
+            SessionState(query.state) if query.state else None,
+            query.task_id,
+            group,
+            tenant,
+            query.min_reward,
+            query.max_reward,
         ),
         before=query.places.get(service.rank),
         limit=query.limit,
@@ -54,11 +59,13 @@ async def list_sessions(
 
 def _line(each: NumberedRow) -> SessionLine:
     row = each.row
+    rewards = [r for r in (row.final_reward, each.interaction_reward) if r is not None]
     return SessionLine(
         **public_fields(row),
         number=each.number,
         interactions=each.interactions,
         rewards_given=None if row.content == "archived" else each.rewards_given,
+        reward=sum(rewards) if rewards else None,
     )
 
 

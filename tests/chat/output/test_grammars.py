@@ -49,6 +49,7 @@ def parser_of(made: Family, tools: Any = TOOLS, stop: tuple[str, ...] = ()) -> A
 @THINKING
 @settings(max_examples=50, deadline=None)
 @given(data=st.data())
+@pytest.mark.service
 def test_no_output_breaks_a_stream(name: str, thinking: bool, data: st.DataObject) -> None:
     made = family(name, thinking=thinking)
     ids = data.draw(soup(made))
@@ -102,6 +103,7 @@ RENDERERS = {name: r for name in names() if (r := family(name).spec.renderer) !=
 @THINKING
 @settings(max_examples=15, deadline=None)
 @given(data=st.data())
+@pytest.mark.service
 def test_agrees_with_the_renderer_on_what_models_write(
     name: str, thinking: bool, data: st.DataObject
 ) -> None:

@@ -77,6 +77,7 @@ def streamed(
 
 @settings(max_examples=300, deadline=None)
 @given(STEPS, st.booleans())
+@pytest.mark.service
 def test_a_stream_is_its_whole_answer(steps: list[tuple[str, str]], hidden: bool) -> None:
     deltas, interaction = built(steps)
     fields: dict[str, Any] = {}

@@ -302,6 +302,7 @@ VALUES = st.recursive(
 
 @settings(max_examples=400, deadline=None)
 @given(st.dictionaries(st.sampled_from(NAMES[:11]), VALUES, max_size=5), VALUES, st.booleans())
+@pytest.mark.service
 def test_whatever_comes_is_a_call_or_refused(
     fields: dict[str, Any], block: Any, is_user: bool
 ) -> None:

@@ -74,6 +74,7 @@ def require_valid(call: ChatCall, mode: str) -> None:
 @pytest.mark.parametrize("api", BODIES)
 @settings(max_examples=150, deadline=None, suppress_health_check=list(HealthCheck))
 @given(data=st.data())
+@pytest.mark.service
 def test_nearly_right_bodies(api: str, mode: str, data: st.DataObject) -> None:
     body = data.draw(bodies(api))
     try:

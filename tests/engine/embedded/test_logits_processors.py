@@ -224,6 +224,7 @@ async def test_a_grammar_that_is_too_complex_to_follow_is_the_callers(
 @pytest.mark.parametrize(
     "text", ["<|im_end|> x", "<think>", "</think>", "7<tool_response>", "<<think><|im_end|>", "ÿ"]
 )
+@pytest.mark.service
 async def test_names_of_tokens_are_spelled(
     engine: EmbeddedEngine, loaded: LoadedModel, text: str
 ) -> None:

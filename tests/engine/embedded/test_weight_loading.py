@@ -46,6 +46,7 @@ def kept_cache_logprobs(
     return torch.stack(found)
 
 
+@pytest.mark.service
 async def test_in_place_update_has_exact_versions(
     tiny_model_dir: Path, other_model_dir: Path, own_engine: EmbeddedEngine
 ) -> None:

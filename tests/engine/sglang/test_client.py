@@ -127,7 +127,7 @@ async def test_a_budget_spent_at_the_seam(
     """The engine reports the abort before it noticed that the last token had come."""
     scripted.hold(3)
     work = asyncio.create_task(all_of(client, request(max_new_tokens=4), stream=stream))
-    await until(lambda: any(len(r.ids) == 3 for r in scripted.running.values()))
+    await until(lambda: any(running.held for running in scripted.running.values()))
     (running,) = scripted.running.values()
     running.ids.append(77)
     running.logprobs.append(-1.0)
@@ -370,6 +370,7 @@ async def test_agenerate(client: SGLangEngine) -> None:
 
 
 @BOTH
+@pytest.mark.service
 async def test_with_the_embedded_engine(tiny_model_dir: Path, stream: bool) -> None:
     """The same client, a real model: a greedy run that an update to the same weights cuts."""
     from any_agent.engine.embedded.engine import EmbeddedEngine

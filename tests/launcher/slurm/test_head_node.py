@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ import pytest
 import yaml
 
 from any_agent.config import Config
+from any_agent.errors import ConfigError, StartupError
+from any_agent.launcher import component
 from any_agent.launcher import journal_storage as journals
 from any_agent.launcher.slurm import worker_node
 from any_agent.launcher.slurm.head_node import HeadNode, run_job
 from any_agent.launcher.slurm.job import SlurmJob
-from any_agent.launcher.slurm.plan import plan
+from any_agent.launcher.slurm.plan import NodeLost, plan
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.ports import reserve
 from tests.support.launcher.slurm_programs import ADDRESS, Programs
-from tests.support.launcher.stand_ins import Lab
+from tests.support.launcher.stand_ins import Lab, checked_until
 
 JOB = SlurmJob(id="7", nodes=("n1",), gpus=0, restarts=0)
 
@@ -200,3 +203,117 @@ def test_a_port_that_nobody_asked_for_is_no_reason_to_end(
             taken.close()
     url = trial_dir(config).url.read_text().strip()
     assert url.startswith(f"http://{ADDRESS}:") and not url.endswith(":8000")
+
+
+# -- lost nodes ------------------------------------------------------------------------------------
+
+LOGGED = ("server.journal=redis://:a-secret-password@127.0.0.1:1/0", "cluster.lost_after=5")
+
+
+@contextmanager
+def several(
+    lab: Lab, *more: str, nodes: tuple[str, ...] = ("n1", "n2", "n3")
+) -> Iterator[HeadNode]:
+    """The first one of several nodes, which also trains; each has a rank."""
+    own = ["cluster.training_nodes=0", f"server.ranks={len(nodes)}", *more]
+    with HeadNode(settings(lab, *own), replace(JOB, nodes=nodes), lab.said.append) as node:
+        yield node
+
+
+def serves_on(where: str, *names: str, node: HeadNode, programs: Programs) -> Callable[[], bool]:
+    """Return a check that these launchers are ready, started last on this node."""
+
+    def serves() -> bool:
+        last = {one["name"]: one["node"] for one in programs.launched}
+        return all(node.parts[n].state == "ready" and last[n] == where for n in names)
+
+    return serves
+
+
+@pytest.mark.parametrize("mood", ["lost", "hangs"])
+@pytest.mark.service
+def test_another_node_carries_on_the_ranks_of_a_lost_one(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, mood: str
+) -> None:
+    """A process that Slurm still has for it, but that does nothing, makes no difference."""
+    with several(lab, *LOGGED) as node:
+        assert [one["node"] for one in programs.launched] == ["n2", "n3"]
+        programs.mood("n2", mood)
+        checked_until(node, serves_on("n3", "node-1", node=node, programs=programs))
+        first, *_, last = [one for one in programs.launched if one["name"] == "node-1"]
+        # n1 has no more ranks, but trains.
+        assert last["role"] == first["role"] | {"node": "n3"}
+        assert "job       n2 is lost: n3 carries on its ranks 1" in lab.said
+        assert "node 1    ready again" in lab.said
+        # Then this one is lost, with the ranks of both.
+        programs.mood("n3", mood)
+        checked_until(node, serves_on("n1", "node-1", "node-2", node=node, programs=programs))
+    assert "a-secret-password" not in "".join(lab.said)
+
+
+def test_a_node_that_only_starts_again_keeps_its_ranks(lab: Lab, programs: Programs) -> None:
+    with several(lab, *LOGGED, "cluster.lost_after=60", nodes=("n1", "n2")) as node:
+        os.kill(node.parts["node-1"].pid, signal.SIGKILL)
+        checked_until(node, lambda: node.parts["node-1"].restarts == 1)
+        checked_until(node, serves_on("n2", "node-1", node=node, programs=programs))
+        assert [one["node"] for one in programs.launched] == ["n2", "n2"]
+
+
+@pytest.mark.parametrize(
+    ("mood", "more"),
+    [
+        # Its disk has the journals.
+        ("lost", ("cluster.lost_after=5",)),
+        # Another one would do the same.
+        ("fails", LOGGED),
+    ],
+)
+def test_what_another_node_could_not_mend_ends_the_job(
+    lab: Lab,
+    programs: Programs,
+    monkeypatch: pytest.MonkeyPatch,
+    mood: str,
+    more: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(component, "_MAX_RESTARTS", 2)
+    with several(lab, *more) as node, pytest.raises(StartupError, match="node 1 ended") as raised:
+        programs.mood("n2", mood)
+        checked_until(node, lambda: False)
+    assert not isinstance(raised.value, NodeLost)
+    assert {one["node"] for one in programs.launched} == {"n2", "n3"}
+
+
+@pytest.mark.parametrize("again", [True, False])
+@pytest.mark.service
+def test_a_job_that_no_other_node_can_carry_on_is_queued_again(
+    lab: Lab, programs: Programs, monkeypatch: pytest.MonkeyPatch, again: bool
+) -> None:
+    """With all its nodes it goes on: nothing is lost but the node."""
+    real = HeadNode.check
+
+    def check(self: HeadNode) -> bool:
+        trained = real(self)
+        if self.came_up:
+            programs.mood("n2", "lost")
+        return trained
+
+    monkeypatch.setattr(HeadNode, "check", check)
+    config = settings(lab, *LOGGED, f"cluster.requeue={again}")
+    job = replace(JOB, nodes=("n1", "n2"))
+    said = lab.said.append
+    if again:
+        assert run_job(config, job, stay=True, say=said) == 1
+        assert lab.said[-2:] == [
+            "job       n2 is lost, and with it a trainer, which no other node can be",
+            "job       7 is queued again, to go on with all its nodes",
+        ]
+    else:
+        with pytest.raises(NodeLost):
+            run_job(config, job, stay=True, say=said)
+    assert programs.requeued == ["7"] * again
+
+
+def test_a_job_cannot_have_two_redis(lab: Lab, programs: Programs) -> None:
+    config = settings(lab, *LOGGED, "cluster.redis=true")
+    with pytest.raises(ConfigError, match=r"cluster.redis .* remove one of them"):
+        HeadNode(config, JOB, lab.said.append)

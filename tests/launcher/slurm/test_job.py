@@ -104,7 +104,7 @@ def test_a_folder_that_all_nodes_see(tmp_path: Path) -> None:
 
 def test_a_job_is_queued_again_by_its_number(scontrol: Path, tmp_path: Path) -> None:
     scontrol.write_text("")
-    jobs.requeue(SlurmJob("7", ("n1",), 0, 0))
+    jobs.requeue("7")
     (tmp_path / "fails").touch()
     with pytest.raises(StartupError, match="scontrol requeue 7 failed"):
-        jobs.requeue(SlurmJob("7", ("n1",), 0, 0))
+        jobs.requeue("7")

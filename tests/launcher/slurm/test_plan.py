@@ -6,7 +6,7 @@ import pytest
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.launcher.slurm.plan import count_ranks, plan
+from any_agent.launcher.slurm.plan import NodeLost, Role, count_ranks, place_elsewhere, plan
 
 GPUS = ["engine.kind=sglang", "engine.device=cuda"]
 CPU = ["engine.device=cpu", "train.device=cpu"]
@@ -37,6 +37,14 @@ def configured(*settings: str) -> Config:
         (["engine.gpus=2", *GPUS], 3, 4, [((0, 1), None), ((2, 3), None), ((), 0)]),
         (["cluster.ranks_per_node=1", *GPUS], 2, 4, [((0,), None), ((), 0)]),
         (["engine.gpus=3", "cluster.ranks_per_node=1", *GPUS], 2, 4, [((0,), None), ((), 0)]),
+        # Without nodes that only train, the first one does both.
+        (["server.ranks=2", "cluster.training_nodes=0", *CPU], 2, 0, [((0,), 0), ((1,), None)]),
+        (
+            ["engine.gpus=2", "cluster.training_nodes=0", "cluster.ranks_per_node=1", *GPUS],
+            2,
+            4,
+            [((0,), 0), ((1,), None)],
+        ),
         # What is not to use them does not.
         (["server.ranks=2", *CPU], 2, 8, [((0, 1), None), ((), 0)]),
     ],
@@ -51,7 +59,8 @@ def test_roles(
     assert count_ranks(found) == sum(len(ranks) for ranks, _ in roles)
     training_nodes = sum(training is not None for _, training in roles)
     assert {role.training_nodes for role in found} == {training_nodes}
-    assert {role.first_trainer for role in found} == {nodes - training_nodes}
+    (leader,) = (role.index for role in found if role.training == 0)
+    assert {role.first_trainer for role in found} == {leader}
 
 
 @pytest.mark.parametrize(
@@ -79,3 +88,63 @@ def test_roles_in_words() -> None:
     one, two = plan(configured("server.ranks=2", *CPU), ["a", "b"], 0)
     assert str(one) == "engines and proxies of ranks 0, 1; the router"
     assert str(two) == "the trainer"
+
+
+def lost(*settings: str, nodes: int, gpus: int, index: int, gone: tuple[int, ...] = ()) -> Role:
+    """Return the role that another node gets when this one, and those ``gone``, are lost."""
+    config = configured(*settings)
+    roles = plan(config, [f"n{k}" for k in range(nodes)], gpus)
+    left = [role for role in roles if role.index not in (index, *gone)]
+    return place_elsewhere(config, roles[index], left, gpus)
+
+
+@pytest.mark.parametrize(
+    ("settings", "nodes", "gpus", "gone", "node", "taken"),
+    [
+        # The only one that is left, though it trains.
+        (["server.ranks=2", "cluster.training_nodes=0", *CPU], 2, 0, (), "n0", 0),
+        # One that does not train comes first.
+        (["server.ranks=4", *CPU], 3, 0, (), "n0", 0),
+        (["server.ranks=4", *CPU], 3, 0, (0,), "n2", 0),
+        # Engines of ours share GPUs, SGLang's do not.
+        (["server.ranks=8", "engine.device=cuda", "cluster.ranks_per_node=4"], 3, 4, (), "n0", 0),
+        (["cluster.ranks_per_node=2", *GPUS], 3, 4, (), "n0", 2),
+        (["cluster.ranks_per_node=1", "engine.gpus=2", *GPUS], 3, 4, (), "n0", 2),
+    ],
+)
+def test_another_node_gets_the_role_of_a_lost_one(
+    settings: list[str], nodes: int, gpus: int, gone: tuple[int, ...], node: str, taken: int
+) -> None:
+    moved = lost(*settings, nodes=nodes, gpus=gpus, index=1, gone=gone)
+    assert (moved.node, moved.gpus_taken) == (node, taken)
+    assert (moved.index, moved.ranks) == (1, moved.ranks)
+    assert moved.ranks
+
+
+def test_the_node_with_the_fewest_ranks_gets_it() -> None:
+    config = configured("server.ranks=3", *CPU)
+    one, two, three, _ = plan(config, ["a", "b", "c", "d"], 0)
+    moved = place_elsewhere(config, two, [one, three], 0)
+    assert moved.node == "a"
+    assert place_elsewhere(config, three, [one, moved, Role(4, "e", (7,))], 0).node == "e"
+
+
+@pytest.mark.parametrize(
+    ("settings", "index", "said"),
+    [
+        (
+            GPUS,
+            1,
+            "n1 is lost, and no other node has 4 free GPUs for the engines of its ranks 4",
+        ),
+        (
+            ["cluster.ranks_per_node=3", *GPUS],
+            1,
+            "n1 is lost, and no other node has 3 free GPUs for the engines of its ranks 3, 4, 5",
+        ),
+        (GPUS, 2, "n2 is lost, and with it a trainer"),
+    ],
+)
+def test_a_lost_node_that_no_other_can_replace(settings: list[str], index: int, said: str) -> None:
+    with pytest.raises(NodeLost, match=said):
+        lost(*settings, nodes=3, gpus=4, index=index)

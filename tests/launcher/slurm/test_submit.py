@@ -152,6 +152,34 @@ def test_a_job_has_its_nodes_alone_unless_it_is_told_how_much_of_them(
     assert ("#SBATCH --mem=0" in lines) == whole
 
 
+@pytest.mark.parametrize(
+    ("setting", "goes_on"),
+    [
+        ("log_level=info", False),
+        ("cluster.redis=true", True),
+        ("server.journal=redis://host/0", True),
+    ],
+)
+def test_a_job_that_can_replace_a_node_goes_on_without_it(
+    lab: Lab, setting: str, goes_on: bool
+) -> None:
+    lines = script(lab.config(setting), [], lab.home / "log").splitlines()
+    assert ("#SBATCH --no-kill" in lines) == goes_on
+
+
+def test_a_job_with_two_redis_is_not_submitted(
+    submitted: Submit,
+    lab: Lab,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setenv("ANY_AGENT_SERVER__JOURNAL", "redis://:a-secret-password@host/0")
+    assert submitted("any_agent_grpo.py", "--config", "MY", "cluster.redis=true") == 2
+    said = capsys.readouterr().err
+    assert "remove one of them" in said and "a-secret-password" not in said
+    assert not the_run(lab).path.exists()
+
+
 def test_who_submits_is_told_where_the_service_is(
     submitted: Submit, lab: Lab, programs: Programs, capsys: pytest.CaptureFixture[str]
 ) -> None:

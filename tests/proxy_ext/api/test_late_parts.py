@@ -231,6 +231,7 @@ def _check_chat(events: Events, interaction: Interaction) -> None:
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.service
 async def test_a_replay(
     begin: Begin,
     engine: ScriptedEngine,
@@ -257,6 +258,7 @@ async def test_a_replay(
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.service
 async def test_a_stream_that_goes_on(
     begin: Begin,
     engine: ScriptedEngine,

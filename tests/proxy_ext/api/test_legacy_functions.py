@@ -71,6 +71,7 @@ async def test_functions_are_called_and_gone_on_from_exactly(
 
 
 @pytest.mark.parametrize("path", BODIES)
+@pytest.mark.service
 async def test_an_unknown_parameter_stops_no_agent(
     proxy: Proxy, engine: ScriptedEngine, path: str
 ) -> None:

@@ -308,6 +308,7 @@ async def test_a_deletion_beside_a_sweep_counts_both(
 
 
 @pytest.mark.parametrize("where", BOUNDARIES)
+@pytest.mark.service
 async def test_killed_at_each_boundary(tmp_path: Path, where: str) -> None:
     rank = await Rank(tmp_path, oldest_step=99).start()
     for k in range(5):

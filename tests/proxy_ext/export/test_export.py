@@ -4,11 +4,9 @@ from __future__ import annotations
 
 import json
 import os
-import resource
 import sqlite3
 import subprocess
 import sys
-from collections.abc import AsyncIterator
 from contextlib import closing
 from pathlib import Path
 from typing import get_args
@@ -33,16 +31,9 @@ TRIAL = Path("u") / "e" / "t"
 PAGE = 16_384
 
 
-def export(root: Path, *arguments: str) -> Exported:
+def export(root: Path, *arguments: str, open_files: int | None = None) -> Exported:
     settings = [f"root={root}", "user=u", "experiment=e", "trial=t"]
-    return Exported(load_config(None, settings, {}), *arguments)
-
-
-@pytest.fixture
-async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
-    rank = await Rank(tmp_path / TRIAL).start()
-    yield rank
-    await rank.stop()
+    return Exported(load_config(None, settings, {}), *arguments, open_files=open_files)
 
 
 async def fill(rank: Rank) -> None:
@@ -74,6 +65,7 @@ async def test_each_session_once(rank: Rank, tmp_path: Path, serving: bool) -> N
         assert (await rank.sessions.by_id("e")).state is SessionState.OPEN
 
 
+@pytest.mark.service
 async def test_filters(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     assert export(tmp_path, "--state", "trained", "--state", "evaluated").ids == list("bcd")
@@ -107,6 +99,7 @@ async def test_settings_that_cannot_be_read_are_not_needed(rank: Rank, tmp_path:
 async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
     with closing(sqlite3.connect(rank.folder / "journal" / "rank-0.sqlite")) as connection:
         values = {"number": 1, "last": 9, "states": '["open"]', "task_id": "t", "since": 1.0}
+        values["session_id"] = "a"
         sql = f"EXPLAIN QUERY PLAN {journal_reader._NEXT}"
         plan = [row[3] for row in connection.execute(sql, values)]
         assert [step.partition("(")[0] for step in plan if "sessions" in step] == [
@@ -294,12 +287,7 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
             writer.add(number, line.replace(b'{"number":1,"session":{"id": "a"', head))
         writer.finish()
     (rank.folder / "journal" / "rank-0.sqlite").unlink()
-    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (50, limits[1]))
-    try:
-        done = export(tmp_path)
-    finally:
-        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    done = export(tmp_path, open_files=50)
     assert (done.code, len(done.ids)) == (0, 2 * files - 1), done.said
 
 
@@ -319,6 +307,7 @@ def leave(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("style", ["individual", "concat", "messages"])
+@pytest.mark.service
 async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, style: str) -> None:
     proxy = await start("user=u", "experiment=e", "trial=t")
     keys = [(await proxy.open(mode="eval", task_id=str(k)))["api_key"] for k in range(3)]
@@ -331,6 +320,7 @@ async def test_no_reward_is_not_a_reward_of_0(start: Start, tmp_path: Path, styl
     assert found == {"0": None, "1": 0.0, "2": 0.0}
 
 
+@pytest.mark.service
 async def test_styles(start: Start, tmp_path: Path) -> None:
     options = ("user=u", "experiment=e", "trial=t")
     proxy = await start(*options)

@@ -8,24 +8,16 @@ import stat
 import subprocess
 import sys
 import threading
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
 
 from any_agent.errors import ConfigError
 from proxy_ext.export.output import output
-from tests.proxy_ext.export.test_export import TRIAL, export
+from tests.proxy_ext.export.test_export import export
 from tests.support.archives import Rank
 
 LINES = [b"one\n", b"two\n"]
-
-
-@pytest.fixture
-async def rank(tmp_path: Path) -> AsyncIterator[Rank]:
-    rank = await Rank(tmp_path / TRIAL).start()
-    yield rank
-    await rank.stop()
 
 
 def write(name: object) -> None:

@@ -85,6 +85,7 @@ def is_untrainable(recorded: Interaction) -> bool:
 
 
 @pytest.mark.parametrize(("path", "model"), calls())
+@pytest.mark.service
 async def test_whole(proxy: Proxy, provider: Provider, path: str, model: str) -> None:
     session = await proxy.open(task_id="t")
     for url in (path, path.removeprefix("/v1"), f"/{session['api_key']}{path}"):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -17,7 +16,7 @@ from tests.support.fake_provider import Provider
 from tests.support.frozen import BODIES, SECRET, VARIABLE, chat_body, models, refused
 from tests.support.ports import own_port
 from tests.support.proxy import HELLO
-from tests.support.real_parts import proxy_process, write_config
+from tests.support.real_parts import in_a_thread, proxy_process, write_config
 from tests.support.scripted_engine import ScriptedEngine
 
 pytestmark = pytest.mark.service
@@ -39,14 +38,10 @@ class Life:
 
 @asynccontextmanager
 async def life(config: Path, engine_url: str) -> AsyncIterator[Life]:
-    context = proxy_process(config, engine_url, own_port())
     # In a thread: the engine and the provider that it reaches are of this loop.
-    child, url = await asyncio.to_thread(context.__enter__)
-    try:
-        async with httpx.AsyncClient(base_url=url, timeout=LIMIT) as http:
-            yield Life(http, child.kill)
-    finally:
-        await asyncio.to_thread(context.__exit__, None, None, None)
+    rank = in_a_thread(proxy_process(config, engine_url, own_port()))
+    async with rank as (child, url), httpx.AsyncClient(base_url=url, timeout=LIMIT) as http:
+        yield Life(http, child.kill)
 
 
 async def test_killed_and_started_again(

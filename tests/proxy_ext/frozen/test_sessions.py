@@ -16,7 +16,7 @@ from any_agent.config import FrozenConfig
 from any_agent.errors import ConfigError, SpendCapExceeded
 from any_agent.types import Continuation
 from proxy_ext.archive.records import read_record, record_line
-from proxy_ext.export.reader import rows
+from proxy_ext.export.reader import row_line, rows
 from proxy_ext.frozen.frozen_models import require_prices
 from proxy_ext.frozen.provider_responses import MessagesResponse, ids_in
 from proxy_ext.frozen.spend_caps import SpendCaps
@@ -116,7 +116,7 @@ async def test_exports_for_training_leave_them_out(proxy: Proxy) -> None:
     record = read_record(record_line(0, row, [], stored))
     assert len(record.interactions) == 5
     for style in ("individual", "concat", "messages"):
-        lines = b"".join(rows(record, style, 1.0))
+        lines = b"".join(map(row_line, rows(record, style, 1.0)))
         assert ids[-1].encode() in lines
         assert b"frozen" not in lines and b"Four it is." not in lines, style
 

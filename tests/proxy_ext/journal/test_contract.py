@@ -45,5 +45,5 @@ async def test_a_rank_on_the_journal_of_the_document(start: Start) -> None:
 
 
 def test_an_unknown_scheme_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"no journal for redis:// \(.*sqlite"):
-        open_journal("redis://host/0")
+    with pytest.raises(ConfigError, match=r"no journal for ftp:// \(.*sqlite"):
+        open_journal("ftp://host/0")

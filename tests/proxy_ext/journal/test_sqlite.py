@@ -516,6 +516,7 @@ def killed_writer(path: Path, prefix: str, lines: int) -> list[str]:
     return [line for line in seen if line.endswith("\n")]
 
 
+@pytest.mark.service
 async def test_what_was_acknowledged_survives_kill_9(tmp_path: Path) -> None:
     path = tmp_path / "j.sqlite"
     chance = random.Random(0)

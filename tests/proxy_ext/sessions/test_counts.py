@@ -22,6 +22,7 @@ from any_agent.keys import KeySigner
 from any_agent.protocol.rl import StartSession
 from any_agent.protocol.training import Ack, Lease, Rejection
 from any_agent.types import TERMINAL_STATES, SessionMode, SessionState
+from proxy_ext.admission.fleet_place import FleetPlace
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.archive.archiver import Archiver
 from proxy_ext.archive.records import read_record
@@ -81,6 +82,7 @@ class Rank:
             KeySigner(bytes(32)),
             run=cast(RunState, SimpleNamespace(version=0, require_training=lambda: None)),
             quotas=TenantQuotas(lambda *_: None, ranks=1, open_sessions=lambda _: 0),
+            fleet=FleetPlace(None, 0, 1),
             largest_group=8,
             public_url="http://x",
         )

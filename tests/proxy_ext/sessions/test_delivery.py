@@ -63,6 +63,7 @@ async def test_an_answer_that_is_still_being_sent_is_not_trained_on(start: Start
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
+@pytest.mark.service
 async def test_an_agent_that_finalizes_at_once_is_trained_on(proxy: Proxy, stream: bool) -> None:
     """The finish reason is the end for it, whatever of the stream comes after."""
 

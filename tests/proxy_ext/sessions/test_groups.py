@@ -29,6 +29,7 @@ from any_agent.keys import KeySigner
 from any_agent.protocol.rl import StartSession
 from any_agent.protocol.training import Ack, Lease, Rejection
 from any_agent.types import SessionMode, SessionState
+from proxy_ext.admission.fleet_place import FleetPlace
 from proxy_ext.admission.open_session import SessionOpener
 from proxy_ext.journal import SessionRow, SQLiteJournal, Statement
 from proxy_ext.leases import Fence, LeaseManager
@@ -118,6 +119,7 @@ class Rank:
             KeySigner(bytes(32)),
             run=run,
             quotas=quotas,
+            fleet=FleetPlace(None, 0, 1),
             largest_group=8,
             public_url="http://here",
         )
@@ -368,6 +370,7 @@ def test_slots_and_groups_are_right_whatever_happens(steps: list[str], seed: int
         asyncio.run(walk(Path(folder), steps, seed))
 
 
+@pytest.mark.service
 def test_a_long_walk_sees_groups_of_every_fate(tmp_path: Path) -> None:
     random = Random(1)
     rank = asyncio.run(walk(tmp_path, random.choices(OFTEN, k=1200), 1))

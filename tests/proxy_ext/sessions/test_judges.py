@@ -98,6 +98,7 @@ def filled(value: Any, session: dict[str, Any]) -> Any:
 
 @pytest.mark.parametrize("how", ["bearer", "prefix", "x-api-key"])
 @pytest.mark.parametrize("attempt", ATTEMPTS)
+@pytest.mark.service
 async def test_the_agent_cannot(closed: Proxy, attempt: str, how: str) -> None:
     session = await played(closed, metadata={"answer": "forty-two"})
     before = await info(closed, session)
@@ -231,6 +232,8 @@ async def test_both_may_and_the_judges_word_replaces_the_agents(closed: Proxy) -
     (trajectory,) = await closed.lease()
     assert trajectory.final_reward == 1.25
     assert [i.reward for i in trajectory.interactions] == [0.75]
+    # The agent's `mine` is gone with the rest of its final reward.
+    assert trajectory.named_rewards == {"correct": 1.0, "format": 0.25}
 
 
 async def test_an_agent_cannot_use_up_its_judges_rewards(

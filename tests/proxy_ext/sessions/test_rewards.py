@@ -10,8 +10,10 @@ import pytest
 
 from any_agent.errors import StoreUnavailable
 from proxy_ext.journal import SetReward, Statement
+from proxy_ext.journal.base import RewardRow
 from proxy_ext.sessions import rewards
 from tests.proxy_ext.api.test_refusals import refusal
+from tests.support.journal import make_row
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
 
@@ -41,6 +43,26 @@ async def weighted(start: Start) -> Proxy:
     proxy = await start(WEIGHTS)
     await proxy.admit(100)
     return proxy
+
+
+def test_named_parts_are_summed_over_a_session() -> None:
+    def given(*parts: tuple[str | None, str | None, float, str]) -> list[RewardRow]:
+        return [RewardRow(about, name, value, by, 0.0) for about, name, value, by in parts]
+
+    history = given(
+        ("a", "format", 1.0, "session"),
+        ("a", "format", 0.5, "session"),  # the last one counts
+        ("b", "format", 2.0, "session"),
+        ("b", None, 9.0, "session"),
+        (None, "correct", 1.0, "session"),
+    )
+    assert rewards.named_rewards(make_row("s"), history) == {"format": 2.5, "correct": 1.0}
+    both = make_row("s", rewarded_by="both")
+    judged = [*history, *given(("b", "style", 4.0, "judge"))]
+    # A judge's parts of a reward replace the agent's of that one.
+    assert rewards.named_rewards(both, judged) == {"format": 0.5, "correct": 1.0, "style": 4.0}
+    many = given(*((str(k), f"n{k}", 1.0, "session") for k in range(1000)))
+    assert len(rewards.named_rewards(make_row("s"), many)) == 64
 
 
 async def test_rewards_by_name_are_weighed_and_added(weighted: Proxy) -> None:

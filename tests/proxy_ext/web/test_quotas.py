@@ -21,122 +21,127 @@ class Lab:
             clock=lambda: self.now,
         )
 
-    def allowed(self, most: int = 10_000) -> int:
+    async def allowed(self, most: int = 10_000) -> int:
         """Requests until one is refused."""
         for number in range(most):
             try:
-                self.quotas.require_tokens("alice")
-                self.quotas.charge_request("alice")
+                await self.quotas.require_tokens("alice")
+                await self.quotas.charge_request("alice")
             except TooManyRequests:
                 return number
         return most
 
 
-def test_a_rate_allows_a_burst_and_then_its_pace() -> None:
+async def test_a_rate_allows_a_burst_and_then_its_pace() -> None:
     lab = Lab(requests_per_second=10)
-    assert lab.allowed() == 50, "five seconds' worth"
-    assert lab.allowed() == 0
+    assert await lab.allowed() == 50, "five seconds' worth"
+    assert await lab.allowed() == 0
     lab.now += 0.35
-    assert lab.allowed() == 3
+    assert await lab.allowed() == 3
     lab.now += 3600
-    assert lab.allowed() == 50, "rest is not saved up beyond the burst"
+    assert await lab.allowed() == 50, "rest is not saved up beyond the burst"
 
 
-def test_the_wait_is_what_the_bucket_needs() -> None:
+async def test_the_wait_is_what_the_bucket_needs() -> None:
     lab = Lab(requests_per_second=1)
-    assert lab.allowed() == 5
+    assert await lab.allowed() == 5
     with pytest.raises(TooManyRequests) as refused:
-        lab.quotas.charge_request("alice")
+        await lab.quotas.charge_request("alice")
     error = refused.value
     assert error.code == "quota_exceeded"
     assert error.details == {"quota": "requests_per_second"}
     assert "quota requests_per_second (1); wait" in error.message, "of ranks only if several share"
     assert error.headers()["Retry-After"] == "1"
     lab.now += error.retry_after or 0
-    lab.quotas.charge_request("alice")
+    await lab.quotas.charge_request("alice")
 
 
-def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
+async def test_tokens_are_charged_afterwards_and_may_overdraw() -> None:
     lab = Lab(tokens_per_second=100)
-    lab.quotas.require_tokens("alice")
+    await lab.quotas.require_tokens("alice")
     lab.quotas.charge_tokens("alice", 2500)
     with pytest.raises(TooManyRequests) as refused:
-        lab.quotas.require_tokens("alice")
+        await lab.quotas.require_tokens("alice")
     # 500 were there, 2,000 are owed: 20 seconds, and one token for the next call.
     assert refused.value.details == {"quota": "tokens_per_second"}
     assert refused.value.headers()["Retry-After"] == "21"
     lab.now += 21
-    lab.quotas.require_tokens("alice")
+    await lab.quotas.require_tokens("alice")
 
 
-def test_waits_are_bounded_and_never_zero() -> None:
+async def test_waits_are_bounded_and_never_zero() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1000)
     lab.quotas.charge_tokens("alice", 10**9)
     with pytest.raises(TooManyRequests) as owing:
-        lab.quotas.require_tokens("alice")
+        await lab.quotas.require_tokens("alice")
     assert owing.value.headers()["Retry-After"] == "60"
     for _ in range(5000):
-        lab.quotas.charge_request("alice")
+        await lab.quotas.charge_request("alice")
     with pytest.raises(TooManyRequests) as brief:
-        lab.quotas.charge_request("alice")
+        await lab.quotas.charge_request("alice")
     assert brief.value.headers()["Retry-After"] == "1"
 
 
-def test_a_call_that_is_refused_for_its_tokens_costs_no_request() -> None:
+async def test_a_call_that_is_refused_for_its_tokens_costs_no_request() -> None:
     lab = Lab(tokens_per_second=1, requests_per_second=1)
     lab.quotas.charge_tokens("alice", 6)
-    assert lab.allowed() == 0
+    assert await lab.allowed() == 0
     lab.now += 2.1
-    assert lab.allowed() == 5
+    assert await lab.allowed() == 5
 
 
-def test_open_sessions_count_those_being_opened() -> None:
+async def test_open_sessions_count_those_being_opened() -> None:
     lab = Lab(open_sessions=3)
     lab.open = 1
-    lab.quotas.begin_open("alice")
-    lab.quotas.begin_open("alice")
+    await lab.quotas.begin_open("alice")
+    place = await lab.quotas.begin_open("alice")
     with pytest.raises(TooManyRequests) as refused:
-        lab.quotas.begin_open("alice")
+        await lab.quotas.begin_open("alice")
     assert refused.value.details == {"quota": "open_sessions"}
     assert int(refused.value.headers()["Retry-After"]) >= 1
-    lab.quotas.end_open("alice")
-    lab.quotas.begin_open("alice")
+    place.release()
+    place.release()
+    with await lab.quotas.begin_open("alice"), pytest.raises(TooManyRequests):
+        await lab.quotas.begin_open("alice")
+    await lab.quotas.begin_open("alice")
 
 
-def test_each_rank_enforces_its_share_rounded_up() -> None:
+async def test_each_rank_enforces_its_share_rounded_up() -> None:
     shared = Lab(ranks=3, open_sessions=5, requests_per_second=4, tokens_per_second=1).quotas
     assert [shared._share(quota, "alice") for quota in QUOTAS] == [2, 2, 1]
     lab = Lab(ranks=3, requests_per_second=4)
-    assert lab.allowed() == 10
+    assert await lab.allowed() == 10
 
 
-def test_nobody_else_is_held_up() -> None:
+async def test_nobody_else_is_held_up() -> None:
     lab = Lab(open_sessions=1, requests_per_second=1, tokens_per_second=1)
     lab.limits["bob"] = lab.limits["alice"]
-    lab.quotas.begin_open("alice")
+    await lab.quotas.begin_open("alice")
     lab.quotas.charge_tokens("alice", 10**6)
-    assert lab.allowed() == 0
-    lab.quotas.begin_open("bob")
-    lab.quotas.require_tokens("bob")
+    assert await lab.allowed() == 0
+    await lab.quotas.begin_open("bob")
+    await lab.quotas.require_tokens("bob")
     lab.quotas.charge_tokens(None, 10**6)
     for _ in range(100):
-        lab.quotas.require_tokens(None)
-        lab.quotas.begin_open(None)
+        await lab.quotas.require_tokens(None)
+        await lab.quotas.begin_open(None)
 
 
-def test_a_changed_limit_holds_at_once() -> None:
+async def test_a_changed_limit_holds_at_once() -> None:
     lab = Lab(requests_per_second=1)
-    assert lab.allowed() == 5
+    assert await lab.allowed() == 5
     lab.limits["alice"] = TenantLimits()
-    assert lab.allowed(100) == 100
+    assert await lab.allowed(100) == 100
     lab.limits["alice"] = TenantLimits(requests_per_second=2)
-    assert lab.allowed() == 10
+    assert await lab.allowed() == 10
     lab.limits["alice"] = TenantLimits(requests_per_second=4)
     lab.now += 1
-    assert lab.allowed() == 2, "the second before was at the old rate, and what was used stays used"
+    assert await lab.allowed() == 2, (
+        "the second before was at the old rate, and what was used stays used"
+    )
 
 
-def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("proxy_ext.web.quotas._MAX_BUCKETS", 8)
     now = 0.0
     quotas = TenantQuotas(
@@ -146,10 +151,10 @@ def test_buckets_are_bounded_in_number(monkeypatch: pytest.MonkeyPatch) -> None:
         clock=lambda: now,
     )
     for number in range(100):
-        quotas.charge_request(f"t{number}")
+        await quotas.charge_request(f"t{number}")
         now += 1.0
         assert len(quotas._buckets) <= 8
     for number in range(5):
-        quotas.begin_open(f"t{number}")
-        quotas.end_open(f"t{number}")
+        with await quotas.begin_open(f"t{number}"):
+            pass
     assert not quotas._opening

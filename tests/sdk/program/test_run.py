@@ -381,15 +381,22 @@ async def test_an_interrupt_keeps_what_is_finished(
 ) -> None:
     """And throws away what is under way, with its processes."""
     never = marks_itself(tmp_path).replace("\n", "\n    ")
-    does = f'if os.environ["ANY_AGENT_RUN_INDEX"] == "0":\n    ask()\nelse:{never}'
-    runs = make(does, n=3, concurrency=2, source=RewardSource(command="echo 1"))
+    # Two finish: a group closes when all of its sessions have ended, and one alone is too few.
+    does = f'if os.environ["ANY_AGENT_RUN_INDEX"] in "01":\n    ask()\nelse:{never}'
+    runs = make(does, n=4, concurrency=2, source=RewardSource(command="echo 1"))
     task = asyncio.create_task(runs.run())
-    await until(lambda: runs.results[0].state == "finalized" and (tmp_path / "pid").exists())
+    await until(
+        lambda: (
+            all(run.state == "finalized" for run in runs.results[:2])
+            and (tmp_path / "pid").exists()
+        )
+    )
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
-    finished, *others = runs.results
-    assert await served.state(finished.session_id or "") == "finalized"
+    finished, others = runs.results[:2], runs.results[2:]
+    for run in finished:
+        assert await served.state(run.session_id or "") == "finalized"
     interrupted = [run for run in others if run.session_id is not None]
     assert interrupted
     for run in interrupted:

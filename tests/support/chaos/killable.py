@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import threading
@@ -22,6 +23,7 @@ from any_agent.chat import load_chat_format
 from any_agent.config import Config, load_config
 from any_agent.rundir.registry import RegistryEntry, publish
 from tests.support.in_thread import served_in_thread
+from tests.support.redis_server import JOURNAL
 from tests.support.scripted_engine import ScriptedEngine
 
 START_LIMIT = 120.0
@@ -111,7 +113,7 @@ class KillableProxy(Killable):
         self, root: Path, model: Path, engine_url: str, *settings: str, rank: int = 0
     ) -> None:
         super().__init__()
-        self._settings = (f"root={root}", *settings)
+        self._settings = (f"root={root}", *JOURNAL.settings(root), *settings)
         self._model = str(model)
         self._engine_url = engine_url
         self._rank = rank
@@ -119,6 +121,32 @@ class KillableProxy(Killable):
     def _make(self) -> BaseProcess:
         arguments = (self._listener, self._settings, self._model, self._engine_url, self._rank)
         return _CONTEXT.Process(target=serve_proxy, args=arguments)
+
+
+class MovingProxy(KillableProxy):
+    """One rank's proxy with its log in Redis; each life is on another machine, its disk empty."""
+
+    def __init__(
+        self, root: Path, model: Path, engine_url: str, redis: str, *settings: str
+    ) -> None:
+        super().__init__(root, model, engine_url, f"server.journal={redis}", *settings)
+        self._root = root
+
+    @property
+    def disk(self) -> Path:
+        """The disk of its present machine."""
+        return self._root / f"machine-{self.lives}"
+
+    def _make(self) -> BaseProcess:
+        # `lives` counts this one once it has begun.
+        machine = f"machine-{self.lives + 1}"
+        settings = (*self._settings, f"server.journal_dir={self._root / machine}")
+        arguments = (self._listener, settings, self._model, self._engine_url, self._rank, machine)
+        return _CONTEXT.Process(target=serve_proxy, args=arguments)
+
+    def kill(self) -> None:
+        super().kill()
+        shutil.rmtree(self.disk)
 
 
 class KillableRouter(Killable):
@@ -141,15 +169,23 @@ def serve_router(listener: socket.socket, config: Config) -> None:
 
 
 def serve_proxy(
-    listener: socket.socket, settings: tuple[str, ...], model: str, engine_url: str, rank: int
+    listener: socket.socket,
+    settings: tuple[str, ...],
+    model: str,
+    engine_url: str,
+    rank: int,
+    machine: str = "",
 ) -> None:
-    """The life of a proxy, in its own process."""
+    """The life of a proxy, in its own process, and as on a machine of its own if it has a name."""
     import uvicorn
 
     from proxy_ext.app import create_app
+    from proxy_ext.journal import redis as redis_journal
     from proxy_ext.web.protocol import BoundedProtocol
     from tests.support.proxy import litellm_stand_in
 
+    if machine:
+        redis_journal._machine = redis_journal._boot = lambda: machine
     config = load_config(None, settings, {})
     app = create_app(
         config,

@@ -18,6 +18,7 @@ from typing import Any
 from trainer import __main__ as process
 from trainer.loop import TrainingLoop
 from trainer.manifests import ManifestStore
+from trainer.step_maker import StepMaker
 from trainer.sync.bucketed import UpdateAttempt
 
 
@@ -28,7 +29,7 @@ def _made(loop: TrainingLoop, *_: Any) -> int:
 BOUNDARIES: dict[str, tuple[type, str, Callable[..., int]]] = {
     "lease": (TrainingLoop, "_wait", lambda loop, *_: _made(loop) + 1),
     "manifest": (ManifestStore, "write", lambda _, taken, *__: taken.step),
-    "step": (TrainingLoop, "_optimize", _made),
+    "step": (StepMaker, "optimize", lambda _, policy, *__: policy.steps),
     # The engines have all of the weights, and do not know it.
     "send": (UpdateAttempt, "_send", lambda attempt, *_: attempt._new.step),
     "publish": (TrainingLoop, "_publish", _made),

@@ -68,6 +68,10 @@ class Ledger:
     def fail(self, what: str, error: Exception) -> None:
         self.failures.append(Failure(time.time(), what, name_of(error)))
 
+    def finalized(self) -> list[Told]:
+        """Sessions whose end was acknowledged."""
+        return [told for told in self.sessions if told.finalized]
+
     def answers(self) -> Iterator[tuple[Told, str, Answer]]:
         """Every answered call with its session and completion id."""
         for told in self.sessions:

@@ -48,7 +48,11 @@ async def agent(
     """One session of up to three turns, each whole or streaming; False when the run has ended."""
     try:
         session = await service.start_session(
-            group_id=f"g{number // group_size}", group_size=group_size, wait=20, patience=240
+            task_id=f"task-{number // group_size % 3}",
+            group_id=f"g{number // group_size}",
+            group_size=group_size,
+            wait=20,
+            patience=240,
         )
     except RunFinished:
         return False
@@ -89,7 +93,7 @@ async def looked_after(node: Node) -> AsyncIterator[None]:
         watching.cancel()
 
 
-async def drive(node: Node, *, agents: int, seed: int = 0) -> int:
+async def drive(node: Node, *, agents: int, seed: int = 0, admin_key: str | None = None) -> int:
     """Keep ``agents`` sessions going until training has ended; how many were finalized."""
     numbers = iter(range(10**6))
     rng = random.Random(seed)
@@ -110,7 +114,7 @@ async def drive(node: Node, *, agents: int, seed: int = 0) -> int:
                 if len(failures) > 50:
                     raise
 
-    async with RLClient(node.url) as service, asyncio.timeout(480):
+    async with RLClient(node.url, admin_key=admin_key) as service, asyncio.timeout(480):
         await asyncio.gather(*(work(service) for _ in range(agents)))
     assert not failures, failures[:5]
     return finalized

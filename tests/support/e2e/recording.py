@@ -18,23 +18,24 @@ from tests.support.e2e.counting_agent import AGENT, items
 from trainer import GRPOTrainer
 from trainer import __main__ as process
 from trainer.batch import TrainingBatch
-from trainer.loop import TrainingLoop
+from trainer.policy import Policy
+from trainer.step_maker import StepMaker
 
 
 def record(folder: Path) -> None:
     """From now on: ``step-N.safetensors``, tensors named `<row>.<field>`."""
-    optimize = TrainingLoop._optimize
+    optimize = StepMaker.optimize
 
-    def writing(self: TrainingLoop, batch: TrainingBatch, taken: Any) -> Any:
+    def writing(self: StepMaker, policy: Policy, batch: TrainingBatch, taken: Any) -> Any:
         tensors = {
             f"{number:04d}.{name}": tensor.contiguous()
             for number, row in enumerate(batch.rows)
             for name, tensor in row.items()
         }
         save_file(tensors, folder / f"step-{taken.step}.safetensors")
-        return optimize(self, batch, taken)
+        return optimize(self, policy, batch, taken)
 
-    TrainingLoop._optimize = writing  # type: ignore[method-assign]
+    StepMaker.optimize = writing  # type: ignore[method-assign]
 
 
 def train_on_dataset(arguments: list[str]) -> int:

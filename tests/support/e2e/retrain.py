@@ -24,7 +24,8 @@ from trainer.batch import training_batch
 from trainer.checkpoint import complete_checkpoints, load_checkpoint
 from trainer.from_config import loss_config
 from trainer.manifests import Manifest, ManifestStore
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
 from trainer.updates import StepConfig
 
 

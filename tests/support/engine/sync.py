@@ -14,10 +14,10 @@ import torch
 
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable
-from any_agent.rollout import RankClients
 from any_agent.rundir.registry import RegistryEntry
 from any_agent.runtime.event_loop import LoopThread
 from tests.support.engine.sglang_contract import call
+from tests.support.fixed_ranks import FixedRanks
 from trainer.policy import Policy
 from trainer.sync import NewWeights, WeightSync
 from trainer.sync.bucketed import BucketSync
@@ -67,12 +67,12 @@ class Proxy(RLClient):
         assert status == 200, answer
 
 
-class Fleet(RankClients):
+class Fleet(FixedRanks):
     """As many ranks as engines."""
 
     def __init__(self, *urls: str) -> None:
         self.proxies = [Proxy(url) for url in urls]
-        self.clients = tuple(self.proxies)
+        super().__init__(*self.proxies)
 
     def entry(self, rank: int) -> RegistryEntry | None:
         url = self.proxies[rank].engine_url

@@ -12,8 +12,9 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from tests.support.trainer.policies import random_rows, small_policy
 from trainer.lora import Lora, adapter_tensors, layers
 from trainer.loss import LossConfig
-from trainer.packing import Row, count_trained
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
+from trainer.rows import Row, count_trained
 
 LORA = Lora(rank=4, alpha=12, seed=5)
 """Its scale is 3, which no forgotten or doubled factor leaves as it is."""

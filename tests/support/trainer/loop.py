@@ -15,9 +15,9 @@ from safetensors.torch import load_file
 from any_agent.config import Config, load_config
 from any_agent.errors import Conflict, NotFound, ServiceUnavailable
 from any_agent.protocol.training import Rejection
-from any_agent.rollout import RankClients
 from any_agent.types import Trajectory
 from any_agent.workflow import Episode
+from tests.support.fixed_ranks import FixedRanks
 from trainer.batch_source import LeasedBatches
 from trainer.command_channel import Leader
 from trainer.loop import TrainingLoop
@@ -55,30 +55,18 @@ class Service:
         self.oldest.append(oldest_step)
 
 
-class OneRank:
-    """Stands for `RankClients`."""
-
-    def __init__(self, service: Service) -> None:
-        self.clients = (service,)
-
-    def __len__(self) -> int:
-        return 1
-
-    all = RankClients.all
-
-
 class Sync:
     """An engine that takes every version, from its folder."""
 
     def prepare(self, new: NewWeights) -> None:
         new.write()
 
-    def update(self, ranks: OneRank, new: NewWeights) -> None:
+    def update(self, ranks: FixedRanks, new: NewWeights) -> None:
         assert (new.folder / "config.json").is_file()
         ranks.clients[0].published.append((new.version, new.step))
         ranks.clients[0].version = new.version
 
-    def repair(self, ranks: OneRank, new: NewWeights) -> None:
+    def repair(self, ranks: FixedRanks, new: NewWeights) -> None:
         if ranks.clients[0].version != new.version:
             self.update(ranks, new)
 
@@ -94,7 +82,7 @@ class Executor:
     """Acknowledged, in this life or an earlier one."""
 
     def __init__(self, episodes: list[Episode], version: int) -> None:
-        self.ranks = OneRank(Service(version))
+        self.ranks = FixedRanks(Service(version))
         self.acks: list[tuple[list[str], dict[str, str]]] = []
         self.steps: list[int | None] = []
         """Of each ack."""
@@ -165,7 +153,9 @@ class Lab:
         self.executor.journal = before.executor.journal if before else {}
         self.executor.settled = before.executor.settled if before else set()
         self.trainer._executor = self.executor  # type: ignore[assignment]
-        self.trainer._source = LeasedBatches(self.executor)  # type: ignore[arg-type]
+        self.trainer._source = LeasedBatches(  # type: ignore[arg-type]
+            self.executor, self.trainer._source.zero_variance
+        )
         self.trainer._publisher._executor = self.executor  # type: ignore[assignment]
         self.trainer._publisher._sync = Sync()  # type: ignore[assignment]
 

@@ -12,9 +12,11 @@ from torch import Tensor
 
 from any_agent.demo.models.tiny import make_model
 from trainer.loss import LossConfig
-from trainer.packing import Batch, Row, count_trained, padded_pass, with_training_signal
+from trainer.model import PolicyConfig
+from trainer.packing import padded_pass
 from trainer.pass_runner import Computed
-from trainer.policy import Policy, PolicyConfig
+from trainer.policy import Policy
+from trainer.rows import Batch, Row, count_trained, with_training_signal
 
 VOCAB = 48
 

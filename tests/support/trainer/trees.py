@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from tests.support.trainer.policies import VOCAB, in_precision
-from trainer.packing import Row, with_training_signal
-from trainer.policy import Policy, PolicyConfig
+from trainer.model import PolicyConfig
+from trainer.policy import Policy
+from trainer.rows import Row, with_training_signal
 
 
 def tree_rows(seed: int, dtype: torch.dtype = torch.float64, count: int = 9) -> list[Row]:

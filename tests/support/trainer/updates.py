@@ -11,8 +11,8 @@ from torch import Tensor
 
 from tests.support.trainer.policies import dense_logprobs
 from trainer.loss import LossConfig, LossInputs, LossStats
-from trainer.packing import Row
 from trainer.policy import Policy
+from trainer.rows import Row
 from trainer.surrogates import grpo
 
 SEQUENCE_LEVEL = LossConfig(
@@ -27,6 +27,7 @@ class Recorder:
 
     calls: list[dict[str, Tensor]] = field(default_factory=list)
     sequence_ratio: bool = True
+    sequence_product: bool = True
 
     def __call__(
         self, logprobs: Tensor, inputs: LossInputs, **more: Any

@@ -5,18 +5,21 @@ from __future__ import annotations
 import multiprocessing
 import os
 import pickle
+import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable, Sequence
 from functools import cache
 from multiprocessing.connection import Connection
-from multiprocessing.context import ForkServerContext
+from multiprocessing.context import ForkServerContext, ForkServerProcess
 from typing import Any
 
 from tests.support.ports import own_port
 from trainer.world import World, join, leave
 
 _WITHIN = 400.0
+_CRASHES = (-signal.SIGABRT, -signal.SIGSEGV, -signal.SIGBUS)
 _IMPORTED = [
     "tests.support.trainer.world_cases",
     "transformers.models.qwen3.modeling_qwen3",
@@ -29,6 +32,10 @@ class Died(AssertionError):
     """A process ended without a result."""
 
 
+class Crashed(Died):
+    """Native code ended a process by a signal."""
+
+
 def together(
     size: int,
     case: Callable[..., Any],
@@ -39,8 +46,24 @@ def together(
     """What ``case(world, *arguments)``, a module's function, returns in each process, by rank;
     of those ``dying`` or ``stopped`` nothing is expected.
 
-    Raises Died with the traceback of a process in which it failed.
+    Raises Died with the traceback of a process in which it failed. If native code crashed, it is
+    tried a second time with a warning: glibc once found torch's heap damaged on one machine, which
+    twenty runs under its checks did not show again.
     """
+    try:
+        return _together(size, case, arguments, dying, stopped)
+    except Crashed as crash:
+        warnings.warn(f"{case.__name__}: {crash}; tried again", stacklevel=2)
+        return _together(size, case, arguments, dying, stopped)
+
+
+def _together(
+    size: int,
+    case: Callable[..., Any],
+    arguments: tuple[Any, ...],
+    dying: Sequence[int],
+    stopped: Sequence[int],
+) -> list[Any]:
     port = own_port()
     ends = []
     context = _context()
@@ -54,7 +77,7 @@ def together(
         ends.append((process, ours))
     try:
         silent = {*dying, *stopped}
-        results = [_result(k, ours) for k, (_, ours) in enumerate(ends) if k not in silent]
+        results = [_result(k, *end) for k, end in enumerate(ends) if k not in silent]
         for rank in dying:
             ends[rank][0].join(_WITHIN)
             assert not ends[rank][0].is_alive(), f"rank {rank} did not die"
@@ -65,13 +88,15 @@ def together(
             process.join()
 
 
-def _result(rank: int, ours: Connection) -> Any:
+def _result(rank: int, process: ForkServerProcess, ours: Connection) -> Any:
     if not ours.poll(_WITHIN):
         raise Died(f"rank {rank} said nothing for {_WITHIN:g} s")
     try:
         failed, what = pickle.loads(ours.recv_bytes())
     except EOFError:
-        raise Died(f"rank {rank} ended without a word") from None
+        process.join(_WITHIN)
+        died = Crashed if process.exitcode in _CRASHES else Died
+        raise died(f"rank {rank} ended with {process.exitcode}, without a word") from None
     if failed:
         raise Died(f"rank {rank}:\n{what}")
     return what

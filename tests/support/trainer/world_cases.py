@@ -33,9 +33,12 @@ from trainer.command_channel import CommandChannel, Leader
 from trainer.from_config import policy_config
 from trainer.lora import adapter_tensors
 from trainer.loss import LossConfig, LossStats
-from trainer.packing import Pass, Row, count_trained
+from trainer.model import PolicyConfig
+from trainer.packing import Pass
 from trainer.parallel.trainer_group import Follower, drop_reference, load_policy, load_reference
-from trainer.policy import Policy, PolicyConfig
+from trainer.policy import Policy
+from trainer.reference import reference_logprobs
+from trainer.rows import Row, count_trained
 from trainer.updates import StepConfig, divide
 from trainer.world import World, whole_tensor
 
@@ -172,6 +175,16 @@ def commanded(
     policy.train(random_rows(2, dtype=torch.float32), 60, SEQUENCE_LEVEL, settings, parts)
     assert policy.steps == 2
     return weights_of(policy), said
+
+
+def compared(leader: Leader, model: str, seeds: range) -> list[list[Tensor]]:
+    """The log-probabilities of a reference model that the policy has moved away from."""
+    policy, _ = load_policy(model, CONFIG, leader, checkpoint=False)
+    load_reference(policy, model)
+    policy.train(random_rows(9, dtype=torch.float32), 60)
+    return [
+        reference_logprobs(policy, random_rows(seed, dtype=torch.float32), 40) for seed in seeds
+    ]
 
 
 def led_lora(world: World, case: Callable[..., Any], *arguments: Any) -> Any:

@@ -7,7 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.trainer.trees import tree_rows
-from trainer.packing import Row, balanced, balanced_tries, idle_batch, shared_parts, tree_passes
+from trainer.packing import balanced, balanced_tries, idle_batch, shared_parts, tree_passes
+from trainer.rows import Row
 
 
 def _row(length: int, trained: bool = True) -> Row:

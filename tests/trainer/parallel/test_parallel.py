@@ -17,6 +17,7 @@ from tests.support.trainer.world_cases import (
     CONFIG,
     buckets_left_early,
     commanded,
+    compared,
     cramped,
     divided_case,
     gone_on,
@@ -35,6 +36,7 @@ from tests.support.trainer.world_cases import (
 )
 from tests.support.trainer.world_cases import killed as one_killed
 from trainer.checkpoint import load_checkpoint, save_checkpoint
+from trainer.loss import LossConfig
 from trainer.policy import Policy
 from trainer.reference import frozen_logprobs
 from trainer.sharded_optimizer import moments
@@ -76,6 +78,37 @@ def test_several_updates_are_those_of_one_process_for_any_split(size: int) -> No
             assert result[case][0].loss == pytest.approx(stats.loss, abs=1e-8)
             assert result[case][0].tokens == stats.tokens
         assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        LossConfig("vespo", off_policy_threshold=0.3, kl_coef=0.1),
+        LossConfig("sapo", top_entropy=0.4, kl_coef=0.1),
+    ],
+    ids=lambda c: c.name,
+)
+def test_what_needs_all_tokens_is_that_of_one_process(config: LossConfig) -> None:
+    found = together(2, updated, 3, config)
+    for case in range(3):
+        policy, frozen = small_policy(lr=1e-3), small_policy()
+        policy.reference = frozen.runner.logprobs
+        rows, parts, _ = divided_case(case)
+        stats = policy.train(rows, None, config, StepConfig(2), parts).stats
+        assert found[0][case][0].is_masked == stats.is_masked
+        assert found[0][case][0].loss == pytest.approx(stats.loss, abs=1e-8)
+        assert_same(found[0][case][1], weights_of(policy), atol=1e-7)
+
+
+def test_a_reference_that_several_processes_compute_is_that_of_one(tiny_model_dir: Path) -> None:
+    """Each takes a part of the rows, and the leader gets them all in their order."""
+    found = together(3, led, compared, str(tiny_model_dir), range(3))[0]
+    start = Policy.load(tiny_model_dir, CONFIG)
+    for seed in range(3):
+        expected = start.runner.row_logprobs(random_rows(seed, dtype=torch.float32))
+        assert len(found[seed]) == len(expected)
+        for got, one in zip(found[seed], expected, strict=True):
+            torch.testing.assert_close(got, one.double(), atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("broken", [0, 1])

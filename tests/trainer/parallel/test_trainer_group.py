@@ -16,8 +16,9 @@ from any_agent.errors import ConfigError
 from any_agent.launcher.node_role import NodeRole, TrainingNodes, trainer_arguments
 from tests.support.trainer.policies import VOCAB, random_rows
 from trainer.from_config import policy_config
+from trainer.model import PolicyConfig
 from trainer.parallel.__main__ import interface_of
-from trainer.policy import Policy, PolicyConfig
+from trainer.policy import Policy
 from trainer.world import follows, join, leave, require_processes, started_together
 
 pytestmark = pytest.mark.service

@@ -121,6 +121,7 @@ async def test_one_that_refuses_keeps_its_weights_and_nobody(
         assert proxy.events == ["pause", "resume"] * 3
 
 
+@pytest.mark.service
 async def test_one_that_never_comes_back(
     processes: list[EngineProcess],
     tiny_model_dir: Path,

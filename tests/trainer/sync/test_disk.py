@@ -20,9 +20,10 @@ from aiohttp import web
 from any_agent.client.aiohttp_transport import tls_context
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import EngineUnavailable, ServiceUnavailable, TrainingError
-from any_agent.rollout import RankClients
 from any_agent.rundir.checksums import sound, write_manifest
+from any_agent.rundir.fleet import Fleet as Ranks
 from any_agent.rundir.registry import RegistryEntry
+from tests.support.fixed_ranks import FixedRanks
 from tests.support.ports import own_port
 from trainer.sync import NewWeights, base
 from trainer.sync.bucketed import BucketSync, UpdateAttempt
@@ -105,9 +106,9 @@ class Proxy(RLClient):
         return SimpleNamespace(version=self.engine.version)
 
 
-class Fleet(RankClients):
+class Fleet(FixedRanks):
     def __init__(self, *engines: Engine) -> None:
-        self.clients = tuple(Proxy(engine) for engine in engines)
+        super().__init__(*map(Proxy, engines))
 
     def entry(self, rank: int) -> RegistryEntry | None:
         engine = self.clients[rank].engine
@@ -157,7 +158,7 @@ async def test_every_rank_gets_them(engines: tuple[Engine, Engine]) -> None:
     fleet = Fleet(*engines)
     async with engines[0].serve(), engines[1].serve():
         await update(fleet)
-    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
     told = {"model_path": "/weights/v7", "weight_version": "7", "flush_cache": True}
     assert [engine.loaded for engine in engines] == [[told], [told]]
 
@@ -180,14 +181,14 @@ async def test_updates_share_one_tls_context(
         await update(fleet)
         sync = BucketSync(on_this_loop, TensorTransport(), load_timeout=30, dtype="float32")
         await asyncio.to_thread(UpdateAttempt(sync, fleet, SEVEN, alone=False).run, [])
-    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
     assert made == []
 
 
 async def test_a_rank_that_is_away_keeps_nobody(engines: tuple[Engine, Engine]) -> None:
     zero, one = engines
     fleet = Fleet(zero, one)
-    here, away = fleet.clients
+    here, away = fleet.clients.values()
     async with zero.serve():
         running = update(fleet)
         await until(lambda: here.events == WHOLE)
@@ -207,7 +208,7 @@ async def test_a_proxy_that_restarts_in_between(engines: tuple[Engine, Engine]) 
     fleet.clients[1].fails = [ServiceUnavailable("away"), ServiceUnavailable("away")]
     async with engines[0].serve(), engines[1].serve():
         await update(fleet)
-    assert [client.events for client in fleet.clients] == [WHOLE, WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [WHOLE, WHOLE]
 
 
 async def test_an_engine_that_fails_for_a_moment(engines: tuple[Engine, Engine]) -> None:
@@ -239,7 +240,7 @@ async def test_one_that_refuses_them_is_not_asked_again(engines: tuple[Engine, E
     async with engines[0].serve(), engines[1].serve():
         with pytest.raises(TrainingError, match="refused version 7"):
             await update(fleet)
-    assert [client.events for client in fleet.clients] == [["pause", "resume"], WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [["pause", "resume"], WHOLE]
 
 
 @pytest.mark.parametrize("answers", [[400, 200], [400, 400, 200]], ids=["once", "twice"])
@@ -259,6 +260,30 @@ async def test_one_that_is_at_the_last_step_of_what_was_paused(
     assert (engines[0].names, engines[1].names) == (["loading-7"], [])
 
 
+async def test_a_rank_that_joins_or_has_no_engine_is_not_waited_for(
+    engines: tuple[Engine, Engine],
+) -> None:
+    fleet = Fleet(*engines)
+    async with engines[0].serve():
+        for state in ("joining", "drained"):
+            fleet.change(Ranks.of(2).with_state(1, state))  # type: ignore[arg-type]
+            await update(fleet)
+    assert fleet.clients[0].events == WHOLE + WHOLE
+    assert fleet.clients[1].events == []
+
+
+async def test_a_rank_that_is_drained_in_an_update_ends_its_part(
+    engines: tuple[Engine, Engine],
+) -> None:
+    fleet = Fleet(*engines)
+    async with engines[0].serve():
+        updating = update(fleet)
+        await until(lambda: fleet.clients[1].events.count("resume") > 1)
+        fleet.change(Ranks.of(2).with_state(1, "draining").with_state(1, "drained"))
+        await updating
+    assert fleet.clients[0].events == WHOLE
+
+
 async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]) -> None:
     fleet = Fleet(*engines)
     engines[0].loaded = [{"weight_version": "7"}]
@@ -266,7 +291,7 @@ async def test_a_repair_is_for_those_that_need_it(engines: tuple[Engine, Engine]
         HERE.set(asyncio.get_running_loop())
         sync = DiskSync(on_this_loop, load_timeout=30)
         await asyncio.to_thread(sync.repair, fleet, SEVEN)
-    assert [client.events for client in fleet.clients] == [[], WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 
 async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
@@ -283,7 +308,7 @@ async def test_a_rank_that_does_not_answer_keeps_no_other_from_its_weights(
         sync = DiskSync(on_this_loop, load_timeout=30)
         with pytest.raises(ServiceUnavailable):
             await asyncio.to_thread(sync.repair, fleet, SEVEN)
-    assert [client.events for client in fleet.clients] == [[], WHOLE]
+    assert [client.events for client in fleet.clients.values()] == [[], WHOLE]
 
 
 async def test_a_folder_that_engines_find_damaged_is_written_anew(

@@ -86,6 +86,20 @@ async def test_groups_by_the_name_that_was_given(proxy: Proxy) -> None:
     assert [s["group_id"] for s in await listed(proxy, group_id="g")] == ["g", "g"]
 
 
+async def test_sessions_by_their_final_reward(proxy: Proxy) -> None:
+    for reward in (0.0, 0.5, 1.0):
+        await proxy.finished_session(reward=reward, group_size=1)
+    await proxy.open()
+    for query, rewards in (
+        ({"min_reward": 0.5}, [1.0, 0.5]),
+        ({"max_reward": 0.5}, [0.5, 0.0]),
+        ({"min_reward": 0.1, "max_reward": 0.9, "state": "finalized"}, [0.5]),
+        ({"min_reward": 2}, []),
+    ):
+        assert [s["final_reward"] for s in await listed(proxy, **query)] == rewards, query
+    assert (await proxy.http.get("/rl/v1/sessions?min_reward=nan")).status_code == 400
+
+
 async def test_a_tenant_sees_its_own(start: Start) -> None:
     proxy = await start(ADMIN)
     await proxy.admit(9)

@@ -1,0 +1,65 @@
+"""Commands that ask a running service under an operator's or a tenant's key."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING
+
+from any_agent.errors import Forbidden, Unauthenticated
+from any_agent.runtime.command_line import option
+
+if TYPE_CHECKING:
+    from any_agent.client.rl_client import RLClient
+
+_URL = "http://127.0.0.1:8000"
+_KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
+KEY_HELP = (
+    f"Give it with --key, or in the environment variable {_KEYS[0]}, {_KEYS[1]}, {_KEYS[2]} or "
+    f"{_KEYS[3]} (the last only if it holds a key of any-agent)."
+)
+
+
+def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
+    """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
+    option(parser, "--url URL", f"the service (default {_URL})", default=_URL)
+    option(parser, "--key KEY", f"{holder} key; safer in the environment")
+
+
+def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitable[int]]) -> int:
+    """Run an action with a client of the service that the arguments name; return its exit code.
+
+    Raises AnyAgentError; a refused key's error says where the key came from.
+    """
+    import asyncio
+
+    from any_agent.client.rl_client import RLClient
+
+    key, key_from = _key(arguments.key)
+
+    async def run() -> int:
+        async with RLClient(arguments.url, admin_key=key, retry_for=2.0) as client:
+            return await act(client)
+
+    try:
+        return asyncio.run(run())
+    except (Unauthenticated, Forbidden) as error:
+        used = "no key was given" if key is None else f"the key came from {key_from}"
+        error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
+        raise
+
+
+def _key(given: str | None) -> tuple[str | None, str]:
+    """Return the key and the name of its source."""
+    from any_agent.keys import KEPT_PREFIXES
+
+    if given:
+        return given, "--key"
+    for name in _KEYS:
+        key = os.environ.get(name)
+        # This variable may hold another provider's key, which the service must not see.
+        foreign = name == "OPENAI_API_KEY" and not (key or "").startswith(KEPT_PREFIXES)
+        if key and not foreign:
+            return key, name
+    return None, ""

@@ -1,0 +1,84 @@
+"""``any-agent replay``: its arguments.
+
+`proxy_ext.export.replay`, which reads the journals, does the work. As a part of the proxy it is
+another program, which replaces this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from functools import partial
+
+from any_agent.runtime.command_line import (
+    add_trial_arguments,
+    count,
+    option,
+    share_module_path,
+)
+
+_DESCRIPTION = """\
+Compare a recorded session with other weights: the log-probabilities of the recorded answers under
+them, token by token in the recorded context, and their own answers to the recorded prompts. The
+session is read from the journals and archives, whether the service runs or not; nothing changes.
+"""
+_EPILOG = """\
+Without --version, --step and --model the weights are the newest ones of the trial, which its
+service serves. The log-probabilities are computed in float32, at each call's own temperature. A
+call's ratio is the probability of one of its tokens under the other weights, divided by the
+recorded one: the geometric mean over the tokens.
+
+Each call keeps its recorded prompt: a new answer has no part in the later ones. It comes from the
+trial's kind of engine if that runs here, else from the embedded one.
+
+Exit codes: 0 compared, 1 failed, 2 wrong input (no such session, version or model), 130
+interrupted.
+"""
+
+
+def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) -> None:
+    parser = commands.add_parser(
+        "replay",
+        help="compare a recorded session with another version of the weights",
+        description=_DESCRIPTION,
+        epilog=_EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add_replay_arguments(parser)
+    parser.set_defaults(run=_run)
+
+
+def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("session", metavar="SESSION", help="the session's id")
+    weights = parser.add_mutually_exclusive_group()
+    add = partial(option, weights)
+    number = count(10**9, least=0)
+    add("--version N", "the weights of this version; 0 is the initial model", type=number)
+    add("--step N", "the checkpoint of this step", type=number)
+    add("--model DIR", "a model's folder; it must have the same token ids", dest="other")
+    add = partial(option, parser)
+    parser.add_argument(
+        "--sampling",
+        choices=("greedy", "recorded"),
+        default="greedy",
+        help="how new answers are sampled: greedily (default), or by the recorded parameters",
+    )
+    add("--no-answers", "compare log-probabilities only")
+    most = count(10**6)
+    add("--max-tokens N", "the most tokens of a new answer (default: as recorded)", type=most)
+    parser.add_argument(
+        "--device",
+        choices=("auto", "cpu", "cuda"),
+        default="auto",
+        help="where to compute (default auto: a GPU if there is one)",
+    )
+    add("--json", "print JSON, with the log-probabilities of each token")
+    add_trial_arguments(parser)
+
+
+def _run(_: argparse.Namespace) -> int:
+    share_module_path()
+    arguments = sys.argv[sys.argv.index("replay") + 1 :]
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", "proxy_ext.export.replay", *arguments])

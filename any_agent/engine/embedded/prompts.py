@@ -1,0 +1,92 @@
+"""Prompts whose key/value states are there, so that an equal one is not computed again."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from dataclasses import dataclass, field
+from typing import TypeAlias
+
+from torch import Tensor
+
+from any_agent.engine.embedded.kv_cache import KVCache, PromptStates
+from any_agent.engine.embedded.request import EngineRequest
+
+_Ids: TypeAlias = tuple[int, ...]
+_MAX_KEPT_TOKENS = 2048
+
+
+@dataclass(slots=True)
+class _Prompt:
+    logits: Tensor
+    """The logits after the prompt's last token, [vocabulary]."""
+    holders: list[EngineRequest] = field(default_factory=list)
+    """The running requests with this prompt."""
+    states: PromptStates | None = None
+    """A copy of its states, while no request runs."""
+
+
+class KnownPrompts:
+    """The distinct prompts that the current weights computed.
+
+    The requests of a group have one prompt: the first is computed, and the others get a copy of its
+    states, also when its last request has ended, until newer prompts need the room. All are
+    forgotten with the weights.
+    """
+
+    def __init__(self, cache: KVCache) -> None:
+        self._cache = cache
+        self._prompts: dict[_Ids, _Prompt] = {}
+        self._kept: OrderedDict[_Ids, None] = OrderedDict()
+        """The prompts without a running request, the oldest first."""
+
+    def unknown(self, requests: list[EngineRequest]) -> list[EngineRequest]:
+        """Return the first request of each prompt that is not known."""
+        first: dict[_Ids, EngineRequest] = {}
+        for request in requests:
+            ids = tuple(request.input_ids)
+            if ids not in self._prompts:
+                first.setdefault(ids, request)
+        return list(first.values())
+
+    def add(self, request: EngineRequest, logits: Tensor) -> None:
+        """Add a request whose prompt was computed, with the logits after its last token."""
+        self._prompts[tuple(request.input_ids)] = _Prompt(logits, [request])
+
+    def copy(self, request: EngineRequest, running: list[EngineRequest]) -> None:
+        """Activate a row with the states of a request's prompt, which is known."""
+        ids = tuple(request.input_ids)
+        prompt = self._prompts[ids]
+        states = prompt.states
+        if states is None:
+            states = self._cache.prompt_states(running.index(prompt.holders[0]), len(ids))
+        else:
+            prompt.states = None
+            del self._kept[ids]
+        self._cache.add_prompt(states, len(ids))
+        prompt.holders.append(request)
+        request.cached_tokens = len(ids)
+
+    def logits_of(self, request: EngineRequest) -> Tensor:
+        return self._prompts[tuple(request.input_ids)].logits
+
+    def release(self, request: EngineRequest, row: int) -> None:
+        """Take away a request that ended, before its row is dropped."""
+        ids = tuple(request.input_ids)
+        prompt = self._prompts.get(ids)
+        if prompt is None or request not in prompt.holders:
+            return  # it was computed by earlier weights
+        prompt.holders.remove(request)
+        if prompt.holders:
+            return
+        if len(ids) > _MAX_KEPT_TOKENS or (request.finish and request.finish.error):
+            del self._prompts[ids]
+            return
+        states = self._cache.prompt_states(row, len(ids))
+        prompt.states = [(keys.clone(), values.clone()) for keys, values in states]
+        self._kept[ids] = None
+        while sum(map(len, self._kept)) > _MAX_KEPT_TOKENS:
+            del self._prompts[self._kept.popitem(last=False)[0]]
+
+    def clear(self) -> None:
+        self._prompts.clear()
+        self._kept.clear()

@@ -1,0 +1,428 @@
+"""The program that `any-agent replay` starts: a recorded session against other weights."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import logging
+import math
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from any_agent.auth.access import run_dir_of
+from any_agent.cli.replay import add_replay_arguments
+from any_agent.config import LOOPBACK, Config, load_config
+from any_agent.doctor.forward_pass import Forward
+from any_agent.errors import AnyAgentError, ConfigError, StartupError
+from any_agent.inference import RemoteSGLangEngine
+from any_agent.inference.text_codec import TextCodec, words_of
+from any_agent.inference.weights_source import WeightsSource, find_weights_source
+from any_agent.launcher.trial import find_trial, newest_weights
+from any_agent.record import InteractionTree, is_frozen, lacks_texts
+from any_agent.runtime.command_line import guarded, overrides_of, parse, printable
+from any_agent.types import GenerationHyperparameters, Interaction, Message, ModelRequest
+from proxy_ext.archive.records import ArchiveRecord
+from proxy_ext.export.reader import find_session
+
+_GREEDY_BELOW = 1e-5
+"""Temperatures below this are greedy, with log-probabilities at temperature 1, in all engines."""
+_AT_ONCE = 8  # answers that are sampled at the same time
+_QUIET = 2.0  # seconds between two lines of progress
+_MAX_SHOWN = 600  # characters of an answer that are printed
+
+
+@dataclass(frozen=True, slots=True)
+class Comparison:
+    """The log-probabilities of the same tokens under two weights, in nats."""
+
+    recorded_mean: float
+    mean: float
+    difference_mean: float
+    """The mean of the absolute differences."""
+    difference_max: float
+    difference_max_at: int
+    """The place of the token that differs most, from 0."""
+    ratio: float
+    """The geometric mean of the tokens' probabilities, each divided by the recorded one."""
+
+    @classmethod
+    def of(cls, recorded: Sequence[float], now: Sequence[float]) -> Comparison | None:
+        """Compare; None without a token."""
+        if not now:
+            return None
+        differences = [b - a for a, b in zip(recorded, now, strict=True)]
+        sizes = list(map(abs, differences))
+        count = len(now)
+        return cls(
+            math.fsum(recorded) / count,
+            math.fsum(now) / count,
+            math.fsum(sizes) / count,
+            max(sizes),
+            sizes.index(max(sizes)),
+            math.exp(math.fsum(differences) / count),
+        )
+
+
+@dataclass(slots=True)
+class ReplayedCall:
+    """One recorded call, and what other weights make of it."""
+
+    number: int
+    interaction_id: str
+    prompt_tokens: int
+    output_ids: list[int]
+    versions: list[int]
+    temperature: float
+    untrainable_reason: str | None
+    recorded_logprobs: list[float]
+    recorded: Message
+    logprobs: list[float]
+    comparison: Comparison | None
+    answer_ids: list[int] | None = None
+    answer: Message | None = None
+    problem: str | None = None
+    """The reason why there is no answer."""
+
+    @property
+    def same(self) -> bool:
+        return self.answer_ids == self.output_ids
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="any-agent replay")
+    add_replay_arguments(parser)
+    arguments = parse(parser, argv)
+    # Loading a model warns about much that has no meaning here.
+    logging.disable(logging.WARNING)
+    try:
+        return guarded(lambda: replay(arguments))
+    finally:
+        logging.disable(logging.NOTSET)
+
+
+def replay(arguments: argparse.Namespace) -> int:
+    """Compare the session that the arguments name; print the result. Raises AnyAgentError."""
+    place = load_config(arguments.config, overrides_of(arguments))
+    own = [f"root={place.root}", f"user={place.user}", f"server.host={LOOPBACK[0]}"]
+    config = load_config(find_trial(place), own, environ={})
+    record = _record(config, arguments.session)
+    source = _weights(arguments, config)
+    tree = InteractionTree.from_interactions(c for c in record.interactions if not is_frozen(c))
+    codec = words_of(None, source.weights.path, source.config.model)
+    calls = _scored(tree, str(source.weights.path), arguments.device, codec)
+    if not arguments.no_answers and calls:
+        with _engine(arguments, source) as engine:
+            asyncio.run(_answer(engine, tree, calls, arguments, codec))
+    if arguments.json:
+        print(json.dumps(_as_json(record, source, calls)))
+    else:
+        print("\n".join(_as_text(record, source, calls, codec)))
+    return 0
+
+
+def _record(config: Config, session_id: str) -> ArchiveRecord:
+    try:
+        found = find_session(
+            run_dir_of(config), session_id, lambda problem: print(problem, file=sys.stderr)
+        )
+    except ValueError as error:
+        raise StartupError(f"session {session_id} is damaged: {error}") from None
+    if found is None:
+        raise ConfigError(
+            f"there is no session {session_id} in {run_dir_of(config).path}. Those that there are: "
+            "`any-agent sessions list`, while the service runs, or `any-agent export --experiment "
+            f"{config.experiment} --trial {config.trial}`, of each line session.id"
+        )
+    return found
+
+
+def _weights(arguments: argparse.Namespace, config: Config) -> WeightsSource:
+    """Return the weights to compare with; raises as :func:`find_weights_source`."""
+    if arguments.other is not None:
+        found = find_weights_source(None, None, model=arguments.other, settings=config)
+    else:
+        version = arguments.version
+        if version is None and arguments.step is None:
+            newest = newest_weights(config)
+            version = newest.version if newest is not None else 0
+        found = find_weights_source(
+            config.experiment,
+            config.trial,
+            user=config.user,
+            root=config.root,
+            step=arguments.step,
+            version=version,
+            settings=config,
+        )
+    assert found is not None
+    return found
+
+
+def _engine(arguments: argparse.Namespace, source: WeightsSource) -> RemoteSGLangEngine:
+    """Load the weights into an engine, which `with` closes."""
+    engine, config = RemoteSGLangEngine(), source.config
+    if arguments.other is not None:
+        return engine.initialize(model=arguments.other, device=arguments.device)
+    return engine.initialize(
+        config.experiment,
+        config.trial,
+        user=config.user,
+        root=config.root,
+        version=source.weights.version,
+        device=arguments.device,
+    )
+
+
+# -- log-probabilities -----------------------------------------------------------------------------
+
+
+def _scored(tree: InteractionTree, path: str, device: str, codec: TextCodec) -> list[ReplayedCall]:
+    """Return all calls with the log-probabilities of their outputs under the weights."""
+    nodes = list(tree)
+    highest = max((int(ids.max()) for n in nodes for ids in _ids(n) if len(ids)), default=0)
+    say = _Progress()
+    say(f"loading {path}")
+    forward = _load(path, device)
+    if highest >= forward.vocab_size:
+        raise ConfigError(
+            f"{path} has {forward.vocab_size} token ids, and the session has the id {highest}: it "
+            "was recorded with another tokenizer"
+        )
+    found: dict[str, list[float]] = {}
+    continued = {node.parent_id for node in nodes}
+    for leaf in nodes:
+        if leaf.id not in continued:
+            found |= _path_logprobs(forward, tree.path(leaf.id), found)
+            say(f"{len(found)} of {len(nodes)} calls compared")
+    return [_call(tree, node, k, found[node.id], codec) for k, node in enumerate(nodes, 1)]
+
+
+def _ids(node: Interaction) -> tuple[Any, Any]:
+    return node.prompt_delta_ids, node.output_ids
+
+
+def _load(path: str, device: str) -> Forward:
+    import torch
+
+    if device == "auto":
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        return Forward(path, device)
+    except Exception as error:
+        # Foreign code: whatever it raises is about the folder or the machine.
+        why = f"{type(error).__name__}: {error}"[:300]
+        raise StartupError(f"the weights in {path} cannot be loaded: {why}") from error
+
+
+def _path_logprobs(
+    forward: Forward, path: Sequence[Interaction], known: Mapping[str, object]
+) -> dict[str, list[float]]:
+    """Return the log-probabilities of the outputs on a path, by call, but for the known ones."""
+    ids: list[int] = []
+    wanted: list[float | None] = []
+    for node in path:
+        prompt, output = (part.tolist() for part in _ids(node))
+        ids += [*prompt, *output]
+        scale = None if node.id in known else _temperature(node.gconfig)
+        wanted += [None] * len(prompt)
+        wanted += [scale] * len(output)
+    values = iter(forward.token_logprobs(ids, wanted))
+    return {
+        node.id: [next(values) for _ in range(len(node.output_ids))]
+        for node in path
+        if node.id not in known
+    }
+
+
+def _temperature(gconfig: GenerationHyperparameters) -> float:
+    return gconfig.temperature if gconfig.temperature >= _GREEDY_BELOW else 1.0
+
+
+def _call(
+    tree: InteractionTree, node: Interaction, number: int, now: list[float], codec: TextCodec
+) -> ReplayedCall:
+    recorded = node.output_logprobs.tolist()
+    message = node.output_message
+    if lacks_texts(node):
+        message = {"role": "assistant", "content": codec.decode(node.output_ids.tolist())}
+    return ReplayedCall(
+        number,
+        node.id,
+        len(tree.prompt_ids(node.id)),
+        node.output_ids.tolist(),
+        sorted(set(node.output_versions.tolist())),
+        node.gconfig.temperature,
+        node.untrainable_reason,
+        recorded,
+        message,
+        now,
+        Comparison.of(recorded, now),
+    )
+
+
+# -- answers ---------------------------------------------------------------------------------------
+
+
+async def _answer(
+    engine: RemoteSGLangEngine,
+    tree: InteractionTree,
+    calls: Sequence[ReplayedCall],
+    arguments: argparse.Namespace,
+    codec: TextCodec,
+) -> None:
+    """Sample an answer to each recorded prompt."""
+    room = asyncio.Semaphore(_AT_ONCE)
+    say = _Progress()
+    done = 0
+
+    async def answer(call: ReplayedCall) -> None:
+        nonlocal done
+        node = tree[call.interaction_id]
+        prompt = tree.prompt_ids(node.id).tolist()
+        gconfig = _sampling(node.gconfig, arguments)
+        async with room:
+            try:
+                request = ModelRequest(input_ids=prompt, gconfig=gconfig)
+                call.answer_ids = (await engine.agenerate(request)).output_ids
+                call.answer = _message(tree, node, prompt, call.answer_ids, codec)
+            except AnyAgentError as error:
+                call.problem = error.message
+        done += 1
+        say(f"{done} of {len(calls)} calls answered")
+
+    async with asyncio.TaskGroup() as tasks:
+        for call in calls:
+            tasks.create_task(answer(call))
+
+
+def _sampling(
+    recorded: GenerationHyperparameters, arguments: argparse.Namespace
+) -> GenerationHyperparameters:
+    wanted = recorded.new(seed=None)
+    if arguments.sampling == "greedy":
+        wanted = wanted.new(temperature=0.0, top_p=1.0, top_k=-1, min_p=0.0)
+    if arguments.max_tokens is not None:
+        wanted = wanted.new(max_new_tokens=min(arguments.max_tokens, wanted.max_new_tokens))
+    return wanted
+
+
+def _message(
+    tree: InteractionTree,
+    node: Interaction,
+    prompt: list[int],
+    output: list[int],
+    codec: TextCodec,
+) -> Message:
+    """Return an output as the message that an agent would get."""
+    forced = int(node.request.get("forced", 0))
+    parser = codec.chat.stream_parser(
+        prompt_ids=prompt,
+        tools=tree.path(node.id)[0].tools,
+        stop=node.gconfig.stop,
+        forced=prompt[len(prompt) - forced :],
+    )
+    parser.feed(output)
+    return parser.finish()[1].to_message()
+
+
+class _Progress:
+    """Prints to standard error, at most every two seconds."""
+
+    def __init__(self) -> None:
+        self._last = time.monotonic()
+
+    def __call__(self, text: str) -> None:
+        if time.monotonic() - self._last > _QUIET:
+            self._last = time.monotonic()
+            print(text, file=sys.stderr, flush=True)
+
+
+# -- the report ------------------------------------------------------------------------------------
+
+
+def _whole(calls: Iterable[ReplayedCall]) -> Comparison | None:
+    each = list(calls)
+    recorded = [value for call in each for value in call.recorded_logprobs]
+    return Comparison.of(recorded, [value for call in each for value in call.logprobs])
+
+
+def _as_json(
+    record: ArchiveRecord, source: WeightsSource, calls: Sequence[ReplayedCall]
+) -> dict[str, Any]:
+    whole = _whole(calls)
+    return {
+        "session_id": record.session["id"],
+        "state": record.session["state"],
+        "against": {"version": source.weights.version, "path": str(source.weights.path)},
+        "comparison": asdict(whole) if whole is not None else None,
+        "calls": [
+            asdict(call) | {"same": call.same if call.answer_ids is not None else None}
+            for call in calls
+        ],
+    }
+
+
+def _as_text(
+    record: ArchiveRecord, source: WeightsSource, calls: Sequence[ReplayedCall], codec: TextCodec
+) -> Iterator[str]:
+    session, weights = record.session, source.weights
+    count = "1 call" if len(calls) == 1 else f"{len(calls)} calls"
+    yield f"session   {session['id']} ({session['state']}), {count}"
+    yield f"against   version {weights.version}: {weights.path}"
+    for call in calls:
+        versions = ", ".join(map(str, call.versions)) or "none"
+        yield ""
+        yield (
+            f"call {call.number:<4} {call.interaction_id}: {call.prompt_tokens} prompt tokens, "
+            f"{len(call.output_ids)} sampled at T={call.temperature:g} under version {versions}"
+            + (f"; untrained: {call.untrainable_reason}" if call.untrainable_reason else "")
+        )
+        yield f"logprobs  {_described(call.comparison, call.output_ids, codec)}"
+        yield from _shown("recorded", call.recorded)
+        if call.problem is not None:
+            yield f"now       no answer: {printable(call.problem)}"
+        elif call.answer is not None and call.same:
+            yield "now       the same"
+        elif call.answer is not None:
+            yield from _shown("now", call.answer)
+    if len(calls) > 1:
+        yield ""
+        ids = [id for call in calls for id in call.output_ids]
+        yield f"all calls {_described(_whole(calls), ids, codec)}"
+        answered = [call for call in calls if call.answer_ids is not None]
+        if answered:
+            same = sum(call.same for call in answered)
+            yield f"          {same} of {len(answered)} answers are the same"
+
+
+def _described(found: Comparison | None, ids: Sequence[int], codec: TextCodec) -> str:
+    if found is None:
+        return "no token was sampled"
+    token = printable(codec.decode([ids[found.difference_max_at]]))
+    return (
+        f"mean {found.mean:.4f} nats, recorded {found.recorded_mean:.4f}; a token differs by "
+        f"{found.difference_mean:.2g} on average, by {found.difference_max:.2g} at most (token "
+        f"{found.difference_max_at + 1}, {token!r}); ratio {found.ratio:.4f}"
+    )
+
+
+def _shown(name: str, message: Message) -> Iterator[str]:
+    parts = [str(message.get("content") or "")]
+    if reasoning := message.get("reasoning_content"):
+        parts.insert(0, f"(reasoning) {reasoning}")
+    for call in message.get("tool_calls") or ():
+        function = call.get("function") or {}
+        parts.append(f"{function.get('name')}({function.get('arguments')})")
+    text = "\n".join(filter(None, parts)) or "(empty)"
+    if len(text) > _MAX_SHOWN:
+        text = f"{text[:_MAX_SHOWN]} … ({len(text) - _MAX_SHOWN} more characters)"
+    for k, line in enumerate(text.splitlines()):
+        yield f"{name if k == 0 else '':<9} {printable(line)}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,157 @@
+"""Alarms: the faults of a run in words, each with its remedy."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+from router.dashboard.chart import number_text
+from router.dashboard.scrape import Samples
+from router.dashboard.training import Steps, dull_sessions
+
+_MISMATCH = 0.01  # nats; the same bound as in docs/reference/metrics.md
+_DULL = 0.5  # share of sessions whose groups scored alike
+_RECENT = 5
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """One process of the run."""
+
+    name: str
+    state: str
+    """`ready`, `stopping`, `stalled`, `no engine`, `disk full` or `away`."""
+    version: int | None = None
+    open: int | None = None
+    waiting: int | None = None
+    calls: int | None = None
+    calls_limit: int | None = None
+    calls_rate: float | None = None
+    tokens_rate: float | None = None
+
+    @property
+    def well(self) -> bool:
+        return self.state in ("ready", "done")
+
+
+@dataclass(frozen=True, slots=True)
+class Alarm:
+    level: Literal["bad", "warn"]
+    what: str
+    do: str
+
+
+def alarms_of(
+    parts: Sequence[Part],
+    samples: Mapping[str, Samples],
+    slots: Mapping[str, int],
+    steps: Steps,
+    waiting: str,
+) -> list[Alarm]:
+    """Return the alarms of a run, the worst first."""
+    found = [
+        *_of_parts(parts),
+        *_of_stores(samples),
+        *_of_waits(parts, slots, waiting),
+        *_of_training(steps),
+    ]
+    return sorted(found, key=lambda alarm: alarm.level != "bad")
+
+
+_STATES: Mapping[str, tuple[Literal["bad", "warn"], str, str]] = {
+    "away": (
+        "bad",
+        "does not answer",
+        "It is started again by itself. If it stays away, logs/{name}.log in the trial's folder "
+        "has the reason.",
+    ),
+    "stalled": (
+        "bad",
+        "takes connections but has sent no heartbeat for seconds",
+        "Its machine is overloaded, or its disk hangs: look at the load there.",
+    ),
+    "no engine": (
+        "bad",
+        "has no engine that answers: its calls wait for one",
+        "An engine of ours is started again by itself; logs/engine-*.log in the trial's folder has "
+        "the reason.",
+    ),
+    "disk full": (
+        "bad",
+        "has no room left on its disk",
+        "Free some space: it goes on by itself, and nothing acknowledged is lost.",
+    ),
+    "stopping": ("warn", "is stopping", "It finishes what is under way and takes nothing new."),
+}
+
+
+def _of_parts(parts: Sequence[Part]) -> Iterator[Alarm]:
+    for part in parts:
+        if part.state in _STATES:
+            level, what, do = _STATES[part.state]
+            name = part.name.replace("rank-", "Rank ").replace("trainer", "The trainer")
+            yield Alarm(level, f"{name} {what}.", do.format(name=part.name))
+
+
+def _of_stores(samples: Mapping[str, Samples]) -> Iterator[Alarm]:
+    for name, found in samples.items():
+        if found.sum("journal_log_away"):
+            yield Alarm(
+                "bad",
+                f"The journal of {name} cannot write to its Redis.",
+                "Calls get 503 until it answers: look at server.journal's Redis.",
+            )
+        if damaged := int(found.sum("journal_damaged_total")):
+            yield Alarm(
+                "warn",
+                f"{damaged} sessions of {name} were ended because their record was damaged.",
+                "Check the disk of the journals; the log names the sessions.",
+            )
+        if failures := int(found.sum("train_tracker_failures_total")):
+            yield Alarm(
+                "warn",
+                f"A tracker has failed {failures} times.",
+                "It is tried again and gets what it lacks; the trainer's log has the reason.",
+            )
+
+
+def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> Iterator[Alarm]:
+    if waiting:
+        # The lines begin with the word that heads them on the console.
+        lines = [line.removeprefix("waiting").strip() for line in waiting.splitlines()]
+        yield Alarm(
+            "warn",
+            f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",
+            "Look at the sessions' states below: are there agents, rewards, and whole groups?",
+        )
+    trainer = next((part for part in parts if part.name == "trainer"), None)
+    if slots.get("waiting", 0) and trainer is not None and not trainer.well:
+        yield Alarm(
+            "bad",
+            f"{slots['waiting']} opens wait for slots, which the trainer gives.",
+            "They go on when the trainer is back.",
+        )
+
+
+def _of_training(steps: Steps) -> Iterator[Alarm]:
+    last = steps.last
+    if last is None:
+        return
+    mismatch = last.get("mismatch")
+    if isinstance(mismatch, int | float) and mismatch > _MISMATCH:
+        yield Alarm(
+            "warn",
+            f"Engine and trainer disagree: mismatch {number_text(mismatch)} nats in step "
+            f"{last['step']}.",
+            "Stale tokens explain some of it. Else run any-agent doctor on this model and engine.",
+        )
+    left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
+    if left and left / (left + trained) > _DULL:
+        yield Alarm(
+            "warn",
+            f"Up to step {last['step']}, {left} of the last {left + trained} sessions taught "
+            "nothing: all of their group scored alike.",
+            "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
+            "train.dynamic_sampling says what becomes of such groups.",
+        )

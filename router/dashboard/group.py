@@ -1,0 +1,126 @@
+"""The content of a group's page: its prompt once, and its sessions' last answers side by side."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from statistics import mean
+from typing import Any
+
+from any_agent.errors import AnyAgentError, NotFound
+from router.dashboard.ranks import RankReader, Visitor
+from router.dashboard.trajectory import Message, Turn, turns_of
+
+MOST = 16
+"""Sessions that are shown beside each other."""
+_LOOKS = 10
+"""Pages of sessions that are looked through for them."""
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One session of the group."""
+
+    info: Mapping[str, Any]
+    last: Turn | None
+    """Its latest call; None before the first one."""
+    problem: str = ""
+    """The reason why its call is not shown; "" where it is."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupPage:
+    """One group, as its page shows it."""
+
+    id: str
+    prompt: Sequence[Message]
+    """The messages of a first call; empty where none can be read."""
+    members: Sequence[Member]
+    """The best reward first; those without a reward are last."""
+    more: bool
+    """True if it has sessions that are not shown."""
+    missing: Sequence[int]
+    """The ranks that did not answer."""
+
+    @property
+    def rewards(self) -> Sequence[float]:
+        return [m.info["reward"] for m in self.members if m.info["reward"] is not None]
+
+    @property
+    def mean(self) -> float | None:
+        return mean(self.rewards) if self.rewards else None
+
+    @property
+    def alike(self) -> bool:
+        """True if several sessions have rewards, all the same one, and all sessions are known."""
+        rewards = self.rewards
+        known = not self.more and not self.missing
+        return known and len(rewards) > 1 and min(rewards) == max(rewards)
+
+
+async def read_group(
+    ranks: RankReader, visitor: Visitor, group_id: str, tenant: str = ""
+) -> GroupPage:
+    """Return a group's sessions, an operator's of that ``tenant`` or of none.
+
+    NotFound for a group without one that the visitor may see.
+    """
+    query = {"group_id": group_id, "limit": str(MOST), **({"tenant": tenant} if tenant else {})}
+    sessions: list[Mapping[str, Any]] = []
+    missing: set[int] = set()
+    after = ""
+    for _ in range(_LOOKS):
+        page = await ranks.sessions(visitor, {**query, "after": after} if after else query)
+        sessions += page.sessions
+        missing.update(page.missing)
+        after = page.after
+        if not after or len(sessions) >= MOST:
+            break
+    if not sessions and not missing:
+        raise NotFound(f"there is no session of a group {group_id[:80]}")
+    more = bool(after) or len(sessions) > MOST
+    members = await asyncio.gather(*(_member(ranks, visitor, info) for info in sessions[:MOST]))
+    prompt = await _prompt(ranks, visitor, members)
+    best_first = sorted(members, key=_place)
+    return GroupPage(group_id, prompt, best_first, more, sorted(missing))
+
+
+async def _member(ranks: RankReader, visitor: Visitor, info: Mapping[str, Any]) -> Member:
+    try:
+        turn = await _turn(ranks, visitor, info["session_id"], max(0, info["interactions"] - 1))
+    except AnyAgentError as error:
+        return Member(info, None, error.message)
+    return Member(info, turn)
+
+
+async def _prompt(
+    ranks: RankReader, visitor: Visitor, members: Sequence[Member]
+) -> Sequence[Message]:
+    for member in members:
+        if member.last is not None and member.last.call["number"] == 1:
+            return member.last.messages
+    for member in members:
+        if member.last is not None:
+            try:
+                first = await _turn(ranks, visitor, member.info["session_id"], 0)
+            except AnyAgentError:
+                break
+            return first.messages if first is not None else ()
+    return ()
+
+
+async def _turn(ranks: RankReader, visitor: Visitor, session_id: str, start: int) -> Turn | None:
+    """Return a call by its place, or the last one before it: frozen models' calls are counted, and
+    not shown."""
+    page = await ranks.of_session(visitor, session_id, "/interactions", start=start, limit=1)
+    last = int(page["total"]) - 1
+    if 0 <= last < start:
+        page = await ranks.of_session(visitor, session_id, "/interactions", start=last, limit=1)
+    turns = turns_of(page["interactions"], ())
+    return turns[0] if turns else None
+
+
+def _place(member: Member) -> tuple[bool, float]:
+    reward = member.info["reward"]
+    return reward is None, -(reward or 0.0)

@@ -1,0 +1,61 @@
+"""The templates, which escape every value that they show."""
+
+from __future__ import annotations
+
+import time
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from router.dashboard.chart import number_text
+
+
+@cache
+def environment() -> Environment:
+    """Return the environment; its templates are compiled when they are first used."""
+    made = Environment(
+        loader=PackageLoader("router.dashboard"),
+        # All of them are HTML, whatever their names.
+        autoescape=True,
+        undefined=StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    made.filters |= {"number": number_text, "ago": ago, "span": span, "utc": utc}
+    return made
+
+
+def page(name: str, **values: Any) -> bytes:
+    """Return a page; it takes milliseconds, so call it in a thread."""
+    # Halves of characters, which JSON may hold, are not text.
+    return environment().get_template(name).render(**values).encode(errors="replace")
+
+
+@cache
+def static_files() -> dict[str, bytes]:
+    """Return the contents of the style sheet, the modules and the icon by name."""
+    folder = files("router.dashboard").joinpath("static")
+    return {Path(each.name).name: each.read_bytes() for each in folder.iterdir() if each.is_file()}
+
+
+def span(seconds: float | None) -> str:
+    """Return a length of time in the unit that fits it."""
+    if seconds is None:
+        return "–"
+    for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.1f} {unit}"
+    return f"{seconds:.1f} s" if seconds < 10 else f"{seconds:.0f} s"
+
+
+def ago(at: float | None) -> str:
+    """Return the time since a moment; a clock that is off gives none in the future."""
+    return "–" if at is None else f"{span(max(0.0, time.time() - at))} ago"
+
+
+def utc(at: float | None) -> str:
+    """Return a moment as text."""
+    return "–" if at is None else time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(at))

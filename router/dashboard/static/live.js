@@ -1,0 +1,47 @@
+// Replaces the page's main part by a newer one, every few seconds while somebody looks.
+
+const SLOWEST = 60;
+
+async function refresh(main) {
+  const answer = await fetch(location.href, { signal: AbortSignal.timeout(10_000) });
+  if (answer.status === 401) {
+    location.reload();
+    return;
+  }
+  if (!answer.ok) throw new Error(`status ${answer.status}`);
+  const page = new DOMParser().parseFromString(await answer.text(), "text/html");
+  const fresh = page.querySelector("main");
+  // Scripts of a parsed page never run, and the policy of this one forbids them anyway.
+  if (fresh) main.replaceChildren(...fresh.childNodes);
+}
+
+function start() {
+  const main = document.querySelector("main");
+  const every = Number(main.dataset.live);
+  let delay = every;
+  let timer = 0;
+
+  async function tick() {
+    // What the pointer or the keyboard is on stays as it is.
+    if (!document.hidden && !main.contains(document.activeElement)) {
+      try {
+        await refresh(main);
+        delay = every;
+      } catch {
+        const notice = main.querySelector(".stale");
+        if (notice) notice.hidden = false;
+        delay = Math.min(SLOWEST, delay * 2);
+      }
+    }
+    timer = setTimeout(tick, delay * 1000);
+  }
+
+  timer = setTimeout(tick, delay * 1000);
+  document.addEventListener("visibilitychange", () => {
+    if (document.hidden) return;
+    clearTimeout(timer);
+    tick();
+  });
+}
+
+start();

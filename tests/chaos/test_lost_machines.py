@@ -1,0 +1,207 @@
+"""A rank whose machine is lost, and a Redis that dies, hangs or is cut off, under agents and a
+trainer."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.launcher.trial import trial_dir
+from tests.chaos.conftest import Figure
+from tests.chaos.test_proxy_kills import PACE, SETTINGS, Load, judge, under_fire
+from tests.support.chaos.killable import Killable, MovingProxy, engine_in_thread
+from tests.support.cut_link import CutLink
+from tests.support.e2e import audit
+from tests.support.proxy import HELLO, config_for, turned_away
+from tests.support.redis_server import RedisServer
+
+LEASE = "server.journal_lease=1"
+PATIENT = ("sessions.ttl=300", "sessions.group_timeout=200", "rollout.max_concurrent=64")
+
+
+class FailingRedis(Killable):
+    """A server that is killed and started again, or in turn stopped for a while."""
+
+    def __init__(self, server: RedisServer, rng: random.Random) -> None:
+        super().__init__()
+        self._server = server
+        self._rng = rng
+        self._dead = False
+
+    def kill(self) -> None:
+        self._dead = not self._dead
+        (self._server.kill if self._dead else self._server.pause)()
+
+    def start(self) -> None:
+        self.lives += 1
+        if self._dead:
+            self._server.start()
+        else:
+            threading.Event().wait(self._rng.uniform(0.2, 4))
+            self._server.go_on()
+
+
+class Outage(Killable):
+    """A Redis that is away for so long. Meanwhile the rank is asked what needs it, and what not."""
+
+    def __init__(
+        self, begin: Callable[[], None], end: Callable[[], None], seconds: float, rank: str
+    ) -> None:
+        super().__init__()
+        self._begin = begin
+        self._end = end
+        self._seconds = seconds
+        self._rank = rank
+        self.reads: list[float] = []
+        """Seconds that they took."""
+        self.refusals: list[float] = []
+        """Seconds until a write was refused."""
+
+    def kill(self) -> None:
+        self._begin()
+
+    def start(self) -> None:
+        self.lives += 1
+        over = time.monotonic() + self._seconds
+        with httpx.Client(base_url=self._rank, timeout=60, trust_env=False) as http:
+            while time.monotonic() < over:
+                began = time.monotonic()
+                assert http.get("/rl/v1/sessions").status_code == 200
+                self.reads.append(time.monotonic() - began)
+                began = time.monotonic()
+                turned_away(http.post("/rl/v1/start_session", json={"mode": "eval"}), *AWAY)
+                self.refusals.append(time.monotonic() - began)
+        self._end()
+
+
+AWAY = (503, "store_unavailable")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("victim", ["machine", "redis"])
+def test_what_was_said_outlives_it(
+    victim: str, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    kills, agents = (50, 32) if long else (4, 16)
+    rng = random.Random(0)
+    with RedisServer(tmp_path / "redis") as server, engine_in_thread(tiny_model_dir) as engine:
+        engine.pace = PACE
+        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, server.url, *SETTINGS, LEASE)
+        target = proxy if victim == "machine" else FailingRedis(server, rng)
+        check(proxy, engine, target, agents, kills, figure)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize(("how", "seconds"), [("cut off", 30), ("stopped", 60)])
+def test_an_outage_heals(
+    how: str, seconds: float, tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    if how == "stopped" and not long:
+        pytest.skip("its short form is the one that is cut off; --long runs this one")
+    seconds, agents = (seconds, 32) if long else (4, 16)
+    with (
+        RedisServer(tmp_path / "redis") as server,
+        CutLink(server.port) as link,
+        engine_in_thread(tiny_model_dir) as engine,
+    ):
+        engine.pace = PACE
+        url = f"redis://127.0.0.1:{link.port}/0"
+        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, url, *PATIENT, LEASE)
+        ways = (link.cut, link.mend) if how == "cut off" else (server.pause, server.go_on)
+        outage = Outage(*ways, seconds, proxy.url)
+        check(proxy, engine, outage, agents, 2, figure)
+        figure(
+            f"{len(outage.reads)} reads meanwhile, the slowest {max(outage.reads):.2f} s; "
+            f"{len(outage.refusals)} writes refused, the slowest after "
+            f"{max(outage.refusals):.2f} s"
+        )
+        assert max(outage.reads) < 2
+        assert max(outage.refusals) < 10
+
+
+def check(
+    proxy: MovingProxy,
+    engine: Any,
+    target: Killable,
+    agents: int,
+    kills: int,
+    figure: Figure,
+) -> None:
+    """Let agents work while the target is killed; then judge what another machine finds."""
+    rng = random.Random(0)
+    try:
+        proxy.start()
+        load = Load(proxy, 0, proxy.url)
+        away = asyncio.run(under_fire(load, target, agents=agents, kills=kills, rng=rng))
+        counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
+        # Also what no file of a machine has any more comes out of the log.
+        proxy.kill()
+        proxy.start()
+    finally:
+        Killable.kill(proxy)
+    config = config_for(proxy.disk.parent, f"server.journal_dir={proxy.disk}")
+    figure(f"longest away {max(away):.2f} s")
+    judge(load, engine, counters, trial_dir(config), away, figure)
+
+
+@pytest.mark.timeout(1800)
+def test_many_open_sessions_are_taken_over(
+    tmp_path: Path, tiny_model_dir: Path, long: bool, figure: Figure
+) -> None:
+    """With the default lease, which its new machine waits for."""
+    count = 10_000 if long else 300
+    with RedisServer(tmp_path / "redis") as server, engine_in_thread(tiny_model_dir) as engine:
+        proxy = MovingProxy(tmp_path, tiny_model_dir, engine.url, server.url)
+        try:
+            proxy.start()
+            keys = asyncio.run(open_sessions(proxy.url, count))
+            proxy.kill()
+            began = time.monotonic()
+            proxy.start()
+            away = time.monotonic() - began
+            figure(f"{count} open sessions are served elsewhere after {away:.2f} s")
+            asyncio.run(call_each(proxy.url, random.Random(0).sample(keys, 50)))
+            counters = audit.counters_of(httpx.get(f"{proxy.url}/metrics", timeout=60).text)
+        finally:
+            Killable.kill(proxy)
+        assert counters.states["open"] == count
+        # In the short form the start of the process takes most of it.
+        assert away < 10 or not long
+
+
+async def open_sessions(url: str, count: int) -> list[str]:
+    """Open sessions, of which every tenth makes a call; return their keys."""
+    places = asyncio.Semaphore(32)
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+
+        async def open_one(_: int) -> str:
+            async with places:
+                response = await http.post("/rl/v1/start_session", json={"mode": "eval"})
+            assert response.status_code == 200, response.text
+            return str(response.json()["api_key"])
+
+        keys = await asyncio.gather(*map(open_one, range(count)))
+    await call_each(url, keys[::10])
+    return keys
+
+
+async def call_each(url: str, keys: list[str]) -> None:
+    places = asyncio.Semaphore(8)
+    async with httpx.AsyncClient(base_url=url, timeout=60, trust_env=False) as http:
+
+        async def call(key: str) -> None:
+            headers = {"Authorization": f"Bearer {key}"}
+            body = {"model": "any", "messages": HELLO, "max_tokens": 8}
+            async with places:
+                response = await http.post("/v1/chat/completions", json=body, headers=headers)
+            assert response.status_code == 200, response.text
+
+        await asyncio.gather(*map(call, keys))

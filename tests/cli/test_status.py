@@ -1,0 +1,165 @@
+"""`any-agent status`: what an operator sees of a service, and what a script learns by its code."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import pty
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+
+from any_agent.cli.status import screen
+from tests.support.proxy import Proxy
+from tests.support.router import Lab, running_lab
+
+RUN: dict[str, Any] = {
+    "trial": "exp/one",
+    "parts": [
+        {"name": "router", "state": "ready", "well": True},
+        {"name": "rank-0", "state": "ready", "well": True, "version": 3, "open": 2, "waiting": 0,
+         "calls": 5, "calls_limit": 64, "calls_rate": 1.25, "tokens_rate": 1234.5},
+        {"name": "rank-1", "state": "no engine", "well": False, "version": 2},
+        {"name": "trainer", "state": "ready", "well": True},
+    ],
+    "sessions": {"train": {"open": 2, "awaiting_reward": 1, "trained": 0}, "eval": {"open": 0}},
+    "slots": {"waiting": 3, "admitted": 10, "limit": 16, "reserved": 4},
+    "groups": [{"group_id": "g\x1b[31m", "members": 1, "size": 4, "closes_in": 90.0}],
+    "calls_rate": None,
+    "tokens_rate": 1234.5,
+    "version": 2,
+    "requests_running": 7,
+    "waiting": "",
+    "alarms": [{"level": "bad", "what": "Rank 1 has no engine.", "do": "Read\x1b its log."}],
+    "step": {"step": 12, "reward": 0.5, "staleness_mean": 0.25, "time": 0.0},
+    "phases": {"wait": 3.0, "forward": 1.0, "report": 0.001},
+}  # fmt: skip
+EMPTY = dict.fromkeys(
+    ("version", "open", "waiting", "calls", "calls_limit", "calls_rate", "tokens_rate")
+)
+RUN["parts"] = [{**EMPTY, **part} for part in RUN["parts"]]
+
+
+def test_the_screen() -> None:
+    lines = list(screen(RUN, "http://x"))
+    texts = [text for _, text in lines]
+    assert texts[0].startswith("exp/one at http://x, ")
+    assert lines[1] == ("bad", "bad       Rank 1 has no engine. Read\ufffd its log.")
+    assert texts[2] == (
+        "run       version 2   step 12   reward 0.5   staleness 0.25   calls/s -   tokens/s 1234"
+    )
+    table = [re.split(r" {2,}", text) for text in texts[4:9]]
+    assert table[0] == ["PART", "STATE", "VERSION", "OPEN", "WAITING", "CALLS", "CALLS/S",
+                        "TOKENS/S"]  # fmt: skip
+    assert table[1] == ["router", "ready", "requests under way: 7"]
+    assert table[2] == ["rank-0", "ready", "3", "2", "0", "5 / 64", "1.25", "1234"]
+    assert table[3] == ["rank-1", "no engine", "2", "-", "-", "-", "-", "-"]
+    assert table[4][:2] == ["trainer", "ready"] and table[4][2].startswith("step 12, ")
+    assert [style for style, _ in lines[4:9]] == ["head", "", "", "bad", ""]
+    assert texts[10:] == [
+        "train     open 2, awaiting reward 1",
+        "eval      no sessions",
+        "slots     3 opens wait for one; of 16 allowed so far, 10 are taken, 4 kept for groups",
+        "group     g\ufffd[31m has 1 of 4 members, closes in 1.5 min",
+        "a step    4.0 s: wait 75 %, forward 25 %",
+    ]
+
+
+def test_the_screen_of_a_run_that_has_just_begun() -> None:
+    fresh = {"alarms": [], "step": None, "phases": {}, "sessions": {}, "groups": []}
+    lines = list(screen(RUN | fresh, "http://x"))
+    assert lines[1] == ("good", "well      All parts are well.")
+    texts = [text for _, text in lines]
+    assert "sessions  none yet: agents open them with start_session" in texts
+    assert texts[8].endswith("no step yet")
+
+
+class Said(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
+async def status(url: str, *arguments: str) -> Said:
+    command = [sys.executable, "-m", "any_agent.cli", "status", "--url", url, *arguments]
+    env = {k: v for k, v in os.environ.items() if not k.startswith("ANY_AGENT")}
+    done = await asyncio.to_thread(
+        subprocess.run, command, env=env, capture_output=True, text=True, timeout=60
+    )
+    assert "Traceback" not in done.stderr, done.stderr
+    return Said(done.returncode, done.stdout, done.stderr)
+
+
+@pytest.fixture
+async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
+    async with running_lab(tmp_path) as lab:
+        yield lab
+
+
+async def test_exit_codes(lab: Lab) -> None:
+    url = f"http://127.0.0.1:{lab.port}"
+    said = await status(url)
+    assert said.code == 0 and "All parts are well." in said.out
+    said = await status(url, "--json")
+    assert said.code == 0 and json.loads(said.out)["alarms"] == []
+    lab.ranks[0].engine_up = False
+    await asyncio.sleep(1.7)  # The router shares a look for 1.5 seconds.
+    said = await status(url, "--once")
+    assert said.code == 1 and "\nbad       Rank 0 has no engine" in said.out
+    said = await status("http://127.0.0.1:1")
+    assert (said.code, said.out) == (2, "") and "does not answer" in said.err
+
+
+async def test_a_key_is_needed(tmp_path: Path) -> None:
+    async with running_lab(tmp_path, "server.admin_key=admin-key-1") as lab:
+        url = f"http://127.0.0.1:{lab.port}"
+        said = await status(url)
+        assert said.code == 2 and "no key was given" in said.err
+        assert (await status(url, "--key", "admin-key-1")).code == 0
+
+
+async def test_a_rank_has_no_overview(proxy: Proxy) -> None:
+    said = await status(proxy.url)
+    assert said.code == 2 and "not that of a rank" in said.err
+
+
+@pytest.mark.service
+async def test_the_live_screen(lab: Lab) -> None:
+    code, shown = await asyncio.to_thread(watched, f"http://127.0.0.1:{lab.port}", lab)
+    assert code == 1
+    assert "All parts are well." in shown
+    # After the screen the last look stays.
+    assert "has no engine" in shown.rpartition("\x1b[?1049l")[2]
+
+
+def watched(url: str, lab: Lab) -> tuple[int, str]:
+    """Watch on a terminal until an alarm is there, and press Ctrl-C."""
+    ours, theirs = pty.openpty()
+    command = [sys.executable, "-m", "any_agent.cli", "status", "--url", url, "--every", "0.2"]
+    env = {**os.environ, "TERM": "xterm", "COLUMNS": "120", "LINES": "40"}
+    process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs, env=env)
+    os.close(theirs)
+    shown, pressed = b"", False
+    try:
+        while True:
+            try:
+                shown += os.read(ours, 65_536)
+            except OSError:
+                break
+            if b"All parts are well." in shown:
+                lab.ranks[0].engine_up = False
+            # Once: a second one, after the screen was left, ends Python itself.
+            if b"has no engine" in shown and not pressed:
+                process.send_signal(signal.SIGINT)
+                pressed = True
+        return process.wait(30), shown.decode()
+    finally:
+        process.kill()
+        os.close(ours)

@@ -1,0 +1,82 @@
+"""The tutorial from LiteLLM to a trained model, run as it is written: a local provider stands in
+for OpenAI, a tiny model for the one of the hub, and the steps are fewer."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import time
+from contextlib import suppress
+from pathlib import Path
+
+import httpx
+import pytest
+
+from tests.support.e2e.serving import CLI, environment
+from tests.support.fake_provider import Provider
+from tests.support.in_thread import served_in_thread
+from tests.support.ports import own_port
+
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "tutorials" / "from-litellm.md"
+
+
+def block(name: str) -> str:
+    """Return the fenced block after the comment ``<!-- test: name -->``."""
+    found = re.findall(rf"<!-- test: {name} -->\n```\w+\n(.*?)```", PAGE.read_text(), re.S)
+    assert len(found) == 1, f"{len(found)} blocks are marked {name}"
+    return str(found[0])
+
+
+def await_ready(url: str, service: subprocess.Popen[bytes]) -> None:
+    deadline = time.monotonic() + 300
+    while True:
+        with suppress(httpx.HTTPError):
+            if httpx.get(url).status_code == 200:
+                return
+        assert service.poll() is None and time.monotonic() < deadline
+        time.sleep(0.2)
+
+
+@pytest.mark.timeout(600)
+def test_the_five_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
+    (tmp_path / "config.yaml").write_text(block("config"))
+    port = own_port()
+    (tmp_path / "agent.py").write_text(block("agent").replace(":8000", f":{port}"))
+    command = block("serve").strip().replace("Qwen/Qwen3-0.6B", str(tiny_model_dir))
+    command = command.replace("any-agent", " ".join(CLI), 1)
+    command = command.replace("train.steps=20", "train.steps=2")
+    more = f"--port {port} sampling.max_new_tokens=8 model.enable_thinking=false"
+    provider = Provider()
+    with served_in_thread(provider, within=30), (tmp_path / "service.log").open("w") as log:
+        base = f"{provider.url}/v1"
+        own = environment(OPENAI_API_KEY="sk-of-a-provider", OPENAI_BASE_URL=base)
+        service = subprocess.Popen(
+            f"exec {command} {more}",
+            shell=True,
+            cwd=tmp_path,
+            env=own,
+            stdout=log,
+            stderr=subprocess.STDOUT,
+        )
+        try:
+            await_ready(f"http://127.0.0.1:{port}/readyz", service)
+            agent = subprocess.run(
+                [sys.executable, "agent.py"],
+                cwd=tmp_path,
+                env=environment(),
+                capture_output=True,
+                text=True,
+                timeout=300,
+                check=False,
+            )
+            assert agent.returncode == 0, agent.stderr
+            assert service.wait(120) == 0, (tmp_path / "service.log").read_text()
+        finally:
+            service.terminate()
+            service.wait(60)
+    said = (tmp_path / "service.log").read_text()
+    assert re.search(r"^step +2/2 ", said, re.M), said
+    assert list(tmp_path.glob("runs/*/my-exp/trial-1/checkpoints/step-*2"))
+    assert {body["model"] for body in provider.bodies} == {"gpt-4o-mini"}

@@ -1,0 +1,95 @@
+"""A prompt that is known is not computed again, and never outlives its weights."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from any_agent.engine.embedded.engine import EmbeddedEngine, EngineOptions, Generation
+from any_agent.engine.embedded.model_loader import LoadedModel, load_model
+from any_agent.engine.embedded.request import EngineRequest
+from tests.support.engine.embedded import LIMIT, fresh_logprobs, prompt, request, worst
+
+
+async def finished(*generations: Generation) -> None:
+    await asyncio.gather(*(asyncio.wait_for(each.finished(), LIMIT) for each in generations))
+
+
+def error_of(loaded: LoadedModel, out: EngineRequest) -> float:
+    reference = fresh_logprobs(loaded.model, out.input_ids, out.output_ids)
+    return worst(out.logprobs, reference)
+
+
+async def test_a_group_is_computed_once(loaded: LoadedModel) -> None:
+    """Two groups and a single request join at once, ends move rows, and more members join later."""
+    async with EmbeddedEngine(loaded, EngineOptions(max_running_requests=12)) as engine:
+        prompts = [prompt(20, 1)] * 4 + [prompt(33, 2)] * 4 + [prompt(9, 3)]
+        await engine.pause("in_place")
+        running = [
+            engine.submit(request(f"r{i}", ids, max_new_tokens=3 + 9 * (i % 4)))
+            for i, ids in enumerate(prompts)
+        ]
+        await engine.resume()
+        await running[0].progress()
+        late = [engine.submit(request(f"late{i}", prompt(33, 2))) for i in range(3)]
+        await finished(*running, *late)
+        outputs = [generation.request for generation in running]
+        assert sum(out.cached_tokens == len(out.input_ids) for out in outputs) == 3 + 3
+        assert sum(out.cached_tokens == 0 for out in outputs) == 3
+        assert all(g.request.cached_tokens == 33 for g in late)
+        assert max(error_of(loaded, g.request) for g in (*running, *late)) < 1e-5
+        # They are kept when their last request has ended, also when all rows are free.
+        for ids in (prompt(20, 1), prompt(33, 2), prompt(9, 3)) * 2:
+            again = engine.submit(request(f"again-{len(late)}", ids))
+            await finished(again)
+            late.append(again)
+            assert again.request.cached_tokens == len(ids)
+            assert error_of(loaded, again.request) < 1e-5
+        assert await engine.clear_cache()
+        cleared = engine.submit(request("cleared", prompt(20, 1)))
+        await finished(cleared)
+        assert cleared.request.cached_tokens == 0
+
+
+async def test_one_token_of_a_group(engine: EmbeddedEngine, loaded: LoadedModel) -> None:
+    """The request that was computed may end with the token that it joined with."""
+    await engine.pause("in_place")
+    running = [engine.submit(request(f"r{i}", prompt(7), max_new_tokens=1)) for i in range(6)]
+    await engine.resume()
+    await finished(*running)
+    assert max(error_of(loaded, generation.request) for generation in running) < 1e-5
+
+
+async def test_new_weights_compute_a_running_prompt_again(
+    own_engine: EmbeddedEngine, other_model_dir: Path
+) -> None:
+    old = own_engine.submit(request("old", prompt(12), max_new_tokens=200))
+    await old.progress()
+    await own_engine.pause("in_place")
+    assert await own_engine.update_weights(str(other_model_dir), "1") == 1
+    new = own_engine.submit(request("new", prompt(12)))
+    more = own_engine.submit(request("more", prompt(12)))
+    await own_engine.resume()
+    await finished(new, more, old)
+    other = load_model(str(other_model_dir))
+    assert [new.request.cached_tokens, more.request.cached_tokens] == [0, 12]
+    assert error_of(other, new.request) < 1e-5
+    assert error_of(other, more.request) < 1e-5
+    assert error_of(other, old.request) > 1e-3
+
+
+async def test_old_prompts_make_room(loaded: LoadedModel, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("any_agent.engine.embedded.prompts._MAX_KEPT_TOKENS", 40)
+    async with EmbeddedEngine(loaded) as engine:
+        cached = []
+        for number, seed in enumerate([1, 2, 1, 3, 2, 3, 1]):
+            one = engine.submit(request(f"r{number}", prompt(20, seed), max_new_tokens=2))
+            await finished(one)
+            cached.append(one.request.cached_tokens)
+            assert error_of(loaded, one.request) < 1e-5
+        long = [engine.submit(request(f"long{k}", prompt(41), max_new_tokens=1)) for k in range(2)]
+        await finished(long[0])
+        await finished(long[1])
+        assert cached == [0, 0, 20, 0, 0, 20, 0]

@@ -1,0 +1,198 @@
+"""`any-agent replay`: recorded calls under other weights, compared exactly."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from any_agent.chat import ChatFormat
+from any_agent.demo.models.tiny import save_tiny_model
+from any_agent.rundir.layout import RunDir
+from any_agent.types import (
+    Continuation,
+    GenerationHyperparameters,
+    Interaction,
+    SessionState,
+    id_array,
+    logprob_array,
+)
+from proxy_ext.export.replay import Comparison, main
+from proxy_ext.journal import PutInteraction, PutSession
+from tests.support.archives import Rank
+from tests.support.journal import make_interaction, make_row
+from tests.support.trials import save_trial
+from tests.support.true_logprobs import TrueModel
+
+OUTPUT = [40, 41, 42]
+TEMPERATURE = 0.7
+
+
+@pytest.fixture(scope="module")
+def models(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    other = save_tiny_model(tmp_path_factory.mktemp("models") / "1", seed=1)
+    return [tiny_model_dir, other]
+
+
+@pytest.fixture
+def trial(models: list[Path], tmp_path: Path) -> RunDir:
+    """Step 10, which is version 11, and step 20, which is version 21."""
+    return save_trial(tmp_path, {(10, 11): models[0], (20, 21): models[1]}, base=models[0])
+
+
+def true(model: Path, prompt: Sequence[int], output: Sequence[int], t: float) -> list[float]:
+    table = TrueModel(model).logprobs(prompt, output, {"temperature": t})
+    return table.gather(-1, torch.tensor(output)[:, None])[:, 0].tolist()
+
+
+def call(
+    id: str, parent: Interaction | None, prompt: list[int], model: Path, t: float = TEMPERATURE
+) -> Interaction:
+    """A call that `model` really sampled, as version 11; ``prompt`` includes its parent's ids."""
+    known = len(prompt) if parent is None else 0
+    made = make_interaction(id, "s-0-a", parent.id if parent is not None else None)
+    return replace(
+        made,
+        prompt_delta_ids=id_array(prompt[-known:] if known else prompt[-4:]),
+        output_ids=id_array(OUTPUT),
+        output_logprobs=logprob_array(true(model, prompt, OUTPUT, t)),
+        output_versions=id_array([11] * len(OUTPUT)),
+        gconfig=GenerationHyperparameters(max_new_tokens=5, temperature=t),
+        continuation=Continuation.ROOT if parent is None else Continuation.EXACT,
+    )
+
+
+async def record(trial: RunDir, chat: ChatFormat, model: Path) -> list[list[int]]:
+    """A session of two turns, and a greedy branch of the second; return the prompts."""
+    first = chat.render([{"role": "user", "content": "hi"}], None)
+    second = [*first, *OUTPUT, *first[-4:]]
+    one = call("one", None, first, model)
+    two = call("two", one, second, model)
+    three = call("three", one, second, model, t=0.0)
+    row = make_row("s-0-a", state=SessionState.TRAINED)
+    rank = await Rank(trial.path).start()
+    await rank.journal.commit(PutSession(row), *map(PutInteraction, (one, two, three)))
+    await rank.stop()
+    return [first, second, second]
+
+
+async def replay(trial: RunDir, *arguments: str, session: str = "s-0-a") -> int:
+    place = [f"root={trial.path.parents[2]}", "user=me", "experiment=exp", "trial=one"]
+    # It has an event loop of its own.
+    return await asyncio.to_thread(main, [session, *place, "--device", "cpu", *arguments])
+
+
+def shown(capsys: pytest.CaptureFixture[str]) -> dict[str, Any]:
+    return dict(json.loads(capsys.readouterr().out))
+
+
+async def test_the_weights_that_sampled_it_say_the_same(
+    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await record(trial, chat, models[0])
+    assert await replay(trial, "--version", "11", "--no-answers", "--json") == 0
+    found = shown(capsys)
+    assert found["against"]["version"] == 11
+    assert [call["answer"] for call in found["calls"]] == [None] * 3
+    assert found["comparison"]["difference_max"] < 1e-5
+    assert found["comparison"]["ratio"] == pytest.approx(1, abs=1e-5)
+
+
+@pytest.mark.parametrize("named", [(), ("--version", "21"), ("--step", "20"), ("--model",)])
+async def test_other_weights(
+    trial: RunDir,
+    models: list[Path],
+    chat: ChatFormat,
+    capsys: pytest.CaptureFixture[str],
+    named: tuple[str, ...],
+) -> None:
+    prompts = await record(trial, chat, models[0])
+    if named == ("--model",):
+        named = ("--model", str(models[1]))
+    assert await replay(trial, *named, "--json") == 0
+    found = shown(capsys)
+    assert found["against"]["version"] == (0 if "--model" in named else 21)
+    differences: list[float] = []
+    for got, prompt, t in zip(found["calls"], prompts, (0.7, 0.7, 0.0), strict=True):
+        now, before = (true(model, prompt, OUTPUT, t) for model in (models[1], models[0]))
+        assert got["logprobs"] == pytest.approx(now, abs=1e-4)
+        assert got["recorded_logprobs"] == pytest.approx(before, abs=1e-6)
+        off = [b - a for a, b in zip(before, now, strict=True)]
+        assert got["comparison"]["difference_max"] == pytest.approx(max(map(abs, off)), abs=1e-4)
+        differences += off
+        # Greedy: each token of the new answer is the likeliest one.
+        answer = got["answer_ids"]
+        table = TrueModel(models[1]).logprobs(prompt, answer, {"temperature": 1.0})
+        assert table.argmax(-1).tolist() == answer and 0 < len(answer) <= 5
+        assert got["answer"]["role"] == "assistant"
+        assert got["same"] is (answer == OUTPUT)
+    mean = sum(map(abs, differences)) / len(differences)
+    assert found["comparison"]["difference_mean"] == pytest.approx(mean, abs=1e-4)
+    assert mean > 0.01
+
+
+async def test_a_report_for_people(
+    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await record(trial, chat, models[0])
+    assert await replay(trial, "--sampling", "recorded", "--max-tokens", "2") == 0
+    out = capsys.readouterr().out
+    assert out.startswith("session   s-0-a (trained), 3 calls\nagainst   version 21: ")
+    assert "sampled at T=0.7 under version 11" in out
+    assert out.count("\nrecorded  ho\n") == out.count("\nnow       ") == 3
+    assert "all calls mean " in out and "of 3 answers are the same" in out
+
+
+async def test_what_cannot_be_compared(
+    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    await record(trial, chat, models[0])
+    for arguments, session, says in (
+        ((), "s-0-b", "there is no session s-0-b in "),
+        (("--version", "12"), "s-0-a", "has not kept version 12"),
+        (("--step", "11"), "s-0-a", "has no checkpoint of step 11"),
+        (("--model", "/nowhere"), "s-0-a", "/nowhere is no model folder"),
+    ):
+        code = await replay(trial, *arguments, session=session)
+        said = capsys.readouterr()
+        assert code in (1, 2) and says in said.err and said.out == "", said.err
+
+
+async def test_ids_of_another_tokenizer(
+    trial: RunDir, models: list[Path], chat: ChatFormat, capsys: pytest.CaptureFixture[str]
+) -> None:
+    rank = await Rank(trial.path).start()
+    foreign = replace(make_interaction("one", "s-0-a"), prompt_delta_ids=id_array([1, 99_999]))
+    row = make_row("s-0-a", state=SessionState.TRAINED)
+    await rank.journal.commit(PutSession(row), PutInteraction(foreign))
+    await rank.stop()
+    assert await replay(trial) == 2
+    assert "recorded with another tokenizer" in capsys.readouterr().err
+
+
+def test_a_comparison_of_numbers() -> None:
+    found = Comparison.of([-1.0, -2.0], [-1.5, -1.0])
+    assert found == Comparison(-1.5, -1.25, 0.75, 1.0, 1, pytest.approx(2.718281828**0.25))
+    assert Comparison.of([], []) is None
+
+
+@pytest.mark.service
+async def test_the_command(trial: RunDir, models: list[Path], chat: ChatFormat) -> None:
+    await record(trial, chat, models[0])
+    done = run_command(trial)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["session_id"] == "s-0-a"
+
+
+def run_command(trial: RunDir) -> subprocess.CompletedProcess[str]:
+    place = [f"root={trial.path.parents[2]}", "user=me", "--experiment", "exp", "--trial", "one"]
+    command = [sys.executable, "-m", "any_agent.cli", "replay", "s-0-a", *place, "--json"]
+    return subprocess.run(command, capture_output=True, text=True, timeout=120)

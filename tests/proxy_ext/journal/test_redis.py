@@ -1,0 +1,267 @@
+"""A journal with its log in Redis: a real server, killed, filled, emptied, paused, and shared."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.errors import StartupError, StoreFull, StoreUnavailable
+from proxy_ext.journal import EraseContent, PutInteraction, PutMeta, open_journal
+from tests.support.journal import make_interaction
+from tests.support.journal_contract import check_journal
+from tests.support.redis_journal import (
+    LEASE,
+    Machine,
+    ids,
+    log_key,
+    put,
+    stop,
+    until_asked,
+    until_written,
+)
+from tests.support.redis_server import RedisServer
+
+
+async def test_the_contract(tmp_path: Path, shared_server: RedisServer) -> None:
+    machine = Machine(tmp_path, shared_server.url, "a")
+    await check_journal(machine.open)
+
+
+async def test_another_machine_has_everything(tmp_path: Path, shared_server: RedisServer) -> None:
+    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
+    journal = first.open()
+    await put(journal, "s1", "s2")
+    interaction = make_interaction("i1", "s1")
+    await journal.commit(PutInteraction(interaction, key=b"k"), PutMeta("run", {"step": 3}))
+    await journal.close()
+    journal = second.open()
+    assert await ids(journal) == ["s1", "s2"]
+    ((stored),) = await journal.interactions("s1")
+    assert stored.key == b"k"
+    assert stored.interaction.output_ids.tolist() == interaction.output_ids.tolist()
+    await put(journal, "s3")
+    await journal.close()
+    # The first machine's file is older than the log's home: it is made again.
+    journal = first.open()
+    assert await ids(journal) == ["s1", "s2", "s3"]
+    assert await journal.meta("run") == {"step": 3}
+    await journal.close()
+
+
+async def test_a_takeover_where_no_file_was_leaves_none(
+    tmp_path: Path, shared_server: RedisServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
+    journal = first.open()
+    await put(journal, "s1")
+    await journal.close()
+    journal = second.open()
+    assert await ids(journal) == ["s1"]
+    await journal.close()
+    assert not outdated(tmp_path) and "outdated" not in caplog.text
+
+
+def outdated(folder: Path) -> list[Path]:
+    return list(folder.rglob("*.outdated*"))
+
+
+async def test_the_loser_is_refused(tmp_path: Path, shared_server: RedisServer) -> None:
+    """Its process sleeps longer than its lease: what it writes then is not there."""
+    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
+    loser = first.open()
+    await put(loser, "s1")
+    stop(loser)  # as a process that is stopped renews nothing
+    began = time.monotonic()
+    winner = await asyncio.to_thread(second.open)
+    assert 0.3 * LEASE < time.monotonic() - began < 10
+    with pytest.raises(StoreUnavailable):
+        await put(loser, "late")
+    assert loser.stats.lost
+    with pytest.raises(StoreUnavailable, match="another process"):
+        await ids(loser)
+    await put(winner, "s2")
+    assert await ids(winner) == ["s1", "s2"]
+    await loser.close()
+    await winner.close()
+    again = first.open()
+    assert await ids(again) == ["s1", "s2"]
+    await again.close()
+
+
+async def test_a_living_owner_keeps_its_rank(tmp_path: Path, shared_server: RedisServer) -> None:
+    first, second = (Machine(tmp_path, shared_server.url, name) for name in "ab")
+    journal = first.open()
+    with pytest.raises(StartupError, match="is carried by process"):
+        await asyncio.to_thread(second.open)
+    await put(journal, "s1")
+    await journal.close()
+
+
+async def test_a_killed_server(tmp_path: Path, server: RedisServer) -> None:
+    machine = Machine(tmp_path, server.url, "a")
+    journal = machine.open()
+    await put(journal, "s1")
+    server.kill()
+    for _ in range(3):
+        with pytest.raises(StoreUnavailable, match="Redis"):
+            await put(journal, "lost")
+    assert await ids(journal) == ["s1"]
+    server.start()
+    await until_written(journal, "s2")
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+    journal = Machine(tmp_path, server.url, "b").open()
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+
+
+async def test_an_append_without_an_answer_is_undone(tmp_path: Path, server: RedisServer) -> None:
+    """The server runs it after its caller was told that nothing was recorded."""
+    machine = Machine(tmp_path, server.url, "a")
+    journal = machine.open()
+    await put(journal, "s1")
+    server.pause()
+    with pytest.raises(StoreUnavailable):
+        await put(journal, "unanswered")
+    server.go_on()
+    await until_written(journal, "s2")
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+    journal = Machine(tmp_path, server.url, "b").open()
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+
+
+async def test_reads_do_not_wait_for_the_server(tmp_path: Path, server: RedisServer) -> None:
+    journal = Machine(tmp_path, server.url, "a").open()
+    await put(journal, "s1")
+    server.pause()
+    write = asyncio.create_task(put(journal, "unanswered"))
+    await asyncio.sleep(0.1)
+    for _ in range(20):
+        assert await ids(journal) == ["s1"]
+    assert not write.done()
+    with pytest.raises(StoreUnavailable):
+        await write
+    server.go_on()
+    await journal.close()
+
+
+async def test_a_cancelled_write_is_over_when_its_caller_is(
+    tmp_path: Path, server: RedisServer
+) -> None:
+    """Otherwise a read of the same caller, which overtakes writes, could miss it."""
+    journal = Machine(tmp_path, server.url, "a").open()
+    log: Any = journal._keeper.log  # type: ignore[union-attr]
+    send, started, go = log._send, threading.Event(), threading.Event()
+
+    def slow(arguments: list[Any]) -> None:
+        started.set()
+        assert go.wait(20)
+        send(arguments)
+
+    log._send = slow
+    write = asyncio.create_task(put(journal, "s1"))
+    assert await asyncio.to_thread(started.wait, 20)
+    write.cancel()
+    asyncio.get_running_loop().call_later(0.2, go.set)
+    with pytest.raises(asyncio.CancelledError):
+        await write
+    assert await ids(journal) == ["s1"]
+    await journal.close()
+
+
+async def test_a_full_server(tmp_path: Path, server: RedisServer) -> None:
+    journal = Machine(tmp_path, server.url, "a").open()
+    await put(journal, "s1")
+    with server.client() as client:
+        client.config_set("maxmemory", "1mb")
+        with pytest.raises(StoreFull, match="no room"):
+            await put(journal, "s2")
+        assert journal.stats.full
+        assert await ids(journal) == ["s1"]
+        client.config_set("maxmemory", "0")
+    await put(journal, "s3")
+    assert not journal.stats.full
+    await journal.close()
+    journal = Machine(tmp_path, server.url, "b").open()
+    assert await ids(journal) == ["s1", "s3"]
+    await journal.close()
+
+
+async def test_an_emptied_server_gets_everything_again(tmp_path: Path, server: RedisServer) -> None:
+    journal = Machine(tmp_path, server.url, "a").open()
+    await put(journal, "s1")
+    with server.client() as client:
+        client.flushall()
+    await until_written(journal, "s2")
+    await journal.close()
+    journal = Machine(tmp_path, server.url, "b").open()
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+
+
+async def test_an_emptied_server_and_a_lost_machine(tmp_path: Path, server: RedisServer) -> None:
+    """Another machine does not begin with nothing: it names the last home."""
+    first, second = (Machine(tmp_path, server.url, name) for name in "ab")
+    journal = first.open()
+    await put(journal, "s1")
+    await journal.close()
+    with server.client() as client:
+        client.flushall()
+    with pytest.raises(StartupError, match="is gone, and the journal's last home was"):
+        second.open()
+    journal = first.open()
+    assert await ids(journal) == ["s1"]
+    await journal.close()
+    journal = second.open()
+    await put(journal, "s2")
+    await journal.close()
+    with server.client() as client:
+        client.flushall()
+    # The first machine still has a file, but not everything.
+    with pytest.raises(StartupError, match="is gone, and the journal's last home was"):
+        first.open()
+
+
+async def test_a_trimmed_log_is_refused(tmp_path: Path, server: RedisServer) -> None:
+    first, second = (Machine(tmp_path, server.url, name) for name in "ab")
+    journal = first.open()
+    await put(journal, "s1", "s2", "s3")
+    with server.client() as client:
+        client.xtrim(log_key(server), maxlen=1, approximate=False)
+    stop(journal)
+    with pytest.raises(StartupError, match="has no commit 1, but 3"):
+        await asyncio.to_thread(second.open)
+
+
+async def test_erased_content_leaves_the_log(tmp_path: Path, server: RedisServer) -> None:
+    journal = Machine(tmp_path, server.url, "a").open()
+    await put(journal, "s1")
+    await journal.commit(PutInteraction(make_interaction("i1", "s1")))
+    journal._keeper._next_snapshot = 0.0  # type: ignore[union-attr]
+    key = log_key(server)
+    await until_asked(server, lambda client: client.xlen(key) == 2)
+    await journal.commit(EraseContent(("s1",)))
+    await until_asked(server, lambda client: client.xlen(key) == 0)
+    await journal.close()
+    (snapshot,) = (tmp_path / "runs").rglob("*.snapshot")
+    assert b"i1" not in snapshot.read_bytes()
+
+
+async def test_a_journal_from_before_redis(tmp_path: Path, server: RedisServer) -> None:
+    first, second = (Machine(tmp_path, server.url, name) for name in "ab")
+    journal = open_journal(first.run.journal_url(0))
+    await put(journal, "s1")
+    await journal.close()
+    journal = first.open()
+    await put(journal, "s2")
+    await journal.close()
+    journal = second.open()
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()

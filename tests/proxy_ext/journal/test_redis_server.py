@@ -1,0 +1,331 @@
+"""Kinds of Redis servers that a journal's log can have, and those that promise too little."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import UTC, datetime, timedelta
+from ipaddress import IPv4Address
+from pathlib import Path
+
+import pytest
+import redis
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+
+from any_agent.errors import ConfigError, StartupError, StoreUnavailable
+from any_agent.rundir.redis_registry import RedisEntries
+from any_agent.rundir.registry import RegistryEntry
+from proxy_ext.journal import Journal
+from proxy_ext.journal.redis_server import LogOptions, ServerCheck
+from proxy_ext.web.quota_server import QuotaServer
+from tests.support.ports import own_port
+from tests.support.redis_journal import Machine, ids, log_key, put, stop, until_asked, until_written
+from tests.support.redis_server import RedisServer
+from tests.support.waiting import until
+
+
+@pytest.mark.service
+async def test_replicas_that_are_wanted(tmp_path: Path, server: RedisServer) -> None:
+    machine = Machine(tmp_path, server.url, "a")
+    with pytest.raises(ConfigError, match=r"journal_replicas is 1, and .* has 0"):
+        machine.open(replicas=1)
+    follow = ("--replicaof", "127.0.0.1", str(server.port))
+    with RedisServer(tmp_path / "replica", *follow) as replica:
+        await until_asked(
+            server, lambda client: client.info("replication")["connected_slaves"] == 1
+        )
+        with pytest.raises(ConfigError, match="read-only replica"):
+            Machine(tmp_path, replica.url, "a").open()
+        journal = machine.open(replicas=1)
+        await put(journal, "s1")
+        replica.pause()
+        with pytest.raises(StoreUnavailable, match="0 of 1 replicas"):
+            await put(journal, "alone")
+        replica.go_on()
+        await until_written(journal, "s2")
+        await journal.close()
+    journal = Machine(tmp_path, server.url, "b").open()
+    assert await ids(journal) == ["s1", "s2"]
+    await journal.close()
+
+
+async def test_a_socket(tmp_path: Path) -> None:
+    socket = tmp_path / "s"
+    with RedisServer(tmp_path / "redis", "--unixsocket", str(socket)):
+        journal = Machine(tmp_path, f"unix://{socket}", "a").open()
+        await put(journal, "s1")
+        await journal.close()
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        (("--maxmemory-policy", "allkeys-lru"), "may evict any key"),
+        (("--appendonly", "no"), "keeps nothing over its own end"),
+        (("--appendfsync", "everysec"), "may lose its last second"),
+        (("--requirepass", "secret-word"), "refuses the login"),
+    ],
+)
+async def test_servers_that_promise_too_little(
+    tmp_path: Path, settings: tuple[str, str], message: str
+) -> None:
+    with RedisServer(tmp_path / "redis", *settings) as server:
+        machine = Machine(tmp_path, server.url, "a")
+        with pytest.raises((ConfigError, StartupError), match=message) as refused:
+            machine.open()
+        assert "secret-word" not in str(refused.value)
+        if "everysec" in settings:
+            journal = machine.open(durability="everysec")
+            await put(journal, "s1")
+            await journal.close()
+        if "secret-word" in settings:
+            url = f"redis://:secret-word@127.0.0.1:{server.port}/0"
+            journal = Machine(tmp_path, url, "a").open()
+            await put(journal, "s1")
+            await journal.close()
+
+
+class Answers:
+    """A connection of which the server's answers are known."""
+
+    def __init__(self, *answers: object) -> None:
+        self._answers = iter(answers)
+
+    def on_connect(self) -> None: ...
+
+    def send_command(self, *_: str) -> None: ...
+
+    def read_response(self) -> object:
+        return next(self._answers)
+
+
+@pytest.mark.parametrize(
+    ("info", "message"),
+    [
+        (b"redis_version:6.2.14\r\naof_enabled:1\r\n", "is Redis 6.2.14: the journal needs 7.0"),
+        (b"# Server\r\n", "its answers cannot be understood"),
+        (b"redis_version:seven\r\n", "its answers cannot be understood"),
+    ],
+)
+def test_a_server_that_is_too_old_or_strange(info: bytes, message: str) -> None:
+    options = LogOptions("redis://:secret@host/0", "name", 5.0, "always", 0)
+    check = ServerCheck(options)
+    settings = {b"appendfsync": b"always"}
+    check(Answers(b"redis_version:7.0.15\r\naof_enabled:1\r\n", settings))
+    assert "each commit is on the server's disk" in check.promise
+    with pytest.raises(redis.RedisError, match=message) as refused:
+        check(Answers(info, settings))
+    assert "secret" not in str(refused.value)
+
+
+async def test_no_server(tmp_path: Path, server: RedisServer) -> None:
+    server.kill()
+    with pytest.raises(StartupError, match=r"127.0.0.1:\d+/0 cannot be used.*running"):
+        Machine(tmp_path, server.url, "a").open()
+
+
+@pytest.mark.service
+async def test_a_cluster(tmp_path: Path) -> None:
+    with RedisServer(tmp_path / "redis", "--cluster-enabled", "yes") as server:
+        with server.client() as client:
+            client.execute_command("CLUSTER", "ADDSLOTSRANGE", "0", "16383")
+        await until_asked(server, lambda client: client.cluster("info")["cluster_state"] == "ok")
+        url = f"redis+cluster://127.0.0.1:{server.port}"
+        journal = Machine(tmp_path, url, "a").open()
+        await put(journal, "s1", "s2")
+        await journal.close()
+        journal = Machine(tmp_path, url, "b").open()
+        assert await ids(journal) == ["s1", "s2"]
+        await journal.close()
+
+
+@pytest.mark.service
+async def test_tls_and_a_login_that_may_do_no_more_than_it_must(tmp_path: Path) -> None:
+    certificate, key = make_certificate(tmp_path)
+    port = own_port()
+    settings = {
+        "tls-port": str(port),
+        "tls-cert-file": str(certificate),
+        "tls-key-file": str(key),
+        "tls-auth-clients": "no",
+    }
+    words = [word for name, value in settings.items() for word in (f"--{name}", value)]
+    with RedisServer(tmp_path / "redis", *words) as server:
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "rank", "on", ">secret-word", *permissions())
+        url = f"rediss://rank:secret-word@127.0.0.1:{port}/0"
+        with pytest.raises(StartupError, match="certificate verify failed"):
+            Machine(tmp_path, url, "a").open()
+        url += f"?ssl_ca_certs={certificate}"
+        journal = Machine(tmp_path, url, "a").open()
+        await put(journal, "s1", "s2")
+        stop(journal)
+        journal = await asyncio.to_thread(Machine(tmp_path, url, "b").open)
+        assert await ids(journal) == ["s1", "s2"]
+        await journal.close()
+        await count_quotas(url)
+        await asyncio.to_thread(use_registry, url)
+        with server.client() as client:
+            client.execute_command("ACL", "SETUSER", "rank", "-info")
+        with pytest.raises(StartupError, match=r"refuses the login.*permission") as refused:
+            Machine(tmp_path, url, "a").open()
+        assert "secret-word" not in str(refused.value)
+
+
+def permissions() -> list[str]:
+    """Return those of docs/how-to/operate-redis.md."""
+    text = (Path(__file__).parents[3] / "docs/how-to/operate-redis.md").read_text()
+    return text.partition(">PASSWORD ")[2].partition("```")[0].split()
+
+
+async def count_quotas(url: str) -> None:
+    """Use each command of the scripts; the first rank's report is forgotten by the second's."""
+    first, second = (QuotaServer(url, "run", rank, 1) for rank in (0, 1))
+    used = first.rates("alice", per_second=5, wanted=1, tokens_per_second=5, spent=1)
+    assert [answer.admitted for answer in await first.run([used])] == [1]
+    await first.run([first.report("alice", held=1, wanted=0, limit=1, keep=60)])
+    await asyncio.sleep(0.01)
+    assert await second.run([second.report("alice", held=0, wanted=1, limit=1, keep=0.001)]) == [1]
+    for each in (first, second):
+        await each.close()
+
+
+def use_registry(url: str) -> None:
+    writer, reader = RedisEntries(url, "run"), RedisEntries(url, "run")
+    try:
+        writer.forget()
+        reader.read()
+        deadline = time.monotonic() + 15
+        while not reader.read():
+            assert time.monotonic() < deadline
+            writer.write(RegistryEntry(name="rank-0", boot_id="one", url="http://h", pid=1))
+            time.sleep(0.05)
+    finally:
+        reader.close()
+
+
+def make_certificate(folder: Path) -> tuple[Path, Path]:
+    """Make a certificate for 127.0.0.1 that vouches for itself, and its key."""
+    private = ec.generate_private_key(ec.SECP256R1())
+    name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, "127.0.0.1")])
+    now = datetime.now(UTC)
+    signed = (
+        x509.CertificateBuilder(name, name, private.public_key(), x509.random_serial_number())
+        .not_valid_before(now - timedelta(days=1))
+        .not_valid_after(now + timedelta(days=1))
+        .add_extension(x509.BasicConstraints(ca=True, path_length=None), critical=True)
+        .add_extension(
+            x509.SubjectAlternativeName([x509.IPAddress(IPv4Address("127.0.0.1"))]), critical=False
+        )
+        .sign(private, hashes.SHA256())
+    )
+    certificate, key = folder / "certificate.pem", folder / "key.pem"
+    certificate.write_bytes(signed.public_bytes(serialization.Encoding.PEM))
+    key.write_bytes(
+        private.private_bytes(
+            serialization.Encoding.PEM,
+            serialization.PrivateFormat.PKCS8,
+            serialization.NoEncryption(),
+        )
+    )
+    return certificate, key
+
+
+async def test_a_server_that_promises_less_after_a_restart(tmp_path: Path) -> None:
+    server = RedisServer(tmp_path / "redis")
+    with server:
+        journal = Machine(tmp_path, server.url, "a").open()
+        await put(journal, "s1")
+        server.kill()
+        with RedisServer(server.folder, "--appendfsync", "everysec", port=server.port):
+            await until_refused(journal, "may lose its last second")
+            assert await ids(journal) == ["s1"]
+        server.start()
+        await until_written(journal, "s2")
+        stop(journal)
+        journal = await asyncio.to_thread(Machine(tmp_path, server.url, "b").open)
+        assert await ids(journal) == ["s1", "s2"]
+        await journal.close()
+
+
+async def until_refused(journal: Journal, reason: str) -> None:
+    """Write until the refusal has this reason: no write succeeds meanwhile."""
+
+    async def refused() -> bool:
+        with pytest.raises(StoreUnavailable) as found:
+            await put(journal, "refused")
+        await asyncio.sleep(0.1)
+        return reason in str(found.value)
+
+    await until(refused, reason)
+
+
+@pytest.mark.service
+async def test_sentinel_and_a_failover(tmp_path: Path) -> None:
+    with pair_with_sentinel(tmp_path) as (one, two, url):
+        journal = Machine(tmp_path, url, "a").open(replicas=1)
+        await put(journal, "s1")
+        one.kill()
+        # The new master has no replica of its own: nothing is acknowledged until it has one.
+        await asyncio.sleep(4)
+        with RedisServer(tmp_path / "again", "--replicaof", "127.0.0.1", str(two.port)):
+            await until_written(journal, "s2")
+            await journal.close()
+            journal = Machine(tmp_path, url, "b").open(replicas=1)
+            assert await ids(journal) == ["s1", "s2"]
+            await journal.close()
+
+
+@pytest.mark.service
+async def test_a_failover_to_a_server_that_promises_less(tmp_path: Path) -> None:
+    with pair_with_sentinel(tmp_path, "--appendfsync", "everysec") as (one, two, url):
+        journal = Machine(tmp_path, url, "a").open()
+        await put(journal, "s1")
+        await until_asked(two, lambda client: client.exists(log_key(one)))
+        one.kill()
+        await until_refused(journal, "may lose its last second")
+        with two.client() as client:
+            client.config_set("appendfsync", "always")
+        await until_written(journal, "s2")
+        assert await ids(journal) == ["s1", "s2"]
+        await journal.close()
+
+
+@contextmanager
+def pair_with_sentinel(
+    folder: Path, *settings: str
+) -> Iterator[tuple[RedisServer, RedisServer, str]]:
+    """Run a master, its replica with further settings, and the Sentinel that has their URL."""
+    with RedisServer(folder / "one") as one:
+        follow = ("--replicaof", "127.0.0.1", str(one.port))
+        conf = folder / "sentinel.conf"
+        conf.write_text(
+            f"sentinel monitor main 127.0.0.1 {one.port} 1\n"
+            "sentinel down-after-milliseconds main 1000\nsentinel failover-timeout main 3000\n"
+        )
+        with RedisServer(folder / "two", *follow, *settings) as two, Sentinel(conf) as sentinel:
+            deadline = time.monotonic() + 30
+            while not sentinel.knows_replica():
+                assert time.monotonic() < deadline
+                time.sleep(0.1)
+            yield one, two, f"redis+sentinel://127.0.0.1:{sentinel.port}/main"
+
+
+class Sentinel(RedisServer):
+    def __init__(self, conf: Path) -> None:
+        super().__init__(conf.parent / "sentinel", str(conf), "--sentinel")
+
+    def command(self) -> list[str]:
+        conf = self._settings[0]
+        return ["redis-server", conf, "--sentinel", "--port", str(self.port), "--bind", "127.0.0.1"]
+
+    def knows_replica(self) -> bool:
+        with self.client() as client:
+            try:
+                return len(client.sentinel_slaves("main")) == 1
+            except redis.RedisError:
+                return False

@@ -1,0 +1,196 @@
+"""LiteLLM configurations that cannot be used, and a start that policy calls do not wait for."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.config import Config
+from any_agent.config.litellm import (
+    LiteLLMConfig,
+    check_litellm_config,
+    database_url,
+    litellm_secrets,
+    may_have_keys,
+)
+from any_agent.errors import ConfigError
+from proxy_ext.litellm_app import is_outage
+from tests.proxy_ext.test_process import run
+from tests.support import litellm
+from tests.support.frozen import refused
+from tests.support.ports import own_port
+from tests.support.proxy import HELLO
+from tests.support.real_parts import in_a_thread, process, proxy_process, write_config
+from tests.support.scripted_engine import ScriptedEngine
+
+POLICY = frozenset(("policy", "actor"))
+
+
+def model(name: str, **params: Any) -> dict[str, Any]:
+    return {"model_name": name, "litellm_params": {"model": "openai/gpt-4o", **params}}
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"model_list": [model("actor")]}, "actor is a name of the policy"),
+        ({"router_settings": {"model_group_alias": {"actor": "x"}}}, "actor is a name"),
+        ({"litellm_settings": {"fallbacks": [{"x": ["policy"]}]}}, "policy is a name"),
+        ({"litellm_settings": {"default_fallbacks": ["policy"]}}, "policy is a name"),
+        ({"general_settings": {"custom_auth": "mine.auth"}}, "remove general_settings.custom_auth"),
+        ({"general_settings": {"master_key": "sk-another-key"}}, "must be the service's admin key"),
+        ({"general_settings": {"master_key": "os.environ/K"}}, "must be the service's admin key"),
+    ],
+)
+def test_what_contradicts_the_service_is_named(
+    tmp_path: Path, data: dict[str, Any], said: str
+) -> None:
+    path = litellm.write_litellm(tmp_path, data)
+    with pytest.raises(ConfigError, match=said) as error:
+        check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-of-the-environment"})
+    assert "sk-another-key" not in str(error.value) and "sk-of" not in str(error.value)
+
+
+def test_where_a_database_is_named() -> None:
+    url = "postgresql://ann:secret@127.0.0.1/litellm"
+    named = {"general_settings": {"database_url": url}}
+    referred = {"general_settings": {"database_url": "os.environ/URL"}}
+    assert database_url(named, {}) == database_url(referred, {"URL": url}) == url
+    assert database_url({}, {"DATABASE_URL": url}) == url
+    assert database_url(referred, {}) is None
+    assert may_have_keys(named, {}) and may_have_keys({"include": ["more.yaml"]}, {})
+    assert not may_have_keys({"general_settings": {}}, {})
+
+
+def test_a_master_key_that_is_the_admin_key(tmp_path: Path) -> None:
+    path = litellm.write_litellm(tmp_path, {"general_settings": {"master_key": "os.environ/K"}})
+    check_litellm_config(str(path), POLICY, "sk-admin", {"K": "sk-admin"})
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [(None, "cannot read"), ("- a list", "must be a mapping"), ("a: [", "is not valid YAML")],
+)
+def test_a_file_that_is_none(tmp_path: Path, text: str | None, said: str) -> None:
+    path = tmp_path / "litellm.yaml"
+    if text is not None:
+        path.write_text(text)
+    with pytest.raises(ConfigError, match=said):
+        check_litellm_config(str(path), POLICY, None, {})
+
+
+def test_its_secrets_are_known_for_redaction(tmp_path: Path) -> None:
+    written = model("a", api_key="sk-written-in-the-file", input_cost_per_token=0.5)
+    data = {"model_list": [written, model("b", api_key="os.environ/KEY_OF_B")]}
+    path = litellm.write_litellm(tmp_path, data)
+    found = litellm_secrets(str(path), {"KEY_OF_B": "of-the-environment"})
+    assert set(found) == {"sk-written-in-the-file", "of-the-environment"}
+
+
+def test_one_list_of_models() -> None:
+    entry = {
+        "model_name": "judge",
+        "litellm_params": {"model": "openai/x", "api_key": "os.environ/K"},
+    }
+    both = {"litellm": {"config": "x.yaml"}, "frozen": {"model_list": [entry]}}
+    with pytest.raises(ValueError, match=r"litellm\.config and frozen\.model_list are both set"):
+        Config.model_validate(both)
+
+
+def test_what_is_an_outage() -> None:
+    assert is_outage(ConnectionRefusedError())
+    wrapped = RuntimeError("database")
+    wrapped.__cause__ = TimeoutError()
+    assert is_outage(wrapped)
+    assert not is_outage(ImportError("no module named nothing"))
+    assert not is_outage(FileNotFoundError("callbacks.py"))
+
+
+def start(tmp_path: Path, model_dir: Path, data: dict[str, Any], **more: Any) -> Path:
+    path = litellm.write_litellm(tmp_path, data)
+    own = {"ranks": 1, "admin_key": litellm.ADMIN}
+    return write_config(tmp_path, model_dir, litellm={"config": str(path), **more}, server=own)
+
+
+async def said_at_the_end(config: Path, engine_url: str) -> str:
+    """Return the log of a rank that ends by itself, as for wrong settings."""
+    log = config.parent / "proxy.log"
+    arguments = ["--config", str(config), "--engine-url", engine_url, "--port", str(own_port())]
+    with process(log, "proxy_ext", *arguments) as child:
+        assert await asyncio.to_thread(child.wait, 240) == 2
+    return log.read_text()
+
+
+@pytest.mark.service
+def test_a_rank_names_what_contradicts_it(tmp_path: Path, tiny_model_dir: Path) -> None:
+    config = start(tmp_path, tiny_model_dir, {"model_list": [model("policy")]})
+    ended = run(config, "--port", "0")
+    assert ended.returncode == 2 and "policy is a name of the policy" in ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+@pytest.mark.service
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        ({"litellm_settings": {"callbacks": "nowhere.handler"}}, "nowhere"),
+        ({"model_list": [{"litellm_params": {"model": "openai/x"}}]}, "model_name"),
+        (
+            {"general_settings": {"database_url": "postgresql://127.0.0.1:1/litellm"}},
+            "Unable to find Prisma binaries",
+        ),
+    ],
+    ids=["a callback that is not there", "a model without a name", "no client of a database"],
+)
+async def test_a_rank_ends_with_litellms_words(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, data: dict[str, Any], said: str
+) -> None:
+    config = start(tmp_path, tiny_model_dir, data)
+    text = await said_at_the_end(config, engine.url)
+    assert f"LiteLLM refuses {tmp_path / 'litellm.yaml'}" in text and said in text
+    assert "Traceback" not in text.split("LiteLLM refuses")[1]
+
+
+@pytest.mark.service
+async def test_a_guardrail_that_is_not_there(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
+) -> None:
+    config = start(tmp_path, tiny_model_dir, {"model_list": []}, policy_guardrails=["nobody"])
+    assert "litellm.policy_guardrails names nobody" in await said_at_the_end(config, engine.url)
+
+
+def test_a_veto_is_a_guardrails() -> None:
+    with pytest.raises(ValueError, match=r"policy_vetoes names b: add it to policy_guardrails"):
+        LiteLLMConfig(policy_guardrails=("a",), policy_vetoes=("a", "b"))
+
+
+@pytest.mark.service
+async def test_policy_calls_do_not_wait_for_its_start(
+    tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine
+) -> None:
+    data = {"model_list": [model("planner", api_key="k")], "include": ["more.yaml"]}
+    (tmp_path / "more.yaml").write_text("{}")
+    config = start(tmp_path, tiny_model_dir, data)
+    rank = in_a_thread(proxy_process(config, engine.url, own_port()))
+    async with rank as (_, url), litellm.client(url) as http:
+        assert (await http.get("/readyz")).json()["litellm"] == "LiteLLM is starting"
+        virtual = {"Authorization": "Bearer sk-virtual"}
+        opening = "/rl/v1/start_session"
+        early = await http.post(opening, json={"mode": "eval"}, headers=virtual)
+        refused(early, 503, "litellm_unavailable")
+        key = await litellm.session(http)
+        body = {"model": "policy", "messages": HELLO, "max_tokens": 2}
+        answered, slowest = 0, 0.0
+        while "litellm" in (await http.get("/readyz")).json():
+            began = time.monotonic()
+            response = await http.post("/v1/chat/completions", json=body, headers=key)
+            assert response.status_code == 200, response.text
+            answered, slowest = answered + 1, max(slowest, time.monotonic() - began)
+        assert answered > 10
+        late = await http.post(opening, json={"mode": "eval"}, headers=virtual)
+        refused(late, 401, "invalid_api_key")
+        print(f"{answered} calls of the policy meanwhile, the slowest {slowest:.2f} s")

@@ -1,0 +1,219 @@
+"""Traces of sessions at a real collector's HTTP: protobuf, as the OTLP exporter sends it."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import httpx
+import openai
+import pytest
+from opentelemetry.proto.collector.trace.v1.trace_service_pb2 import ExportTraceServiceRequest
+
+from any_agent.chat import ChatFormat
+from any_agent.errors import ConfigError
+from proxy_ext import tracing
+from tests.support.proxy import LIMIT, Proxy, config_for, running_proxy
+from tests.support.scripted_engine import ScriptedEngine
+
+ASKED = "a question of the agent's own"
+
+
+class Collector:
+    """Takes spans, or answers with 503 while it is ill."""
+
+    def __init__(self) -> None:
+        self.spans: list[Any] = []
+        self.resources: list[dict[str, Any]] = []
+        self.ill = False
+        self.asked = 0
+        collector = self
+
+        class Handler(BaseHTTPRequestHandler):
+            def do_POST(self) -> None:
+                body = self.rfile.read(int(self.headers["content-length"]))
+                collector.asked += 1
+                self.send_response(503 if collector.ill else 200)
+                self.send_header("content-length", "0")
+                self.end_headers()
+                if not collector.ill:
+                    collector._take(ExportTraceServiceRequest.FromString(body))
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self.server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+        self.url = f"http://127.0.0.1:{self.server.server_address[1]}/v1/traces"
+
+    def _take(self, request: Any) -> None:
+        for resource in request.resource_spans:
+            self.resources.append(values(resource.resource.attributes))
+            for scope in resource.scope_spans:
+                self.spans.extend(scope.spans)
+
+
+def values(attributes: Any) -> dict[str, Any]:
+    out = {}
+    for each in attributes:
+        kind = each.value.WhichOneof("value")
+        value = getattr(each.value, kind)
+        out[each.key] = [v.string_value for v in value.values] if kind == "array_value" else value
+    return out
+
+
+@pytest.fixture
+def collector() -> Iterator[Collector]:
+    made = Collector()
+    thread = threading.Thread(target=made.server.serve_forever, daemon=True)
+    thread.start()
+    yield made
+    made.server.shutdown()
+    made.server.server_close()
+
+
+@contextmanager
+def often() -> Iterator[None]:
+    """Spans leave soon, as with OTEL_BSP_SCHEDULE_DELAY."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("OTEL_BSP_SCHEDULE_DELAY", "50")
+        yield
+
+
+async def episode(proxy: Proxy, **opened: Any) -> tuple[str, str]:
+    """Ask once, reward and finalize; return the ids of session and call."""
+    async with httpx.AsyncClient(base_url=proxy.url, timeout=LIMIT) as http:
+        started = (await http.post("/rl/v1/start_session", json=opened)).json()
+        key = {"Authorization": f"Bearer {started['api_key']}"}
+        async with openai.AsyncOpenAI(
+            api_key=started["api_key"], base_url=f"{proxy.url}/v1"
+        ) as sdk:
+            done = await sdk.chat.completions.create(
+                model="m", messages=[{"role": "user", "content": ASKED}], max_tokens=5
+            )
+        reward = {"reward": 0.5, "completion_id": done.id}
+        assert (await http.post("/rl/v1/set_reward", json=reward, headers=key)).status_code == 200
+        finalized = await http.post("/rl/v1/finalize", json={}, headers=key)
+        assert finalized.status_code == 200, finalized.text
+        return started["session_id"], done.id
+
+
+async def until(met: Any) -> None:
+    deadline = time.monotonic() + LIMIT
+    while not met():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.02)
+
+
+async def test_a_session_is_a_trace(tmp_path: Path, chat: ChatFormat, collector: Collector) -> None:
+    engine = ScriptedEngine(decode=chat.decode)
+    config = config_for(tmp_path, f"tracing.endpoint={collector.url}")
+    with often():
+        async with engine.serve(), running_proxy(config, chat, engine_url=engine.url) as proxy:
+            session, call = await episode(proxy, mode="eval", task_id="sums")
+            await until(lambda: len(collector.spans) >= 3)
+            shown = (await proxy.http.get("/metrics")).text
+            assert 'any_agent_trace_spans_total{outcome="sent",rank="0"} 3.0' in shown
+    by_name = {span.name: span for span in collector.spans}
+    root, asked, reward = (
+        by_name[name] for name in ("invoke_agent sums", f"chat {config.model.name}", "reward")
+    )
+    assert {span.trace_id for span in (root, asked, reward)} == {root.trace_id}
+    assert (asked.parent_span_id, reward.parent_span_id, root.parent_span_id) == (
+        root.span_id,
+        root.span_id,
+        b"",
+    )
+    assert root.start_time_unix_nano <= asked.start_time_unix_nano
+    assert asked.start_time_unix_nano < asked.end_time_unix_nano <= root.end_time_unix_nano
+    about = values(asked.attributes)
+    assert about["gen_ai.operation.name"] == "chat"
+    assert about["gen_ai.conversation.id"] == session
+    assert about["gen_ai.response.id"] == call
+    assert about["gen_ai.response.finish_reasons"] == ["length"]
+    assert about["gen_ai.usage.output_tokens"] == 5
+    assert about["gen_ai.usage.input_tokens"] == len(engine.requests[-1]["input_ids"])
+    assert (about["any_agent.mode"], about["any_agent.task_id"]) == ("eval", "sums")
+    assert values(reward.attributes)["gen_ai.evaluation.score.value"] == 0.5
+    assert values(root.attributes)["any_agent.state"] == "evaluated"
+    assert collector.resources[0]["service.instance.id"] == "rank-0"
+    assert ASKED not in str(collector.spans), "content is off by default"
+
+
+async def test_content_if_it_is_asked_for(
+    tmp_path: Path, chat: ChatFormat, collector: Collector
+) -> None:
+    engine = ScriptedEngine(decode=chat.decode)
+    wanted = (f"tracing.endpoint={collector.url}", "tracing.content=true")
+    with often():
+        async with (
+            engine.serve(),
+            running_proxy(config_for(tmp_path, *wanted), chat, engine_url=engine.url) as proxy,
+        ):
+            await episode(proxy, mode="eval")
+    (asked,) = [span for span in collector.spans if span.name.startswith("chat")]
+    told = json.loads(values(asked.attributes)["gen_ai.input.messages"])
+    assert told == [{"role": "user", "parts": [{"type": "text", "content": ASKED}]}]
+    (answer,) = json.loads(values(asked.attributes)["gen_ai.output.messages"])
+    assert answer["role"] == "assistant"
+    with pytest.raises(ConfigError, match="does not keep"):
+        config_for(tmp_path, *wanted, "sessions.store_content=false")
+
+
+async def test_a_collector_that_fails_harms_no_call(
+    tmp_path: Path,
+    chat: ChatFormat,
+    collector: Collector,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    monkeypatch.setattr(tracing, "_SEND_SECONDS", 2.0)
+    monkeypatch.setattr(tracing, "_MAX_WAITING", 4)
+    collector.ill = True
+    engine = ScriptedEngine(decode=chat.decode)
+    config = config_for(tmp_path, f"tracing.endpoint={collector.url}")
+    with often():
+        async with engine.serve(), running_proxy(config, chat, engine_url=engine.url) as proxy:
+            traces = proxy.service.traces
+            assert traces is not None
+            for _ in range(6):
+                await episode(proxy, mode="eval")
+            await until(lambda: traces.outcomes["failed"] > 0)
+            assert traces.outcomes["dropped"] > 0
+            collector.ill = False
+            await episode(proxy, mode="eval")
+            await until(lambda: traces.outcomes["sent"] > 0)
+    said = [r.message for r in caplog.records if "traces" in r.message]
+    assert said == ["traces cannot be sent; more are lost", "traces are sent again"]
+
+
+async def test_a_tool_call_and_its_answer_are_parts() -> None:
+    call = {"id": "c1", "function": {"name": "look", "arguments": "{}"}}
+    asked = {"role": "assistant", "content": None, "tool_calls": [call], "reasoning_content": "hm"}
+    answer = {"role": "tool", "tool_call_id": "c1", "content": "seen"}
+    assert json.loads(tracing._messages([asked, answer])) == [
+        {
+            "role": "assistant",
+            "parts": [
+                {"type": "reasoning", "content": "hm"},
+                {"type": "tool_call", "id": "c1", "name": "look", "arguments": "{}"},
+            ],
+        },
+        {"role": "tool", "parts": [{"type": "tool_call_response", "id": "c1", "response": "seen"}]},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("url", "why"),
+    [("collector:4318", "an http or https URL"), ("http://me:secret@c/v1/traces", "OTLP_HEADERS")],
+)
+def test_an_endpoint_that_is_none(tmp_path: Path, url: str, why: str) -> None:
+    with pytest.raises(ConfigError, match=why) as refused:
+        config_for(tmp_path, f"tracing.endpoint={url}")
+    assert "secret" not in refused.value.message

@@ -1,0 +1,72 @@
+"""Alarms: each fault has its words and what to do, and a run that is well has none."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from router.dashboard.alarms import Alarm, Part, alarms_of
+from router.dashboard.scrape import Samples
+from router.dashboard.training import Steps
+
+WELL = [Part("router", "ready"), Part("rank-0", "ready"), Part("trainer", "ready")]
+STEP = {"step": 7, "sessions": 8, "mismatch": 0.001}
+
+
+def alarms(**changed: Any) -> list[Alarm]:
+    given: dict[str, Any] = {
+        "parts": WELL,
+        "samples": {},
+        "slots": {"waiting": 0},
+        "steps": Steps([STEP]),
+        "waiting": "",
+    }
+    return alarms_of(**given | changed)
+
+
+def test_a_run_that_is_well_has_none() -> None:
+    assert alarms() == [] == alarms(steps=Steps())
+    # Opens wait for slots all the time; it is the trainer's pace.
+    assert alarms(slots={"waiting": 9}) == []
+
+
+@pytest.mark.parametrize(
+    ("changed", "level", "what", "do"),
+    [
+        ({"parts": [Part("rank-1", "away")]}, "bad", "Rank 1 does not answer", "rank-1.log"),
+        ({"parts": [Part("rank-0", "no engine")]}, "bad", "no engine", "engine-*.log"),
+        ({"parts": [Part("rank-0", "disk full")]}, "bad", "no room", "Free some space"),
+        ({"parts": [Part("rank-0", "stalled")]}, "bad", "no heartbeat", "load"),
+        ({"parts": [Part("trainer", "away")]}, "bad", "The trainer does not", "trainer.log"),
+        ({"waiting": "waiting   for x\nwaiting   y"}, "warn", "waiting: for x. y.", "agents"),
+        ({"steps": Steps([STEP | {"mismatch": 0.5}])}, "warn", "disagree", "doctor"),
+        (
+            {"steps": Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])},
+            "warn",
+            "24 of the last 32",
+            "too easy or too hard",
+        ),
+        (
+            {"samples": {"rank-0": Samples("any_agent_journal_log_away 1.0")}},
+            "bad",
+            "Redis",
+            "server.journal",
+        ),
+        (
+            {"samples": {"rank-0": Samples('any_agent_journal_damaged_total{rank="0"} 2.0')}},
+            "warn",
+            "2 sessions",
+            "disk",
+        ),
+    ],
+)
+def test_faults(changed: dict[str, Any], level: str, what: str, do: str) -> None:
+    (alarm,) = alarms(**changed)
+    assert alarm.level == level and what in alarm.what and do in alarm.do
+
+
+def test_the_worst_comes_first() -> None:
+    found = alarms(waiting="waiting for x", parts=[Part("trainer", "away")], slots={"waiting": 2})
+    assert [alarm.level for alarm in found] == ["bad", "bad", "warn"]
+    assert "2 opens wait" in found[1].what

@@ -1,0 +1,361 @@
+"""The dashboard over HTTP: who gets in, what a page may do in a browser, and what is missing."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+from typing import Any
+
+import httpx
+import pytest
+
+from any_agent.auth.key_store import create_key, revoke_key
+from any_agent.keys import key_id
+from any_agent.launcher.trial import trial_dir
+from tests.router.conftest import StartLab
+from tests.router.test_affinity import IDS
+from tests.support.proxy import until
+from tests.support.router import Lab, Received
+
+ADMIN = "admin-key-1"
+KEYS = f"server.admin_key={ADMIN}"
+EVIL = "<script>alert(1)</script>"
+PAGES = ("", "/training", "/tasks", "/service", "/sessions", f"/sessions/{IDS[0]}")
+
+
+def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
+    return {
+        "session_id": id,
+        "state": "finalized",
+        "reason": EVIL,
+        "mode": "train",
+        "task_id": EVIL,
+        "group_id": EVIL,
+        "tenant": None,
+        "content": "stored",
+        "interactions": 1,
+        "final_reward": 0.25,
+        "reward": 0.25,
+        "step": None,
+        "created_at": 1e9,
+        "ended_at": None,
+        "opened_by": EVIL,
+        "trainable_calls": 1,
+        "untrainable_calls": {EVIL: 1},
+        "first_version": 3,
+        "last_version": 4,
+        "rewards_given": 1,
+        "number": 1,
+        "reward_history": [
+            {"interaction_id": None, "name": "style", "value": 0.25, "by": EVIL, "at": 1e9}
+        ],
+        **more,
+    }
+
+
+CALL = {
+    "id": "chatcmpl-1",
+    "parent_id": None,
+    "number": 1,
+    "depth": 0,
+    "created_at": 1e9,
+    "message_delta": [{"role": EVIL, "content": f"{EVIL} \u202eright to left"}],
+    "output_message": {"role": "assistant", "content": EVIL, "reasoning_content": EVIL},
+    "finish_reason": "stop",
+    "continuation": "root",
+    "branch_reason": None,
+    "untrainable_reason": None,
+    "reward": None,
+    "propagated": 0.25,
+    "prompt_tokens": 5,
+    "new_prompt_tokens": 5,
+    "output_tokens": 2,
+    "first_version": 3,
+    "last_version": 4,
+    "logprob_mean": -0.5,
+}
+CALLS = {
+    "session_id": IDS[0],
+    "total": 1,
+    "start": 0,
+    "next": None,
+    "cut": False,
+    "interactions": [CALL],
+}
+
+
+async def rank(received: Received) -> None:
+    """Answer as a rank does that has one session."""
+    path, _, query = received.target.partition("?")
+    if path == "/rl/v1/sessions":
+        if "min_reward=x" in query:
+            error = {"message": "min_reward must be a number", "code": "invalid_request"}
+            return await received.answer({"error": error}, status=400)
+        return await received.answer([session()])
+    if path.endswith("/interactions"):
+        return await received.answer(CALLS)
+    if path.endswith("/tokens"):
+        return await received.answer({"ids": [1], "texts": [EVIL]})
+    if path == f"/rl/v1/sessions/{IDS[0]}":
+        return await received.answer(session())
+    if path.startswith("/rl/v1/sessions/"):
+        error = {"message": f"there is no session {EVIL}", "code": "session_not_found"}
+        return await received.answer({"error": error}, status=404)
+    await received.answer({})
+
+
+@pytest.fixture
+async def lab(start_lab: StartLab) -> Lab:
+    """One rank behind a service with an admin key."""
+    lab = await start_lab(KEYS)
+    lab.ranks[0].handler = rank
+    return lab
+
+
+async def log_in(lab: Lab, key: str = ADMIN, **fields: str) -> httpx.Response:
+    return await lab.http.post("/ui/login", data={"key": key, **fields})
+
+
+def keys_sent(lab: Lab) -> set[str]:
+    return {key for got in lab.ranks[0].received for key in got.values("authorization")}
+
+
+async def test_nothing_is_shown_without_a_login(lab: Lab) -> None:
+    for page in PAGES:
+        answer = await lab.get(f"/ui{page}")
+        assert answer.status_code == 401 and 'name="key"' in answer.text
+        assert f'name="next" value="/ui{page}"' in answer.text
+    for key in (ADMIN, "wrong"):
+        # A key in a header or in the URL opens no page.
+        assert (await lab.get("/ui", key)).status_code == 401
+        assert (await lab.get(f"/ui?key={key}")).status_code == 401
+    assert lab.ranks[0].received == []
+    assert (await lab.get("/ui/static/style.css")).headers["content-type"] == "text/css"
+
+
+async def test_a_login_is_a_cookie_that_no_script_reads(lab: Lab) -> None:
+    answer = await log_in(lab, next="/ui/sessions")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/sessions")
+    cookie = answer.headers["set-cookie"]
+    for part in ("Path=/ui", "HttpOnly", "SameSite=Strict", "Max-Age=43200"):
+        assert part in cookie
+    assert ADMIN not in cookie and "Secure" not in cookie
+    for page in PAGES:
+        answer = await lab.get(f"/ui{page}")
+        assert answer.status_code == 200, answer.text
+        assert ADMIN not in answer.text
+    assert keys_sent(lab) == {f"Bearer {ADMIN}", f"Bearer {lab.signer.run_key}"}
+    answer = await lab.http.post("/ui/logout")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/login")
+    assert (await lab.get("/ui")).status_code == 401
+
+
+async def test_behind_tls_the_cookie_is_for_tls_alone(start_lab: StartLab) -> None:
+    lab = await start_lab(KEYS)
+    lab.router._dashboard._origin = httpx.URL("https://service.example")  # type: ignore
+    assert "; Secure" in (await log_in(lab)).headers["set-cookie"]
+
+
+@pytest.mark.parametrize(
+    "after", ["https://evil.example/ui", "//evil.example", "/ui/../v1", "/ui\r\nX: y", "/v1", EVIL]
+)
+async def test_a_login_leads_to_a_page_of_ours(lab: Lab, after: str) -> None:
+    assert (await log_in(lab, next=after)).headers["location"] == "/ui"
+    wrong = await log_in(lab, "wrong", next=after)
+    assert 'name="next" value="/ui"' in wrong.text and EVIL not in wrong.text
+
+
+async def test_wrong_keys_are_refused_counted_and_written_down(lab: Lab) -> None:
+    for _ in range(5):
+        answer = await log_in(lab, "wrong-key")
+        assert answer.status_code == 401 and "not valid" in answer.text
+        assert "set-cookie" not in answer.headers and "wrong-key" not in answer.text
+    answer = await log_in(lab)
+    assert answer.status_code == 429 and int(answer.headers["retry-after"]) <= 60
+    path = trial_dir(lab.config).audit / "router.jsonl"
+    lines = await until(lambda: path.exists() and path.read_text().splitlines()[4:5])
+    assert json.loads(lines[0])["route"] == "POST /ui/login"
+    assert "wrong-key" not in path.read_text()
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"sec-fetch-site": "cross-site"}, 403),
+        ({"sec-fetch-site": "same-site"}, 403),
+        ({"origin": "https://evil.example"}, 403),
+        ({"origin": "null"}, 403),
+        ({"sec-fetch-site": "same-origin", "origin": "null"}, 303),
+        ({"sec-fetch-site": "same-origin"}, 303),
+        ({}, 303),
+    ],
+)
+async def test_forms_of_other_sites_do_nothing(
+    lab: Lab, headers: dict[str, str], status: int
+) -> None:
+    for path in ("login", "logout"):
+        answer = await lab.http.post(f"/ui/{path}", data={"key": ADMIN}, headers=headers)
+        assert answer.status_code == status, path
+    own = {"origin": f"http://127.0.0.1:{lab.port}"}
+    assert (await lab.http.post("/ui/login", data={"key": ADMIN}, headers=own)).status_code == 303
+
+
+async def test_pages_are_only_read(lab: Lab) -> None:
+    await log_in(lab)
+    for method in ("POST", "PUT", "DELETE"):
+        assert (await lab.http.request(method, "/ui/sessions")).status_code == 400, method
+    head = await lab.http.head("/ui/sessions")
+    assert (head.status_code, head.content) == (200, b"")
+
+
+async def test_a_revoked_key_is_out_at_once(lab: Lab) -> None:
+    path = trial_dir(lab.config).keys
+    key = create_key(path, "admin")[0]
+    assert (await log_in(lab, key)).status_code == 303
+    assert (await lab.get("/ui/sessions")).status_code == 200
+    revoke_key(path, key_id(key) or "")
+
+    async def refused() -> bool:
+        return (await lab.get("/ui/sessions")).status_code == 401
+
+    await until(refused)
+    assert len(lab.router._dashboard._logins) == 0  # type: ignore[union-attr]
+
+
+async def test_a_tenant_sees_its_sessions_alone(lab: Lab) -> None:
+    key = create_key(trial_dir(lab.config).keys, "tenant", tenant="alice")[0]
+    assert (await log_in(lab, key)).status_code == 303
+    answer = await lab.get("/ui")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/sessions")
+    shown = await lab.get("/ui/sessions")
+    assert shown.status_code == 200 and "/ui/training" not in shown.text
+    assert 'name="tenant"' not in shown.text
+    assert (await lab.get("/ui/training")).status_code == 403
+    # The rank judges each read by the tenant's own key.
+    assert keys_sent(lab) == {f"Bearer {key}"}
+
+
+@pytest.mark.parametrize("scope", ["trainer", "session"])
+async def test_other_keys_do_not_open_it(lab: Lab, scope: str) -> None:
+    keys = trial_dir(lab.config).keys
+    key = lab.key(0) if scope == "session" else create_key(keys, "trainer")[0]
+    answer = await log_in(lab, key)
+    assert answer.status_code == 403 and "set-cookie" not in answer.headers
+    assert f"a key of scope {scope}" in answer.text
+
+
+async def test_pages_are_safe_in_a_browser(lab: Lab) -> None:
+    await log_in(lab)
+    for page in (*PAGES, "/groups?group_id=x", "/none", "/static/live.js", "/login"):
+        answer = await lab.get(f"/ui{page}")
+        policy = answer.headers["content-security-policy"]
+        assert "default-src 'none'" in policy and "unsafe" not in policy
+        assert answer.headers["x-content-type-options"] == "nosniff"
+        assert "frame-ancestors 'none'" in policy and "form-action 'self'" in policy
+        if "html" in answer.headers["content-type"]:
+            assert answer.headers["cache-control"] == "no-store"
+            assert EVIL not in answer.text
+            # Inline styles, handlers and scripts would not work, either.
+            assert not re.search(
+                r"<style|\sstyle=|\son\w+=|<script(?! type=\"module\" src=)", answer.text
+            )
+
+
+async def test_what_agents_wrote_stays_text(lab: Lab) -> None:
+    await log_in(lab)
+    escaped = "&lt;script&gt;alert(1)&lt;/script&gt;"
+    assert (await lab.get("/ui/sessions")).text.count(escaped) >= 4
+    shown = (await lab.get(f"/ui/sessions/{IDS[0]}")).text
+    assert shown.count(escaped) >= 6
+    assert "\u202eright to left" in shown and 'dir="auto"' in shown
+    assert (await lab.get("/ui/groups?group_id=x")).text.count(escaped) >= 4
+    unknown = await lab.get(f"/ui/sessions/{IDS[0][:-1]}x")
+    assert unknown.status_code == 404 and EVIL not in unknown.text
+    tokens = await lab.get(f"/ui/sessions/{IDS[0]}/tokens/chatcmpl-1")
+    assert tokens.headers["content-type"] == "application/json"
+    assert tokens.json()["texts"] == [EVIL]
+
+
+async def test_a_group_without_a_name_leads_to_the_list(lab: Lab) -> None:
+    await log_in(lab)
+    answer = await lab.get("/ui/groups")
+    assert (answer.status_code, answer.headers["location"]) == (303, "/ui/sessions")
+
+
+async def test_filters_reach_the_ranks_and_their_refusal_is_shown(lab: Lab) -> None:
+    await log_in(lab)
+    query = "state=open&task_id=a%20b&group_id=&min_reward=0.5&unknown=1&after="
+    assert (await lab.get(f"/ui/sessions?{query}")).status_code == 200
+    target = lab.ranks[0].received[-1].target
+    assert target == "/rl/v1/sessions?state=open&task_id=a+b&min_reward=0.5&limit=50"
+    answer = await lab.get("/ui/sessions?min_reward=x")
+    assert answer.status_code == 400 and "min_reward must be a number" in answer.text
+    assert 'name="min_reward" value="x"' in answer.text
+
+
+async def test_a_rank_that_is_away_is_named(start_lab: StartLab) -> None:
+    lab = await start_lab(KEYS, ranks=2)
+    for each in lab.ranks:
+        each.handler = rank
+    await log_in(lab)
+    await lab.ranks[1].kill()
+    lab.router.ranks.mark_failed(1)
+    assert "Rank 1 does not answer" in (await lab.get("/ui/sessions")).text
+    assert "Rank 1 does not answer" in (await lab.get("/ui")).text
+    await lab.ranks[0].kill()
+    lab.router.ranks.mark_failed(0)
+    answer = await lab.get(f"/ui/sessions/{IDS[0]}")
+    assert answer.status_code == 503 and "rank 0" in answer.text
+    assert (await lab.get("/ui/sessions")).status_code == 503
+    assert (await lab.get("/ui")).status_code == 200
+    assert (await lab.get("/ui/training")).status_code == 200
+
+
+async def test_calls_that_cannot_be_read_leave_the_rest_of_the_page(lab: Lab) -> None:
+    async def archived(received: Received) -> None:
+        if received.target.partition("?")[0].endswith("/interactions"):
+            error = {"message": "its content is archived", "code": "content_not_stored"}
+            return await received.answer({"error": error}, status=409)
+        await received.answer(session(content="archived", reward_history=[]))
+
+    lab.ranks[0].handler = archived
+    await log_in(lab)
+    answer = await lab.get(f"/ui/sessions/{IDS[0]}")
+    assert answer.status_code == 200
+    assert "its content is archived" in answer.text and "finalized" in answer.text
+
+
+async def test_ten_who_watch_cost_one_look(lab: Lab) -> None:
+    await log_in(lab)
+    answers = await asyncio.gather(*(lab.get("/ui") for _ in range(10)))
+    assert {answer.status_code for answer in answers} == {200}
+    assert [got.target for got in lab.ranks[0].received].count("/metrics") == 1
+
+
+async def test_what_the_browser_has_is_not_sent_again(lab: Lab) -> None:
+    first = await lab.get("/ui/static/style.css")
+    again = await lab.get("/ui/static/style.css", **{"if-none-match": first.headers["etag"]})
+    assert (again.status_code, again.content) == (304, b"")
+    assert (await lab.get("/ui/static/../app.py")).status_code in (401, 404)
+
+
+async def test_without_keys_it_is_open_on_loopback_alone(start_lab: StartLab) -> None:
+    lab = await start_lab()
+    lab.ranks[0].handler = rank
+    assert (await lab.get("/ui")).status_code == 200
+    assert "Log out" not in (await lab.get("/ui/sessions")).text
+    assert (await lab.get("/ui", **{"sec-fetch-site": "cross-site"})).status_code == 403
+    assert (await lab.get("/ui", host="evil.example")).status_code == 403
+
+
+@pytest.mark.parametrize("path", ["/ui", "/ui/", "/ui/login", "/ui/sessions"])
+async def test_switched_off_the_path_is_the_ranks(start_lab: StartLab, path: str) -> None:
+    lab = await start_lab("server.ui=false")
+
+    async def unknown(received: Received) -> None:
+        await received.answer({"whose": "the rank's"}, status=404)
+
+    lab.ranks[0].handler = unknown
+    answer = await lab.get(path)
+    assert (answer.status_code, answer.json()) == (404, {"whose": "the rank's"})

@@ -1,0 +1,114 @@
+"""A group's sessions side by side: in order, and with what cannot be read named."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, cast
+
+import pytest
+
+from any_agent.errors import NotFound, ServiceUnavailable
+from router.dashboard.group import MOST, read_group
+from router.dashboard.ranks import RankReader, SessionsPage, Visitor
+from tests.router.dashboard.test_trajectory import call
+
+ME = Visitor("", "me", None, "127.0.0.1")
+
+
+class Ranks:
+    """Sessions by id: the reward, and the number of calls that are counted;
+    None: the rank is away."""
+
+    def __init__(
+        self, missing: list[int], *, pages: int = 1, **sessions: tuple[float | None, int | None]
+    ) -> None:
+        self.sessions_by_id = sessions
+        self.missing = missing
+        self.pages = pages
+        """Pages that are empty but for the last one."""
+        self.hidden = 0
+        """Calls of each session that are counted and not shown."""
+        self.asked: list[tuple[str, int]] = []
+        self.queries: list[Mapping[str, str]] = []
+
+    async def sessions(self, visitor: Visitor, query: Mapping[str, str]) -> SessionsPage:
+        assert visitor is ME and query["group_id"] == "g/1" and query["limit"] == str(MOST)
+        self.queries.append(query)
+        if len(self.queries) < self.pages:
+            return SessionsPage([], f"after {len(self.queries)}", self.missing)
+        infos = [
+            {"session_id": id, "reward": reward, "interactions": 1 if calls is None else calls}
+            for id, (reward, calls) in self.sessions_by_id.items()
+        ]
+        return SessionsPage(infos, "", self.missing)
+
+    async def of_session(
+        self, visitor: Visitor, id: str, rest: str, *, start: int, limit: int
+    ) -> dict[str, Any]:
+        assert rest == "/interactions" and limit == 1
+        calls = self.sessions_by_id[id][1]
+        if calls is None:
+            raise ServiceUnavailable("rank 0 does not answer")
+        self.asked.append((id, start))
+        total = max(0, calls - self.hidden)
+        found = [call(start + 1, start or None)] if start < total else []
+        return {"interactions": found, "total": total}
+
+
+def read(ranks: Ranks, tenant: str = "") -> Any:
+    return read_group(cast(RankReader, ranks), ME, "g/1", tenant)
+
+
+async def test_the_best_is_first_and_each_shows_its_last_call() -> None:
+    ranks = Ranks([], a=(0.0, 2), b=(None, 0), c=(1.0, 3), d=(0.5, None))
+    group = await read(ranks)
+    assert [member.info["session_id"] for member in group.members] == ["c", "d", "a", "b"]
+    assert [member.last and member.last.call["number"] for member in group.members] == [
+        *(3, None, 2, None)
+    ]
+    assert [member.problem for member in group.members] == ["", "rank 0 does not answer", "", ""]
+    assert group.mean == 0.5 and not group.alike
+    # No last call is a first one: one is read for the prompt.
+    assert ranks.asked == [("a", 1), ("b", 0), ("c", 2), ("a", 0)]
+    assert group.prompt[0].pieces[0].text == "m1"
+
+
+@pytest.mark.parametrize(
+    ("rewards", "alike"), [((1.0, 1.0), True), ((0.0, 1.0), False), ((1.0,), False), ((), False)]
+)
+async def test_a_group_without_a_difference_is_named(
+    rewards: tuple[float, ...], alike: bool
+) -> None:
+    ranks = Ranks([], **{f"s{k}": (reward, 1) for k, reward in enumerate(rewards)}, z=(None, 1))
+    group = await read(ranks)
+    assert group.alike is alike
+    assert len(ranks.asked) == len(rewards) + 1, "a first call was read twice"
+
+
+async def test_an_unknown_group_and_one_that_may_be_on_a_rank_that_is_away() -> None:
+    with pytest.raises(NotFound, match="no session of a group g/1"):
+        await read(Ranks([]))
+    group = await read(Ranks([1]))
+    assert (group.missing, group.members, group.mean) == ([1], [], None)
+
+
+async def test_it_is_looked_for_on_pages_that_are_empty() -> None:
+    ranks = Ranks([], pages=3, a=(1.0, 1))
+    group = await read(ranks, "acme")
+    assert [member.info["session_id"] for member in group.members] == ["a"] and not group.more
+    assert [query.get("after") for query in ranks.queries] == [None, "after 1", "after 2"]
+    assert {query["tenant"] for query in ranks.queries} == {"acme"}
+    with pytest.raises(NotFound):
+        await read(Ranks([], pages=99, a=(1.0, 1)))
+
+
+async def test_calls_of_frozen_models_are_counted_and_not_shown() -> None:
+    ranks = Ranks([], a=(1.0, 5), b=(1.0, 2))
+    ranks.hidden = 2
+    group = await read(ranks)
+    assert [member.last and member.last.call["number"] for member in group.members] == [3, None]
+
+
+async def test_a_group_that_is_not_wholly_known_is_not_called_alike() -> None:
+    assert (await read(Ranks([], a=(1.0, 1), b=(1.0, 1)))).alike
+    assert not (await read(Ranks([1], a=(1.0, 1), b=(1.0, 1)))).alike

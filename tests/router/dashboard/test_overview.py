@@ -1,0 +1,102 @@
+"""`GET /rl/v1/overview`: the dashboard's figures as JSON, for an operator's key alone."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from any_agent.auth.key_store import create_key
+from any_agent.launcher.trial import trial_dir
+from router.dashboard.alarms import Alarm, Part
+from router.dashboard.overview import Group, Overview
+from router.dashboard.training import Steps
+from tests.router.conftest import StartLab
+from tests.support.proxy import until
+from tests.support.router import Lab, Received
+
+ADMIN = "admin-key-1"
+PATH = "/rl/v1/overview"
+
+
+def test_plain_data_has_the_last_step_alone() -> None:
+    steps = [{"step": n, "seconds": {"wait": 1.0, "sync": n}} for n in range(3)]
+    run = Overview(
+        parts=[Part("router", "ready"), Part("rank-0", "away")],
+        sessions={"train": {"open": 2}},
+        slots={"waiting": 0},
+        groups=[Group("g", 1, 2, 3.5)],
+        calls_rate=None,
+        tokens_rate=0.5,
+        version=3,
+        requests_running=4,
+        steps=Steps(steps),
+        waiting="",
+        alarms=[Alarm("bad", "what", "do")],
+    )
+    plain = run.plain()
+    assert (plain["step"], plain["phases"]) == (steps[-1], {"wait": 1.0, "sync": 1.0})
+    assert "steps" not in plain
+    assert [(part["name"], part["well"]) for part in plain["parts"]] == [
+        ("router", True),
+        ("rank-0", False),
+    ]
+    assert plain["groups"] == [{"group_id": "g", "members": 1, "size": 2, "closes_in": 3.5}]
+    assert plain["alarms"] == [{"level": "bad", "what": "what", "do": "do"}]
+
+
+async def rank(received: Received) -> None:
+    data: dict[str, Any] = {}
+    if received.target == "/rl/v1/capacity":
+        data = {"unfilled": [{"group_id": "g", "members": 1, "size": 4, "closes_in": 60}]}
+    await received.answer(data)
+
+
+@pytest.mark.parametrize("ui", ["true", "false"])
+async def test_an_operator_gets_it_with_and_without_pages(start_lab: StartLab, ui: str) -> None:
+    lab = await start_lab(f"server.admin_key={ADMIN}", f"server.ui={ui}")
+    lab.ranks[0].handler = rank
+    answer = await lab.get(PATH, ADMIN)
+    assert answer.status_code == 200, answer.text
+    run = answer.json()
+    assert run["trial"] == "/".join(trial_dir(lab.config).path.parts[-2:])
+    assert [part["name"] for part in run["parts"]] == ["router", "rank-0"]
+    assert run["groups"][0]["group_id"] == "g"
+    assert answer.headers["x-any-agent-api"]
+    assert (await lab.get("/ui")).status_code == (401 if ui == "true" else 200)
+
+
+async def test_a_rank_that_is_away_is_an_alarm(start_lab: StartLab) -> None:
+    lab = await start_lab(ranks=2)
+    assert (await lab.get(PATH)).json()["alarms"] == []
+    await lab.ranks[1].kill()
+
+    async def away() -> bool:
+        alarms = (await lab.get(PATH)).json()["alarms"]
+        return bool(alarms) and alarms[0]["what"].startswith("Rank 1 ")
+
+    await until(away)
+
+
+async def test_nobody_else_gets_it(start_lab: StartLab) -> None:
+    lab: Lab = await start_lab(f"server.admin_key={ADMIN}")
+    keys = trial_dir(lab.config).keys
+    tenant, _ = create_key(keys, "tenant", tenant="alice", created_by="me")
+    trainer, _ = create_key(keys, "trainer", created_by="me")
+    _, session = lab.signer.mint(0)
+    assert (await lab.get(PATH)).status_code == 401
+    assert (await lab.get(PATH, "wrong")).status_code == 401
+    for key in (tenant, trainer, session):
+
+        async def known(key: str = key) -> bool:
+            return (await lab.get(PATH, key)).status_code == 403
+
+        await until(known)
+    assert lab.ranks[0].received == []
+    path = trial_dir(lab.config).audit / "router.jsonl"
+
+    async def all_written() -> bool:
+        # Written by a thread.
+        return path.exists() and path.read_text().count('"route":"GET /rl/v1/overview"') >= 5
+
+    await until(all_written)

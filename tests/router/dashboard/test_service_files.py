@@ -1,0 +1,59 @@
+"""Logs, keys and settings of a run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from any_agent.auth.key_store import create_key
+from any_agent.errors import NotFound
+from any_agent.rundir.layout import RunDir
+from router.dashboard import service_files
+from router.dashboard.service_files import keys_of, log_of, logs_of, settings_of
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDir:
+    run = RunDir(tmp_path / "run")
+    run.create()
+    return run
+
+
+def test_the_end_of_a_log_in_whole_lines(run: RunDir, monkeypatch: pytest.MonkeyPatch) -> None:
+    (run.logs / "rank-0.log").write_bytes(b"first\nsecond \xff\n")
+    (run.logs / "Other.log").write_text("x")
+    assert logs_of(run) == ["rank-0"]
+    assert log_of(run, "rank-0").text == "first\nsecond \ufffd\n"
+    assert log_of(run, "rank-0").whole
+    monkeypatch.setattr(service_files, "_MAX_BYTES", 10)
+    tail = log_of(run, "rank-0")
+    assert (tail.text, tail.whole) == ("second \ufffd\n", False)
+
+
+@pytest.mark.parametrize("name", ["rank-1", "../secret", "..", "a/b", "RANK-0", "rank-0\n"])
+def test_no_other_file_is_shown(run: RunDir, name: str) -> None:
+    (run.logs / "rank-0.log").write_text("x")
+    with pytest.raises(NotFound):
+        log_of(run, name)
+
+
+def test_a_link_is_no_log(run: RunDir) -> None:
+    (run.logs / "rank-0.log").symlink_to(run.secret)
+    run.signing_secret()
+    with pytest.raises(NotFound):
+        log_of(run, "rank-0")
+
+
+def test_keys_without_their_texts(run: RunDir) -> None:
+    text, key = create_key(run.keys, "tenant", tenant="alice")
+    (row,) = keys_of(run)
+    assert (row.id, row.scope, row.tenant, row.state) == (key.id, "tenant", "alice", "live")
+    assert text not in str(row)
+    assert key.hash not in str(row)
+
+
+def test_settings(run: RunDir) -> None:
+    assert "cannot be read" in settings_of(run)
+    run.resolved.write_text("server: {ranks: 2}\n")
+    assert settings_of(run) == "server: {ranks: 2}\n"

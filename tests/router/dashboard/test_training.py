@@ -1,0 +1,104 @@
+"""Reads of `metrics.jsonl`: its end, each step once, and nothing that breaks a page."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from router.dashboard import training
+from router.dashboard.training import StepReader, charts_of, dull_sessions, parse_steps, table_of
+
+
+def line(step: int, **more: Any) -> dict[str, Any]:
+    return {"step": step, "reward": step / 10, "sessions": 4, "seconds": {"wait": 2.0}, **more}
+
+
+def write(path: Path, *lines: dict[str, Any] | str) -> None:
+    texts = [each if isinstance(each, str) else json.dumps(each) for each in lines]
+    path.write_text("".join(f"{text}\n" for text in texts))
+
+
+def test_a_repeated_step_counts_once_and_broken_lines_do_not() -> None:
+    lines = [line(1), line(2, reward=9), line(2, reward=0.5), {"step": 2, "eval": {"reward": 0.7}}]
+    texts = [json.dumps(each) for each in lines]
+    content = "\n".join([*texts, "[]", "null", '{"step": "x"}', '{"step": 3, "rew']).encode()
+    run = parse_steps(content, whole=True)
+    assert [(each["step"], each["reward"]) for each in run.steps] == [(1, 0.1), (2, 0.5)]
+    assert [each["eval"]["reward"] for each in run.evaluations] == [0.7]
+
+
+def test_only_the_end_of_a_long_file_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "metrics.jsonl"
+    reader = StepReader(path)
+    assert reader.read().steps == ()
+    write(path, *map(line, range(1, 101)))
+    assert len(reader.read().steps) == 100 and reader.read().whole
+    assert reader.read() is reader.read()
+    monkeypatch.setattr(training, "_MAX_BYTES", 1000)
+    write(path, *map(line, range(1, 102)))
+    run = reader.read()
+    assert not run.whole and 5 < len(run.steps) < 20
+    assert run.last is not None and run.last["step"] == 101
+
+
+def test_the_times_of_a_step() -> None:
+    lines = [line(k, seconds={"wait": float(k), "forward": 1.0}) for k in range(1, 21)]
+    run = parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True)
+    assert run.phases() == {"wait": sum(range(11, 21)) / 10, "forward": 1.0}
+
+
+def test_dull_sessions_are_counted_between_steps() -> None:
+    lines = [
+        line(1, rejected={"zero_variance": 100}),
+        line(2, rejected={"zero_variance": 108}, left_out={"zero_variance": 4}),
+        # The trainer has started again and counts from 0.
+        line(3, rejected={"zero_variance": 8}, left_out={}),
+    ]
+    assert dull_sessions(lines) == (8 + 4 + 8, 8)
+    assert dull_sessions(lines[:1]) == (0, 0)
+
+
+def test_charts_of_lines_with_anything_in_them() -> None:
+    odd = [line(1, loss="x", lengths=3, seconds=None, left_out=None), {"step": 2}]
+    run = parse_steps("\n".join(map(json.dumps, odd)).encode(), whole=True)
+    charts = charts_of(run)
+    assert charts[0].title == "Reward" and charts[0].lines[0].last == "0.1"
+    assert [chart.lines for chart in charts if chart.title == "Loss"] == [()]
+    assert [row["step"] for row in table_of(run)] == [2, 1]
+    assert charts_of(parse_steps(b"", whole=True)) == []
+
+
+def test_rewards_by_name_have_a_chart_where_there_are_any() -> None:
+    lines = [line(1), line(2, rewards={"correct": 0.5}), line(3, rewards={"<b>": 1, "correct": 1})]
+    lines[2]["rewards"] |= {f"a{k}": 0 for k in range(9)}
+    run = parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True)
+    (chart,) = [chart for chart in charts_of(run) if chart.title == "Rewards by name"]
+    shown = [(each.name, each.last) for each in chart.lines]
+    assert shown[:2] == [("correct", "1"), ("<b>", "1")] and len(shown) == 4
+    assert chart.bands[1].title == "step 2: correct 0.5"
+    odd = parse_steps(json.dumps(line(1, rewards="x")).encode(), whole=True)
+    assert "Rewards by name" not in [chart.title for chart in charts_of(odd)]
+
+
+def test_trials_beside_each_other_are_one_line_each() -> None:
+    def run(*lines: dict[str, Any]) -> training.Steps:
+        return parse_steps("\n".join(map(json.dumps, lines)).encode(), whole=True)
+
+    mine = run(line(1), line(2), {"step": 2, "eval": {"reward": 0.7}})
+    other = run(line(2, reward=0.9), line(4, reward=1.0))
+    charts = charts_of(mine, "this", {"that": other})
+    reward = charts[0]
+    assert (reward.title, reward.about) == ("Reward", "mean score of a step's sessions")
+    assert [(each.name, each.last) for each in reward.lines] == [("this", "0.2"), ("that", "1")]
+    assert [band.title for band in reward.bands] == [
+        *("step 1: this 0.1", "step 2: this 0.2, that 0.9", "step 4: that 1")
+    ]
+    assert all(len(chart.lines) in (0, 2) for chart in charts)
+    assert next(chart.about for chart in charts if chart.title == "Turns") == (
+        "calls of a session: mean"
+    )

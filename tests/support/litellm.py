@@ -1,0 +1,192 @@
+"""LiteLLM with a configuration file: stock, in a process of its own, and in a rank of ours."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import httpx
+import yaml
+
+from tests.support.ports import own_port
+from tests.support.real_parts import (
+    await_url,
+    in_a_thread,
+    process,
+    proxy_process,
+    write_config,
+)
+
+ADMIN = "sk-the-operators-own-admin-key-4f1c"
+SECRET = "provider-secret-8a1f"
+VARIABLE = "TEST_PROVIDER_KEY"
+CALLBACK = """
+import json, os
+from litellm.integrations.custom_logger import CustomLogger
+
+
+class Log(CustomLogger):
+    async def async_log_success_event(self, kwargs, response_obj, start_time, end_time):
+        payload = kwargs["standard_logging_object"]
+        about = kwargs["litellm_params"]["metadata"]
+        line = {
+            "id": payload["id"],
+            "call": kwargs["litellm_call_id"],
+            "model": payload["model_group"] or payload["model"],
+            "tokens": [payload["prompt_tokens"], payload["completion_tokens"]],
+            "cost": payload["response_cost"],
+            "messages": payload["messages"],
+            "about": {k: v for k, v in about.items() if isinstance(v, (str, int, float))},
+        }
+        with open(os.environ["TEST_CALLBACK_LOG"], "a") as file:
+            file.write(json.dumps(line) + "\\n")
+
+
+log = Log()
+"""
+"""A callback of the operator's: it appends what it is told to a file."""
+GUARDRAILS = """
+from fastapi import HTTPException
+from litellm.integrations.custom_guardrail import CustomGuardrail
+
+
+class Before(CustomGuardrail):
+    async def async_pre_call_hook(self, user_api_key_dict, cache, data, call_type):
+        text = str(data["messages"][-1]["content"])
+        if "forbidden" in text:
+            raise HTTPException(status_code=400, detail="no such word here")
+        if "rewrite" in text:
+            data["messages"][-1]["content"] = "something else"
+        return data
+
+
+class After(CustomGuardrail):
+    async def async_post_call_success_hook(self, data, user_api_key_dict, response):
+        if "judge me" in str(data["messages"]):
+            raise HTTPException(status_code=400, detail="not this answer")
+
+
+class Strict(CustomGuardrail):
+    async def async_post_call_success_hook(self, data, user_api_key_dict, response):
+        if "veto me" in str(data["messages"]):
+            raise HTTPException(status_code=400, detail="not this session")
+"""
+"""Guardrails of the operator's."""
+
+
+def examples(url: str) -> dict[str, Any]:
+    """LiteLLM's documented examples in one file: a simple model, two places of one name, fallbacks,
+    a wildcard, an alias, and a callback."""
+
+    def model(name: str, model: str, **more: Any) -> dict[str, Any]:
+        key = f"os.environ/{VARIABLE}"
+        params = {"model": model, "api_base": f"{url}/v1", "api_key": key, **more}
+        return {"model_name": name, "litellm_params": params}
+
+    claude = {"model": "anthropic/claude-x", "api_base": url, "api_key": f"os.environ/{VARIABLE}"}
+    return {
+        "model_list": [
+            model("planner", "openai/gpt-4o-mini"),
+            model("backup", "openai/gpt-4o"),
+            model("balanced", "openai/gpt-a", rpm=600),
+            model("balanced", "openai/gpt-a", rpm=600),
+            model("any/*", "openai/*"),
+            model("vectors", "openai/text-embedding-3-small"),
+            {"model_name": "claude", "litellm_params": claude},
+        ],
+        "litellm_settings": {
+            "drop_params": True,
+            "num_retries": 0,
+            "fallbacks": [{"planner": ["backup"]}],
+            "callbacks": "callbacks.log",
+        },
+        "router_settings": {"model_group_alias": {"thinker": "backup"}},
+        "general_settings": {"master_key": ADMIN},
+        "guardrails": [
+            {
+                "guardrail_name": "before",
+                "litellm_params": {"guardrail": "guards.Before", "mode": "pre_call"},
+            },
+            {
+                "guardrail_name": "after",
+                "litellm_params": {"guardrail": "guards.After", "mode": "post_call"},
+            },
+            {
+                "guardrail_name": "strict",
+                "litellm_params": {"guardrail": "guards.Strict", "mode": "post_call"},
+            },
+        ],
+    }
+
+
+def write_litellm(folder: Path, data: dict[str, Any]) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "callbacks.py").write_text(CALLBACK)
+    (folder / "guards.py").write_text(GUARDRAILS)
+    path = folder / "litellm.yaml"
+    path.write_text(yaml.safe_dump(data))
+    return path
+
+
+def client(url: str, key: str = ADMIN) -> httpx.AsyncClient:
+    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    return httpx.AsyncClient(base_url=url, timeout=60, headers=headers)
+
+
+@asynccontextmanager
+async def stock(path: Path) -> AsyncIterator[httpx.AsyncClient]:
+    """Stock LiteLLM's proxy."""
+    port, log = own_port(), path.parent / "stock.log"
+    serve = ["--host", "127.0.0.1", "--port", str(port), "--log-level", "warning"]
+    environment = {
+        "CONFIG_FILE_PATH": str(path),
+        "LITELLM_LOCAL_MODEL_COST_MAP": "True",
+        "TEST_CALLBACK_LOG": str(path.parent / "told.jsonl"),
+        VARIABLE: SECRET,
+    }
+    context = process(log, "uvicorn", "litellm.proxy.proxy_server:app", *serve, **environment)
+    async with in_a_thread(context) as child:
+        url = f"http://127.0.0.1:{port}"
+        await asyncio.to_thread(await_url, f"{url}/health/liveliness", child, log)
+        async with client(url) as http:
+            yield http
+
+
+@asynccontextmanager
+async def rank(
+    path: Path,
+    model: Path,
+    engine_url: str,
+    *,
+    own: Mapping[str, Any] | None = None,
+    number: int = 0,
+    ranks: int = 1,
+    **sections: Any,
+) -> AsyncIterator[httpx.AsyncClient]:
+    """A rank of ours with the same configuration, LiteLLM started; the environment is the
+    caller's."""
+    folder = path.parent / "ours"
+    folder.mkdir(exist_ok=True)
+    server = {"ranks": ranks, "admin_key": ADMIN}
+    section = {"config": str(path), **(own or {})}
+    config = write_config(folder, model, litellm=section, server=server, **sections)
+    context = proxy_process(config, engine_url, own_port(), "--rank", str(number))
+    async with in_a_thread(context) as (_, url), client(url) as http:
+        await ready(http)
+        yield http
+
+
+async def ready(http: httpx.AsyncClient) -> None:
+    async with asyncio.timeout(240):
+        while "litellm" in (await http.get("/readyz")).json():  # noqa: ASYNC110
+            await asyncio.sleep(0.25)
+
+
+async def session(http: httpx.AsyncClient, **fields: Any) -> dict[str, str]:
+    """The headers of a new session's calls."""
+    response = await http.post("/rl/v1/start_session", json={"mode": "eval", **fields})
+    assert response.status_code == 200, response.text
+    return {"Authorization": f"Bearer {response.json()['api_key']}"}

@@ -1,0 +1,24 @@
+"""Waiting for what must happen in a moment."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+LIMIT = 60.0
+"""Seconds until a test gives up on what must happen in a moment."""
+
+
+async def until(condition: Callable[[], Any], what: str = "the condition") -> Any:
+    """Poll until it is truthy; its value."""
+    deadline = time.monotonic() + LIMIT
+    while True:
+        value = condition()
+        if isinstance(value, Awaitable):
+            value = await value
+        if value:
+            return value
+        assert time.monotonic() < deadline, f"{what} did not come true within {LIMIT:g} s"
+        await asyncio.sleep(0.01)

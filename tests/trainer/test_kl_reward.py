@@ -1,0 +1,185 @@
+"""The divergence from a reference in the reward, and what each token gets of it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from any_agent.config import TrainConfig
+from any_agent.errors import TrainingError
+from any_agent.workflow import Episode
+from tests.support.trainer.episodes import interaction, pair, session
+from tests.support.trainer.loop import Killed, Lab, config_of, killed, moments_of, same
+from trainer.batch import TrainingBatch, training_batch
+from trainer.rows import Row
+
+BETA = 0.25
+MU = -3.0
+REFERENCE = (-3.2, -2.9, -3.6, -4.0, -2.0, -3.1, -3.3)
+"""The reference's log-probabilities of the tokens of :func:`episodes`, row by row; those of mu are
+-3."""
+
+
+def episodes() -> list[Episode]:
+    """Three sessions of one, two and one call: outputs of 3; 1 and 2; and 1 tokens."""
+    first = interaction("first", session="two", output=(9,))
+    second = interaction("second", "first", session="two", output=(8, 9))
+    two = session("two", 1.0)
+    two.interactions[:] = [first, second]
+    return [[session("one", 0.0, output=(4, 8, 8)), two, session("odd", 3.0, output=(4,))]]
+
+
+def reference(rows: Sequence[Row]) -> list[Tensor]:
+    """The given numbers, dealt to the rows' trained tokens."""
+    counts = [int(row["loss_mask"].sum()) for row in rows]
+    assert sum(counts) == len(REFERENCE)
+    return list(torch.split(torch.tensor(REFERENCE, dtype=torch.float64), counts))
+
+
+def batch_of(preset: str, **settings: Any) -> TrainingBatch:
+    config = TrainConfig(preset=preset, kl_reward_coef=BETA, **settings)  # type: ignore[arg-type]
+    return training_batch(
+        episodes(), config, step=0, eta=0, step_of_version={0: 0}, reference=reference
+    )
+
+
+def by_hand() -> tuple[list[list[float]], list[list[list[float]]]]:
+    """Each session's rewards less the divergence of each output, and each token's return."""
+    d = [MU - value for value in REFERENCE]
+    outputs = [[d[0:3]], [d[3:4], d[4:6]], [d[6:7]]]
+    rewards = [[0.0], [1.0, 1.0], [3.0]]
+    whole, returns = [], []
+    for of_session, given in zip(outputs, rewards, strict=True):
+        pairs = list(zip(of_session, given, strict=True))
+        whole.append([r - BETA * math.fsum(one) for one, r in pairs])
+        returns.append(
+            [[r - BETA * math.fsum(one[t:]) for t in range(len(one))] for one, r in pairs]
+        )
+    return whole, returns
+
+
+def test_an_output_loses_its_whole_divergence_with_rloo() -> None:
+    whole, _ = by_hand()
+    scores = [math.fsum(one) / len(one) for one in whole]
+    batch = batch_of("rloo")
+    assert batch.scores == pytest.approx(scores, abs=1e-12)
+    others = [(math.fsum(scores) - score) / 2 for score in scores]
+    expected = [r - b for one, b in zip(whole, others, strict=True) for r in one]
+    assert [float(row["advantages"]) for row in batch.rows] == pytest.approx(expected, abs=1e-6)
+
+
+def returns_law(preset: str = "reinforce_pp") -> None:
+    """A token loses the divergence from itself on."""
+    whole, returns = by_hand()
+    scores = [math.fsum(one) / len(one) for one in whole]
+    mean = math.fsum(scores) / 3
+    std = math.sqrt(math.fsum((score - mean) ** 2 for score in scores) / 2) + 1e-4
+    batch = batch_of(preset)
+    assert batch.scores == pytest.approx(scores, abs=1e-12)
+    expected = [[(r - mean) / std for r in one] for of_session in returns for one in of_session]
+    for row, values in zip(batch.rows, expected, strict=True):
+        assert row["advantages"].dtype == torch.float32
+        mask = row["loss_mask"].bool()
+        found = row["advantages"].expand(len(mask))[mask].tolist()
+        assert found == pytest.approx(values, abs=1e-6)
+    assert any(len(set(values)) > 1 for values in expected), "tokens differ"
+
+
+@pytest.mark.parametrize("preset", ["reinforce_pp", "reinforce_pp_baseline"])
+def test_a_token_loses_what_follows_from_it_with_reinforce_pp(preset: str) -> None:
+    """With a single group both have the same mean."""
+    returns_law(preset)
+
+
+def test_a_group_with_nothing_to_learn_teaches_no_token() -> None:
+    """Its tokens differ in the divergence alone, which is no lesson about the task."""
+    config = TrainConfig(preset="reinforce_pp_baseline", kl_reward_coef=BETA)
+    alike = [session("a", 1.0), session("b", 1.0)]
+    batch = training_batch(
+        [alike],
+        config,
+        step=0,
+        eta=0,
+        step_of_version={0: 0},
+        reference=lambda rows: [torch.tensor([-3.5, -2.0], dtype=torch.float64) for _ in rows],
+    )
+    assert all(not row["advantages"].any() for row in batch.rows)
+
+
+def test_a_session_that_is_too_long_is_not_computed() -> None:
+    seen: list[int] = []
+
+    def watched(rows: Sequence[Row]) -> list[Tensor]:
+        seen.extend(len(row["input_ids"]) for row in rows)
+        return [torch.full((int(row["loss_mask"].sum()),), -3.0) for row in rows]
+
+    config = TrainConfig(preset="rloo", kl_reward_coef=BETA)
+    config = config.model_copy(update={"max_row_tokens": 5})
+    episode = [session("long", 4.0, turns=2), session("good", 1.0)]
+    batch = training_batch(
+        [episode], config, step=0, eta=0, step_of_version={0: 0}, reference=watched
+    )
+    assert seen == [5] and batch.rejected == {"long": "too_long"}
+    assert batch.scores == [4.0, 1.0]
+
+
+def test_a_reference_that_is_not_finite_ends_training() -> None:
+    config = TrainConfig(preset="rloo", kl_reward_coef=BETA)
+    with pytest.raises(TrainingError, match="the reference model is not finite"):
+        training_batch(
+            [pair("a")],
+            config,
+            step=0,
+            eta=0,
+            step_of_version={0: 0},
+            reference=lambda rows: [torch.tensor([-1.0, -math.inf]) for _ in rows],
+        )
+
+
+# -- in a run --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def run(tiny_model_dir: Path, tmp_path: Path) -> list[str]:
+    return [
+        *(f"root={tmp_path}", f"model.path={tiny_model_dir}", "train.lr=1e-2"),
+        *("train.preset=reinforce_pp", "rollout.eta=9", "train.checkpoint_every=9"),
+    ]
+
+
+def script() -> list[Episode]:
+    return [[*pair("a"), session("odd", 0.4, group="a", turns=3)], pair("b", turns=2), pair("c")]
+
+
+def test_a_step_is_repeated_with_its_own_factor(run: list[str], tmp_path: Path) -> None:
+    first = Lab(config_of(run, "train.steps=3", "train.kl_reward_coef=0.5"), script())
+    first.trainer._publish = killed(first.trainer._publish, 2)  # type: ignore[method-assign]
+    with pytest.raises(Killed):
+        first.trainer.train()
+    again = Lab(config_of(run, "train.steps=3"), [], before=first)
+    again.trainer._load()
+    again.trainer._catch_up()
+    assert again.trainer.policy.steps == 2
+    assert same(first.weights(), again.weights())
+    assert same(moments_of(first.trainer.policy), moments_of(again.trainer.policy))
+    assert again.trainer.policy.reference is None, "the steps from here on have none"
+    plain = Lab(config_of(run, f"root={tmp_path / 'plain'}", "train.steps=2"), script())
+    plain.trainer.train()
+    assert not same(first.weights(), plain.weights()), "it matters"
+
+
+def test_the_reference_is_the_model_of_the_beginning(run: list[str]) -> None:
+    """The score of a step is the reward, less the divergence of what was recorded."""
+    first = Lab(config_of(run, "train.steps=2", "train.kl_reward_coef=0.5"), script())
+    assert first.trainer.train()
+    policy = first.trainer.policy
+    assert policy.reference is not None
+    rewards = [line["reward"] for line in first.metrics]
+    outcome = [(1 + 0 + 0.4) / 3, 0.5]
+    assert all(abs(got - plain) > 0.01 for got, plain in zip(rewards, outcome, strict=True))
