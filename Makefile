@@ -3,7 +3,9 @@
 #   PYTHON       the interpreter to make .venv with; default: the first of python3, python3.13,
 #                python3.12, python3.11 that is a 3.11, 3.12 or 3.13
 #   TORCH_INDEX  a package index to take torch from, e.g. PyTorch's own for CPU-only builds
-#   ARGS         passed on to demo, test, bench, learn, chaos, soak, dist and release, e.g. make soak ARGS="--hours 8"
+#   ARGS         passed on to demo, test, verify, bench, learn, chaos, soak, dist and release, e.g. make soak ARGS="--hours 8"
+#   SUITES       what make verify runs, e.g. make verify SUITES="engines clients"; default: every suite that was not
+#                green at this commit (gpu only by name); AGAIN=1 runs those, too
 #   PROOFS       passed on to the pytest of chaos, e.g. make chaos PROOFS="-k overload"
 
 SHELL := /bin/bash
@@ -14,8 +16,11 @@ SHELL := /bin/bash
 VENV := .venv
 RUN := $(VENV)/bin/python
 PIP := $(RUN) -m pip install -qq --disable-pip-version-check --no-compile
-# pip compiles 26,000 modules one after another, this as many at once as there are cores.
-COMPILE := $(RUN) -m compileall -q -j 0 $(VENV)/lib >/dev/null 2>&1 || true
+# uv takes a tenth of pip's time; pip knows indexes that uv does not.
+UV := $(VENV)/bin/uv pip install -q --python $(RUN)
+# On all cores, and not what hardly any program imports.
+RARE := /(tests?|testing|transformers/models|sympy|networkx|fontTools|polars|azure)/
+COMPILE := $(RUN) -m compileall -q -j 0 -x '$(RARE)' $(VENV)/lib >/dev/null 2>&1 || true
 TORCH := $(shell sed -n '/^torch==/p' constraints.txt)
 # A stamp says that an extra is installed as these files, in this place, ask for it.
 KEY := $(shell { pwd; cat pyproject.toml constraints.txt; } | cksum | cut -d ' ' -f 1)
@@ -31,7 +36,7 @@ PYTEST := $(RUN) -m pytest -n 4 --dist loadfile --no-loadscope-reorder
 # Programs that tests start, thousands of them, would each compile all our modules.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-all test-clients test-examples test-engines test-gpu sglang test-documents lint docs dist release bench bench-check learn chaos soak clean
+.PHONY: help demo setup test gate verify lint docs dist release bench bench-check learn chaos soak clean
 
 help: ## list the targets
 	@sed -n 's/^\([a-z-]*\):[^#]*## \(.*\)/make \1\t\2/p' Makefile | expand -t 20
@@ -39,36 +44,23 @@ help: ## list the targets
 demo: $(TRAIN) ## make a tiny model, serve it, and train it on what agents do
 	@$(VENV)/bin/any-agent demo $(ARGS)
 
+setup: $(DEV) ## install what lint and test need
+	$(call apt,redis-server,redis-server)
+	$(call apt,node,nodejs npm)
+
 test: $(DEV) ## run the tests in process, and one service (minutes)
 	$(call apt,redis-server,redis-server)
 	@$(PYTEST) -m "smoke or not service" $(ARGS)
 
-test-all: $(DEV) ## run these, the services' tests, the laws and the short forms of the proofs
+gate: $(DEV) ## run in a clone of HEAD what continuous integration runs: is this commit good to hand in?
+	@$(RUN) tools/rings.py gate
+
+verify: $(DEV) ## run all other tests, suite by suite: services, proofs, agents' SDKs, SGLang, Slurm, examples (an hour)
 	$(call apt,redis-server,redis-server)
 	$(call apt,chromium,chromium)
 	$(call apt,prometheus,prometheus)
-	@$(PYTEST) $(ARGS)
-
-test-clients: $(DEV) ## try agents' SDKs, each in an environment of its own, against a live service
 	$(call apt,npm,nodejs npm)
-	@$(RUN) -m pytest --timeout 900 tests/clients/*/*_live.py $(ARGS)
-
-test-examples: $(DEV) ## run every example by its README's command, on tiny models
-	$(call apt,npm,nodejs npm)
-	@$(RUN) -m pytest --timeout 900 -n 2 --dist loadfile tests/examples/*_live.py $(ARGS)
-
-test-engines: $(DEV) ## real SGLangs on the CPU (installs 3.5 GB) and a real Slurm: the whole loop
-	$(call apt,redis-server,redis-server)
-	@$(RUN) -m pytest --timeout 900 tests/engine/sglang/*_live.py tests/slurm/*_live.py $(ARGS)
-
-test-gpu: $(DEV) ## training on a CUDA GPU against a CPU (needs a GPU, and a torch that sees it)
-	@$(RUN) -m pytest --timeout 900 tests/trainer/*_live.py $(ARGS)
-
-sglang: $(DEV) ## install the SGLang that test-engines runs (3.5 GB), if it is not there
-	@$(RUN) -m tests.engine.sglang.real_sglang
-
-test-documents: $(DEV) ## run every code block of AReaL's documents and of the proposal, where they lie beside this folder
-	@$(RUN) -m pytest --timeout 900 tests/documents/*_live.py $(ARGS)
+	@$(RUN) tools/rings.py verify --suites "$(SUITES)" $(if $(AGAIN),--again) $(if $(ARGS),--pytest="$(ARGS)")
 
 lint: $(DEV) ## check style and types
 	$(call apt,node,nodejs npm)
@@ -139,8 +131,11 @@ endef
 define install
 	@echo "setup    installing $(TORCH)"
 	@$(PIP) $(if $(TORCH_INDEX),--no-deps --index-url $(TORCH_INDEX)) -c constraints.txt $(TORCH)
-	@echo "setup    installing any-agent-rl[$(1)]: silent for some minutes"
-	@$(PIP) -c constraints.txt -e '.[$(1)]'
+	@echo "setup    installing any-agent-rl[$(1)]: silent for a minute or some"
+	@$(PIP) -c constraints.txt uv
+	@$(UV) -c constraints.txt -e '.[$(1)]' || { \
+	  echo "setup    uv could not; pip installs it, in some minutes"; $(PIP) -c constraints.txt -e '.[$(1)]'; \
+	}
 	@$(COMPILE)
 	@touch $@
 endef

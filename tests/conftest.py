@@ -41,7 +41,13 @@ for number, handler in (
 gc.disable()
 
 SERVICE_FOLDERS = ("tests/benchmarks/", "tests/chaos/", "tests/e2e/", "tests/laws/")
-"""Tests that start services, or hold a law over many sessions: in `make test-all` only."""
+"""Tests that start services, or hold a law over many sessions."""
+
+SERVICE_TIMEOUT = 1200
+"""Seconds for the function of a test that starts services; its fixtures have limits of their own.
+
+A promise's own waits add up to less, also on a machine with much else to do: this ends what hangs.
+"""
 
 FIGURE = "figure"
 """Under this name a proof's report brings what it measured."""
@@ -71,10 +77,31 @@ def pytest_configure(config: pytest.Config) -> None:
     settings.load_profile("ours")
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Leave out files of which the expression of `make test` or of the gate takes no test.
+
+    Each of the processes that share the tests collects them all.
+    """
+    expression = config.getoption("markexpr")
+    if not expression.endswith("not service") or collection_path.suffix != ".py":
+        return None
+    place = collection_path.relative_to(config.rootpath).as_posix()
+    wanted = [f"mark.{mark}" for mark in ("smoke", "gate") if mark in expression]
+    if place.startswith(SERVICE_FOLDERS) and collection_path.name.startswith("test_"):
+        text = collection_path.read_text(encoding="utf-8")
+        return not any(mark in text for mark in wanted) or None
+    return None
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    asked = config.getoption("timeout") is not None
     for item in items:
         if item.nodeid.startswith(SERVICE_FOLDERS):
             item.add_marker("service")
+        live = item.path.name.endswith("_live.py")
+        service = live or item.get_closest_marker("service")
+        if service and not asked and not item.get_closest_marker("timeout"):
+            item.add_marker(pytest.mark.timeout(SERVICE_TIMEOUT, func_only=True))
     if hasattr(config, "workerinput"):
         _deal(items)
 

@@ -98,7 +98,7 @@ STEPS: dict[str, Callable[[], str]] = {
     "tree": clean_tree,
     "version": version,
     "lint": make("lint"),
-    "tests": make("test-all"),
+    "tests": make("gate", "verify"),
     "docs": make("docs"),
     "dist": make("dist"),
     "checksums": checksums,

@@ -160,6 +160,7 @@ def make(path: Path, count: int) -> None:
         create_key(path, "trainer")
 
 
+@pytest.mark.service
 def test_writers_lose_nothing(path: Path) -> None:
     context = multiprocessing.get_context("spawn")
     writers = [context.Process(target=make, args=(path, 20)) for _ in range(3)]

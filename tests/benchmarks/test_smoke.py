@@ -16,7 +16,6 @@ from tests.support.taught_models import taught_model
 REPOSITORY = Path(__file__).parents[2]
 
 
-@pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", check.NAMES)
 def test_runs_and_reports_ratios(name: str, tmp_path: Path) -> None:
     path = tmp_path / "ratios.json"

@@ -215,6 +215,7 @@ async def test_a_damaged_last_page(
         ("sessions_by_state", 0),
     ],
 )
+@pytest.mark.gate
 async def test_a_damaged_middle_page(
     written: Written, tmp_path: Path, figure: Figure, of: str, most: int
 ) -> None:
@@ -287,6 +288,7 @@ async def test_a_flipped_bit_in_a_blob(
 
 
 @pytest.mark.parametrize("left", [0.9, 0.5, 0.2])
+@pytest.mark.gate
 async def test_a_truncated_file(
     written: Written, tmp_path: Path, figure: Figure, left: float
 ) -> None:
@@ -354,6 +356,7 @@ def dying_at(number: int) -> Callable[[Path, Path], Path]:
     return killed
 
 
+@pytest.mark.gate
 async def test_a_kill_amid_the_salvage(
     written: Written, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

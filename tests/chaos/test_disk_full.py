@@ -124,6 +124,7 @@ async def check_reads(proxy: Proxy, agents: list[Agent]) -> None:
     )
 
 
+@pytest.mark.gate
 async def test_a_disk_that_fills_up(
     config: Config, disk: Disk, tiny_model_dir: Path, long: bool, figure: Figure
 ) -> None:

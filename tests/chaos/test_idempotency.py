@@ -413,7 +413,6 @@ async def insist(http: httpx.AsyncClient, path: str, body: Any, key: str) -> htt
         await asyncio.sleep(0.02)
 
 
-@pytest.mark.timeout(900)
 async def test_an_open_is_done_once_over_both_ranks_while_they_are_killed(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
 ) -> None:
@@ -514,7 +513,6 @@ class Talks:
         return found
 
 
-@pytest.mark.timeout(900)
 async def test_a_call_that_its_client_repeats_is_sampled_once(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
 ) -> None:
@@ -541,7 +539,6 @@ async def test_a_call_that_its_client_repeats_is_sampled_once(
     )
 
 
-@pytest.mark.timeout(900)
 async def test_a_call_that_is_repeated_over_kills_is_recorded_once(
     tmp_path: Path, tiny_model_dir: Path, engine: ScriptedEngine, long: bool, figure: Figure
 ) -> None:

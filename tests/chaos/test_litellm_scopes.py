@@ -80,7 +80,6 @@ def refusal(kind: str, rule: scopes.RouteRule) -> tuple[int, str] | None:
     return None if scope in rule.scopes else (403, "forbidden")
 
 
-@pytest.mark.timeout(600)
 async def test_every_route_of_litellm_with_every_kind_of_key(
     tmp_path: Path,
     tiny_model_dir: Path,

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import pytest
 
 from any_agent.auth.access import Scope
 from any_agent.auth.key_store import create_key, revoke_key
@@ -358,7 +357,6 @@ async def all_of(tasks: Iterable[Any]) -> list[str]:
 # -- the proof -------------------------------------------------------------------------------------
 
 
-@pytest.mark.timeout(900)
 async def test_every_route_with_every_kind_of_key(
     tmp_path: Path, tiny_model_dir: Path, figure: Figure, long: bool
 ) -> None:

@@ -92,6 +92,7 @@ async def states(served: Served) -> list[str]:
     return sorted(one["state"] for one in listed)
 
 
+@pytest.mark.service
 async def test_figures_of_a_running_service(served: Served, evaluate: Eval, folder: Path) -> None:
     code, out, err = await evaluate("-n", "4", "--json", "figures.json", "--out", "runs.jsonl")
     assert (code, err) == (0, "")
@@ -124,6 +125,7 @@ async def test_figures_of_a_running_service(served: Served, evaluate: Eval, fold
         assert code == 2 and said in err
 
 
+@pytest.mark.service
 async def test_the_documents_agent(served: Served, evaluate: Eval, folder: Path) -> None:
     text = (Path(__file__).parents[2] / "docs" / "how-to" / "eval.md").read_text()
     source = text.partition("```python\n")[2].partition("```")[0]

@@ -52,6 +52,7 @@ def folder_in(err: str) -> Path:
     return Path(err.strip().rpartition("their output is in ")[2])
 
 
+@pytest.mark.service
 async def test_the_only_run_is_shown(served: Served, tmp_path: Path) -> None:
     does = "print('thinking'); print('hm', file=sys.stderr); ask(); print('5')"
     report = tmp_path / "report.json"
@@ -68,6 +69,7 @@ async def test_the_only_run_is_shown(served: Served, tmp_path: Path) -> None:
     assert "sk-v1." not in out + err + report.read_text()
 
 
+@pytest.mark.service
 async def test_a_group_is_not_shown_and_its_failures_are_kept(
     served: Served, tmp_path: Path
 ) -> None:
@@ -106,6 +108,7 @@ async def test_a_signal(served: Served, tmp_path: Path, number: signal.Signals, 
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.service
 async def test_a_second_ctrl_c_waits_for_nothing(served: Served, tmp_path: Path) -> None:
     does = f"import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN)\n{marks_itself(tmp_path)}"
     async with typed(served, "--", *agent(tmp_path, does)) as process:
@@ -120,6 +123,7 @@ async def test_a_second_ctrl_c_waits_for_nothing(served: Served, tmp_path: Path)
     assert not psutil.pid_exists(pid)
 
 
+@pytest.mark.service
 async def test_nobody_reads_the_output(served: Served, tmp_path: Path) -> None:
     """As with `| head -1`: the run goes on."""
     does = "ask()\nfor n in range(20_000): print('x' * 100)\nprint(1)"
@@ -133,6 +137,7 @@ async def test_nobody_reads_the_output(served: Served, tmp_path: Path) -> None:
     assert "1 of 1 finalized, mean reward 1\n" in err
 
 
+@pytest.mark.service
 async def test_the_key_from_a_file(served: Served, tmp_path: Path) -> None:
     key = tmp_path / "key"
     key.write_text(f"{served.tenant_key}\n")
@@ -194,6 +199,7 @@ def test_no_service_is_named(
     assert "--url" in capsys.readouterr().err
 
 
+@pytest.mark.service
 async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Path) -> None:
     program = agent(tmp_path, "ask(); print(sys.argv[1:])")
     arguments = ["--n", "2", "--", "--url", "x", "-h"]

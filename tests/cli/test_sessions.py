@@ -109,6 +109,7 @@ async def test_all_of_many(proxy: Proxy) -> None:
     assert [json.loads(line)["session_id"] for line in said.out.splitlines()] == ids[:-121:-1]
 
 
+@pytest.mark.service
 async def test_show(proxy: Proxy) -> None:
     session = await proxy.open(task_id="t", group_size=1)
     answer = await proxy.complete(session["api_key"])
@@ -172,6 +173,7 @@ async def test_keys(start: Start) -> None:
         assert key not in said.out + said.err and "wrong" not in said.err
 
 
+@pytest.mark.service
 async def test_nobody_there() -> None:
     class Nowhere:
         url = "http://127.0.0.1:9"

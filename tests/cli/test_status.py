@@ -103,6 +103,7 @@ async def lab(tmp_path: Path) -> AsyncIterator[Lab]:
         yield lab
 
 
+@pytest.mark.service
 async def test_exit_codes(lab: Lab) -> None:
     url = f"http://127.0.0.1:{lab.port}"
     said = await status(url)
@@ -117,6 +118,7 @@ async def test_exit_codes(lab: Lab) -> None:
     assert (said.code, said.out) == (2, "") and "does not answer" in said.err
 
 
+@pytest.mark.service
 async def test_a_key_is_needed(tmp_path: Path) -> None:
     async with running_lab(tmp_path, "server.admin_key=admin-key-1") as lab:
         url = f"http://127.0.0.1:{lab.port}"
@@ -125,6 +127,7 @@ async def test_a_key_is_needed(tmp_path: Path) -> None:
         assert (await status(url, "--key", "admin-key-1")).code == 0
 
 
+@pytest.mark.service
 async def test_a_rank_has_no_overview(proxy: Proxy) -> None:
     said = await status(proxy.url)
     assert said.code == 2 and "not that of a rank" in said.err

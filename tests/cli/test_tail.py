@@ -8,6 +8,8 @@ import os
 import signal
 import sys
 
+import pytest
+
 from any_agent.cli.tail import Endings, reward_of
 from tests.support.proxy import LIMIT, Proxy
 
@@ -74,6 +76,7 @@ async def test_what_is_deleted_meanwhile_has_no_tokens(proxy: Proxy) -> None:
     assert await endings.look() == []
 
 
+@pytest.mark.service
 async def test_the_command(proxy: Proxy) -> None:
     for extra in ((), ("--json",), ("--state", "finalized", "--min-reward", "0.4")):
         await follow(proxy, *extra)

@@ -1,7 +1,7 @@
 """Each live test is of one client, and fills cells of docs/reference/compatibility.md.
 
-`make test-clients` fails where a cell is not as results.json has it; with `ARGS=--record` it writes
-the file, and the document after it.
+`make verify SUITES=clients` fails where a cell is not as results.json has it; with `ARGS=--record`
+it writes the file, and the document after it.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The findings of `make test-clients`, as `results.json` keeps them for compatibility.md."""
+"""The findings of the suite `clients`, as `results.json` keeps them for compatibility.md."""
 
 from __future__ import annotations
 

@@ -56,7 +56,7 @@ def test_the_document_is_up_to_date(document: ModuleType) -> None:
 
 def test_results_are_of_the_live_tests() -> None:
     wanted = {cell for module in live_modules() for cell in cells_of(module)}
-    assert set(recorded_cells()) == wanted, "run make test-clients ARGS=--record"
+    assert set(recorded_cells()) == wanted, "run make verify SUITES=clients ARGS=--record"
 
 
 def test_results_are_of_the_pinned_versions() -> None:

@@ -1,4 +1,4 @@
-"""Every block of docs/how-to/connect is run by `make test-clients`; every page is in its index."""
+"""Every block of docs/how-to/connect is run by the suite `clients`; every page is in its index."""
 
 from __future__ import annotations
 

@@ -48,6 +48,7 @@ def asked(author: Author, row: Row) -> tuple[int, int]:
     return int(a), int(b)
 
 
+@pytest.mark.service
 def test_a_talk_is_what_the_service_would_render(author: Author) -> None:
     messages: list[Any] = [{"role": "user", "content": "What is 3 + 4?"}]
     tools: list[Any] = [{"type": "function", "function": {"name": "add", "parameters": {}}}]

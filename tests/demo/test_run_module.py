@@ -24,6 +24,7 @@ RUN |= {"model": "tiny", "tokens": 4}
 MARKS = {"before": 0.25, "after": 0.9, "title": "a run"}
 
 
+@pytest.mark.service
 def test_what_went_wrong_is_told(tmp_path: Path) -> None:
     files = {"metrics": f"{tmp_path}/none.jsonl", "curve": f"{tmp_path}/no/such.png"}
     with pytest.raises(StartupError, match=r"any_agent\.demo\.look_back failed:\n(?s:.*)no step"):

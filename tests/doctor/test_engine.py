@@ -174,6 +174,7 @@ def rows(printed: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
+@pytest.mark.service
 def test_the_command_on_the_demos_model(
     engine: str, tiny_model_dir: Path, as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:

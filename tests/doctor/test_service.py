@@ -17,6 +17,8 @@ from tests.support.middleman import between
 from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine, proxy_process, write_config
 
+pytestmark = pytest.mark.service
+
 
 @pytest.fixture(scope="module")
 def parts(

@@ -35,7 +35,6 @@ else:
     sync_api = pytest.importorskip("playwright.sync_api")
     axe = pytest.importorskip("axe_playwright_python.sync_playwright")
 
-pytestmark = pytest.mark.timeout(480)
 ADMIN = "the-operators-key-4711"
 EVIL = "<img src=x onerror='window.hacked=1'><script>window.hacked=1</script>"
 LIMIT_MS = 60_000

@@ -30,8 +30,6 @@ STEPS = 3
 GROUP, BATCH = 4, 8
 LIMIT = 600.0
 
-pytestmark = pytest.mark.timeout(900)
-
 
 def settings(model: Path, root: Path) -> list[str]:
     """As on a command line."""

@@ -24,10 +24,9 @@ from safetensors.torch import load_file
 from any_agent.rundir.layout import RunDir
 
 STEPS = 8
+FEW_STEPS = 3
 LIMIT = 300.0
 HOME = Path(__file__).parents[2]
-
-pytestmark = pytest.mark.timeout(900)
 
 
 class Script:
@@ -117,9 +116,9 @@ class Outcome:
     rewards: list[tuple[int, float, int]]
 
 
-def outcome(run: RunDir) -> Outcome:
+def outcome(run: RunDir, steps: int = STEPS) -> Outcome:
     checkpoint = run.checkpoints / (run.checkpoints / "latest").read_text().strip()
-    assert checkpoint.name == f"step-{STEPS:08d}"
+    assert checkpoint.name == f"step-{steps:08d}"
     state = json.loads((checkpoint / "trainer" / "state.json").read_text())["state"]
     lines = [json.loads(line) for line in run.metrics.read_text().splitlines()]
     return Outcome(
@@ -141,6 +140,35 @@ LONG = ((1, *KILLED), (3, *INTERRUPTED), (4, *KILLED), (5, *TERMINATED))
 """After which step, how, and the exit code."""
 
 
+def assert_same(again: Outcome, expected: Outcome) -> None:
+    """Weights, optimizer and generators bit for bit, rewards, and the dataset's place."""
+    assert again.rewards == expected.rewards
+    assert again.dataset == expected.dataset
+    different = [
+        name
+        for name, tensor in expected.tensors.items()
+        if not torch.equal(tensor, again.tensors[name])
+    ]
+    assert different == []
+
+
+@pytest.mark.gate
+def test_killed_once_it_goes_on_bit_for_bit(tmp_path: Path, tiny_model_dir: Path) -> None:
+    few = (f"train.steps={FEW_STEPS}", "train.checkpoint_every=1")
+    # The two share nothing, and each waits for its processes to start.
+    whole = Script(tmp_path / "whole", tiny_model_dir, *few)
+    killed = Script(tmp_path / "killed", tiny_model_dir, *few)
+    killed.until_step(1)
+    killed.send(signal.SIGKILL)
+    assert killed.ended() == -signal.SIGKILL, killed.said
+    again = Script(tmp_path / "killed", tiny_model_dir, *few)
+    assert whole.ended() == 0, whole.said
+    assert again.ended() == 0, again.said
+    expected = outcome(whole.run, FEW_STEPS)
+    assert [step for step, _, _ in expected.rewards] == list(range(1, FEW_STEPS + 1))
+    assert_same(outcome(again.run, FEW_STEPS), expected)
+
+
 def test_ended_in_every_way(
     tmp_path: Path, tiny_model_dir: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -159,12 +187,4 @@ def test_ended_in_every_way(
             assert "Traceback" not in script.said
     last = Script(tmp_path / "ended", tiny_model_dir)
     assert last.ended() == 0, last.said
-    again = outcome(last.run)
-    assert again.rewards == expected.rewards
-    assert again.dataset == expected.dataset
-    different = [
-        name
-        for name, tensor in expected.tensors.items()
-        if not torch.equal(tensor, again.tensors[name])
-    ]
-    assert different == []
+    assert_same(outcome(last.run), expected)

@@ -41,6 +41,20 @@ def demo(folder: Path) -> tuple[dict[str, Any], str]:
     return json.loads(figures.read_text()), done.stdout
 
 
+@pytest.mark.gate
+def test_one_step_trains_on_what_agents_did(tmp_path: Path) -> None:
+    figures = tmp_path / "figures.json"
+    done = run_cli("demo", "--steps", "1", "--json", str(figures), cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    told = json.loads(figures.read_text())
+    assert (told["steps"], told["ranks"], told["restarts"]) == (1, 2, {})
+    assert told["failed_sessions"] == 0, told["errors"]
+    assert told["train_sessions"] >= 64
+    assert [line.split()[1] for line in done.stdout.splitlines() if line.startswith("step ")] == [
+        "1/1"
+    ]
+
+
 def test_the_figures_are_those_of_the_run(demo: tuple[dict[str, Any], str]) -> None:
     figures, output = demo
     assert (figures["seed"], figures["steps"], figures["ranks"]) == (0, STEPS, 2)

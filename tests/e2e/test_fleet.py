@@ -4,13 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import pytest
-
 from tests.e2e.chaos import Plan
 from tests.e2e.fleet import SHORT, run_fleet, table
 
 
-@pytest.mark.timeout(900)
 def test_every_promise_is_kept_while_ranks_come_and_go(tmp_path: Path) -> None:
     plan = Plan(kills=0, agents=12, seed=0, steps=0, limit=800)
     outcome = run_fleet(tmp_path, plan, SHORT, say=print)

@@ -11,7 +11,6 @@ from contextlib import suppress
 from pathlib import Path
 
 import httpx
-import pytest
 
 from tests.support.e2e.serving import CLI, environment
 from tests.support.fake_provider import Provider
@@ -39,7 +38,6 @@ def await_ready(url: str, service: subprocess.Popen[bytes]) -> None:
         time.sleep(0.2)
 
 
-@pytest.mark.timeout(600)
 def test_the_five_steps(tmp_path: Path, tiny_model_dir: Path) -> None:
     (tmp_path / "config.yaml").write_text(block("config"))
     port = own_port()

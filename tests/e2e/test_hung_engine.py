@@ -26,8 +26,6 @@ NOTICED = 5.0
 BUSY = 10.0
 HUNG_AFTER = 8.0
 
-pytestmark = pytest.mark.timeout(600)
-
 
 @contextmanager
 def stopped(pid: int) -> Iterator[None]:

@@ -106,7 +106,6 @@ async def left_of(served: Served) -> list[str]:
     return [names[part.pid] for part in left]
 
 
-@pytest.mark.timeout(1200)
 async def test_no_part_outlives_a_killed_launcher_and_the_same_command_is_accepted_at_once(
     arguments: list[str], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -121,7 +120,6 @@ async def test_no_part_outlives_a_killed_launcher_and_the_same_command_is_accept
                 assert await left_of(served) == []
 
 
-@pytest.mark.timeout(600)
 async def test_a_trainer_that_waits_for_a_stopped_engine_ends_too(
     arguments: list[str], tmp_path: Path
 ) -> None:

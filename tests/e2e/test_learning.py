@@ -9,8 +9,6 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-import pytest
-
 from tests.e2e.learning.curves import picture, summary
 from tests.e2e.learning.runs import prepare, train
 from tests.e2e.learning.seeds import GAIN
@@ -18,7 +16,6 @@ from tests.e2e.learning.seeds import GAIN
 TASK, SEED = "tool_use", 0
 
 
-@pytest.mark.timeout(900)
 def test_the_reward_rises(tmp_path: Path, record_property: Any) -> None:
     prepare(tmp_path, TASK, SEED)
     figures = train(tmp_path, TASK, SEED)

@@ -122,7 +122,6 @@ def exported(config: Config) -> list[ArchiveRecord]:
     return found
 
 
-@pytest.mark.timeout(600)
 def test_a_planner_with_a_fallback_and_an_actor_that_trains(
     tmp_path: Path,
     tiny_model_dir: Path,

@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
@@ -19,7 +18,6 @@ TOLERANCE = 1e-4
 LORA = {"train.lora.rank": 4, "train.lora.alpha": 16, "train.lr": 1e-2}
 
 
-@pytest.mark.timeout(600)
 def test_what_engines_sample_is_what_is_trained(
     tmp_path: Path, tiny_model_dir: Path, record_property: Any
 ) -> None:

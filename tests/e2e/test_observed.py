@@ -24,7 +24,6 @@ from any_agent.keys import SESSION_KEY_PREFIX
 from any_agent.launcher import Node, NodeOptions
 from tests.support.e2e.live_run import agent, live_config
 
-pytestmark = pytest.mark.timeout(480)
 ADMIN = r'odd"admin\key%2F+$1'
 PARTS = ("engine-0", "engine-1", "rank-0", "rank-1", "router", "trainer")
 

@@ -11,7 +11,6 @@ from collections import Counter
 from pathlib import Path
 
 import psutil
-import pytest
 
 from any_agent.config import Config
 from any_agent.launcher import Node, NodeOptions
@@ -24,8 +23,6 @@ from trainer.model import PolicyConfig
 from trainer.weight_folders import holds_weights
 
 STEPS = 5
-
-pytestmark = pytest.mark.timeout(600)
 
 
 def config_for(root: Path, model: Path) -> Config:

@@ -1,4 +1,4 @@
-"""kill -9 of the proxy between a finalize's 2xx and the lease: the trajectory is trained on."""
+"""kill -9 of a proxy between a finalize's 2xx and the lease: the trajectory is trained on."""
 
 from __future__ import annotations
 
@@ -8,13 +8,16 @@ import signal
 from pathlib import Path
 
 import openai
+import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.keys import rank_of_session
 from any_agent.launcher import Node, NodeOptions
-from any_agent.protocol.rl import SessionStarted
+from any_agent.protocol.rl import SessionInfo, SessionStarted
 from any_agent.rundir.registry import rank_name
 from tests.support.e2e.live_run import live_config, recompute, recorded
+
+REWARDS = [0.0, 1.0, 0.0, 1.0]
 
 
 async def play(client: RLClient, session: SessionStarted, reward: float) -> None:
@@ -37,39 +40,51 @@ async def kill_and_wait(node: Node, name: str) -> None:
 
 
 async def run(node: Node) -> list[str]:
-    """Three of four finalize, their rank's proxy is killed, the fourth finalizes; the ids."""
+    """Play a group on each rank; one rank's proxy is killed when only one session is open.
+
+    Three of that group's four sessions are finalized before it, the fourth after it. Return the
+    sessions' ids.
+    """
     async with RLClient(node.url) as client:
-        opening = {"group_id": "g", "group_size": 4, "wait": 60.0}
-        sessions = [await client.start_session(**opening) for _ in range(4)]
-        (home,) = {rank_of_session(session.session_id) for session in sessions}
-        assert home is not None
-        for session, reward in zip(sessions[:3], (0.0, 1.0, 0.0), strict=True):
+        groups = []
+        for name in ("g", "h"):
+            opening = {"group_id": name, "group_size": 4, "wait": 60.0}
+            groups.append([await client.start_session(**opening) for _ in range(4)])
+        homes = [{rank_of_session(session.session_id) for session in group} for group in groups]
+        assert sorted(homes, key=str) == [{0}, {1}], "each rank has a whole group"
+        for session, reward in zip(groups[1], REWARDS, strict=True):
             await play(client, session, reward)
+        for session, reward in zip(groups[0][:3], REWARDS, strict=False):
+            await play(client, session, reward)
+        (home,) = homes[0]
+        assert home is not None
         await kill_and_wait(node, rank_name(home))
         # The open session goes on under its old key.
-        await play(client, sessions[3], 1.0)
-    return [session.session_id for session in sessions]
+        await play(client, groups[0][3], REWARDS[3])
+    return [session.session_id for group in groups for session in group]
 
 
-def test_what_was_finalized_before_a_kill_is_trained(tmp_path: Path, tiny_model_dir: Path) -> None:
+@pytest.mark.gate
+def test_what_two_ranks_recorded_is_trained_though_one_is_killed(
+    tmp_path: Path, tiny_model_dir: Path
+) -> None:
     config = live_config(
         tmp_path,
         tiny_model_dir,
-        **{
-            "server.ranks": 1,
-            "rollout.batch_size": 4,
-            "rollout.max_concurrent": 4,
-            "train.steps": 1,
-        },
+        **{"rollout.batch_size": 8, "rollout.max_concurrent": 8, "train.steps": 1},
     )
+    assert config.server.ranks == 2
     with Node(config, NodeOptions(say=lambda _: None)) as node:
         ids = asyncio.run(run(node))
         node.watch(until_trained=True)
-        states = asyncio.run(states_of(node, ids))
-    assert states == ["trained"] * 4
-    assert max(check.error for check in recompute(config, recorded(config))) < 1e-4
+        infos = asyncio.run(infos_of(node, ids))
+    assert [info.state for info in infos] == ["trained"] * 8
+    assert [list(info.rewards.values()) for info in infos] == [[reward] for reward in 2 * REWARDS]
+    checks = recompute(config, recorded(config))
+    assert len(checks) == 8
+    assert max(check.error for check in checks) < 1e-4
 
 
-async def states_of(node: Node, ids: list[str]) -> list[str]:
+async def infos_of(node: Node, ids: list[str]) -> list[SessionInfo]:
     async with RLClient(node.url) as client:
-        return [(await client.session_info(session_id)).state for session_id in ids]
+        return [await client.session_info(session_id) for session_id in ids]

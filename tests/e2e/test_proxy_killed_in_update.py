@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from pathlib import Path
 
 import httpx
-import pytest
 
 from any_agent.client.rl_client import RLClient
 from any_agent.config import Config
@@ -127,7 +126,6 @@ async def scenario(rank: Rank, weights: dict[int, Path]) -> None:
         await asyncio.gather(*agents, return_exceptions=True)
 
 
-@pytest.mark.timeout(400)
 def test_a_proxy_killed_in_updates(tmp_path: Path, tiny_model_dir: Path) -> None:
     config = live_config(tmp_path / "runs", tiny_model_dir, **{"server.ranks": 1})
     run = RunDir.of(config.root, config.user, config.experiment, config.trial)

@@ -14,8 +14,6 @@ from any_agent.types import Interaction
 from tests.support.e2e.live_run import live_config, recompute, recorded, run_live
 from tests.support.e2e.serving import run_cli
 
-pytestmark = pytest.mark.timeout(1200)  # two minutes on two idle cores
-
 CALLS = 50
 STEPS = 2
 TOLERANCE = 3e-4

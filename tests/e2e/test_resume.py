@@ -42,8 +42,6 @@ DEATHS = (
 )
 LIMIT = 500.0
 
-pytestmark = pytest.mark.timeout(600)
-
 
 def config_for(root: Path, model: Path, **more: Any) -> Config:
     settings: dict[str, Any] = {

@@ -8,14 +8,10 @@ import random
 import threading
 from pathlib import Path
 
-import pytest
-
 from any_agent.client.rl_client import RLClient
 from tests.support.e2e.counting_agent import AGENT, items
 from tests.support.e2e.live_run import agent, live_config
 from trainer import GRPOTrainer
-
-pytestmark = pytest.mark.timeout(600)
 
 STEPS = 2
 

@@ -32,7 +32,6 @@ MINUTES = 1.5
 HALF, END = 3600.0, 7200.0
 
 
-@pytest.mark.timeout(900)
 def test_a_service_is_as_it_was_after_every_kind_of_fault(tmp_path: Path) -> None:
     """The command itself: it may need a namespace of its own for its small disk."""
     done = subprocess.run(

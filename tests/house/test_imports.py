@@ -46,8 +46,13 @@ def modules() -> dict[str, Path]:
     return found
 
 
-def imports(name: str, *, at_import: bool = False) -> Iterator[str]:
-    """Yield the modules that a module imports; ``at_import``: only at its own import."""
+@cache
+def imports(name: str, *, at_import: bool = False) -> tuple[str, ...]:
+    """Return the modules that a module imports; ``at_import``: only at its own import."""
+    return tuple(_imports(name, at_import))
+
+
+def _imports(name: str, at_import: bool) -> Iterator[str]:
     tree = ast.parse(modules()[name].read_text(encoding="utf-8"))
     todo: list[ast.AST] = [tree]
     while todo:

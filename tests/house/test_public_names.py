@@ -72,6 +72,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
         _ = any_agent.NoSuchName
 
 
+@pytest.mark.service
 def test_star_import() -> None:
     code = "from any_agent import *; print(RLClient, load_config)"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)

@@ -128,6 +128,7 @@ def test_it_has_longer_to_start() -> None:
     assert engines.start_timeout(sglang) > engines.start_timeout(own)
 
 
+@pytest.mark.service
 def test_a_node_deals_out_its_gpus_and_again_to_one_that_restarts(
     lab: Lab, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -38,6 +38,7 @@ def address_of(url: str) -> tuple[str, int]:
     return parts.hostname, parts.port
 
 
+@pytest.mark.service
 def test_who_connects_while_the_router_is_away_waits_for_the_next(lab: Lab) -> None:
     with lab.node() as node, ThreadPoolExecutor(4) as pool:
         router, address = node.parts["router"], address_of(node.url)
@@ -51,6 +52,7 @@ def test_who_connects_while_the_router_is_away_waits_for_the_next(lab: Lab) -> N
         assert [answer.result(60) for answer in waiting] == [200] * 4
 
 
+@pytest.mark.service
 def test_nobody_waits_for_a_router_that_will_not_come(lab: Lab) -> None:
     with lab.node() as node:
         address = address_of(node.url)

@@ -10,7 +10,6 @@ from pathlib import Path
 from typing import Any
 
 import openai
-import pytest
 import torch
 from openai.lib.streaming.chat import ChatCompletionStreamState
 
@@ -56,7 +55,6 @@ async def solve(client: openai.AsyncOpenAI, a: int, b: int, *, stream: bool) -> 
     return ""
 
 
-@pytest.mark.timeout(300)
 async def test_the_agent_gets_the_right_answers(tmp_path: Path, record_property: Any) -> None:
     from any_agent.engine.embedded.engine import EmbeddedEngine
     from any_agent.engine.embedded.server import EngineServer, listen

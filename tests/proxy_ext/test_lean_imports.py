@@ -78,6 +78,7 @@ assert is_torch_available()
     run(code)
 
 
+@pytest.mark.service
 def test_the_environment_is_left_alone() -> None:
     name = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     code = f"""

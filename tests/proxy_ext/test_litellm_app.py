@@ -57,6 +57,7 @@ async def test_it_is_shut_down_at_the_end() -> None:
     assert said == ["up", "down"]
 
 
+@pytest.mark.service
 def test_a_proxy_that_serves_has_not_imported_it() -> None:
     source = "import sys, proxy_ext.__main__, proxy_ext.app; print('litellm' in sys.modules)"
     done = subprocess.run(

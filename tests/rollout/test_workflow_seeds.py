@@ -34,6 +34,7 @@ def sampled(model: Path, workflow: RolloutWorkflow, **config: Any) -> list[list[
 
 
 @pytest.mark.parametrize("turns", [1, 3])
+@pytest.mark.service
 def test_the_same_runs_again(tiny_model_dir: Path, turns: int) -> None:
     workflow: RolloutWorkflow = RLVRWorkflow(functions.never, SAMPLING, str(tiny_model_dir))
     if turns > 1:

@@ -92,6 +92,7 @@ async def pair(
         yield started
 
 
+@pytest.mark.service
 async def test_sessions_open_in_turn_and_stay_where_they_are(pair: list[Proxy]) -> None:
     """Behind any aiohttp server, whose handler it may be."""
     # Their order does not matter: each proxy says which rank it is.
@@ -223,6 +224,7 @@ async def test_an_open_service_is_not_shown_to_others(pair: list[Proxy]) -> None
         await asyncio.to_thread(router.start, port=0)
 
 
+@pytest.mark.service
 async def test_it_serves_until_it_is_told_to_end(pair: list[Proxy]) -> None:
     port = own_port()
     urls = [proxy.url for proxy in pair]

@@ -1,6 +1,6 @@
 """Sessions side by side in one process: every call of an unmodified client lands in its own.
 
-`make test-clients` has the same with 200 of each, and with both versions of OpenAI's client.
+The suite `clients` has the same with 200 of each, and with both versions of OpenAI's client.
 """
 
 from __future__ import annotations

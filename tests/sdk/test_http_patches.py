@@ -385,6 +385,7 @@ assert not any("any_agent" in type(finder).__module__ for finder in sys.meta_pat
 """
 
 
+@pytest.mark.service
 def test_clients_that_are_imported_later_are_found() -> None:
     subprocess.run([sys.executable, "-c", LATE], check=True, timeout=60)
 
@@ -400,6 +401,7 @@ patches.release()
 """
 
 
+@pytest.mark.service
 def test_a_client_in_a_zip_file(tmp_path: Path) -> None:
     """One loader is of all the modules there."""
     archive = tmp_path / "all.zip"

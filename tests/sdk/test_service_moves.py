@@ -261,6 +261,7 @@ def test_only_below_the_earlier_place(place: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["ANY_AGENT_URL", "OPENAI_BASE_URL"])
+@pytest.mark.service
 async def test_an_agent_that_finds_the_file_in_its_environment(
     served: Served, place: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
@@ -301,6 +302,7 @@ async def place_of(url: str) -> AsyncIterator[str]:
             await runner.cleanup()
 
 
+@pytest.mark.service
 async def test_a_session_goes_on_where_its_service_is(served: Served, place: Path) -> None:
     """Its calls, by clients of before and new ones, its reward and its end."""
     async with AsyncExitStack() as stack:
@@ -326,6 +328,7 @@ async def test_a_session_goes_on_where_its_service_is(served: Served, place: Pat
     assert (info["state"], info["interactions"]) == ("finalized", 3)
 
 
+@pytest.mark.service
 async def test_a_runner_follows(served: Served, place: Path) -> None:
     """While its agents run, the service goes to another place: what they do after that, the rewards
     and the ends go there."""

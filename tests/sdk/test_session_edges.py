@@ -64,6 +64,7 @@ async def run(code: str) -> bytes:
     return said
 
 
+@pytest.mark.service
 async def test_a_process_forked_off_in_a_session_uses_it_and_does_not_end_it(
     served: Served,
 ) -> None:
@@ -72,6 +73,7 @@ async def test_a_process_forked_off_in_a_session_uses_it_and_does_not_end_it(
     assert [line.reason for line in lines] == ["of the parent"]
 
 
+@pytest.mark.service
 async def test_a_session_that_nobody_ends_does_not_hold_up_the_end_of_the_process(
     served: Served,
 ) -> None:

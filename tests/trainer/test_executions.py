@@ -18,6 +18,8 @@ from trainer.from_config import loss_config
 from trainer.policy import Policy
 from trainer.updates import StepConfig
 
+pytestmark = pytest.mark.service
+
 STEPS, GROUPS, SIZE, TURNS, OUTPUT = 8, 2, 6, 2, 4
 EXECUTIONS = {"rows": ("rows", 10_000), "tree": ("tree", 10_000), "depth-first": ("tree", 24)}
 CONFIG = TrainConfig(preset="gspo", eps_low=0.2, eps_high=0.3, minibatches=2, epochs_per_batch=2)  # type: ignore[call-arg]

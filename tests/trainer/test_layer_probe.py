@@ -93,6 +93,7 @@ def failing(graph: Any, _: Any) -> Any:
 
 
 @pytest.mark.parametrize("dtype", [None, torch.bfloat16])
+@pytest.mark.service
 def test_without_a_compiler_nothing_is_compiled(
     dtype: torch.dtype | None, use: Use, caplog: pytest.LogCaptureFixture, no_group: None
 ) -> None:
@@ -116,6 +117,7 @@ def test_without_a_compiler_nothing_is_compiled(
     ("backend", "reason"),
     [(failing, "cannot be compiled"), (bent, r"compute otherwise when compiled \(by ")],
 )
+@pytest.mark.service
 def test_layers_that_do_not_compile_are_refused(
     backend: Any, reason: str, monkeypatch: pytest.MonkeyPatch, use: Use
 ) -> None:

@@ -133,6 +133,7 @@ def test_a_planted_error_is_noticed(
         law(tiny_model_dir, tmp_path)
 
 
+@pytest.mark.service
 def test_that_values_need_gradients_although_keys_do_not_is_noticed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

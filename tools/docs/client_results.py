@@ -1,4 +1,4 @@
-"""Write compatibility.md: the features of each client over each API, by `make test-clients`."""
+"""Write compatibility.md: the features of each client over each API, by the suite `clients`."""
 
 from __future__ import annotations
 
@@ -41,16 +41,16 @@ FEATURES = {
 
 HEAD = """# Compatibility
 
-<!-- Written by tools/docs/generate.py from tests/clients/results.json, which `make test-clients
-ARGS=--record` writes; run that. -->
+<!-- Written by tools/docs/generate.py from tests/clients/results.json, which `make verify
+SUITES=clients ARGS=--record` writes; run that. -->
 
 This page shows what agents' client libraries can do against a live service: router, proxy, and an
 engine with scripted answers. Each client is the package from its registry at the version below, in
 an environment of its own, with only a base URL and a session's key.
 
-`make test-clients` installs and tries them all, and fails where a cell differs from this page. A
-test also checks the service's record: the number of interactions, and that each one after the first
-continued its parent's tokens exactly.
+`make verify SUITES=clients` installs and tries them all, and fails where a cell differs from this
+page. A test also checks the service's record: the number of interactions, and that each one after
+the first continued its parent's tokens exactly.
 
 In the tables, ✓ means that it works; – that the client has no such feature over this API, or that
 it is not tested; a number is a reason below its table.

@@ -10,7 +10,7 @@ All of them are in docs/reference:
 - parameters.md from the table in any_agent/completions/params/table.py;
 - http-api.md from the description of the routes that a service answers at /openapi.json;
 - python.md from the docstrings of the public names;
-- compatibility.md from what `make test-clients` found;
+- compatibility.md from what `make verify SUITES=clients` found;
 - from-areal.md from tools/docs/from_areal.yaml.
 """
 

@@ -1,4 +1,4 @@
-"""OpenAI's SDK, 2.x and 3.x, against a live service: `make test-clients`."""
+"""OpenAI's SDK, 2.x and 3.x, against a live service: `make verify SUITES=clients`."""
 
 from __future__ import annotations
 

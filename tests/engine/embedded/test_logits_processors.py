@@ -156,6 +156,7 @@ def _exploding() -> str:
     return json.dumps({"json_schema": schema})
 
 
+@pytest.mark.service
 async def test_a_grammar_that_explodes_harms_nobody(engine: EmbeddedEngine) -> None:
     engine._checks = GrammarChecker(seconds=1)
     beats, others = 0, []

@@ -1,4 +1,4 @@
-"""The contract, and our client, against a real SGLang: ``make test-engines``.
+"""The contract, and our client, against a real SGLang: ``make verify SUITES=engines``.
 
 The fakes and the embedded engine keep the same contract in the ordinary tests.
 """

@@ -28,6 +28,8 @@ from any_agent.runtime.ports import reserve
 from tests.support.launcher.slurm_programs import ADDRESS, Programs
 from tests.support.launcher.stand_ins import Lab, checked_until
 
+pytestmark = pytest.mark.service
+
 JOB = SlurmJob(id="7", nodes=("n1",), gpus=0, restarts=0)
 
 

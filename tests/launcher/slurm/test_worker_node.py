@@ -25,6 +25,8 @@ from tests.support.launcher.children import until
 from tests.support.launcher.slurm_programs import Programs
 from tests.support.launcher.stand_ins import Lab
 
+pytestmark = pytest.mark.service
+
 
 @pytest.fixture(autouse=True)
 def handlers() -> Iterator[None]:

@@ -85,6 +85,7 @@ async def test_filters(rank: Rank, tmp_path: Path) -> None:
         assert "error:" in done.said and "Traceback" not in done.said
 
 
+@pytest.mark.service
 async def test_settings_that_cannot_be_read_are_not_needed(rank: Rank, tmp_path: Path) -> None:
     await rank.add("a")
     (tmp_path / TRIAL / "config.yaml").write_text("a setting of another version: 1\n")
@@ -108,6 +109,7 @@ async def test_each_filter_is_one_pass_over_the_sessions(rank: Rank) -> None:
         assert not [step for step in plan if "TEMP B-TREE" in step]
 
 
+@pytest.mark.service
 async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:
     await rank.add("a")
     other = await Rank(tmp_path / TRIAL, number=1).start()
@@ -120,6 +122,7 @@ async def test_ranks_are_merged(rank: Rank, tmp_path: Path) -> None:
     assert export(tmp_path, "--rank", "1").ids == ["b"]
 
 
+@pytest.mark.service
 async def test_archives_alone_can_be_read(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     await rank.stop()
@@ -153,6 +156,7 @@ async def test_what_is_deleted_is_not_there(rank: Rank, tmp_path: Path) -> None:
     assert export(tmp_path).ids == list("cde")
 
 
+@pytest.mark.service
 async def test_damage_is_reported_and_passed_over(rank: Rank, tmp_path: Path) -> None:
     for id in ("a", "b", "c"):
         await rank.add(id)
@@ -258,6 +262,7 @@ def change(path: Path, sql: str) -> None:
         connection.execute(sql)
 
 
+@pytest.mark.service
 async def test_a_file_is_there_when_it_is_whole(rank: Rank, tmp_path: Path) -> None:
     await fill(rank)
     out = tmp_path / "out.jsonl"
@@ -291,6 +296,7 @@ async def test_more_files_at_once_than_a_process_may_usually_open(
     assert (done.code, len(done.ids)) == (0, 2 * files - 1), done.said
 
 
+@pytest.mark.service
 async def test_a_reader_that_leaves(rank: Rank, tmp_path: Path) -> None:
     for k in range(40):
         await rank.add(f"s{k}")
@@ -354,6 +360,7 @@ async def test_styles(start: Start, tmp_path: Path) -> None:
     assert one["rewards"] == 1.5
 
 
+@pytest.mark.service
 async def test_a_path_that_is_not_exact_is_left_out(start: Start, tmp_path: Path) -> None:
     proxy = await start("user=u", "experiment=e", "trial=t")
     session = await proxy.open(mode="eval")

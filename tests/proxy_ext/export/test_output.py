@@ -103,6 +103,7 @@ def test_names_of_no_file(tmp_path: Path) -> None:
         assert ".partial" not in refused.value.message
 
 
+@pytest.mark.service
 async def test_a_folder_is_wrong_input(rank: Rank, tmp_path: Path) -> None:
     await rank.add("a")
     for name in (tmp_path, tmp_path / "no" / "out"):
@@ -117,6 +118,7 @@ def to_standard_output(root: Path) -> subprocess.CompletedProcess[bytes]:
         return subprocess.run(command, stdout=file, stderr=subprocess.PIPE, timeout=60)
 
 
+@pytest.mark.service
 async def test_what_cannot_be_written_is_named(rank: Rank, tmp_path: Path) -> None:
     """As on a full disk, but for the limit on a file's size."""
     for id in "abc":

@@ -6,6 +6,7 @@ import sqlite3
 from typing import Any
 
 import msgpack
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from redis.exceptions import RedisError
@@ -85,6 +86,7 @@ _NAMES = iter(range(10**9))
 
 @given(STEPS)
 @settings(max_examples=250, deadline=None, suppress_health_check=list(HealthCheck))
+@pytest.mark.service
 def test_at_most_one_is_acknowledged(
     shared_server: RedisServer, steps: list[tuple[int, str]]
 ) -> None:

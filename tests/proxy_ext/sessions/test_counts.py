@@ -231,6 +231,7 @@ def test_counts_balance_on_random_walks(steps: list[str], seed: int) -> None:
         asyncio.run(walk(Path(folder), steps, seed))
 
 
+@pytest.mark.service
 def test_a_long_walk_reaches_every_state(tmp_path: Path) -> None:
     random = Random(0)
     rank = asyncio.run(walk(tmp_path, random.choices(STEPS, [8, *[1] * 10], k=400), 0))

@@ -56,6 +56,7 @@ async def reason(served: Served, result: ProgramRun) -> str:
     return str(info["reason"])
 
 
+@pytest.mark.service
 async def test_a_group_of_programs(make: Make, served: Served) -> None:
     source = RewardSource(command='cat > /dev/null; echo "$ANY_AGENT_RUN_INDEX"')
     runs = make('ask("I am " + os.environ["ANY_AGENT_RUN_INDEX"])', n=3, source=source, task_id="t")
@@ -376,6 +377,7 @@ async def test_no_slot_is_a_run_that_failed(
     assert result.state == "failed" and exit_code(runs) == 1
 
 
+@pytest.mark.service
 async def test_an_interrupt_keeps_what_is_finished(
     make: Make, served: Served, tmp_path: Path
 ) -> None:

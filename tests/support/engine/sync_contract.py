@@ -54,6 +54,7 @@ class SyncContract:
             assert proxy.events == ["pause", "v11", "resume", "pause", "v12", "resume"]
 
     @pytest.mark.parametrize("way", SENT)
+    @pytest.mark.service
     async def test_calls_that_are_kept_go_on(
         self, way: str, engines: list[str], models: list[Path], tmp_path: Path
     ) -> None:

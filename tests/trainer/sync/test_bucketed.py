@@ -90,6 +90,7 @@ async def test_an_engine_that_dies_leaves_and_comes_back(
         assert told == ["v7", "v8", "v9"]
 
 
+@pytest.mark.service
 async def test_a_repair_is_for_those_that_need_it(
     processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:
@@ -102,6 +103,7 @@ async def test_a_repair_is_for_those_that_need_it(
 
 
 @pytest.mark.parametrize("way", ["distributed", "tensor"])
+@pytest.mark.service
 async def test_one_that_refuses_keeps_its_weights_and_nobody(
     way: str, processes: list[EngineProcess], tiny_model_dir: Path, tmp_path: Path
 ) -> None:

@@ -1,0 +1,377 @@
+"""Run a ring of tests: the gate that continuous integration asks, or all the rest.
+
+``gate`` clones HEAD into an empty folder and runs ``.ci/run`` there; ``ci`` is what that script
+runs; ``verify`` runs the suites that the gate leaves out. CONTRIBUTING.md explains the rings.
+
+A stage or suite has a limit, after which it fails by name. Tests that failed run once more, each
+in a process of its own; those that pass then are listed as flaky and kept in tests/flaky.jsonl.
+Only the standard library is imported: this starts before anything is installed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import os
+import resource
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+FLAKY = Path(os.environ.get("FLAKY_LOG", ROOT / "tests" / "flaky.jsonl"))
+"""One line for each test that failed and then passed: test, date, commit, first line."""
+NO_SECOND_CHANCE = 2
+"""A test that stands in the log this often is mended or leaves its ring: it is not run again."""
+GRACE = 60.0
+"""Seconds that a stage past its limit has to end what it started."""
+RERUN_LIMIT = 1500.0
+"""Seconds for one test's second chance."""
+BUILD = ROOT / "build"
+PYTHON = ROOT / ".venv" / "bin" / "python"
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One command, or one run of pytest."""
+
+    name: str
+    limit: float
+    """Seconds, on two cores that have other things to do, too."""
+    command: tuple[str, ...] = ()
+    """The command that runs in place of pytest."""
+    paths: tuple[str, ...] = ()
+    options: tuple[str, ...] = ()
+    """The options of pytest."""
+    prepare: tuple[str, ...] = ()
+    """Makes what the tests need, before their clock starts."""
+    second_chances: int = 10
+    """At most so many failed tests run again; of more, none does."""
+
+
+@dataclass(slots=True)
+class Result:
+    """The result of a stage."""
+
+    name: str
+    ok: bool = False
+    why: str = ""
+    """The reason where it is red without a failed test."""
+    passed: int = 0
+    failed: list[str] = field(default_factory=list)
+    flaky: list[str] = field(default_factory=list)
+    skipped: int = 0
+    seconds: float = 0.0
+    cpu_seconds: float = 0.0
+    commit: str = ""
+
+
+_PARALLEL = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
+_TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
+_REST = "service and not smoke and not gate"
+_FOLDERS = ("e2e", "chaos", "laws", "benchmarks")
+
+CI = (
+    Stage("set-up", 1500, command=("make", "--no-print-directory", "setup")),
+    Stage("lint", 600, command=("make", "--no-print-directory", "lint")),
+    Stage(
+        "tests",
+        1800,
+        options=(*_PARALLEL, "-m", "gate or smoke or not service"),
+        second_chances=3,
+    ),
+)
+"""From nothing to green in fifteen minutes on two cores."""
+
+SUITES = (
+    Stage(
+        "services",
+        2400,
+        paths=("tests",),
+        options=(*_PARALLEL, "-m", _REST, *(f"--ignore=tests/{name}" for name in _FOLDERS)),
+    ),
+    Stage("e2e", 3600, paths=("tests/e2e",), options=(*_TWO, "-m", _REST)),
+    Stage("chaos", 3000, paths=("tests/chaos",), options=(*_TWO, "-m", _REST)),
+    Stage("laws", 1800, paths=("tests/laws",), options=(*_PARALLEL, "-m", _REST)),
+    Stage("benchmarks", 1800, paths=("tests/benchmarks",), options=("-m", _REST)),
+    Stage(
+        "engines",
+        2400,
+        paths=("tests/engine/sglang/*_live.py",),
+        prepare=(str(PYTHON), "-m", "tests.engine.sglang.real_sglang"),
+    ),
+    Stage(
+        "slurm",
+        2400,
+        paths=("tests/slurm/*_live.py",),
+        prepare=(str(PYTHON), "-m", "tests.slurm.lab"),
+    ),
+    Stage(
+        "clients",
+        3600,
+        paths=("tests/clients/*/*_live.py",),
+        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+    ),
+    Stage(
+        "documents",
+        2400,
+        paths=("tests/documents/*_live.py",),
+        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+    ),
+    Stage(
+        "examples",
+        2400,
+        paths=("tests/examples/*_live.py",),
+        options=_TWO,
+        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+    ),
+    Stage("gpu", 2400, paths=("tests/trainer/*_live.py",)),
+)
+"""Everything else, each suite alone; ``gpu`` only where it is asked for."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("ring", choices=("gate", "ci", "verify"))
+    parser.add_argument("--suites", default="", help="run these alone, e.g. 'engines clients'")
+    parser.add_argument("--again", action="store_true", help="also what is green at this commit")
+    parser.add_argument("--pytest", default="", help="more options for pytest")
+    given = parser.parse_args(arguments)
+    os.chdir(ROOT)
+    if given.ring == "gate":
+        return gate()
+    stages = CI if given.ring == "ci" else _suites(given.suites.split())
+    return run(given.ring, stages, again=given.again, more=shlex.split(given.pytest))
+
+
+def gate() -> int:
+    """Run what continuous integration runs, on HEAD in an empty folder; 0 if it is green."""
+    commit = _git("rev-parse", "HEAD")
+    if left_out := _git("status", "--porcelain").splitlines():
+        print(f"gate     {len(left_out)} files differ from HEAD and are left out", flush=True)
+    folder = Path(tempfile.mkdtemp(prefix="gate-"))
+    checkout = folder / ROOT.name
+    subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
+    subprocess.run(["git", "-C", str(checkout), "checkout", "-q", commit], check=True)
+    beside = ROOT.parent / "shared"
+    if beside.is_dir():
+        shutil.copytree(beside, folder / "shared", symlinks=True)
+    print(f"gate     {commit[:8]} in {checkout}", flush=True)
+    unset = ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS")
+    environment = {name: value for name, value in os.environ.items() if name not in unset}
+    done = subprocess.run(
+        ["bash", ".ci/run"],
+        cwd=checkout,
+        env=environment | {"CI": "true", "FLAKY_LOG": str(FLAKY)},
+        stdin=subprocess.DEVNULL,
+        check=False,
+    )
+    if done.returncode:
+        print(f"gate     red at {commit[:8]}; what it left is in {checkout}")
+        return 1
+    BUILD.mkdir(exist_ok=True)
+    (BUILD / "gate-passed").write_text(f"{commit}\n", encoding="utf-8")
+    shutil.rmtree(folder, ignore_errors=True)
+    print(f"gate     green at {commit[:8]}")
+    return 0
+
+
+def run(ring: str, stages: Sequence[Stage], *, again: bool, more: Sequence[str]) -> int:
+    """Run the stages one after another and print their table; 0 if all are green.
+
+    ``ci`` ends at a red stage, since later ones need it; ``verify`` goes on.
+    """
+    results = []
+    for stage in stages:
+        kept = None if again or more or ring != "verify" else _green_before(stage)
+        result = kept or _run(ring, stage, more)
+        results.append(result)
+        if ring == "ci" and not result.ok:
+            break
+    _print_table(ring, results)
+    return 0 if all(result.ok for result in results) else 1
+
+
+def _run(ring: str, stage: Stage, more: Sequence[str]) -> Result:
+    print(f"== {stage.name}: at most {stage.limit:.0f} s", flush=True)
+    result = Result(stage.name, commit=_commit())
+    folder = BUILD / ring
+    folder.mkdir(parents=True, exist_ok=True)
+    if stage.prepare and (code := _within(stage.prepare, 3600, f"{stage.name}'s set-up")):
+        result.why = f"its set-up ended with {code}"
+        return result
+    began, cpu = time.monotonic(), _cpu()
+    if stage.command:
+        code = _within(stage.command, stage.limit, stage.name)
+        result.ok, result.why = code == 0, f"ended with {code}" if code else ""
+    else:
+        _test(stage, result, folder / f"{stage.name}.xml", more)
+    result.seconds, result.cpu_seconds = time.monotonic() - began, _cpu() - cpu
+    (folder / f"{stage.name}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    return result
+
+
+def _test(stage: Stage, result: Result, junit: Path, more: Sequence[str]) -> None:
+    """Run pytest, then what failed once more, each alone."""
+    pytest = (str(PYTHON), "-m", "pytest", "-o", "junit_family=xunit1", "--junitxml")
+    paths = [str(path) for name in stage.paths for path in sorted(Path().glob(name))]
+    junit.unlink(missing_ok=True)
+    code = _within((*pytest, str(junit), *stage.options, *more, *paths), stage.limit, stage.name)
+    failed: dict[str, str] = {}
+    if junit.exists():
+        failed = _read(junit, result)
+    result.failed = list(failed)
+    if code not in (0, 1) or not junit.exists() or (code and not failed):
+        result.why = "took more than its limit" if code == _PAST_LIMIT else f"ended with {code}"
+        return
+    before = _flaky_before()
+    chances = [test for test in failed if before[test] < NO_SECOND_CHANCE]
+    if len(failed) <= stage.second_chances and len(chances) == len(failed):
+        for test in failed:
+            print(f"== {test} failed ({failed[test]}): once more, alone", flush=True)
+            once = (*pytest, str(junit.with_suffix(".again.xml")), "-n", "0", *more, test)
+            if _within(once, RERUN_LIMIT, test) == 0:
+                result.failed.remove(test)
+                result.flaky.append(test)
+                result.passed += 1
+                _remember(test, failed[test], result.commit)
+    for test in failed:
+        if before[test] >= NO_SECOND_CHANCE:
+            print(f"== {test} stands in {FLAKY.name} {before[test]} times: mend it or take it out")
+    result.ok = not result.failed
+
+
+_PAST_LIMIT = -1000
+
+
+def _within(command: Sequence[str], limit: float, name: str) -> int:
+    """Run a command and return its exit status, `_PAST_LIMIT` if it was ended for its time."""
+    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    try:
+        return child.wait(limit)
+    except subprocess.TimeoutExpired:
+        print(f"== {name} took more than {limit:.0f} s and is ended", flush=True)
+        return _PAST_LIMIT
+    finally:
+        _end(child)
+
+
+def _end(child: subprocess.Popen[bytes]) -> None:
+    """End a stage and what it started: first as Ctrl-C does, so that fixtures clean up."""
+    for number in (signal.SIGINT, signal.SIGKILL):
+        if child.poll() is not None:
+            return
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(child.pid, number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(GRACE)
+
+
+def _read(junit: Path, result: Result) -> dict[str, str]:
+    """Count a run's tests into ``result``; return the failed ones with their first lines."""
+    failed: dict[str, str] = {}
+    skipped = tests = 0
+    for case in ElementTree.parse(junit).iter("testcase"):
+        tests += 1
+        skipped += case.find("skipped") is not None
+        for kind in ("failure", "error"):
+            if (found := case.find(kind)) is not None:
+                lines = (found.get("message") or found.text or "").strip().splitlines()
+                failed[_id(case)] = lines[0][:300] if lines else kind
+    result.skipped, result.passed = skipped, tests - skipped - len(failed)
+    return failed
+
+
+def _id(case: ElementTree.Element) -> str:
+    """Return pytest's name of a test, which JUnit's form has in three parts."""
+    file, name = case.get("file") or "", case.get("name") or ""
+    inside = (case.get("classname") or "").removeprefix(file.removesuffix(".py").replace("/", "."))
+    return "::".join([file or name, *filter(None, inside.split(".")), *([name] if file else [])])
+
+
+def _flaky_before() -> Counter[str]:
+    if not FLAKY.exists():
+        return Counter()
+    lines = FLAKY.read_text(encoding="utf-8").splitlines()
+    return Counter(json.loads(line)["test"] for line in lines if line)
+
+
+def _remember(test: str, first_line: str, commit: str) -> None:
+    date = datetime.date.today().isoformat()
+    row = {"test": test, "date": date, "commit": commit, "first_line": first_line}
+    with FLAKY.open("a", encoding="utf-8") as log:
+        log.write(json.dumps(row) + "\n")
+
+
+def _green_before(stage: Stage) -> Result | None:
+    """Return the result of a suite that was green at this commit, with nothing changed since."""
+    kept = BUILD / "verify" / f"{stage.name}.json"
+    if not kept.exists() or not (commit := _commit()) or commit.endswith("+"):
+        return None
+    result = Result(**json.loads(kept.read_text(encoding="utf-8")))
+    if not result.ok or result.commit != commit:
+        return None
+    print(f"== {stage.name}: green at this commit; --again runs it again", flush=True)
+    return result
+
+
+def _suites(wanted: Iterable[str]) -> list[Stage]:
+    by_name = {suite.name: suite for suite in SUITES}
+    if unknown := sorted(set(wanted) - by_name.keys()):
+        sys.exit(f"error: no suite is named {unknown[0]}; there are {', '.join(by_name)}")
+    return [by_name[name] for name in wanted] or [s for s in SUITES if s.name != "gpu"]
+
+
+def _print_table(ring: str, results: Sequence[Result]) -> None:
+    for result in results:
+        for word, tests in (("failed", result.failed), ("flaky", result.flaky)):
+            for test in tests:
+                print(f"{word:8} {result.name}: {test}")
+        if result.why:
+            print(f"red      {result.name}: {result.why}")
+    print("\n| suite | result | passed | failed | flaky | skipped | seconds | CPU s | commit |")
+    print("|---|---|---|---|---|---|---|---|---|")
+    for r in results:
+        counts = f"{r.passed} | {len(r.failed)} | {len(r.flaky)} | {r.skipped}"
+        times = f"{r.seconds:.0f} | {r.cpu_seconds:.0f} | {r.commit[:8]}"
+        print(f"| {r.name} | {'green' if r.ok else 'red'} | {counts} | {times} |")
+    seconds = sum(result.seconds for result in results)
+    state = "green" if all(result.ok for result in results) else "red"
+    print(f"{ring:8} {state}, {seconds / 60:.1f} minutes")
+    passed, failed = sum(r.passed for r in results), sum(len(r.failed) for r in results)
+    skipped = sum(result.skipped for result in results)
+    print(f"{passed} passed, {failed} failed, {skipped} skipped", flush=True)
+
+
+def _commit() -> str:
+    """Return HEAD, with a `+` where files differ from it, or nothing outside a repository."""
+    try:
+        changed = _git("status", "--porcelain")
+        return _git("rev-parse", "HEAD") + ("+" if changed else "")
+    except (subprocess.CalledProcessError, OSError):
+        return ""
+
+
+def _git(*arguments: str) -> str:
+    done = subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout.strip()
+
+
+def _cpu() -> float:
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
+if __name__ == "__main__":
+    sys.exit(main())
