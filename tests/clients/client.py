@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.clients.environment import component, node_with, python_with
+from tests.clients.environment import ENVIRONMENTS, component, node_with, python_with
 from tests.support.e2e.serving import environment
 
 HERE = Path(__file__).parent
@@ -34,40 +34,37 @@ class Client:
     """A package of agents' authors, at one version."""
 
     name: str
-    """Its environment's, and in the results."""
+    """Its environment's, which pins its version, and in the results."""
     title: str
     """In the table."""
     package: str
-    pins: Path
-    """requirements.txt with every package's version, or package.json beside its lock."""
     script: Path
     """A function for each step; it returns what becomes a JSON object."""
     variables: tuple[tuple[str, str], ...] = ()
     """What its steps need in their environment."""
-    ours: bool = False
-    """Whether its steps import what is installed here, too."""
 
     @property
     def registry(self) -> str:
-        return "npm" if self.pins.suffix == ".json" else "PyPI"
+        return "npm" if ENVIRONMENTS[self.name].of_npm else "PyPI"
 
     @property
     def version(self) -> str:
-        text = self.pins.read_text()
+        pins = ENVIRONMENTS[self.name].pins
+        text = pins.read_text()
         if self.registry == "npm":
             return str(json.loads(text)["dependencies"][self.package])
         found = re.search(rf"^{re.escape(self.package)}==(.+)$", text, re.M)
-        assert found is not None, f"{self.pins} does not pin {self.package}"
+        assert found is not None, f"{pins} does not pin {self.package}"
         return found[1]
 
     def command(self) -> list[str | Path]:
-        """What runs the script's steps; installs the client if need be."""
+        """What runs the script's steps."""
         if self.registry == "npm":
-            node, folder = component("node"), node_with(self.name, self.pins)
+            node, folder = component("node"), node_with(self.name)
             # Packages are looked for from the script's place upwards.
             (folder / self.script.name).write_bytes(self.script.read_bytes())
             return [node, HERE / "runner.mjs", folder / self.script.name]
-        python = python_with(self.name, self.pins, ours=self.ours)
+        python = python_with(self.name)
         return [python, "-I", HERE / "runner.py", self.script]
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import subprocess
 import sys
 from collections.abc import Generator, Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -45,28 +44,13 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def environments(request: pytest.FixtureRequest) -> Iterator[None]:
-    """Those of all clients begin to be made, two at once, while the first ones are tried."""
-    clients = (_given(item).get("client") for item in request.session.items)
-    wanted = dict.fromkeys(client for client in clients if isinstance(client, Client))
-    with ThreadPoolExecutor(2) as pool:
-        for client in wanted:
-            # What goes wrong here goes wrong again, and is told, where the client is started.
-            pool.submit(client.command)
-        yield
-        pool.shutdown(cancel_futures=True)
-
-
-@pytest.fixture(scope="session")
 def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Live]:
     with live_service(tiny_model_dir, tmp_path_factory.mktemp("live")) as service:
         yield service
 
 
 @pytest.fixture(scope="session")
-def process(
-    client: Client, environments: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
+def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(client, tmp_path_factory.mktemp(client.name)) as process:
         yield process
 

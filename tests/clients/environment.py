@@ -1,7 +1,12 @@
-"""Environments of the clients that are tried: their pins collide with each other and with ours."""
+"""The environments of agents' packages: their pins collide with each other and with ours.
+
+Tests only use them; ``python -m tests.clients.environment [SUITE ...]`` makes those of the suites
+(all without one: clients, documents, examples) before any test runs.
+"""
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -9,58 +14,126 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import threading
-from collections import defaultdict
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 
+ROOT = Path(__file__).resolve().parents[2]
+FOLDER = ROOT / ".venv-clients"
+SUITES = ("clients", "documents", "examples")
 _OURS = (sys.executable, "-m")
-FOLDER = Path(__file__).resolve().parents[2] / ".venv-clients"
-_MAKING: defaultdict[Path, threading.Lock] = defaultdict(threading.Lock)
-"""One at a time makes a folder: of the threads of a process, and of all processes."""
+_CLIENTS, _DOCUMENTS, _EXAMPLES = (ROOT / "tests" / suite for suite in SUITES)
+_LIMIT = 900.0
+"""Seconds for one run of pip or npm."""
 
 
-def python_with(name: str, pins: Path, *, ours: bool = False) -> Path:
-    """The interpreter of an environment of this name that holds just these; made if need be.
+class NotMade(Exception):
+    """An environment could not be made; the text is what was run, and what that said."""
 
-    With ``ours`` what is installed here is found behind them: theirs comes first where both have
-    a package, as if one environment had been made for both.
+
+@dataclass(frozen=True, slots=True)
+class Environment:
+    """The packages that a file pins, in a folder of their own."""
+
+    name: str
+    pins: Path
+    """requirements.txt with every package's version, or package.json beside its lock."""
+    suites: tuple[str, ...] = ("clients",)
+    ours: bool = False
+    """Whether what is installed here is found behind them.
+
+    Theirs comes first where both have a package, as if one environment had been made for both.
     """
-    folder = FOLDER / name
-    python = folder / "bin" / "python"
+    in_place: bool = False
+    """Whether npm's packages lie beside their package.json, where its programs look for them."""
 
-    def make() -> None:
-        # Ours installs into it: an environment without pip of its own is there at once.
-        _run([*_OURS, "venv", "--clear", "--without-pip", folder], 120)
-        pip = ("pip", "--python", python, "install", "-qq", "--disable-pip-version-check")
-        # Every package is pinned: there is nothing to be worked out.
-        _run([*_OURS, *pip, "--no-compile", "--no-deps", "-r", pins], 600)
-        if ours:
-            line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
-            (packages,) = folder.glob("lib/python*/site-packages")
-            (packages / "ours.pth").write_text(line, encoding="utf-8")
+    @property
+    def of_npm(self) -> bool:
+        return self.pins.suffix == ".json"
 
-    _once(folder, [pins], make)
-    return python
+    @property
+    def folder(self) -> Path:
+        return self.pins.parent if self.in_place else FOLDER / self.name
+
+    @property
+    def python(self) -> Path:
+        return self.folder / "bin" / "python"
+
+    @property
+    def lock(self) -> Path:
+        """The file beside a package.json that pins all of its packages."""
+        return self.pins.with_name("package-lock.json")
+
+    @property
+    def stamp(self) -> Path:
+        """A file that is there once the environment is whole, and of these pins."""
+        files = (self.pins, self.lock) if self.of_npm else (self.pins,)
+        wanted = [*(file.read_bytes() for file in files), *([b"ours"] if self.ours else [])]
+        digest = hashlib.blake2b(b"\n".join(wanted), digest_size=6).hexdigest()
+        return self.folder / ("node_modules" if self.of_npm else "") / f".made-{digest}"
+
+    @property
+    def is_made(self) -> bool:
+        return self.stamp.exists() and (self.of_npm or self.python.exists())
 
 
-def node_with(name: str, manifest: Path) -> Path:
-    """A folder of this name with the packages of a `package.json` and its lock; made if need be."""
-    folder = FOLDER / name
-    lock = manifest.with_name("package-lock.json")
-    npm = component("npm")
+_BOTH = ("clients", "documents")
+_EXAMPLE = ("examples",)
+ENVIRONMENTS = {
+    environment.name: environment
+    for environment in (
+        Environment("anthropic", _CLIENTS / "anthropic" / "requirements.txt"),
+        Environment("camel", _CLIENTS / "camel" / "requirements.txt"),
+        Environment("camel-rlvr", _CLIENTS / "camel_rlvr" / "requirements.txt", _BOTH, ours=True),
+        Environment("claude-agent", _CLIENTS / "claude_agent" / "requirements.txt"),
+        Environment("langchain", _CLIENTS / "langchain" / "requirements.txt"),
+        Environment("openai-2", _CLIENTS / "openai" / "openai-2.txt"),
+        Environment("openai-3", _CLIENTS / "openai" / "openai-3.txt"),
+        Environment("openai-agents", _CLIENTS / "agents" / "requirements.txt"),
+        Environment("openai-npm", _CLIENTS / "openai_npm" / "package.json"),
+        # docs/how-to/connect
+        Environment("instructor", _CLIENTS / "forced_tools" / "instructor.txt"),
+        Environment("langgraph", _CLIENTS / "connect" / "langgraph.txt"),
+        Environment("llama-index", _CLIENTS / "connect" / "llama-index.txt"),
+        Environment("pydantic-ai", _CLIENTS / "connect" / "pydantic-ai.txt"),
+        Environment("sdk", _CLIENTS / "connect" / "sdk.txt"),
+        Environment("smolagents", _CLIENTS / "forced_tools" / "smolagents.txt"),
+        # Frameworks that force tool calls
+        Environment("forced-instructor", _CLIENTS / "forced_tools" / "instructor.txt", ours=True),
+        Environment("forced-openai_agents", _CLIENTS / "agents" / "requirements.txt", ours=True),
+        Environment("forced-smolagents", _CLIENTS / "forced_tools" / "smolagents.txt", ours=True),
+        Environment("sdk-openai-2", _CLIENTS / "sdk_crowd" / "openai-2.txt"),
+        Environment("sdk-openai-3", _CLIENTS / "sdk_crowd" / "openai-3.txt"),
+        Environment("trackers", _CLIENTS / "trackers" / "requirements.txt", ours=True),
+        Environment("math-agent", _DOCUMENTS / "math_agent.txt", ("documents",), ours=True),
+        *(
+            Environment(f"example-{one}", _EXAMPLES / "pins" / f"{one}.txt", _EXAMPLE, ours=True)
+            for one in ("camel", "claude_agent", "langchain", "openai_agents")
+        ),
+        Environment(
+            "example-node_agent",
+            ROOT / "examples" / "node_agent" / "package.json",
+            _EXAMPLE,
+            in_place=True,
+        ),
+    )
+}
+"""All that tests use, by name."""
 
-    def make() -> None:
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.mkdir(parents=True)
-        for file in (manifest, lock):
-            shutil.copy(file, folder)
-        _run([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder], 600)
 
-    _once(folder, [manifest, lock], make)
-    return folder
+def python_with(name: str) -> Path:
+    """Return the interpreter of an environment; the test fails where it is not made."""
+    return _made(name).python
+
+
+def node_with(name: str) -> Path:
+    """Return the folder with npm's packages of an environment; the test fails without it."""
+    component("npm")
+    return _made(name).folder
 
 
 def component(program: str) -> str:
@@ -74,18 +147,119 @@ def component(program: str) -> str:
     return found
 
 
-def _once(folder: Path, wanted: Sequence[Path], make: Callable[[], None]) -> None:
-    """Make it unless it was made just so: whole, and of these files."""
-    digest = hashlib.blake2b(b"\n".join(p.read_bytes() for p in wanted), digest_size=6).hexdigest()
-    stamp = folder / f".made-{digest}"
+def _made(name: str) -> Environment:
+    environment = ENVIRONMENTS[name]
+    if not environment.is_made:
+        command = f"python -m tests.clients.environment {environment.suites[0]}"
+        pytest.fail(
+            f"the environment {name} is not made, or not of its pins: run {command}", pytrace=False
+        )
+    return environment
+
+
+def make(environment: Environment) -> bool:
+    """Make an environment, and return whether it had to be; NotMade if that fails."""
     FOLDER.mkdir(exist_ok=True)
-    with _MAKING[folder], open(FOLDER / f"{folder.name}.lock", "w") as lock:
+    # One at a time makes it, of all threads and processes.
+    with open(FOLDER / f"{environment.name}.lock", "w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)
-        if not stamp.exists():
-            make()
-            stamp.touch()
+        if environment.is_made:
+            return False
+        (_make_of_npm if environment.of_npm else _make_of_python)(environment)
+        environment.stamp.touch()
+        return True
 
 
-def _run(command: Sequence[str | Path], limit: float) -> None:
-    done = subprocess.run(command, capture_output=True, text=True, timeout=limit)
-    assert done.returncode == 0, f"{' '.join(map(str, command))}:\n{done.stdout}\n{done.stderr}"
+def _make_of_python(environment: Environment) -> None:
+    # Ours installs into it: an environment without pip of its own is there at once.
+    _run([*_OURS, "venv", "--clear", "--without-pip", environment.folder])
+    pip = ("pip", "--python", environment.python, "install", "-qq", "--disable-pip-version-check")
+    # Every package is pinned: there is nothing to be worked out.
+    _run_twice([*_OURS, *pip, "--no-compile", "--no-deps", "-r", environment.pins])
+    if environment.ours:
+        line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
+        (packages,) = environment.folder.glob("lib/python*/site-packages")
+        (packages / "ours.pth").write_text(line, encoding="utf-8")
+
+
+def _make_of_npm(environment: Environment) -> None:
+    npm, folder = shutil.which("npm"), environment.folder
+    if npm is None:
+        raise NotMade("npm is not installed")
+    if not environment.in_place:
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir(parents=True)
+        for file in (environment.pins, environment.lock):
+            shutil.copy(file, folder)
+    _run_twice([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder])
+
+
+def _run_twice(command: Sequence[str | Path]) -> None:
+    """Run a command that downloads; once more if it fails, as a download does now and then."""
+    try:
+        _run(command)
+    except NotMade:
+        _run(command)
+
+
+def _run(command: Sequence[str | Path]) -> None:
+    words = " ".join(map(str, command))
+    try:
+        done = subprocess.run(
+            command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=_LIMIT
+        )
+    except subprocess.TimeoutExpired:
+        raise NotMade(f"{words}:\nit took more than {_LIMIT:g} s") from None
+    if done.returncode != 0:
+        raise NotMade(f"{words}:\n{done.stdout}\n{done.stderr}")
+
+
+def make_all(wanted: Sequence[Environment]) -> int:
+    """Make environments, two at once, and say what became of each; 1 if some could not be made."""
+    failed: dict[str, str] = {}
+
+    def tell(environment: Environment) -> None:
+        began = time.monotonic()
+        if environment.of_npm and not shutil.which("npm") and os.environ.get("CI") != "true":
+            # Its tests are skipped for the same reason.
+            print(f"{environment.name:<22} left out: npm is not installed", flush=True)
+            return
+        try:
+            new = make(environment)
+            told = f"made in {time.monotonic() - began:.0f} s" if new else "there already"
+        except (NotMade, OSError) as error:
+            told = "failed"
+            failed[environment.name] = str(error)
+        print(f"{environment.name:<22} {told}", flush=True)
+
+    pool = ThreadPoolExecutor(2)
+    try:
+        work: list[Future[None]] = [pool.submit(tell, environment) for environment in wanted]
+        for one in work:
+            one.result()
+    finally:
+        pool.shutdown(cancel_futures=True)
+    names = [one.name for one in wanted if one.name in failed]
+    for name in names:
+        print(f"\n== {name}\n{failed[name].strip()[-3000:]}", file=sys.stderr)
+    if names:
+        print(f"error: could not be made: {', '.join(names)}", file=sys.stderr)
+    return 1 if failed else 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m tests.clients.environment",
+        description="Make the environments that tests use, where they are not there already.",
+    )
+    parser.add_argument(
+        "suites", nargs="*", metavar="SUITE", help=f"of these alone: {', '.join(SUITES)}"
+    )
+    asked = set(parser.parse_args(arguments).suites) or set(SUITES)
+    if unknown := sorted(asked - set(SUITES)):
+        parser.error(f"no suite is named {unknown[0]}: there are {', '.join(SUITES)}")
+    return make_all([one for one in ENVIRONMENTS.values() if asked & set(one.suites)])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -14,7 +14,6 @@ from tests.clients.environment import python_with
 from tests.documents import text
 from tests.documents.service import PYTHON, ROOT, Service, run_command, run_script
 
-CLIENTS = ROOT / "tests" / "clients"
 TASKS = [
     {"messages": [{"role": "user", "content": f"What is {a} + {b}?"}], "answer": str(a + b)}
     for a in range(5)
@@ -51,7 +50,7 @@ def steps(folder: Path) -> list[dict[str, Any]]:
 def math_agent(folder: Path) -> Path:
     """`my_agent.py` of the guide, and the interpreter that has what it imports."""
     (folder / "my_agent.py").write_text(text.renamed(text.cut(1, 70, 119)), encoding="utf-8")
-    return python_with("math-agent", Path(__file__).with_name("math_agent.txt"), ours=True)
+    return python_with("math-agent")
 
 
 @pytest.mark.block(1, 70, 119)
@@ -163,7 +162,7 @@ FILLED = (
 
 
 def camel() -> Path:
-    return python_with("camel-rlvr", CLIENTS / "camel_rlvr" / "requirements.txt", ours=True)
+    return python_with("camel-rlvr")
 
 
 @pytest.mark.block(1, 178, 188, changes="the table that it counts tokens by")
@@ -171,7 +170,8 @@ def test_a_camel_agent_as_it_is(code: str, service: Service, tmp_path: Path) -> 
     """Before it is changed it finds the service by its environment, as any client of OpenAI's."""
     import httpx
 
-    opened = httpx.post(f"{service.url}/rl/v1/start_session", json={"mode": "eval"}).json()
+    url = f"{service.url}/rl/v1/start_session"
+    opened = httpx.post(url, json={"mode": "eval"}, timeout=120).json()
     environ = {
         "OPENAI_API_BASE_URL": opened["base_url"],
         "OPENAI_BASE_URL": opened["base_url"],

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import re
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,7 +26,7 @@ from tests.documents.service import (
 )
 from tests.slurm.jobs import ADMIN
 from tests.slurm.jobs import settings as cluster_settings
-from tests.slurm.lab import slurm
+from tests.slurm.lab import Slurm, slurm
 
 URL = "http://192.168.1.100:8080"
 CLOUD = "https://api.areal.ai"
@@ -82,7 +83,7 @@ def test_a_users_key(code: str, service: Service, tmp_path: Path) -> None:
 async def test_inference_by_experiment_and_trial(
     code: str, service: Service, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 600
     while not (service.run / "checkpoints" / "latest").exists():
         assert time.monotonic() < deadline, "the service trains, so there is a checkpoint soon"
         await asyncio.sleep(0.5)
@@ -182,17 +183,22 @@ async def test_step_3_as_it_is_written(code: str, service: Service) -> None:
         await runner.cleanup()
 
 
+@pytest.fixture
+def cluster(tmp_path: Path) -> Iterator[Slurm]:
+    with slurm(tmp_path / "slurm") as made:
+        yield made
+
+
 @pytest.mark.block(4, 34, 34, changes="my-config.yaml made for two pretended nodes")
 @pytest.mark.block(4, 40, 40)
-def test_the_launchers_line(taught_model: Path, tmp_path: Path) -> None:
+def test_the_launchers_line(cluster: Slurm, taught_model: Path, tmp_path: Path) -> None:
     """The command as it stands, in a folder with `my-config.yaml`, on a real Slurm."""
     own = cluster_settings(tmp_path / "run", taught_model, steps=1)
     config = yaml.safe_load(own.read_text())
     (tmp_path / "my-config.yaml").write_text(yaml.safe_dump(config))
     command = text.renamed(text.cut(4, 34, 34)).strip().replace("python3", PYTHON)
-    with slurm(tmp_path / "slurm") as cluster:
-        variables = cluster.variables | {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN}
-        said = run_command(command.split(), tmp_path, **variables)
+    variables = cluster.variables | {"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN}
+    said = run_command(command.split(), tmp_path, **variables)
     form = text.cut(4, 40, 40).strip()
     shape = re.compile(
         r"^\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d\] INFO: .*any-agent server listening at (\S+)$"

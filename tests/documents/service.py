@@ -17,7 +17,8 @@ from any_agent.auth.engine_key import read_key_file
 ROOT = Path(__file__).resolve().parents[2]
 EXPERIMENT, TRIAL, USER = "my-model", "2025-10-23-run-1", "username"
 """The names that the proposal's last phase loads the trained model by."""
-_LIMIT = 600.0
+_LIMIT, _ANSWER = 900.0, 120.0
+"""Seconds: of a script or a command, less than its test has, and of one answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,12 +47,12 @@ class Service:
 
     def sessions(self, **query: Any) -> list[dict[str, Any]]:
         """The service's sessions, newest first."""
-        answer = httpx.get(f"{self.url}/rl/v1/sessions", params=query, timeout=_LIMIT)
+        answer = httpx.get(f"{self.url}/rl/v1/sessions", params=query, timeout=_ANSWER)
         assert answer.status_code == 200, answer.text
         return list(answer.json())
 
     def session(self, session_id: str) -> dict[str, Any]:
-        answer = httpx.get(f"{self.url}/rl/v1/sessions/{session_id}", timeout=_LIMIT)
+        answer = httpx.get(f"{self.url}/rl/v1/sessions/{session_id}", timeout=_ANSWER)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 

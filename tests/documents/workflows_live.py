@@ -312,7 +312,7 @@ async def test_the_context(code: str, rollout: RemoteSGLangEngine) -> None:
     found = await running(f"{head}class Example(RolloutWorkflow):\n{inside}", GIVEN)
     workflow = found["Example"]()
     number = rollout.submit(data=ITEM, workflow=workflow)
-    assert await asyncio.to_thread(rollout.wait, 1, timeout=60) == [None]
+    assert await asyncio.to_thread(rollout.wait, 1, timeout=300) == [None]
     assert workflow.seen == (False, number, "rollout")
 
 
@@ -363,7 +363,7 @@ async def test_my_workflow_in_groups(
     kwargs = {"tokenizer": tokenizer, "gconfig": config.gconfig}
     given = {"engine": rollout, "sample": ITEM, "MyWorkflow": await my_workflow(), "kwargs": kwargs}
     await running(submit, given)
-    (batch,) = await asyncio.to_thread(rollout.wait, 1, timeout=60)
+    (batch,) = await asyncio.to_thread(rollout.wait, 1, timeout=300)
     is_exact(batch, 4)
 
 

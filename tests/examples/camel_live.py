@@ -10,5 +10,5 @@ from tests.support.tool_rows import check_rows
 
 def test_the_example_trains(tmp_path: Path) -> None:
     settings = small(tmp_path, "largest=4")
-    run = run_example("camel", settings, tmp_path, environment_of="camel")
+    run = run_example("camel", settings, tmp_path, environment_of="example-camel")
     check_rows(run, tool="add")

@@ -10,5 +10,5 @@ from tests.support.tool_rows import check_rows
 
 def test_the_example_trains(tmp_path: Path) -> None:
     settings = small(tmp_path, "largest=4")
-    run = run_example("langchain", settings, tmp_path, environment_of="langchain")
+    run = run_example("langchain", settings, tmp_path, environment_of="example-langchain")
     check_rows(run, tool="add")

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
 from pathlib import Path
 
-from tests.clients.environment import component
+from tests.clients.environment import node_with
 from tests.support.examples import EXAMPLES, ROOT, number, run_example, small
 from tests.support.trained_talks import check_talks, talks
 
@@ -14,10 +13,9 @@ _TOOL = 0.1
 
 
 def test_the_example_trains(tmp_path: Path) -> None:
-    npm = component("npm")
     readme = (EXAMPLES / "node_agent" / "README.md").read_text()
-    (install,) = re.findall(r"^npm (ci .*)$", readme, re.M)
-    subprocess.run([npm, *install.split()], cwd=ROOT, check=True, timeout=300)
+    (folder,) = re.findall(r"^npm ci --prefix (.*)$", readme, re.M)
+    assert node_with("example-node_agent") == ROOT / folder
     run = run_example("node_agent", small(tmp_path), tmp_path, LARGEST="4", GROUP="4")
     assert [step["step"] for step in run.steps] == [1, 2]
     assert "of 4 finalized, mean reward" in run.said

@@ -13,7 +13,7 @@ _ASKED = re.compile(r"What do (\d) and (\d) add up to\?")
 
 def test_the_example_trains(tmp_path: Path) -> None:
     given = small(tmp_path, "largest=4")
-    run = run_example("openai_agents", given, tmp_path, environment_of="openai_agents")
+    run = run_example("openai_agents", given, tmp_path, environment_of="example-openai_agents")
     assert [step["step"] for step in run.steps] == [1, 2]
     assert all(0 < reward < 1 for reward in run.rewards)
     check_tools(run)

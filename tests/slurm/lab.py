@@ -1,20 +1,24 @@
-"""A real Slurm of two nodes on this machine, and what is asked of it."""
+"""A real Slurm of two nodes on this machine, and what is asked of it.
+
+``python -m tests.slurm.lab`` installs Debian's packages for it, which its tests do not.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
 import psutil
 import pytest
 
+from tests.support.ports import own_port
 from tests.support.real_parts import environment
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -87,9 +91,9 @@ def until(met: Callable[[], object], told: Callable[[], str], within: float = PA
 def slurm(folder: Path) -> Iterator[Slurm]:
     """Two nodes, n1 and n2; skipped with the reason where there are none, but never in CI."""
     if missing := _missing():
-        why = f"there is no Slurm here ({', '.join(missing)}), and it cannot be installed"
+        why = f"there is no Slurm here ({', '.join(missing)}): run python -m tests.slurm.lab"
         if os.environ.get("CI") == "true":
-            pytest.fail(why)
+            pytest.fail(why, pytrace=False)
         pytest.skip(why)
     made = Slurm(folder)
     log = folder / "lab.log"
@@ -97,9 +101,10 @@ def slurm(folder: Path) -> Iterator[Slurm]:
     try:
         with open(log, "w") as out:
             # Its daemons keep what they write to open: no pipe.
-            command = ["bash", str(_SCRIPT), "up", str(folder), *_free_ports(3)]
+            command = ["bash", str(_SCRIPT), "up", str(folder)]
+            command += [str(own_port()) for _ in range(3)]
             done = subprocess.run(
-                command, env=made.variables, stdout=out, stderr=out, timeout=120, check=False
+                command, env=made.variables, stdout=out, stderr=out, timeout=300, check=False
             )
         assert done.returncode == 0, _said(folder)
         yield made
@@ -124,29 +129,38 @@ def _end(made: Slurm) -> None:
 
 
 def _missing() -> list[str]:
-    """Programs that are not there, also after an attempt to install them."""
-
-    def missing() -> list[str]:
-        return [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
-
-    if missing() and os.geteuid() == 0 and shutil.which("apt-get"):
-        install = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *_PACKAGES]
-        for command in (install, ["apt-get", "update", "-qq"], install):
-            if not missing():
-                break
-            quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
-            subprocess.run(command, env=quiet, capture_output=True, timeout=600, check=False)
-    return missing()
-
-
-def _free_ports(count: int) -> list[str]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [str(one.getsockname()[1]) for one in sockets]
+    """Return the programs of Slurm that are not here."""
+    return [name for name in _PROGRAMS if shutil.which(name, path=_PATH) is None]
 
 
 def _said(folder: Path) -> str:
     logs = [folder / "lab.log", *sorted((folder / "log").glob("*.log"))]
     return "\n".join(f"== {path}\n{path.read_text()[-2000:]}" for path in logs if path.exists())
+
+
+def install() -> int:
+    """Install Debian's packages for what is missing, and say so; 1 if something still is."""
+    if not _missing():
+        print("slurm    there already")
+        return 0
+    if os.geteuid() != 0 or not shutil.which("apt-get"):
+        print(f"error: {', '.join(_PACKAGES)} can be installed by root and apt-get only")
+        return 1
+    get = ["apt-get", "install", "-qq", "-y", "--no-install-recommends", *_PACKAGES]
+    quiet = os.environ | {"DEBIAN_FRONTEND": "noninteractive"}
+    said = ""
+    for command in (get, ["apt-get", "update", "-qq"], get):
+        if not _missing():
+            break
+        print(f"slurm    {' '.join(command)}", flush=True)
+        done = subprocess.run(command, env=quiet, capture_output=True, text=True, timeout=900)
+        said = done.stderr
+    if missing := _missing():
+        print(f"error: no {', '.join(missing)}:\n{said[-3000:]}")
+        return 1
+    print("slurm    installed")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(install())

@@ -9,7 +9,6 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -28,8 +27,8 @@ from tests.slurm.lab import PATIENCE, REPOSITORY, Slurm, until
 
 STEPS = 1000
 """More than are made."""
-
-pytestmark = pytest.mark.timeout(900)
+SOON = 240.0
+"""Seconds in which what needs no job to train must have happened."""
 
 
 @dataclass
@@ -80,10 +79,11 @@ def submit(cluster: Slurm, path: Path) -> subprocess.CompletedProcess[str]:
         env=variables(cluster),
         capture_output=True,
         text=True,
-        timeout=PATIENCE,
+        timeout=SOON,
     )
 
 
+@pytest.mark.timeout(PATIENCE + 5 * SOON, func_only=True)
 @pytest.mark.usefixtures("refused")
 def test_a_job_that_is_submitted_and_cancelled(cluster: Slurm, model: Path, tmp_path: Path) -> None:
     path = settings(tmp_path, model, steps=STEPS)
@@ -106,9 +106,10 @@ def test_a_job_that_is_submitted_and_cancelled(cluster: Slurm, model: Path, tmp_
         until(lambda: latest_weights(config) or cluster.state(job) == "FAILED", lambda: said(log))
         assert len(cluster.processes(job)) > 5
         cluster.ask("scancel", job)
-        until(lambda: cluster.state(job) not in ("RUNNING", "COMPLETING"), lambda: said(log))
+        at_work = ("RUNNING", "COMPLETING")
+        until(lambda: cluster.state(job) not in at_work, lambda: said(log), SOON)
         assert cluster.state(job) == "CANCELLED", said(log)
-        until(lambda: not cluster.processes(job), lambda: str(cluster.processes(job)))
+        until(lambda: not cluster.processes(job), lambda: str(cluster.processes(job)), SOON)
     text = said(log)
     assert "service   draining: new work is refused" in text
     assert "service   stopped" in text
@@ -121,15 +122,12 @@ def test_a_job_that_is_submitted_and_cancelled(cluster: Slurm, model: Path, tmp_
 
 
 def test_jobs_that_cannot_be(cluster: Slurm, refused: list[Refused]) -> None:
+    def logs() -> str:
+        return "\n".join(
+            f"{one.job} is {cluster.state(one.job)}:\n{said(one.log)}" for one in refused
+        )
+
+    until(lambda: all(cluster.state(one.job) == "FAILED" for one in refused), logs)
     for one in refused:
-        until(partial(_failed, cluster, one.job), partial(said, one.log))
         assert re.search(one.error, said(one.log)), said(one.log)
-        until(partial(_gone, cluster, one.job), partial(said, one.log))
-
-
-def _failed(cluster: Slurm, job: str) -> bool:
-    return cluster.state(job) == "FAILED"
-
-
-def _gone(cluster: Slurm, job: str) -> bool:
-    return not cluster.processes(job)
+    until(lambda: not any(cluster.processes(one.job) for one in refused), logs, SOON)

@@ -66,7 +66,7 @@ else
 fi
 # The number in slurmd's own file is that of its namespace.
 echo $! > "$D/n2.pid"
-for _ in $(seq 100); do
+for _ in $(seq 300); do
   [ "$(sinfo -h -t idle -o %D 2>/dev/null)" = 2 ] && exit
   sleep 0.3
 done

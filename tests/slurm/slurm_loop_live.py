@@ -37,8 +37,6 @@ ENOUGH = 6
 """Steps before the warning; what was sampled in advance makes three more at most."""
 WARNING = 180
 
-pytestmark = pytest.mark.timeout(900)
-
 
 @dataclass
 class Run:

@@ -27,7 +27,7 @@ from any_agent.keys import rank_of_session
 from any_agent.launcher.trial import trial_dir
 from any_agent.rundir.layout import RunDir
 from tests.slurm.jobs import ADMIN, said, sbatch, settings, steps_of
-from tests.slurm.lab import Slurm, slurm, until
+from tests.slurm.lab import PATIENCE, Slurm, slurm, until
 from tests.support.e2e import audit, history
 from tests.support.e2e.crowd import Crowd
 from tests.support.e2e.ledger import Answer, Ledger, Told
@@ -41,8 +41,6 @@ BOUND = 90.0
 """Seconds after which the lost rank answers at the latest: those until its node counts as lost, a
 start of engine and proxy on a busy machine, and the lease."""
 _TALK: list[Any] = [{"role": "user", "content": "talk"}]
-
-pytestmark = pytest.mark.timeout(900)
 
 
 @dataclass
@@ -101,7 +99,7 @@ def over(cluster: Slurm, job: str) -> bool:
 async def drive(run: Run, cluster: Slurm, log: Path) -> None:
     """Agents at work until the last step; the second node is lost meanwhile."""
     url = run.dir.url.read_text().strip()
-    async with RLClient(url, admin_key=ADMIN) as service, asyncio.timeout(600):
+    async with RLClient(url, admin_key=ADMIN) as service, asyncio.timeout(3 * PATIENCE):
         crowd = Crowd(url, service, run.ledger, agents=12, seed=0)
         async with working(crowd):
             await step(BEFORE, run, cluster, log)

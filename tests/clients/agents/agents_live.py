@@ -11,15 +11,7 @@ from tests.clients.client import Client
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-CLIENTS = (
-    Client(
-        "openai-agents",
-        "OpenAI Agents SDK",
-        "openai-agents",
-        HERE / "requirements.txt",
-        HERE / "steps.py",
-    ),
-)
+CLIENTS = (Client("openai-agents", "OpenAI Agents SDK", "openai-agents", HERE / "steps.py"),)
 APIS = ("chat", "responses")
 
 

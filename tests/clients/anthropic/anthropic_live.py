@@ -11,9 +11,7 @@ from tests.clients.client import Client
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-CLIENTS = (
-    Client("anthropic", "anthropic", "anthropic", HERE / "requirements.txt", HERE / "steps.py"),
-)
+CLIENTS = (Client("anthropic", "anthropic", "anthropic", HERE / "steps.py"),)
 APIS = ("messages",)
 
 

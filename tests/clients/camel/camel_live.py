@@ -11,7 +11,7 @@ from tests.clients.client import Client
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-CLIENTS = (Client("camel", "CAMEL-AI", "camel-ai", HERE / "requirements.txt", HERE / "steps.py"),)
+CLIENTS = (Client("camel", "CAMEL-AI", "camel-ai", HERE / "steps.py"),)
 APIS = ("chat",)
 
 

@@ -13,8 +13,7 @@ from tests.clients.client import Client, Running
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-PINS = HERE / "requirements.txt"
-CLIENTS = (Client("camel-rlvr", "CAMEL-AI", "camel-ai", PINS, HERE / "steps.py", ours=True),)
+CLIENTS = (Client("camel-rlvr", "CAMEL-AI", "camel-ai", HERE / "steps.py"),)
 
 
 @pytest.fixture

@@ -16,7 +16,6 @@ CLIENTS = (
         "claude-agent",
         "Claude Agent SDK",
         "claude-agent-sdk",
-        HERE / "requirements.txt",
         HERE / "steps.py",
         (
             ("CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC", "1"),

@@ -3,18 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
 
-CLIENTS = Path(__file__).resolve().parents[1]
 CALL = '<tool_call>\n{"name": "%s", "arguments": {"a": 17, "b": 25}}\n</tool_call>'
-
-
-@dataclass(frozen=True, slots=True)
-class Environment:
-    """Where a page's blocks run: an environment of the live tests, by its name and its pins."""
-
-    name: str
-    pins: Path
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,30 +17,22 @@ class Case:
     """Opened by it; each makes as many calls, and each goes on from the one before it."""
 
 
-def _pinned(name: str, folder: str, file: str = "requirements.txt") -> Environment:
-    return Environment(name, CLIENTS / folder / file)
-
-
 HOW_A_CLASS_IS_RUN = "README/try"
 """This block runs the blocks named `agent` of all pages."""
-NPM = CLIENTS / "openai_npm" / "package.json"
-PYTHON: dict[str, tuple[Environment, ...]] = {
-    "anthropic": (_pinned("anthropic", "anthropic"),),
-    "camel": (_pinned("camel", "camel"),),
-    "claude-agent-sdk": (_pinned("claude-agent", "claude_agent"),),
-    "instructor": (_pinned("instructor", "forced_tools", "instructor.txt"),),
-    "langchain": (_pinned("langchain", "langchain"),),
-    "langgraph": (_pinned("langgraph", "connect", "langgraph.txt"),),
-    "llama-index": (_pinned("llama-index", "connect", "llama-index.txt"),),
-    "openai-agents": (_pinned("openai-agents", "agents"),),
-    "openai-python": (
-        _pinned("openai-2", "openai", "openai-2.txt"),
-        _pinned("openai-3", "openai", "openai-3.txt"),
-    ),
-    "pydantic-ai": (_pinned("pydantic-ai", "connect", "pydantic-ai.txt"),),
-    "smolagents": (_pinned("smolagents", "forced_tools", "smolagents.txt"),),
+PYTHON: dict[str, tuple[str, ...]] = {
+    "anthropic": ("anthropic",),
+    "camel": ("camel",),
+    "claude-agent-sdk": ("claude-agent",),
+    "instructor": ("instructor",),
+    "langchain": ("langchain",),
+    "langgraph": ("langgraph",),
+    "llama-index": ("llama-index",),
+    "openai-agents": ("openai-agents",),
+    "openai-python": ("openai-2", "openai-3"),
+    "pydantic-ai": ("pydantic-ai",),
+    "smolagents": ("smolagents",),
 }
-"""Pages whose Python needs an environment; the others' runs in this one."""
+"""Pages whose Python needs environments, by their names; the others' runs in this one."""
 
 _ONCE = Case()
 _WITH_TOOL = Case(says=(CALL % "add", "It is 42."), prints="1.0")

@@ -13,7 +13,7 @@ import httpx
 import pytest
 
 from tests.clients.client import APART
-from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, NPM, PYTHON, Case, Environment
+from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, PYTHON, Case
 from tests.clients.connect.pages import Block, all_blocks
 from tests.clients.environment import component, node_with, python_with
 from tests.clients.live import Live
@@ -23,7 +23,7 @@ HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
 BLOCKS = all_blocks()
 RUNS = [
-    pytest.param(block, where, id=f"{place}-{where.name}" if where else place)
+    pytest.param(block, where, id=f"{place}-{where}" if where else place)
     for place, block in BLOCKS.items()
     if place != HOW_A_CLASS_IS_RUN
     for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
@@ -59,7 +59,7 @@ def test_block(
     training: Live,
     shell: dict[str, str],
     block: Block,
-    where: Environment | None,
+    where: str | None,
     tmp_path: Path,
 ) -> None:
     case = CASES[block.place]
@@ -82,7 +82,7 @@ def test_block(
         rewarded(training, opened(training) - before, case, calls)
 
 
-def command(block: Block, where: Environment | None, folder: Path) -> list[str | Path]:
+def command(block: Block, where: str | None, folder: Path) -> list[str | Path]:
     """What runs it; writes what that needs into ``folder``."""
     for other in (b for b in BLOCKS.values() if b.page == block.page):
         file = FILES.get((other.name, other.language))
@@ -101,15 +101,15 @@ def command(block: Block, where: Environment | None, folder: Path) -> list[str |
     (folder / "block.py").write_text(program, encoding="utf-8")
     if where is None:
         return [sys.executable, folder / "block.py"]
-    (sdk,) = python_with("sdk", HERE / "sdk.txt").parents[1].glob("lib/*/site-packages")
-    python = python_with(where.name, where.pins)
+    (sdk,) = python_with("sdk").parents[1].glob("lib/*/site-packages")
+    python = python_with(where)
     return [python, "-I", HERE / "run_block.py", ROOT, sdk, folder / "block.py"]
 
 
 def _find_node(block: Block, folder: Path) -> None:
     """npm's packages, where a page is of them."""
     if block.page == "openai-node":
-        os.symlink(node_with("openai-npm", NPM) / "node_modules", folder / "node_modules")
+        os.symlink(node_with("openai-npm") / "node_modules", folder / "node_modules")
 
 
 def run(command: list[str | Path], variables: dict[str, str], folder: Path) -> str:

@@ -21,11 +21,7 @@ from tests.support.e2e.serving import environment
 from tests.support.examples import ROOT
 
 HERE = Path(__file__).parent
-PINS = {
-    "smolagents": HERE / "smolagents.txt",
-    "instructor": HERE / "instructor.txt",
-    "openai_agents": HERE.parent / "agents" / "requirements.txt",
-}
+FRAMEWORKS = ("smolagents", "instructor", "openai_agents")
 LIMIT = 800.0
 OPENING = re.compile(r'<tool_call>\n\{"name": "(add|final_answer)", "arguments":$')
 """The end of every prompt: the framework has one tool, and forces its call."""
@@ -75,8 +71,7 @@ def settings(folder: Path, model: Path, *, long: bool) -> dict[str, Any]:
     }
 
 
-@pytest.mark.timeout(900)
-@pytest.mark.parametrize("framework", PINS)
+@pytest.mark.parametrize("framework", FRAMEWORKS)
 def test_the_reward_rises(
     framework: str,
     model: Path,
@@ -84,7 +79,7 @@ def test_the_reward_rises(
     request: pytest.FixtureRequest,
     record_property: Any,
 ) -> None:
-    python = python_with(f"forced-{framework}", PINS[framework], ours=True)
+    python = python_with(f"forced-{framework}")
     given = settings(tmp_path, model, long=request.config.getoption("--long"))
     run(
         [

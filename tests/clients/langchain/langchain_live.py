@@ -11,11 +11,7 @@ from tests.clients.client import Client
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-CLIENTS = (
-    Client(
-        "langchain", "LangChain", "langchain-core", HERE / "requirements.txt", HERE / "steps.py"
-    ),
-)
+CLIENTS = (Client("langchain", "LangChain", "langchain-core", HERE / "steps.py"),)
 APIS = ("chat", "responses", "messages")
 
 

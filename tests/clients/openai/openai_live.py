@@ -12,8 +12,7 @@ from tests.clients.live import Live
 
 HERE = Path(__file__).parent
 CLIENTS = tuple(
-    Client(f"openai-{major}", "openai", "openai", HERE / f"openai-{major}.txt", HERE / "steps.py")
-    for major in (2, 3)
+    Client(f"openai-{major}", "openai", "openai", HERE / "steps.py") for major in (2, 3)
 )
 
 

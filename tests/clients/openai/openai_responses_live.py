@@ -10,12 +10,8 @@ from tests.clients.agent import CALL, TURNS, Agent
 from tests.clients.client import Client
 from tests.clients.live import Live
 
-HERE = Path(__file__).parent
-STEPS = HERE / "responses_steps.py"
-CLIENTS = tuple(
-    Client(f"openai-{major}", "openai", "openai", HERE / f"openai-{major}.txt", STEPS)
-    for major in (2, 3)
-)
+STEPS = Path(__file__).with_name("responses_steps.py")
+CLIENTS = tuple(Client(f"openai-{major}", "openai", "openai", STEPS) for major in (2, 3))
 APIS = ("responses",)
 
 

@@ -11,7 +11,7 @@ from tests.clients.client import Client
 from tests.clients.live import Live
 
 HERE = Path(__file__).parent
-CLIENTS = (Client("openai-npm", "openai", "openai", HERE / "package.json", HERE / "steps.mjs"),)
+CLIENTS = (Client("openai-npm", "openai", "openai", HERE / "steps.mjs"),)
 APIS = ("chat", "responses")
 ENDS = {"chat": ("stop", "tool_calls"), "responses": ("completed", "completed")}
 

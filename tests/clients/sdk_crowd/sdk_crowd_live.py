@@ -14,8 +14,7 @@ from tests.clients.environment import python_with
 from tests.clients.live import Live
 from tests.support.e2e.serving import environment
 
-HERE = Path(__file__).parent
-REPOSITORY = HERE.parents[2]
+REPOSITORY = Path(__file__).resolve().parents[3]
 CROWD = REPOSITORY / "tests" / "support" / "sdk" / "crowd.py"
 COUNT = 200
 _KINDS = 10
@@ -26,7 +25,7 @@ _LIMIT = 600.0
 @pytest.mark.parametrize("major", [2, 3])
 def test_every_call_lands_in_its_own_session(live: Live, major: int, tmp_path: Path) -> None:
     """Nothing else is installed there: what this imports of any-agent is light."""
-    python = python_with(f"sdk-openai-{major}", HERE / f"openai-{major}.txt")
+    python = python_with(f"sdk-openai-{major}")
     done = subprocess.run(
         [python, CROWD, str(COUNT)],
         cwd=tmp_path,

@@ -19,8 +19,7 @@ from any_agent.rundir.layout import RunDir
 from any_agent.runtime.atomic_files import append_line
 from tests.clients.environment import python_with
 
-HERE = Path(__file__).parent
-ROOT = HERE.parents[2]
+ROOT = Path(__file__).resolve().parents[3]
 NAMES = ("tensorboard", "trackio", "wandb")
 SECRET = "sk-a-key-that-nobody-may-see"
 LIMIT = 120.0
@@ -31,7 +30,7 @@ class Run:
 
     def __init__(self, tracker: str, folder: Path) -> None:
         self.tracker = tracker
-        self.python = python_with("trackers", HERE / "requirements.txt", ours=True)
+        self.python = python_with("trackers")
         self.settings = [
             f"root={folder / 'runs'}",
             "experiment=sums",

@@ -29,7 +29,7 @@ from any_agent.demo.run import demo_config
 from any_agent.demo.state import Tally
 from any_agent.keys import rank_of_session
 from any_agent.rundir.layout import RunDir
-from tests.engine.sglang.real_sglang import OPTIONS, VARIABLES, python
+from tests.engine.sglang.real_sglang import OPTIONS, START, VARIABLES, python
 from tests.support.e2e.audit import Record, read_records
 from tests.support.e2e.serving import Served, serve
 from tests.support.taught_models import copy_model
@@ -81,7 +81,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Run]:
     copy_model(Path(config.model.path))
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(config.dump()))
-    with serve("--config", str(path), cwd=folder) as served:
+    with serve("--config", str(path), cwd=folder, within=2 * START) as served:
         tallies, talks, killed = asyncio.run(_live(served))
         children = served.children
         code = served.signal(signal.SIGINT, 120)

@@ -1,4 +1,7 @@
-"""A real SGLang on the CPU, in an environment of its own: its pins collide with ours."""
+"""A real SGLang on the CPU, in an environment of its own: its pins collide with ours.
+
+Tests only use it; ``python -m tests.engine.sglang.real_sglang`` installs it.
+"""
 
 from __future__ import annotations
 
@@ -13,12 +16,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import httpx
+import pytest
 
 from any_agent.runtime.ports import reserve
 from tests.support.real_parts import environment
 
 HERE = Path(__file__).parent
 FOLDER = Path(__file__).resolve().parents[3] / ".venv-sglang"
+_PYTHON = FOLDER / "bin" / "python"
+_REQUIREMENTS, _PINS = HERE / "requirements.txt", HERE / "constraints.txt"
 # Without their dependencies: what they need on a CPU is in the requirements.
 _BARE = ("sglang==0.5.23", "torchvision==0.28.0")
 OPTIONS = (
@@ -34,27 +40,49 @@ VARIABLES = {
     "SGLANG_CPU_OMP_THREADS_BIND": "0",
     "PYTHONPATH": str(HERE / "cpu"),
 }
-_START, _STOP = 480.0, 10.0
+START, _STOP = 480.0, 10.0
 """Seconds; it starts in a minute where nothing else runs."""
 _ILL_AFTER = "8"
 """Seconds without a token until it calls itself ill; 20 of its own."""
 
 
 def python() -> Path:
-    """Its interpreter; installed if need be, 3.5 GB in some minutes."""
+    """Return its interpreter; the test fails where it is not installed."""
     if told := os.environ.get("SGLANG_PYTHON"):
         return Path(told)
-    requirements, pins = HERE / "requirements.txt", HERE / "constraints.txt"
-    wanted = requirements.read_bytes() + pins.read_bytes() + " ".join(_BARE).encode()
-    stamp = FOLDER / f".made-{hashlib.blake2b(wanted, digest_size=6).hexdigest()}"
-    found = FOLDER / "bin" / "python"
-    if not stamp.exists():
+    if not _is_made():
+        command = "python -m tests.engine.sglang.real_sglang"
+        pytest.fail(
+            f"SGLang is not installed, or not as its pins ask for it: run {command}", pytrace=False
+        )
+    return _PYTHON
+
+
+def install() -> None:
+    """Install it unless it is there: 3.5 GB in some minutes."""
+    if told := os.environ.get("SGLANG_PYTHON"):
+        print(f"sglang   {told}, as SGLANG_PYTHON says")
+        return
+    if not _is_made():
+        print(f"sglang   making {FOLDER}", flush=True)
         subprocess.run([sys.executable, "-m", "venv", "--clear", FOLDER], check=True, timeout=120)
-        pip = [found, "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
-        subprocess.run([*pip, "-r", requirements, "-c", pins], check=True, timeout=1800)
+        pip = [str(_PYTHON), "-m", "pip", "install", "-qq", "--disable-pip-version-check"]
+        print("sglang   installing what it needs, 3.5 GB: silent for some minutes", flush=True)
+        subprocess.run([*pip, "-r", str(_REQUIREMENTS), "-c", str(_PINS)], check=True, timeout=1800)
+        print(f"sglang   installing {' and '.join(_BARE)}", flush=True)
         subprocess.run([*pip, "--no-deps", *_BARE], check=True, timeout=600)
-        stamp.touch()
-    return found
+        _stamp().touch()
+    print(f"sglang   {_PYTHON}")
+
+
+def _is_made() -> bool:
+    return _stamp().exists() and _PYTHON.exists()
+
+
+def _stamp() -> Path:
+    """Return the file that is there once all is installed, as these pins ask for it."""
+    wanted = _REQUIREMENTS.read_bytes() + _PINS.read_bytes() + " ".join(_BARE).encode()
+    return FOLDER / f".made-{hashlib.blake2b(wanted, digest_size=6).hexdigest()}"
 
 
 @contextlib.contextmanager
@@ -92,7 +120,7 @@ def _started(model: Path, log: Path) -> Iterator[tuple[str, subprocess.Popen[byt
 
 
 def _await(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
-    deadline = time.monotonic() + _START
+    deadline = time.monotonic() + START
     while True:
         said = log.read_text(errors="replace")[-3000:]
         assert child.poll() is None, said
@@ -104,4 +132,7 @@ def _await(url: str, child: subprocess.Popen[bytes], log: Path) -> None:
 
 
 if __name__ == "__main__":
-    print(f"sglang   {python()}")
+    try:
+        install()
+    except (subprocess.SubprocessError, OSError) as error:
+        sys.exit(f"error: SGLang could not be installed: {error}")

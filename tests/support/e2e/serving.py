@@ -14,7 +14,8 @@ from pathlib import Path
 import psutil
 
 CLI = [sys.executable, "-m", "any_agent.cli"]
-START_TIMEOUT = 300.0
+START_TIMEOUT = 400.0
+"""Seconds until a service listens: more than it gives its own engines, so that it says why not."""
 
 
 def environment(**more: str) -> dict[str, str]:
@@ -59,8 +60,8 @@ class Served:
 
 
 @contextlib.contextmanager
-def serve(*arguments: str, cwd: Path) -> Iterator[Served]:
-    """`any-agent serve` in ``cwd``, once it listens."""
+def serve(*arguments: str, cwd: Path, within: float = START_TIMEOUT) -> Iterator[Served]:
+    """`any-agent serve` in ``cwd``, once it listens; fails if that takes longer than ``within``."""
     output = cwd / "serve.out"
     with open(output, "w") as out:
         process = subprocess.Popen(
@@ -75,7 +76,7 @@ def serve(*arguments: str, cwd: Path) -> Iterator[Served]:
             preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
     try:
-        yield Served(process, output, _url(process, output))
+        yield Served(process, output, _url(process, output, within))
     finally:
         if process.poll() is None:
             process.terminate()
@@ -85,8 +86,8 @@ def serve(*arguments: str, cwd: Path) -> Iterator[Served]:
             process.wait()
 
 
-def _url(process: subprocess.Popen[str], output: Path) -> str:
-    deadline = time.monotonic() + START_TIMEOUT
+def _url(process: subprocess.Popen[str], output: Path, within: float) -> str:
+    deadline = time.monotonic() + within
     while True:
         for line in output.read_text().splitlines():
             if "INFO: any-agent server listening at " in line:
