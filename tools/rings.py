@@ -38,6 +38,8 @@ GRACE = 60.0
 """Seconds that a stage past its limit has to end what it started."""
 RERUN_LIMIT = 1500.0
 """Seconds for one test's second chance."""
+PREPARE_LIMIT = 3600.0
+"""Seconds for one command that makes what a suite needs."""
 BUILD = ROOT / "build"
 PYTHON = ROOT / ".venv" / "bin" / "python"
 
@@ -54,8 +56,8 @@ class Stage:
     paths: tuple[str, ...] = ()
     options: tuple[str, ...] = ()
     """The options of pytest."""
-    prepare: tuple[str, ...] = ()
-    """Makes what the tests need, before their clock starts."""
+    prepare: tuple[tuple[str, ...], ...] = ()
+    """Commands that make what the tests need, before their clock starts."""
     second_chances: int = 10
     """At most so many failed tests run again; of more, none does."""
 
@@ -75,6 +77,11 @@ class Result:
     seconds: float = 0.0
     cpu_seconds: float = 0.0
     commit: str = ""
+
+
+def _module(*words: str) -> tuple[str, ...]:
+    """Return the command that runs a module of the project."""
+    return (str(PYTHON), "-m", *words)
 
 
 _PARALLEL = ("-n", "4", "--dist", "loadfile", "--no-loadscope-reorder")
@@ -109,32 +116,32 @@ SUITES = (
         "engines",
         2400,
         paths=("tests/engine/sglang/*_live.py",),
-        prepare=(str(PYTHON), "-m", "tests.engine.sglang.real_sglang"),
+        prepare=(_module("tests.engine.sglang.real_sglang"),),
     ),
     Stage(
         "slurm",
         2400,
         paths=("tests/slurm/*_live.py",),
-        prepare=(str(PYTHON), "-m", "tests.slurm.lab"),
+        prepare=(_module("tests.slurm.lab"),),
     ),
     Stage(
         "clients",
         3600,
         paths=("tests/clients/*/*_live.py",),
-        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+        prepare=(_module("tests.clients.environment", "clients"),),
     ),
     Stage(
         "documents",
         2400,
         paths=("tests/documents/*_live.py",),
-        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+        prepare=(_module("tests.clients.environment", "documents"), _module("tests.slurm.lab")),
     ),
     Stage(
         "examples",
         2400,
         paths=("tests/examples/*_live.py",),
         options=_TWO,
-        prepare=(str(PYTHON), "-m", "tests.clients.environment"),
+        prepare=(_module("tests.clients.environment", "examples"),),
     ),
     Stage("gpu", 2400, paths=("tests/trainer/*_live.py",)),
 )
@@ -208,9 +215,10 @@ def _run(ring: str, stage: Stage, more: Sequence[str]) -> Result:
     result = Result(stage.name, commit=_commit())
     folder = BUILD / ring
     folder.mkdir(parents=True, exist_ok=True)
-    if stage.prepare and (code := _within(stage.prepare, 3600, f"{stage.name}'s set-up")):
-        result.why = f"its set-up ended with {code}"
-        return result
+    for command in stage.prepare:
+        if code := _within(command, PREPARE_LIMIT, f"the set-up of {stage.name}"):
+            result.why = f"its set-up ended with {code}: {shlex.join(command)}"
+            return result
     began, cpu = time.monotonic(), _cpu()
     if stage.command:
         code = _within(stage.command, stage.limit, stage.name)
