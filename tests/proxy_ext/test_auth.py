@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import socket
 from pathlib import Path
 from typing import Any
@@ -209,6 +210,71 @@ async def _open_with_another_secret(proxy: Proxy, earlier: dict[str, Any]) -> An
     lane = signer.verify(session["api_key"])
     assert lane is not None
     return session if len(list(signer.keys_of(lane))) == 2 else None
+
+
+TRAINERS_ROUTES = (
+    ("PUT", "/rl/v1/run"),
+    ("POST", "/rl/v1/version"),
+    ("POST", "/rl/v1/pause"),
+    ("POST", "/rl/v1/resume"),
+    ("GET", "/rl/v1/capacity"),
+    ("PUT", "/rl/v1/capacity"),
+    ("POST", "/rl/v1/lease"),
+    ("POST", "/rl/v1/ack"),
+    ("POST", "/rl/v1/export_trajectories"),
+    ("POST", "/grant_capacity"),
+    ("POST", "/export_trajectories"),
+    ("GET", "/metrics"),
+)
+OPENERS_ROUTES = (
+    ("POST", "/rl/v1/start_session"),
+    ("GET", "/rl/v1/start_session"),
+    ("POST", "/rl/start_session"),
+    ("GET", "/rl/v1/sessions"),
+    ("GET", "/rl/v1/sessions/{}/interactions"),
+    ("GET", "/rl/v1/sessions/{}/interactions/x/tokens"),
+)
+
+
+async def test_agents_and_judges_are_refused_where_trainers_and_operators_act(
+    closed: Proxy,
+) -> None:
+    """By names that are written here, and not by the table that the proxy goes by."""
+    session = await opened(closed, made(closed, tenant="alice"), rewards="judge")
+    own, judge = session["api_key"], session["judge_key"]
+    tried = [(key, route) for key in (own, judge) for route in TRAINERS_ROUTES + OPENERS_ROUTES]
+    tried += [(made(closed, tenant="alice"), route) for route in TRAINERS_ROUTES]
+    for key, (method, path) in tried:
+        path = path.format(session["session_id"])
+        body = None if method == "GET" else {}
+        answer = await asked(closed, method, path, key, body)
+        assert answer.status_code == 403, (method, path, answer.text)
+        assert answer.json()["error"]["code"] == "forbidden"
+
+
+async def test_no_key_is_printed_or_given_to_a_log(
+    start: Start, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """Not even where the log's own filter would cut it."""
+    caplog.set_level(logging.DEBUG)
+    proxy = await start(ADMIN)
+    await proxy.admit(10)
+    tenant = made(proxy, tenant="alice")
+    session = await opened(proxy, tenant, rewards="judge")
+    keys = (session["api_key"], session["judge_key"], tenant, "operator-secret")
+    await proxy.complete(session["api_key"])
+    for key in keys:
+        for path in ("/rl/v1/run", "/rl/v1/sessions", "/rl/v1/capacity", "/v1/none"):
+            await asked(proxy, "GET", path, key)
+    reward = {"session_id": session["session_id"], "reward": 1.0}
+    await asked(proxy, "POST", "/rl/v1/set_reward", session["judge_key"], reward)
+    await asked(proxy, "POST", "/rl/v1/finalize", session["judge_key"], reward)
+    # The client's library, which is the test's own, logs its headers.
+    ours = [r for r in caplog.records if not r.name.startswith(("httpx", "httpcore"))]
+    printed = capfd.readouterr()
+    text = "\n".join([*(r.getMessage() for r in ours), printed.out, printed.err])
+    for key in keys:
+        assert key not in text
 
 
 async def test_refusals_do_not_wait_for_the_body(closed: Proxy) -> None:

@@ -350,3 +350,17 @@ async def test_errors_of_a_rank_pass_as_they_are(lab: Lab) -> None:
     assert response.headers["retry-after"] == "7"
     assert response.json() == {"error": {"code": "x"}}
     assert ReplyLost.default_code not in response.text
+
+
+@pytest.mark.parametrize("framing", ["transfer-encoding: chunked", "content-length: 70000"])
+async def test_an_error_that_is_passed_on_in_parts_keeps_its_status(lab: Lab, framing: str) -> None:
+    async def answer(received: Received) -> None:
+        body = b"x" * 70_000
+        await received.send(f"HTTP/1.1 503 Unavailable\r\n{framing}\r\n\r\n".encode())
+        await received.send(b"%x\r\n%s\r\n0\r\n\r\n" % (len(body), body) if chunked else body)
+
+    chunked = framing.endswith("chunked")
+    lab.ranks[0].handler = answer
+    response = await lab.post("/v1/chat/completions", {})
+    assert response.status_code == 503
+    assert response.content == b"x" * 70_000

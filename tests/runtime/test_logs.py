@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import argparse
+import importlib
 import json
 import logging
 import sys
@@ -12,6 +14,7 @@ from urllib.parse import quote
 
 import pytest
 
+from any_agent.config import load_config
 from any_agent.keys import KEPT_SCOPES, KeySigner, new_key
 from any_agent.runtime.logs import FloodFilter, LogFormat, Redactor, set_up_logging
 
@@ -85,6 +88,31 @@ def test_given_secrets_are_cut_in_every_form(
     for piece in ("p@ss", "w%22ord", "ord/", "%2520"):
         assert piece not in text, piece
     assert text.count("***") >= 8
+
+
+@pytest.mark.parametrize(
+    ("part", "begin"), [("proxy_ext", "_start"), ("router", "_serve"), ("trainer", "main")]
+)
+def test_each_part_names_the_runs_secrets_to_its_log(
+    monkeypatch: pytest.MonkeyPatch, part: str, begin: str
+) -> None:
+    class Enough(Exception):
+        pass
+
+    def told(*given: Any, secrets: Any = (), **more: Any) -> None:
+        cut.extend(secrets)
+        raise Enough
+
+    cut: list[str] = []
+    module = importlib.import_module(f"{part}.__main__")
+    config = load_config(environ={"ANY_AGENT_SERVER__ADMIN_KEY": ADMIN})
+    monkeypatch.setattr(module, "load_resolved", lambda _: config)
+    monkeypatch.setattr(module, "set_up_logging", told)
+    monkeypatch.setattr(sys, "argv", [part, "--config", "run.yaml"])
+    arguments = () if begin == "main" else (argparse.Namespace(config="run.yaml", rank=0),)
+    with pytest.raises(Enough):
+        getattr(module, begin)(*arguments)
+    assert ADMIN in cut
 
 
 def test_a_secret_within_another_leaves_no_rest() -> None:

@@ -166,6 +166,38 @@ async def test_marked_requests(journal: SQLiteJournal) -> None:
     assert [i.key for i in await journal.interactions("s1")] == [b"key", None]
 
 
+async def test_what_is_acknowledged_is_synced_from_the_first_commit_on(
+    journal: SQLiteJournal,
+) -> None:
+    """SQLite syncs each commit with FULL, which is 2, and not with OFF or NORMAL, 0 or 1."""
+    thread = journal._writer
+    commit, modes = thread._commit, []
+
+    def watched(jobs: list[writer.JournalJob], *, lazy: bool) -> None:
+        modes.append(thread.connection.execute("PRAGMA synchronous").fetchone()[0])
+        commit(jobs, lazy=lazy)
+
+    thread._commit = watched  # type: ignore[assignment,method-assign]
+    await journal.commit(PutSession(make_row("s")), PutInteraction(make_interaction("i", "s")))
+    await journal.commit(MarkDelivered(("i",)))
+    await journal.commit(MarkDelivered(("i",)), PutMeta("k", 1))
+    assert modes == [2, 1, 2]
+    # The thread is held up until two writes have queued, which then share a transaction.
+    begun, queued = threading.Event(), threading.Event()
+
+    def hold(_: sqlite3.Connection) -> None:
+        begun.set()
+        queued.wait(60)
+
+    held = thread.submit(writer.JournalJob(hold, writes=False))
+    await asyncio.to_thread(begun.wait, 60)
+    both = asyncio.gather(journal.commit(MarkDelivered(("i",))), journal.commit(PutMeta("k", 2)))
+    await asyncio.sleep(0)
+    queued.set()
+    await asyncio.gather(held, both)
+    assert modes == [2, 1, 2, 2]
+
+
 async def test_a_mark_of_delivery_alone_waits_for_no_disk(journal: SQLiteJournal) -> None:
     connection = journal._writer.connection
     statements: list[str] = []

@@ -64,6 +64,8 @@ def test_a_route_is_as_open_as_the_table_says(table: LiteLLMRoutes) -> None:
         assert allowed <= LITELLM_SCOPES[scope], (method, path)
         if scope == "inference":
             assert allowed == AGENTS, (method, path)
+        else:
+            assert allowed == {Scope.ADMIN}, (method, path)
         assert not allowed & {Scope.NONE, Scope.JUDGE, Scope.TRAINER}, (method, path)
 
 
