@@ -211,7 +211,8 @@ def run(ring: str, stages: Sequence[Stage], *, again: bool, more: Sequence[str])
 
 
 def _run(ring: str, stage: Stage, more: Sequence[str]) -> Result:
-    print(f"== {stage.name}: at most {stage.limit:.0f} s", flush=True)
+    now = datetime.datetime.now().strftime("%H:%M:%S")
+    print(f"== {now} {stage.name}: at most {stage.limit:.0f} s", flush=True)
     result = Result(stage.name, commit=_commit())
     folder = BUILD / ring
     folder.mkdir(parents=True, exist_ok=True)
