@@ -38,7 +38,7 @@ def config_file(tmp_path_factory: pytest.TempPathFactory, tiny_model_dir: Path) 
     settings = {
         "root": str(path.parent / "runs"),
         "model": {"path": str(tiny_model_dir), "enable_thinking": False},
-        "server": {"port": own_port()},
+        "server": {"port": own_port(), "ranks": 1},
         "sampling": {"max_new_tokens": 16},
         "sessions": {"group_size": 2},
         "rollout": {"batch_size": 4, "max_concurrent": 4},
@@ -122,7 +122,7 @@ def test_a_dataset(config_file: Path, tmp_path: Path) -> None:
     settings = [
         *("train_dataset.path=sums.jsonl", "trial=dataset", f"root={tmp_path}/runs"),
         # A model that can do nothing yet: attempts that all fail teach nothing in groups of more.
-        *("server.ranks=1", "sessions.group_size=1", "train.steps=1", "server.port=0"),
+        *("sessions.group_size=1", "train.steps=1", "server.port=0"),
     ]
     done = subprocess.run(
         [sys.executable, "train.py", "--config", str(config_file), *settings],
