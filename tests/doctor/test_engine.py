@@ -72,6 +72,7 @@ async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
     }
 
 
+@pytest.mark.service
 async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> None:
     laws = await examined(engine, chat=None)
     assert not failed(laws)

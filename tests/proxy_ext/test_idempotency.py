@@ -232,6 +232,7 @@ async def test_heartbeats_leave_nothing_in_the_journal(proxy: Proxy) -> None:
 
 
 @pytest.mark.parametrize("ending", ["finalize", "await", "areal", "delete"])
+@pytest.mark.service
 async def test_repeated_endings_cannot_fill_the_journal(proxy: Proxy, ending: str) -> None:
     """They change nothing; each under a fresh key, they are answered and, beyond some, not kept."""
     session = await proxy.open()

@@ -121,6 +121,7 @@ async def message_of(service: Service, key: str, read: float) -> str:
 SDKS = (chat_of, response_of, message_of)
 
 
+@pytest.mark.service
 async def test_every_sdk_waits_for_slow_tokens(service: Service) -> None:
     """Also where its time-outs, for the head and for the next byte, are shorter."""
     loop = asyncio.get_running_loop()

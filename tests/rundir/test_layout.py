@@ -60,6 +60,7 @@ def test_several_processes_may_create_it_at_once(
     assert [path.name for path in run.path.iterdir() if path.is_file()] == ["format"]
 
 
+@pytest.mark.service
 def test_one_service_at_a_time(run: RunDir) -> None:
     with run.lock():
         code = (

@@ -122,6 +122,7 @@ ENDS = {
 """What an agent does, and what its run fails with."""
 
 
+@pytest.mark.service
 async def test_failures_cost_their_run_alone(served: Served) -> None:
     calls: dict[str, int] = {}
     async with asker() as one:
