@@ -28,7 +28,7 @@ SUITES = ("clients", "documents", "examples")
 _OURS = (sys.executable, "-m")
 _CLIENTS, _DOCUMENTS, _EXAMPLES = (ROOT / "tests" / suite for suite in SUITES)
 _LIMIT = 900.0
-"""Seconds for one run of pip or npm."""
+"""Seconds for one run of uv or npm."""
 
 
 class NotMade(Exception):
@@ -171,11 +171,10 @@ def make(environment: Environment) -> bool:
 
 
 def _make_of_python(environment: Environment) -> None:
-    # Ours installs into it: an environment without pip of its own is there at once.
     _run([*_OURS, "venv", "--clear", "--without-pip", environment.folder])
-    pip = ("pip", "--python", environment.python, "install", "-qq", "--disable-pip-version-check")
+    uv = (*_OURS, "uv", "pip", "install", "-q", "--python", environment.python)
     # Every package is pinned: there is nothing to be worked out.
-    _run_twice([*_OURS, *pip, "--no-compile", "--no-deps", "-r", environment.pins])
+    _run_twice([*uv, "--no-deps", "-r", environment.pins])
     if environment.ours:
         line = f"import site; site.addsitedir({sysconfig.get_path('purelib')!r})\n"
         (packages,) = environment.folder.glob("lib/python*/site-packages")

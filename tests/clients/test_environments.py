@@ -42,7 +42,7 @@ def one(folder: Path, tmp_path: Path) -> Environment:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The commands that were to be run, of which those of pip fail."""
+    """The commands that were to be run, of which those of uv fail."""
     ran: list[str] = []
 
     def run(command: list[object]) -> None:
@@ -106,7 +106,7 @@ def test_an_environment_is_made_once_for_its_pins(
     assert make(one)
 
 
-def test_pip_is_tried_twice(one: Environment, calls: list[str]) -> None:
+def test_uv_is_tried_twice(one: Environment, calls: list[str]) -> None:
     with pytest.raises(NotMade, match="no such host"):
         make(one)
     assert [" pip " in call for call in calls] == [False, True, True]
