@@ -155,6 +155,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--again", action="store_true", help="also what is green at this commit")
     parser.add_argument("--pytest", default="", help="more options for pytest")
     given = parser.parse_args(arguments)
+    # A shell starts what runs in the background with Ctrl-C ignored, and stages would inherit it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     os.chdir(ROOT)
     if given.ring == "gate":
         return gate()
@@ -278,7 +281,7 @@ def _within(command: Sequence[str], limit: float, name: str) -> int:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """End a stage and what it started: first as Ctrl-C does, so that fixtures clean up."""
-    for number in (signal.SIGINT, signal.SIGKILL):
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
         if child.poll() is not None:
             return
         with contextlib.suppress(ProcessLookupError):
