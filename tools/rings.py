@@ -21,7 +21,6 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -35,9 +34,9 @@ FLAKY = Path(os.environ.get("FLAKY_LOG", ROOT / "tests" / "flaky.jsonl"))
 NO_SECOND_CHANCE = 2
 """A test that stands in the log this often is mended or leaves its ring: it is not run again."""
 GRACE = 60.0
-"""Seconds that a stage past its limit has to end what it started."""
-RERUN_LIMIT = 1500.0
-"""Seconds for one test's second chance."""
+"""Seconds that a stage past its limit has, for each signal, to end what it started."""
+GATE_LIMIT = 5000.0
+"""Seconds for the whole gate; its stages' own limits come first."""
 PREPARE_LIMIT = 3600.0
 """Seconds for one command that makes what a suite needs."""
 BUILD = ROOT / "build"
@@ -129,6 +128,8 @@ SUITES = (
         3600,
         paths=("tests/clients/*/*_live.py",),
         prepare=(_module("tests.clients.environment", "clients"),),
+        # Its last test compares the cells that all of them found.
+        second_chances=0,
     ),
     Stage(
         "documents",
@@ -157,7 +158,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = parser.parse_args(arguments)
     # A shell starts what runs in the background with Ctrl-C ignored, and stages would inherit it.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, lambda received, _: sys.exit(128 + received))
     os.chdir(ROOT)
     if given.ring == "gate":
         return gate()
@@ -170,27 +172,21 @@ def gate() -> int:
     commit = _git("rev-parse", "HEAD")
     if left_out := _git("status", "--porcelain").splitlines():
         print(f"gate     {len(left_out)} files differ from HEAD and are left out", flush=True)
-    folder = Path(tempfile.mkdtemp(prefix="gate-"))
+    folder = BUILD / "gate"
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
     checkout = folder / ROOT.name
     subprocess.run(["git", "clone", "-q", str(ROOT), str(checkout)], check=True)
     subprocess.run(["git", "-C", str(checkout), "checkout", "-q", commit], check=True)
-    beside = ROOT.parent / "shared"
-    if beside.is_dir():
-        shutil.copytree(beside, folder / "shared", symlinks=True)
+    if (beside := ROOT.parent / "shared").is_dir():
+        (folder / "shared").symlink_to(beside)
     print(f"gate     {commit[:8]} in {checkout}", flush=True)
     unset = ("VIRTUAL_ENV", "MAKEFLAGS", "MAKELEVEL", "MFLAGS", "ARGS")
     environment = {name: value for name, value in os.environ.items() if name not in unset}
-    done = subprocess.run(
-        ["bash", ".ci/run"],
-        cwd=checkout,
-        env=environment | {"CI": "true", "FLAKY_LOG": str(FLAKY)},
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    if done.returncode:
+    environment |= {"CI": "true", "FLAKY_LOG": str(FLAKY)}
+    if _within(("bash", ".ci/run"), GATE_LIMIT, "the gate", folder=checkout, variables=environment):
         print(f"gate     red at {commit[:8]}; what it left is in {checkout}")
         return 1
-    BUILD.mkdir(exist_ok=True)
     (BUILD / "gate-passed").write_text(f"{commit}\n", encoding="utf-8")
     shutil.rmtree(folder, ignore_errors=True)
     print(f"gate     green at {commit[:8]}")
@@ -219,18 +215,21 @@ def _run(ring: str, stage: Stage, more: Sequence[str]) -> Result:
     result = Result(stage.name, commit=_commit())
     folder = BUILD / ring
     folder.mkdir(parents=True, exist_ok=True)
+    kept = folder / f"{stage.name}.json"
+    kept.unlink(missing_ok=True)
     for command in stage.prepare:
         if code := _within(command, PREPARE_LIMIT, f"the set-up of {stage.name}"):
-            result.why = f"its set-up ended with {code}: {shlex.join(command)}"
+            result.why = f"its set-up {_ended(code)}: {shlex.join(command)}"
             return result
     began, cpu = time.monotonic(), _cpu()
     if stage.command:
         code = _within(stage.command, stage.limit, stage.name)
-        result.ok, result.why = code == 0, f"ended with {code}" if code else ""
+        result.ok, result.why = code == 0, _ended(code) if code else ""
     else:
         _test(stage, result, folder / f"{stage.name}.xml", more)
     result.seconds, result.cpu_seconds = time.monotonic() - began, _cpu() - cpu
-    (folder / f"{stage.name}.json").write_text(json.dumps(asdict(result)), encoding="utf-8")
+    if not more:  # of a suite as a whole, not of what options chose
+        kept.write_text(json.dumps(asdict(result)), encoding="utf-8")
     return result
 
 
@@ -238,6 +237,9 @@ def _test(stage: Stage, result: Result, junit: Path, more: Sequence[str]) -> Non
     """Run pytest, then what failed once more, each alone."""
     pytest = (str(PYTHON), "-m", "pytest", "-o", "junit_family=xunit1", "--junitxml")
     paths = [str(path) for name in stage.paths for path in sorted(Path().glob(name))]
+    if stage.paths and not paths:
+        result.why = f"no file is named {' or '.join(stage.paths)}"
+        return
     junit.unlink(missing_ok=True)
     code = _within((*pytest, str(junit), *stage.options, *more, *paths), stage.limit, stage.name)
     failed: dict[str, str] = {}
@@ -245,15 +247,16 @@ def _test(stage: Stage, result: Result, junit: Path, more: Sequence[str]) -> Non
         failed = _read(junit, result)
     result.failed = list(failed)
     if code not in (0, 1) or not junit.exists() or (code and not failed):
-        result.why = "took more than its limit" if code == _PAST_LIMIT else f"ended with {code}"
+        result.why = _ended(code)
         return
     before = _flaky_before()
     chances = [test for test in failed if before[test] < NO_SECOND_CHANCE]
     if len(failed) <= stage.second_chances and len(chances) == len(failed):
         for test in failed:
             print(f"== {test} failed ({failed[test]}): once more, alone", flush=True)
-            once = (*pytest, str(junit.with_suffix(".again.xml")), "-n", "0", *more, test)
-            if _within(once, RERUN_LIMIT, test) == 0:
+            alone, again = junit.with_suffix(".again.xml"), Result(test)
+            code = _within((*pytest, str(alone), "-n", "0", *more, test), stage.limit, test)
+            if code == 0 and not _read(alone, again) and again.passed:
                 result.failed.remove(test)
                 result.flaky.append(test)
                 result.passed += 1
@@ -267,9 +270,22 @@ def _test(stage: Stage, result: Result, junit: Path, more: Sequence[str]) -> Non
 _PAST_LIMIT = -1000
 
 
-def _within(command: Sequence[str], limit: float, name: str) -> int:
+def _ended(code: int) -> str:
+    return "took more than its limit" if code == _PAST_LIMIT else f"ended with {code}"
+
+
+def _within(
+    command: Sequence[str],
+    limit: float,
+    name: str,
+    *,
+    folder: Path | None = None,
+    variables: dict[str, str] | None = None,
+) -> int:
     """Run a command and return its exit status, `_PAST_LIMIT` if it was ended for its time."""
-    child = subprocess.Popen(command, stdin=subprocess.DEVNULL, start_new_session=True)
+    child = subprocess.Popen(
+        command, stdin=subprocess.DEVNULL, start_new_session=True, cwd=folder, env=variables
+    )
     try:
         return child.wait(limit)
     except subprocess.TimeoutExpired:
@@ -280,36 +296,53 @@ def _within(command: Sequence[str], limit: float, name: str) -> int:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    """End a stage and what it started: first as Ctrl-C does, so that fixtures clean up."""
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
-        if child.poll() is not None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(child.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            child.wait(GRACE)
+    """End a stage and what it started: first as Ctrl-C does, so that fixtures clean up.
+
+    What a stage that ended by itself left behind is ended, too.
+    """
+    for number in (signal.SIGINT, signal.SIGTERM):
+        if child.poll() is None:
+            _signal(child, number)
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                # A stage of the gate is a ring, which ends stages in its turn.
+                child.wait(3 * GRACE)
+    _signal(child, signal.SIGKILL)
+    child.wait()
+
+
+def _signal(child: subprocess.Popen[bytes], number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(child.pid, number)
 
 
 def _read(junit: Path, result: Result) -> dict[str, str]:
     """Count a run's tests into ``result``; return the failed ones with their first lines."""
     failed: dict[str, str] = {}
-    skipped = tests = 0
+    tests, skipped = set(), set()
     for case in ElementTree.parse(junit).iter("testcase"):
-        tests += 1
-        skipped += case.find("skipped") is not None
+        test = _id(case)
+        tests.add(test)
+        if case.find("skipped") is not None:
+            skipped.add(test)
         for kind in ("failure", "error"):
             if (found := case.find(kind)) is not None:
                 lines = (found.get("message") or found.text or "").strip().splitlines()
-                failed[_id(case)] = lines[0][:300] if lines else kind
-    result.skipped, result.passed = skipped, tests - skipped - len(failed)
+                failed.setdefault(test, lines[0][:300] if lines else kind)
+    result.skipped, result.passed = len(skipped), len(tests - skipped - failed.keys())
     return failed
 
 
 def _id(case: ElementTree.Element) -> str:
-    """Return pytest's name of a test, which JUnit's form has in three parts."""
-    file, name = case.get("file") or "", case.get("name") or ""
-    inside = (case.get("classname") or "").removeprefix(file.removesuffix(".py").replace("/", "."))
-    return "::".join([file or name, *filter(None, inside.split(".")), *([name] if file else [])])
+    """Return pytest's name of a test: the file that collected it, its classes, its own name.
+
+    JUnit's `file` is where the function stands, which for an inherited test is another one.
+    """
+    parts = (case.get("classname") or "").split(".")
+    for count in range(len(parts), 0, -1):
+        file = "/".join(parts[:count]) + ".py"
+        if Path(file).exists():
+            return "::".join([file, *parts[count:], case.get("name") or ""])
+    return case.get("name") or ""
 
 
 def _flaky_before() -> Counter[str]:
@@ -332,7 +365,7 @@ def _green_before(stage: Stage) -> Result | None:
     if not kept.exists() or not (commit := _commit()) or commit.endswith("+"):
         return None
     result = Result(**json.loads(kept.read_text(encoding="utf-8")))
-    if not result.ok or result.commit != commit:
+    if not result.ok or not result.passed or result.commit != commit:
         return None
     print(f"== {stage.name}: green at this commit; --again runs it again", flush=True)
     return result
@@ -356,7 +389,8 @@ def _print_table(ring: str, results: Sequence[Result]) -> None:
     print("|---|---|---|---|---|---|---|---|---|")
     for r in results:
         counts = f"{r.passed} | {len(r.failed)} | {len(r.flaky)} | {r.skipped}"
-        times = f"{r.seconds:.0f} | {r.cpu_seconds:.0f} | {r.commit[:8]}"
+        commit = r.commit[:8] + ("+" if r.commit.endswith("+") else "")
+        times = f"{r.seconds:.0f} | {r.cpu_seconds:.0f} | {commit}"
         print(f"| {r.name} | {'green' if r.ok else 'red'} | {counts} | {times} |")
     seconds = sum(result.seconds for result in results)
     state = "green" if all(result.ok for result in results) else "red"
@@ -369,7 +403,7 @@ def _print_table(ring: str, results: Sequence[Result]) -> None:
 def _commit() -> str:
     """Return HEAD, with a `+` where files differ from it, or nothing outside a repository."""
     try:
-        changed = _git("status", "--porcelain")
+        changed = _git("status", "--porcelain", "--", ".", ":!tests/flaky.jsonl")
         return _git("rev-parse", "HEAD") + ("+" if changed else "")
     except (subprocess.CalledProcessError, OSError):
         return ""

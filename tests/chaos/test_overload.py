@@ -280,8 +280,8 @@ async def measure(parts: Parts, long: bool, figure: Figure) -> None:
     assert not crowd.wrong, crowd.wrong[:5]
     assert crowd.said["429 too_many_calls"] and crowd.said["429 no_capacity"]
     assert admitted >= (0.5 if long else 0.25) * seconds * CAPACITY, "the engine was kept busy"
-    # The short form has too few samples for a tail.
-    assert not long or loaded <= late.allowed(unloaded)
+    # The short form has too few samples for a tail: it looks for a stall.
+    assert loaded <= (1 if long else 5) * late.allowed(unloaded)
     assert max(grown.values()) <= GROWTH, grown
 
 
@@ -323,7 +323,7 @@ async def measure_tenants(parts: Parts, long: bool, figure: Figure) -> None:
     # quota nine of ten of the modest one's calls would be refused.
     assert set(modest.said) <= {"200", "429 too_many_calls"}
     assert modest.said["200"] >= (1.0 if long else 0.5) * sum(modest.said.values())
-    assert not long or p99(modest.seconds) <= late.allowed(alone)
+    assert p99(modest.seconds) <= (1 if long else 5) * late.allowed(alone)
 
 
 async def known(http: aiohttp.ClientSession, key: str) -> bool:

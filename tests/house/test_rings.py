@@ -14,7 +14,9 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 TESTS = """
+import pytest
 from pathlib import Path
+from contract import Contract
 
 def test_right():
     pass
@@ -27,7 +29,20 @@ def test_right_at_the_second_try():
     if not tried.exists():
         tried.touch()
         raise RuntimeError("the first try")
+
+class TestInherited(Contract):
+    number = 2
 """
+CONTRACT = """
+import pytest
+
+class Contract:
+    @pytest.mark.parametrize("what", ["a.b::c/d"])
+    def test_of_another_file(self, what):
+        assert self.number == 1
+"""
+INHERITED = "tests/test_one.py::TestInherited::test_of_another_file[a.b::c/d]"
+RIGHT = TESTS.replace("1 == 2", "True").replace("number = 2", "number = 1")
 
 
 @pytest.fixture
@@ -41,6 +56,7 @@ def rings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     (tmp_path / "tools").mkdir()
     (tmp_path / "tests").mkdir()
     (tmp_path / ".venv").symlink_to(sys.prefix)
+    (tmp_path / "contract.py").write_text(CONTRACT)
     copy = tmp_path / "tools" / "rings.py"
     copy.write_bytes((ROOT / "tools" / "rings.py").read_bytes())
     spec = importlib.util.spec_from_file_location("rings_copy", copy)
@@ -70,18 +86,18 @@ def test_a_test_that_passes_alone_is_flaky_and_one_that_fails_again_is_red(
     (tmp_path / "tests" / "test_one.py").write_text(TESTS)
     code, kept = table(rings, "verify", suite(rings, "one"))
     assert code == 1
-    assert kept["one"]["failed"] == ["tests/test_one.py::test_wrong"]
+    assert kept["one"]["failed"] == ["tests/test_one.py::test_wrong", INHERITED]
     assert kept["one"]["flaky"] == ["tests/test_one.py::test_right_at_the_second_try"]
     assert kept["one"]["passed"] == 2
     (line,) = (tmp_path / "tests" / "flaky.jsonl").read_text().splitlines()
     assert json.loads(line)["first_line"] == "RuntimeError: the first try"
-    assert capfd.readouterr().out.splitlines()[-1] == "2 passed, 1 failed, 0 skipped"
+    assert capfd.readouterr().out.splitlines()[-1] == "2 passed, 2 failed, 0 skipped"
 
 
 def test_a_test_that_was_flaky_twice_has_no_second_chance(
     rings: ModuleType, tmp_path: Path
 ) -> None:
-    (tmp_path / "tests" / "test_one.py").write_text(TESTS.replace("1 == 2", "True"))
+    (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
     test = "tests/test_one.py::test_right_at_the_second_try"
     (tmp_path / "tests" / "flaky.jsonl").write_text(f"{json.dumps({'test': test})}\n" * 2)
     code, kept = table(rings, "verify", suite(rings, "one"))
@@ -93,7 +109,7 @@ def test_more_failures_than_second_chances_are_red_at_once(
 ) -> None:
     (tmp_path / "tests" / "test_one.py").write_text(TESTS)
     code, kept = table(rings, "verify", suite(rings, "one", second_chances=1))
-    assert (code, len(kept["one"]["failed"])) == (1, 2)
+    assert (code, len(kept["one"]["failed"])) == (1, 3)
 
 
 def test_a_stage_past_its_limit_fails_by_name_and_verify_goes_on(
@@ -107,6 +123,21 @@ def test_a_stage_past_its_limit_fails_by_name_and_verify_goes_on(
     assert "slow took more than 0 s and is ended" in capfd.readouterr().out
     code, kept = table(rings, "ci", slow, suite(rings, "good"))
     assert (code, kept.keys()) == (1, {"slow"}), "continuous integration ends at a red stage"
+
+
+def test_a_second_try_that_is_skipped_is_no_pass(rings: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "test_one.py").write_text(
+        RIGHT.replace("if not tried.exists():", "if tried.exists(): pytest.skip('no')\n    else:")
+    )
+    code, kept = table(rings, "verify", suite(rings, "one"))
+    assert (code, len(kept["one"]["failed"])) == (1, 1)
+
+
+def test_what_options_chose_is_not_kept_as_a_suite(rings: ModuleType, tmp_path: Path) -> None:
+    (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
+    one = suite(rings, "one")
+    assert rings.run("verify", [one], again=False, more=("-k", "test_right")) == 0
+    assert not list((rings.BUILD / "verify").glob("*.json"))
 
 
 def test_a_file_that_cannot_be_collected_is_red(rings: ModuleType, tmp_path: Path) -> None:
