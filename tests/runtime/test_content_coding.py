@@ -21,7 +21,7 @@ def _raw(data: bytes) -> bytes:
 
 def _decoded(coding: str, body: bytes, at_once: int = 1 << 20) -> bytes:
     decoder = BodyDecoder([coding])
-    out = []
+    out: list[bytes] = []
     for at in range(0, len(body), at_once):
         out += decoder.pieces(body[at : at + at_once])
     decoder.finish()

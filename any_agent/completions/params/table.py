@@ -268,8 +268,9 @@ _HONOURED = (
         "response_format",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. With tools, the answer has "
-        "this format or is calls, whose arguments are JSON then; a call that is forced has no "
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. A `format` that no grammar "
+        "knows (`password`, `binary`) has no effect, and is refused with `strict`. With tools, the "
+        "answer has this format or is calls, whose arguments are JSON then; a call that is forced has no "
         "format.",
         untrainable="grammar",
         checked=False,

@@ -92,7 +92,8 @@ def rest_of(
     """Sort the fields without a row.
 
     Raises UnsupportedParameter for a name that means something in another API, with a value that
-    asks for it, or is longer than 64 characters, and for any name where unknown ones are refused; InvalidRequest for too many.
+    asks for it, or is longer than 64 characters, and for any name where unknown ones are refused;
+    InvalidRequest for too many.
     """
     rest = UnknownFields()
     for name, value in given.items():
