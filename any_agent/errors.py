@@ -17,6 +17,7 @@ AnyAgentError                      500 internal_error
 ├── SessionClosed                  410 session_closed
 │   └── SessionDamaged             410 session_damaged
 ├── PayloadTooLarge                413 payload_too_large
+├── UnsupportedEncoding            415 unsupported_encoding
 ├── Misdirected                    421 misdirected
 ├── Unprocessable                  422 unprocessable
 │   └── InvalidTrajectory          422 invalid_trajectory (a ValueError, too)
@@ -192,6 +193,16 @@ class SessionDamaged(SessionClosed, code="session_damaged"):
 
 class PayloadTooLarge(AnyAgentError, status=413, code="payload_too_large"):
     """The body is larger than the service accepts."""
+
+
+class UnsupportedEncoding(AnyAgentError, status=415, code="unsupported_encoding"):
+    """The body has a `Content-Encoding` that the service does not take."""
+
+    accepted: ClassVar[str] = "gzip, deflate"
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the tree's root with the codings that are taken."""
+        return {**super().headers(), "Accept-Encoding": self.accepted}
 
 
 class Misdirected(AnyAgentError, status=421, code="misdirected"):

@@ -5,7 +5,8 @@ A request whose key has no right to its route never reaches the route, nor is it
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import asyncio
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -33,6 +34,7 @@ from any_agent.errors import (
 )
 from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.rl import API_HEADER, API_VERSION
+from any_agent.runtime.content_coding import BodyDecoder
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import BodyTimeout, RequestLimits, Reservation
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
@@ -42,6 +44,7 @@ from proxy_ext.web.permissions import LITELLM_ALIVE, RULES, RouteRule, template_
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
+_CODING = b"content-encoding"
 _VERSION_HEADER = (API_HEADER.encode(), API_VERSION.encode())
 
 
@@ -84,7 +87,7 @@ class EntryMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         try:
-            await self._answer(scope, self._limited(receive, reservation), send, reservation)
+            await self._answer(scope, self._body(scope, receive, reservation), send, reservation)
         finally:
             reservation.release()
 
@@ -96,7 +99,7 @@ class EntryMiddleware:
         except AnyAgentError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        scope = _without_prefix(scope)
+        scope = _without_prefix(_without_coding(scope))
         method, path = scope["method"], scope["path"]
         if (method, path) in LITELLM_ALIVE:
             alive = await self._live(Request(scope))
@@ -221,8 +224,55 @@ class EntryMiddleware:
                 fetch_sites=_texts(headers, b"sec-fetch-site"),
             )
 
-    def _limited(self, receive: Receive, reservation: Reservation) -> Receive:
-        """Count the body's bytes, and bound the time of each part of it and of the whole."""
+    def _body(self, scope: Scope, receive: Receive, reservation: Reservation) -> Receive:
+        """Return what receives the body, bounded in size and time, and decoded."""
+        codings = _texts(scope["headers"], _CODING)
+        if not codings:
+            return self._limited(receive, reservation)
+        return self._decoded(self._limited(receive, None), reservation, codings)
+
+    def _decoded(
+        self, receive: Receive, reservation: Reservation, codings: Iterable[str]
+    ) -> Receive:
+        """Decode the body, and count and bound the bytes that it stands for."""
+        pieces: Iterator[bytes] = iter(())
+        decoder: BodyDecoder | None = None
+        size = 0
+        last = complete = False
+
+        async def decoded() -> Message:
+            nonlocal pieces, decoder, size, last, complete
+            while not complete:
+                piece = next(pieces, None)
+                if piece is not None:
+                    size += len(piece)
+                    if size > self._max_body_bytes:
+                        raise self._too_large()
+                    reservation.add(len(piece))
+                    # Others have their turn between two pieces.
+                    await asyncio.sleep(0)
+                    return _part(piece, more=True)
+                if last:
+                    if decoder is not None:
+                        decoder.finish()
+                    complete = True
+                    return _part(b"", more=False)
+                message = await receive()
+                if message["type"] != "http.request":
+                    return message
+                last = not message.get("more_body", False)
+                if part := message.get("body"):
+                    decoder = decoder or BodyDecoder(codings)
+                    pieces = decoder.pieces(part)
+            return await receive()
+
+        return decoded
+
+    def _limited(self, receive: Receive, reservation: Reservation | None) -> Receive:
+        """Count the body's bytes, and bound the time of each part of it and of the whole.
+
+        Without a reservation the bytes are bounded, and not held.
+        """
         size = 0
         complete = False
         timeout = BodyTimeout(part=self._part_timeout, whole=self._body_timeout)
@@ -236,7 +286,8 @@ class EntryMiddleware:
             size += part
             if size > self._max_body_bytes:
                 raise self._too_large()
-            reservation.add(part)
+            if reservation is not None:
+                reservation.add(part)
             complete = not message.get("more_body", False)
             return message
 
@@ -246,6 +297,10 @@ class EntryMiddleware:
         return PayloadTooLarge(
             f"the body exceeds server.max_body_bytes ({self._max_body_bytes} bytes); send less"
         )
+
+
+def _part(body: bytes, *, more: bool) -> Message:
+    return {"type": "http.request", "body": body, "more_body": more}
 
 
 def _with_version(send: Send) -> Send:
@@ -282,6 +337,14 @@ def _without_prefix(scope: Scope) -> Scope:
         # An agent may know only its base URL, which ends in /v1; Anthropic's client adds another.
         path = path.removeprefix("/v1")
     return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
+
+
+def _without_coding(scope: Scope) -> Scope:
+    """Remove the headers of an encoded body, which is decoded when it is received."""
+    if not _texts(scope["headers"], _CODING):
+        return scope
+    encoded = (_CODING, b"content-length")
+    return {**scope, "headers": [(k, v) for k, v in scope["headers"] if k not in encoded]}
 
 
 def _as_json(scope: Scope) -> Scope:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import parse_qsl, urlencode
@@ -12,6 +13,7 @@ from aiohttp.http import HttpVersion11
 
 from any_agent.config.serving import ServerConfig
 from any_agent.errors import AnyAgentError, InvalidRequest, PayloadTooLarge
+from any_agent.runtime.content_coding import BodyDecoder
 from any_agent.runtime.request_limits import BodyTimeout, Reservation
 
 MAX_SHORT_BYTES = 65_536
@@ -41,7 +43,17 @@ class RequestBody:
         """The reason that the stream broke off, if it did."""
 
     async def read(self, limit: int | None = None) -> bytes:
-        """Return the whole body; PayloadTooLarge above the limit."""
+        """Return the whole body, decoded; PayloadTooLarge above the limit.
+
+        UnsupportedEncoding for a coding that is not taken, InvalidRequest for what is not in it.
+        """
+        limit = min(limit or self._limit, self._limit)
+        decoder = BodyDecoder(self._request.headers.getall(hdrs.CONTENT_ENCODING, ()))
+        content = await self.read_encoded(limit)
+        return content if decoder.plain else await self._decoded(content, decoder, limit)
+
+    async def read_encoded(self, limit: int | None = None) -> bytes:
+        """Return the whole body as it came; PayloadTooLarge above the limit."""
         limit = min(limit or self._limit, self._limit)
         if (self._request.content_length or 0) > limit:
             raise self._too_large(limit)
@@ -58,7 +70,22 @@ class RequestBody:
             parts.append(part)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    async def _decoded(self, content: bytes, decoder: BodyDecoder, limit: int) -> bytes:
+        parts: list[bytes] = []
+        size = 0
+        for piece in decoder.pieces(content):
+            size += len(piece)
+            if size > limit:
+                raise self._too_large(limit)
+            self._reservation.add(len(piece))
+            parts.append(piece)
+            # Others have their turn between two pieces.
+            await asyncio.sleep(0)
+        decoder.finish()
+        return b"".join(parts)
+
     async def stream(self) -> AsyncIterator[bytes]:
+        """Yield the body's parts as they came."""
         try:
             async for part in self._parts(self._limit):
                 yield part

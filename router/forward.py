@@ -97,10 +97,12 @@ class Forwarder:
         headers.update(more)
         if content is not None:
             headers[hdrs.CONTENT_LENGTH] = str(len(content))
+            # It was decoded when it was read.
+            headers.popall(hdrs.CONTENT_ENCODING, None)
         elif not request.body_exists:
             content = b""
         elif body.short:
-            content = await body.read()
+            content = await body.read_encoded()
         deadline = time.monotonic() + self.ranks.wait
         repeatable = content == b"" and _is_repeatable(request)
         payload = body.stream if content is None else (lambda: content or None)
@@ -142,6 +144,7 @@ class Forwarder:
         # The answer is parsed here, so it must not be compressed.
         headers.popall(hdrs.ACCEPT_ENCODING, None)
         headers.popall(hdrs.CONTENT_LENGTH, None)
+        headers.popall(hdrs.CONTENT_ENCODING, None)
         # The new request concerns no single session, and other ranks would not know the one named.
         headers.popall(SESSION_HEADER, None)
         headers.update(more)

@@ -23,9 +23,9 @@ from any_agent.config import LOOPBACK, Config, load_config
 from any_agent.errors import (
     AnyAgentError,
     ConfigError,
-    InvalidRequest,
     ServiceUnavailable,
     StartupError,
+    UnsupportedEncoding,
 )
 from any_agent.keys import (
     JUDGE_KEY_PREFIX,
@@ -172,9 +172,8 @@ def _require_plain(request: web.BaseRequest) -> None:
             )
 
 
-class _UnsupportedEncoding(InvalidRequest):
-    status = 415
-    default_code = "unsupported_encoding"
+class _UnsupportedEncoding(UnsupportedEncoding):
+    accepted = "identity"
 
 
 async def _while_connected(

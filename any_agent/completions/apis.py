@@ -192,7 +192,7 @@ def _table(name: str) -> Callable[[], Mapping[str, Parameter]]:
 
 register_api(Api("chat", "/chat/completions", _parse_chat, _table("chat"), ("messages",)))
 register_api(Api("completions", "/completions", _parse_text, _table("completions"), ("prompt",)))
-register_api(Api("responses", "/responses", _parse_responses, _table("responses"), ("input",)))
+register_api(Api("responses", "/responses", _parse_responses, _table("responses")))
 register_api(
     Api(
         "messages",

@@ -7,7 +7,6 @@ where it stands alone, but not as a part of a structural tag.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 from typing import Any
 
 import orjson
@@ -16,6 +15,7 @@ from any_agent.chat import ChatFormat
 from any_agent.completions.params.call import ChatCall
 from any_agent.completions.params.grammar import format_part
 from any_agent.completions.params.schema_check import shown
+from any_agent.completions.params.schema_parts import FORMATS, schemas_in
 from any_agent.completions.prompt import Prompt
 from any_agent.errors import UnsupportedParameter
 
@@ -24,22 +24,15 @@ _KEYWORDS = {
     "contains", "dependentRequired", "dependentSchemas", "else", "if", "maxContains",
     "minContains", "multipleOf", "not", "then", "uniqueItems",
 }
-_FORMATS = {
-    "date", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "json-pointer",
-    "relative-json-pointer", "time", "uri", "uri-reference", "uri-template", "uuid",
-}
 # fmt: on
-_BY_NAME = ("properties", "patternProperties", "$defs", "definitions", "dependencies")
-"""Keywords whose values are schemas by names that the schema's author chose."""
-_DATA = ("const", "enum", "default", "examples")
 
 
 def require_enforced(schema: Any, name: str) -> None:
     """Raise UnsupportedParameter, under this name, for a schema with such keywords."""
-    for part in _schemas(schema):
+    for part in schemas_in(schema):
         ignored = sorted(_KEYWORDS & part.keys())
         text_format = part.get("format", "date")
-        if not isinstance(text_format, str) or text_format not in _FORMATS:
+        if not isinstance(text_format, str) or text_format not in FORMATS:
             ignored.append("format")
         if sum(map(part.__contains__, ("format", "pattern"))) + _has_length(part) > 1:
             ignored.append("format, pattern and lengths of one text")
@@ -53,22 +46,6 @@ def require_enforced(schema: Any, name: str) -> None:
 
 def _has_length(schema: dict[str, Any]) -> bool:
     return "minLength" in schema or "maxLength" in schema
-
-
-def _schemas(whole: Any) -> Iterator[dict[str, Any]]:
-    """Yield a schema and the schemas within it."""
-    left = [whole]
-    while left:
-        part = left.pop()
-        if isinstance(part, list):
-            left += part
-        elif isinstance(part, dict):
-            yield part
-            for keyword, value in part.items():
-                if keyword in _BY_NAME and isinstance(value, dict):
-                    left += value.values()
-                elif keyword not in _DATA:
-                    left.append(value)
 
 
 _PLAIN_NAME = re.compile(r"[\w.-]+", re.ASCII)

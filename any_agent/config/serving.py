@@ -149,7 +149,7 @@ class ServerConfig(Section):
     """Serve the dashboard at `/ui`. With false the path is LiteLLM's own, where there is
     `litellm.config`, else 404."""
     max_body_bytes: int = Field(32 * 2**20, ge=1024)
-    """The largest request body; larger ones get 413."""
+    """The largest request body, of a compressed one decoded; larger ones get 413."""
     max_inflight_calls: int = Field(1024, ge=1)
     """Model calls that run at once on each rank; further ones get 429. If the engine reports how
     many it samples at once, the limit is twice that number, or `rollout.max_concurrent` if that is

@@ -31,6 +31,9 @@ from proxy_ext.web.permissions import allow_model_calls
 
 log = logging.getLogger(__name__)
 router = APIRouter()
+_ANTHROPIC = "anthropic-version"
+"""The header that all of Anthropic's clients send."""
+_UNKNOWN_TIME = "1970-01-01T00:00:00Z"
 
 Handler: TypeAlias = Callable[[RankService, Request], Awaitable[Response]]
 
@@ -123,18 +126,23 @@ async def count_call(service: RankService, request: Request) -> Response:
 
 
 @router.get("/models", name="models")
-async def list_models(service: Anyone) -> Response:
-    """Return all models in OpenAI's form, the policy first."""
-    return JSONResponse({"object": "list", "data": _models(service)})
+async def list_models(service: Anyone, request: Request) -> Response:
+    """Return all models, the policy first, in OpenAI's form or, for its clients, in Anthropic's."""
+    models = _models(service)
+    if _ANTHROPIC not in request.headers:
+        return JSONResponse({"object": "list", "data": models})
+    ends = {"first_id": models[0]["id"], "last_id": models[-1]["id"]}
+    return JSONResponse({"data": [*map(_for_anthropic, models)], "has_more": False, **ends})
 
 
 @router.get("/models/{model}", name="model")
-async def one_model(model: str, service: Anyone) -> Response:
+async def one_model(model: str, service: Anyone, request: Request) -> Response:
     """Return one model by its name; NotFound for another name, though calls may use any."""
     policy, *frozen = _models(service)
     for known in (policy, *frozen):
         if known["id"] == model:
-            return JSONResponse(known)
+            anthropic = _ANTHROPIC in request.headers
+            return JSONResponse(_for_anthropic(known) if anthropic else known)
     others = "".join(f", {known['id']!a}" for known in frozen[:8])
     raise NotFound(
         f"there is no model {model[:80]!a}; the policy is called {policy['id']!a}"
@@ -142,6 +150,12 @@ async def one_model(model: str, service: Anyone) -> Response:
         code="model_not_found",
         param="model",
     )
+
+
+def _for_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+    # The beginning of time stands for a date that is not known, in both forms.
+    name = model["id"]
+    return {"type": "model", "id": name, "display_name": name, "created_at": _UNKNOWN_TIME}
 
 
 def _models(service: RankService) -> list[dict[str, Any]]:

@@ -364,3 +364,27 @@ async def test_an_error_that_is_passed_on_in_parts_keeps_its_status(lab: Lab, fr
     response = await lab.post("/v1/chat/completions", {})
     assert response.status_code == 503
     assert response.content == b"x" * 70_000
+
+
+@pytest.mark.parametrize("path", ["/rl/v1/start_session", "/rl/v1/set_reward", "/rl/v1/pause"])
+async def test_compressed_bodies_that_the_router_reads_arrive_decoded(pair: Lab, path: str) -> None:
+    plain = b'{"task_id": "a"}'
+    await pair.post(path, gzip.compress(plain), **{"Content-Encoding": "gzip"})
+    received = [each for rank in pair.ranks for each in rank.received if path in each.target]
+    assert received
+    for each in received:
+        assert each.json["task_id"] == "a"
+        assert each.values("content-encoding") == []
+        assert each.values("content-length") == [str(len(each.body))]
+
+
+async def test_the_router_names_the_codings_that_it_reads(pair: Lab) -> None:
+    path = "/rl/v1/start_session"
+    refused = await pair.post(path, b"{}", **{"Content-Encoding": "br"})
+    assert refused.status_code == 415
+    assert refused.headers["accept-encoding"] == "gzip, deflate"
+    bomb = gzip.compress(b" " * 5_000_000)
+    assert (await pair.post(path, bomb, **{"Content-Encoding": "gzip"})).status_code == 413
+    cut = gzip.compress(b"{}")[:-1]
+    assert (await pair.post(path, cut, **{"Content-Encoding": "gzip"})).status_code == 400
+    assert not [each for rank in pair.ranks for each in rank.received if path in each.target]

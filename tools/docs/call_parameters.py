@@ -26,7 +26,8 @@ An unknown name, in none of these tables, is recorded and has no effect: the ans
 most 64 characters; characters other than letters, digits, `.`, `_` and `-` become `_`. Their values
 are recorded up to 16 KiB in all, and never where they look like a key. With
 `server.unknown_parameters=refuse` such a call gets 400 `unsupported_parameter`; a name that has a
-meaning at another route here always does.
+meaning at another route here always does, unless its value asks for nothing, such as `echo: false`,
+`best_of: 1`, `n: 1` or `tools: []`, which is only recorded.
 
 In train sessions the run's `sampling` replaces the agent's. The answer's header
 `x-any-agent-overrides` lists the replaced parameters with the used values, as JSON; the interaction

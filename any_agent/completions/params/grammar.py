@@ -9,7 +9,8 @@ from typing import Any
 
 from any_agent.completions.json_body import is_deeper
 from any_agent.completions.params.parameter import MAX_SCHEMA_BYTES, MAX_SCHEMA_DEPTH
-from any_agent.completions.params.schema_check import check, json_text, require_object
+from any_agent.completions.params.schema_check import check, json_text, require_object, shown
+from any_agent.completions.params.schema_parts import unknown_formats, without_unknown_formats
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -70,7 +71,7 @@ def _response_format(value: Any) -> str | None:
             return (
                 grammar_text({"json_object": True}, name)
                 if schema is None
-                else schema_grammar(schema, name)
+                else schema_grammar(schema, name, strict=wanted.get("strict") is True)
             )
         case str():
             raise UnsupportedParameter(
@@ -115,12 +116,24 @@ def _parsed(value: Any, name: str) -> Any:
         raise InvalidRequest(f"{name} must be JSON", param=name) from None
 
 
-def schema_grammar(schema: Any, name: str) -> str:
-    """Return a JSON schema's grammar; InvalidRequest, under this name, for a wrong schema."""
+def schema_grammar(schema: Any, name: str, *, strict: bool = False) -> str:
+    """Return a JSON schema's grammar; InvalidRequest, under this name, for a wrong schema.
+
+    A format of texts that no grammar enforces is an annotation, as JSON Schema has it, and left
+    out; UnsupportedParameter where the agent asks for a ``strict`` schema.
+    """
     if not isinstance(schema, dict):
         raise InvalidRequest(f"the schema of {name} must be an object", param=name)
     if is_deeper(schema, MAX_SCHEMA_DEPTH):
         raise InvalidRequest(f"{name} is nested deeper than {MAX_SCHEMA_DEPTH} levels", param=name)
+    if formats := unknown_formats(schema):
+        if strict:
+            raise UnsupportedParameter(
+                f"{name} is strict, and no grammar enforces its format {shown(formats[0])}: leave "
+                "out the format, or strict",
+                param=name,
+            )
+        schema = without_unknown_formats(schema)
     return grammar_text({"json_schema": schema}, name)
 
 

@@ -39,7 +39,7 @@ _MAX_SHOWN = 60
 
 def check(value: Any, schema: Schema, name: str) -> None:
     """Raise InvalidRequest with the parameter and its schema in words, unless the value fits."""
-    if not _fits(value, schema):
+    if not fits(value, schema):
         raise InvalidRequest(f"{name} must be {words(schema)}", param=name)
 
 
@@ -142,9 +142,10 @@ def _figure(number: float) -> str:
     return f"-2^{power}" if power >= 31 and number == -(2**power) else f"{number:g}"
 
 
-def _fits(value: Any, schema: Schema) -> bool:
+def fits(value: Any, schema: Schema) -> bool:
+    """Return True for a value of the schema."""
     if "anyOf" in schema:
-        return any(_fits(value, each) for each in schema["anyOf"])
+        return any(fits(value, each) for each in schema["anyOf"])
     if "enum" in schema:
         # True equals 1 in Python, and not in JSON.
         return any(
@@ -189,4 +190,4 @@ def _is_list(value: list[Any], schema: Schema) -> bool:
     # Readers check objects and lists themselves, with an index in the error.
     if items.get("type") in (None, "object", "array"):
         return True
-    return all(_fits(each, items) for each in value)
+    return all(fits(each, items) for each in value)

@@ -70,7 +70,7 @@ REFUSED_ROWS: tuple[Parameter, ...] = (
         "cache_salt", "Identical prompts share a cache; use separate services where they must not."
     ),
     never("chat_template", "The template is the model's; use `chat_template_kwargs`."),
-    never("documents", "Put them into a message.", CHAT),
+    only("documents", [], then="Put them into a message.", apis=CHAT),
     only("separate_reasoning", True, then="Reasoning is in `reasoning_content`.", apis=CHAT),
     only("stream_reasoning", True, then="Reasoning is streamed as it is sampled.", apis=CHAT),
     only("include_reasoning", True, then="Leave it out where you read the answer.", apis=CHAT),
@@ -85,11 +85,11 @@ REFUSED_ROWS: tuple[Parameter, ...] = (
     only("return_token_ids", False, then=_RECORDED),
     only("return_tokens_as_token_ids", False, then=_RECORDED),
     only("return_hidden_states", False, then="Compute them from the recorded token ids."),
-    never("prompt_logprobs", "Compute them from the recorded token ids."),
+    only("prompt_logprobs", 0, then="Compute them from the recorded token ids."),
     never("truncate_prompt_tokens", "Send fewer messages."),
     only("bad_words", [], then="Use `logit_bias`."),
     only("allowed_token_ids", [], then="Use `logit_bias` or `guided_regex`."),
-    never("logits_processors", "Use `logit_bias` or `guided_regex`."),
+    only("logits_processors", [], then="Use `logit_bias` or `guided_regex`."),
     only("use_beam_search", False, then="Use `n`."),
     only("length_penalty", 1, then="There is no beam search."),
     only("early_stopping", False, then="There is no beam search."),
@@ -268,8 +268,9 @@ _HONOURED = (
         "response_format",
         {"type": "object"},
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
-        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. With tools, the answer has "
-        "this format or is calls, whose arguments are JSON then; a call that is forced has no "
+        f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. A `format` that no grammar "
+        "knows (`password`, `binary`) has no effect, and is refused with `strict`. With tools, the "
+        "answer has this format or is calls, whose arguments are JSON then; a call that is forced has no "
         "format.",
         untrainable="grammar",
         checked=False,

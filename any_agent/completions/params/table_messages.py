@@ -120,17 +120,21 @@ _UNTHREADED = {"error_code": "thread_unsupported_request", "unsupported": ["thre
 _REFUSED = (
     only(
         "context_management",
+        {},
         {"edits": []},
         *({"edits": [{"type": "clear_thinking_20251015", "keep": keep}]} for keep in _KEPT),
         then="Edit the messages in the agent.",
         apis=MESSAGES,
     ),
     never("container", "Run code in the agent.", MESSAGES),
-    never(
-        "mcp_servers", "Connect to them in the agent, and send their tools as `tools`.", MESSAGES
+    only(
+        "mcp_servers",
+        [],
+        then="Connect to them in the agent, and send their tools as `tools`.",
+        apis=MESSAGES,
     ),
     never("compaction", "Shorten the messages in the agent.", MESSAGES),
-    never("fallbacks", "Try again in the agent.", MESSAGES),
+    only("fallbacks", [], then="Try again in the agent.", apis=MESSAGES),
     never("fallback_credit_token", "Try again in the agent.", MESSAGES),
     never("thread", "Send the whole conversation.", MESSAGES, details=_UNTHREADED),
 )

@@ -50,9 +50,10 @@ _responses = partial(honoured, RESPONSES)
 _HONOURED = (
     _responses(
         "input",
-        {"anyOf": [{"type": "string"}, {**OBJECTS, "minItems": 1}]},
+        {"anyOf": [{"type": "string"}, OBJECTS]},
         "A text, or items: messages, function calls and their outputs, reasoning, and references "
-        "to items of the session's earlier answers. Text is all that they may hold.",
+        "to items of the session's earlier answers. Text is all that they may hold. It may be "
+        "empty or left out where `previous_response_id` is given.",
         checked=False,
     ),
     _responses(

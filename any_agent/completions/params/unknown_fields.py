@@ -13,7 +13,7 @@ from typing import Any
 
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.completions.params.parameter import MAX_NOTE_BYTES, Parameter, UnknownParameters
-from any_agent.completions.params.schema_check import json_text, shown
+from any_agent.completions.params.schema_check import fits, json_text, shown
 from any_agent.completions.params.table import PARAMETERS
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 
@@ -28,6 +28,28 @@ _SECRET = re.compile(
 )
 _MEANT = frozenset(row.name for row in PARAMETERS if row.kind != "harmless")
 """Parameters that shape, or would shape, an answer of some API: another API refuses them."""
+_NEUTRAL: dict[str, list[Any]] = {
+    "best_of": [1],
+    "echo": [False],
+    "frequency_penalty": [0],
+    "functions": [[]],
+    "include": [[]],
+    "logit_bias": [{}],
+    "logprobs": [False],
+    "min_p": [0],
+    "n": [1],
+    "presence_penalty": [0],
+    "repetition_penalty": [1],
+    "stop": [[]],
+    "stop_sequences": [[]],
+    "stop_token_ids": [[]],
+    "tools": [[]],
+    "top_logprobs": [0],
+}
+"""Values by which such a parameter asks for nothing, as clients send them by default."""
+for _row in PARAMETERS:
+    if _row.kind == "refused":
+        _NEUTRAL.setdefault(_row.name, []).extend(_row.schema.get("enum", ()))
 
 
 @dataclass(slots=True)
@@ -69,13 +91,16 @@ def rest_of(
 ) -> UnknownFields:
     """Sort the fields without a row.
 
-    Raises UnsupportedParameter for a name that means something in another API or is longer than
-    64 characters, and for any name where unknown ones are refused; InvalidRequest for too many.
+    Raises UnsupportedParameter for a name that means something in another API, with a value that
+    asks for it, or is longer than 64 characters, and for any name where unknown ones are refused;
+    InvalidRequest for too many.
     """
     rest = UnknownFields()
     for name, value in given.items():
         if name in known_settings:
             rest.settings[name] = value
+        elif unknown != "refuse" and fits(value, {"enum": _NEUTRAL.get(name, [])}):
+            rest.recorded[name] = value
         elif unknown == "refuse" or name in _MEANT or len(name) > _MAX_NAME:
             raise _unknown(name, table)
         elif value is not None:

@@ -34,7 +34,11 @@ def messages_of(given: Any, resolve: Resolve) -> list[Message]:
     if isinstance(given, str):
         return [{"role": "user", "content": _text(given, "input")}]
     if not isinstance(given, list) or not given:
-        raise InvalidRequest("input must be a text, or a list of at least one item", param="input")
+        raise InvalidRequest(
+            "input must be a text, or a list of at least one item; only with a "
+            "previous_response_id may it be left out",
+            param="input",
+        )
     turns = _Turns()
     for k, item in enumerate(given):
         _add(turns, item, f"input[{k}]", resolve)

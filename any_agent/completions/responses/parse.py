@@ -136,6 +136,9 @@ def _messages(
     before = body.get("previous_response_id")
     if before is not None:
         messages += messages_before(before, tree)
+        if not given and given in (None, [], ""):
+            # The agent lets the model go on, as after an answer that its limit cut off.
+            return messages, before
     return messages + messages_of(given, ItemHistory(tree)), before
 
 
@@ -191,7 +194,7 @@ def _grammar(wanted: Mapping[str, Any]) -> str | None:
                 if wanted.get(part) is not None:
                     check(wanted[part], {"type": kind}, f"{name}.{part}")
             json_text(wanted.get("description"), f"{name}.description", longest=MAX_NOTE_BYTES)
-            return schema_grammar(wanted.get("schema"), name)
+            return schema_grammar(wanted.get("schema"), name, strict=wanted.get("strict") is True)
         case str(kind):
             raise UnsupportedParameter(
                 f"{name} must be text, json_object or json_schema, and is {shown(kind)}", param=name

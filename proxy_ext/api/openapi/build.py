@@ -144,7 +144,7 @@ def _complete_operation(route: str, operation: dict[str, Any], texts: dict[str, 
             response["headers"] = {**known, **response.get("headers", {})}
     # FastAPI's own description of 422, which is not what we answer.
     responses.pop("422", None)
-    statuses = {400, 413, 502, 503, *particular}
+    statuses = {400, 413, 415, 502, 503, *particular}
     if Scope.NONE not in scopes:
         operation["security"] = [{name: []} for name in _KEYS]
         statuses |= {401, 403}

@@ -101,7 +101,38 @@ def test_what_means_something_at_another_route_is_refused(
     api: str, name: str, told: dict[str, Any]
 ) -> None:
     with pytest.raises(UnsupportedParameter, match=f'unknown parameter "{name}"'):
-        parse(api=api, told=told, **{name: 1})
+        parse(api=api, told=told, **{name: 2})
+
+
+@pytest.mark.parametrize(
+    ("api", "name", "value"),
+    [
+        ("chat", "echo", False),
+        ("chat", "best_of", 1),
+        ("chat", "background", False),
+        ("chat", "mcp_servers", []),
+        ("completions", "tools", []),
+        ("completions", "documents", []),
+        ("responses", "n", 1),
+        ("responses", "logprobs", False),
+        ("messages", "frequency_penalty", 0.0),
+        ("messages", "stop", []),
+    ],
+)
+def test_a_value_that_asks_for_nothing_is_recorded(api: str, name: str, value: Any) -> None:
+    call = parse(api=api, **{name: value})
+    assert (call.recorded, call.ignored) == ({name: value}, ())
+    assert call.gconfig == parse(api=api).gconfig
+    with pytest.raises(UnsupportedParameter) as error:
+        parse(api=api, told=REFUSE, **{name: value})
+    assert error.value.param == name
+
+
+@pytest.mark.parametrize(("name", "value"), [("echo", 0), ("best_of", True), ("best_of", 2)])
+def test_a_value_of_another_type_asks_for_something(name: str, value: Any) -> None:
+    with pytest.raises(UnsupportedParameter) as error:
+        parse(**{name: value})
+    assert error.value.param == name
 
 
 # -- the template's own -------------------------------------------------------------------------

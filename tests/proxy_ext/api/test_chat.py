@@ -307,6 +307,19 @@ async def test_models(proxy: Proxy) -> None:
         refusal(await proxy.http.get(f"{path}/gpt-5"), 404, "model_not_found", "called 'policy'")
 
 
+async def test_models_for_anthropics_clients(proxy: Proxy) -> None:
+    headers = {"anthropic-version": "2023-06-01"}
+    page = (await proxy.http.get("/v1/models", headers=headers)).json()
+    (model,) = page["data"]
+    assert (model["type"], model["id"], model["display_name"]) == ("model", "policy", "policy")
+    assert model["created_at"] == "1970-01-01T00:00:00Z"
+    assert (page["first_id"], page["last_id"], page["has_more"]) == ("policy", "policy", False)
+    assert (await proxy.http.get("/v1/models/policy", headers=headers)).json() == model
+    refusal(
+        await proxy.http.get("/v1/models/x", headers=headers), 404, "model_not_found", "'policy'"
+    )
+
+
 async def test_a_session_named_in_the_query(proxy: Proxy) -> None:
     one, two = await proxy.open(), await proxy.open()
     body = {"messages": HELLO, "max_tokens": 2}

@@ -51,7 +51,7 @@ def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
     operation, scopes = OPERATIONS[route], RULES[route].scopes
     responses = operation["responses"]
     assert "200" in responses
-    expected = {"400", "413", "502", "503"}
+    expected = {"400", "413", "415", "502", "503"}
     if Scope.NONE not in scopes:
         expected |= {"401", "403"}
         assert operation["security"] == [{"bearer": []}, {"x_api_key": []}]

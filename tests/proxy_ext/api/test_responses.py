@@ -328,3 +328,21 @@ async def test_without_a_session(proxy: Proxy) -> None:
     response = await post(proxy, None)
     assert response.status_code == 401
     assert response.json()["error"]["code"] == "no_session"
+
+
+@pytest.mark.parametrize("more", [{}, {"input": []}, {"input": ""}])
+async def test_without_an_input_it_goes_on_from_the_response(
+    proxy: Proxy, more: dict[str, Any]
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    refused = await proxy.post("/v1/responses", {"input": []}, key)
+    assert (refused.status_code, refused.json()["error"]["param"]) == (400, "input")
+    limit = {"max_output_tokens": 2}
+    first = (await proxy.post("/v1/responses", {"input": "Go.", **limit}, key)).json()
+    body = {"previous_response_id": first["id"], **limit, **more}
+    second = await proxy.post("/v1/responses", body, key)
+    assert second.status_code == 200, second.text
+    one, two = await proxy.recorded(session["session_id"])
+    assert (one.id, two.id) == (first["id"], second.json()["id"])
+    assert [m["role"] for m in two.message_delta] == ["user", "assistant"]

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
+import json
 import threading
+import zlib
 from typing import Any
 
 import pytest
@@ -150,3 +153,40 @@ async def test_long_paths_are_refused(
     assert response.json()["error"]["param"] == field
     assert len(response.content) < 1000
     assert (await proxy.http.get("/rl/v1/run")).json() == before
+
+
+@pytest.mark.parametrize(("coding", "pack"), [("gzip", gzip.compress), ("deflate", zlib.compress)])
+async def test_compressed_bodies_are_read(proxy: Proxy, coding: str, pack: Any) -> None:
+    session = await proxy.open()
+    key, headers = session["api_key"], {"content-encoding": coding}
+    body = pack(json.dumps({"messages": HELLO, "max_tokens": 2}).encode())
+    assert (await proxy.post(CHAT, body, key, **headers)).status_code == 200
+    rewarded = await proxy.post("/rl/v1/set_reward", pack(b'{"reward": 1}'), key, **headers)
+    assert rewarded.status_code == 200, rewarded.text
+    assert len(await proxy.recorded(session["session_id"])) == 1
+
+
+@pytest.mark.parametrize("path", [CHAT, "/v1/messages", "/rl/v1/set_reward"])
+async def test_codings_that_are_not_taken_are_named(proxy: Proxy, path: str) -> None:
+    key = (await proxy.open())["api_key"]
+    for body, coding, status, code in (
+        (b"(\xb5/\xfd", "zstd", 415, "unsupported_encoding"),
+        (b"{}", "gzip", 400, "invalid_encoding"),
+    ):
+        response = await proxy.post(path, body, key, **{"content-encoding": coding})
+        assert response.status_code == status, response.text
+        assert response.json()["error"]["code"] == code
+        assert response.headers.get("accept-encoding") == (
+            "gzip, deflate" if status == 415 else None
+        )
+
+
+async def test_the_limit_is_of_the_decoded_size(start: Start) -> None:
+    proxy = await start("server.max_body_bytes=8192")
+    await proxy.admit(1)
+    key = (await proxy.open())["api_key"]
+    for size, status in ((4000, 200), (9000, 413), (5_000_000, 413)):
+        text = json.dumps({"messages": HELLO, "max_tokens": 2}).encode() + b" " * size
+        headers = {"content-encoding": "gzip"}
+        response = await proxy.post(CHAT, gzip.compress(text), key, **headers)
+        assert response.status_code == status, response.text
