@@ -21,6 +21,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.families import family
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +151,30 @@ def test_why_a_prompt_is_rendered_anew(
     prompt = find([*messages, parent.output_message, *after], tree, chat)
     assert (prompt.continuation, prompt.branch_reason) == (Continuation.BRANCH, reason)
     assert (prompt.parent_id, prompt.inherited, prompt.covered) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_several_system_messages_are_continued_exactly(name: str) -> None:
+    """Whether the template takes them, or gets them as one."""
+    chat = family(name).chat
+    tree = InteractionTree()
+    system: list[Message] = [
+        {"role": role, "content": role} for role in ("system", "developer", "system")
+    ]
+    messages: list[Message] = [*system, {"role": "user", "content": "go"}]
+    prompt = find(messages, tree, chat)
+    for turn in range(3):
+        output = family(name).say(f"n {turn}")
+        record(tree, messages, prompt, output, f"n {turn}")
+        before = [*prompt.ids.tolist(), *output]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": f"n {turn}"},
+            {"role": "user", "content": "on"},
+        ]
+        prompt = find(messages, tree, chat)
+        assert (prompt.continuation, prompt.parent_id) == (Continuation.EXACT, str(turn))
+        assert prompt.ids[: prompt.inherited].tolist() == before
+    # A framework that merges them by itself goes on with the same conversation.
+    merged: Message = {"role": "system", "content": "system\n\ndeveloper\n\nsystem"}
+    assert find([merged, *messages[3:]], tree, chat).ids.tolist() == prompt.ids.tolist()
