@@ -21,6 +21,7 @@ from typing import Any
 
 from any_agent.chat import bridge_probes as probes
 from any_agent.chat.message_validation import validate_messages
+from any_agent.chat.names import nameless_roles
 from any_agent.chat.system_messages import LeadingSystem
 from any_agent.chat.template import ChatTemplate, contains_switch, find_switch_words
 from any_agent.chat.template_kwargs import SWITCHES
@@ -105,6 +106,16 @@ class TemplateRenderer:
         return TemplateRenderer(
             template, self._stop_ids, retention=self._retention, may_think=may_think
         )
+
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """Roles whose messages' names the template leaves out."""
+
+        def text(messages: list[Message], tools: list[Tool] | None) -> str:
+            prepared, tools, _ = self._template.prepare(messages, tools)
+            return self._template.text(prepared, tools, generation=True)
+
+        return nameless_roles(text)
 
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True

@@ -7,6 +7,7 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from any_agent.chat.bridge import ContinuationCheck, TemplateRenderer
+from any_agent.chat.names import nameless_roles
 from any_agent.chat.system_messages import LeadingSystem
 from any_agent.types import Message, Tool
 
@@ -36,6 +37,11 @@ class LibraryRenderer:
         self._leading = LeadingSystem(
             lambda messages, tools: renderer.render_ids(messages, tools=tools)
         )
+
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """Roles whose messages' names the renderer leaves out."""
+        return nameless_roles(self.prompt_ids)
 
     @cached_property
     def _opening(self) -> list[int]:

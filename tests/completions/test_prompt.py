@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -178,3 +179,31 @@ def test_several_system_messages_are_continued_exactly(name: str) -> None:
     # A framework that merges them by itself goes on with the same conversation.
     merged: Message = {"role": "system", "content": "system\n\ndeveloper\n\nsystem"}
     assert find([merged, *messages[3:]], tree, chat).ids.tolist() == prompt.ids.tolist()
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["names are not shown", "names are shown"])
+def test_a_name_of_a_returned_answer_counts_where_the_prompt_shows_it(
+    tmp_path: Path, shown: bool
+) -> None:
+    """LangChain's agents give a name to their own answers when they return them."""
+    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ (m.name if names) or m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = load_chat_format(str(tmp_path / "model"), renderer="default").variant({"names": shown})
+    assert bool(chat.render_key) == shown
+    tree = InteractionTree()
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    prompt = find(messages, tree, chat)
+    output = [*chat.encode("n", special=False), chat.stop_token_ids[0]]
+    first = record(tree, messages, prompt, output, "n")
+    named: Message = {"role": "assistant", "content": "n", "name": "model"}
+    messages = [*messages, named, {"role": "user", "content": "on"}]
+    again = find(messages, tree, chat)
+    assert again.ids.tolist() == chat.render(messages, None)
+    if shown:
+        assert (again.continuation, again.branch_reason) == (Continuation.ROOT, "history_rewritten")
+    else:
+        assert (again.continuation, again.parent_id) == (Continuation.EXACT, first.id)
+        assert again.ids[: again.inherited].tolist() == [*prompt.ids.tolist(), *output]
