@@ -21,6 +21,8 @@ from typing import Any
 
 from any_agent.chat import bridge_probes as probes
 from any_agent.chat.message_validation import validate_messages
+from any_agent.chat.names import nameless_roles
+from any_agent.chat.system_messages import LeadingSystem
 from any_agent.chat.template import ChatTemplate, contains_switch, find_switch_words
 from any_agent.chat.template_kwargs import SWITCHES
 from any_agent.types import Message, Tool
@@ -93,6 +95,7 @@ class TemplateRenderer:
         pattern = sorted(map(re.escape, template.added), key=len, reverse=True)
         self._token = re.compile("|".join(pattern) or "(?!)")
         self._closer = TruncationCloser(template, self._stops)
+        self._leading = LeadingSystem(template.ids)
         self._plain: dict[bool, str] = {}
         self._checks = lru_cache(maxsize=_MAX_CHECKS)(self._run_check)
 
@@ -104,11 +107,22 @@ class TemplateRenderer:
             template, self._stop_ids, retention=self._retention, may_think=may_think
         )
 
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """Roles whose messages' names the template leaves out."""
+
+        def text(messages: list[Message], tools: list[Tool] | None) -> str:
+            prepared, tools, _ = self._template.prepare(messages, tools)
+            return self._template.text(prepared, tools, generation=True)
+
+        return nameless_roles(text)
+
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
     ) -> list[int]:
         """Render a whole conversation, by default with the generation prompt."""
-        return self._template.ids(messages, tools, generation=generation)
+        joined = self._leading.join(messages, tools=bool(tools))
+        return self._template.ids(joined, tools, generation=generation)
 
     def following_ids(
         self,
@@ -128,7 +142,9 @@ class TemplateRenderer:
         check = self._check(_Pattern(_shorten(new), min(2, _count_calls(probe)), bool(tools)))
         if check.refusal or self._drops_reasoning(check, new):
             return None
-        real = validate_messages(list(past)) if contains_switch(self._switch_words, past) else []
+        real: list[Message] = []
+        if contains_switch(self._switch_words, past):
+            real = self._leading.join(validate_messages(list(past)), tools=bool(tools))
         prepared, _, mark = self._template.prepare([*real, probe, *new], None)
         real, probe, new = prepared[: len(real)], prepared[len(real)], prepared[len(real) + 1 :]
         # One tool in place of the real ones, which may be long: verified to give the same.

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import orjson
@@ -28,12 +28,13 @@ _CONTENT_FIELDS = ("refusal", "function_call", "audio")
 _RESULT_ROLES = ("tool", "function")
 
 
-def normalise(message: Any) -> dict[str, Any]:
+def normalise(message: Any, *, nameless: Collection[str] = ()) -> dict[str, Any]:
     """Return the normal form of a message: role, content, name, calls (name and argument JSON).
 
     It takes any JSON value and never raises: a value without a message's shape is kept as it is. An
     answer's reasoning is left out, because most agents drop it. The call that a tool's message
-    answers does not follow from that message alone; :func:`chain_keys` adds it.
+    answers does not follow from that message alone; :func:`chain_keys` adds it. ``nameless``: the
+    roles whose messages' names the model never sees, so that they are left out, too.
     """
     if not isinstance(message, dict):
         return {"other": message}
@@ -46,8 +47,11 @@ def normalise(message: Any) -> dict[str, Any]:
         "role": "system" if role == "developer" else role,
         "content": text if text is not None else [content],
     }
-    if message.get("name") is not None:
-        out["name"] = message["name"]
+    name = message.get("name")
+    # What is no text is no name: rendering refuses it.
+    unseen = isinstance(name, str) and isinstance(role, str) and out["role"] in nameless
+    if name is not None and not unseen:
+        out["name"] = name
     if message.get("tool_calls"):
         calls = message["tool_calls"]
         out["tool_calls"] = [_call(c) for c in calls] if isinstance(calls, list) else calls
@@ -64,24 +68,26 @@ def chain_keys(
     start: bytes | None = None,
     before: Sequence[Any] = (),
     template: bytes = b"",
+    nameless: Collection[str] = (),
 ) -> list[bytes]:
     """Return running hashes: key ``i`` identifies the tools and ``messages[:i + 1]`` (32 bytes).
 
     ``start`` continues from the key of the messages ``before``, which must have more than leading
     system messages: ``chain_keys(a + b, t) ==
     chain_keys(a, t) + chain_keys(b, t, start=chain_keys(a, t)[-1], before=a)``. That key covers the
-    tools. ``template`` distinguishes the settings with which equal messages are rendered.
+    tools. ``template`` distinguishes the settings with which equal messages are rendered;
+    ``nameless`` is that of :func:`normalise`.
     """
     if start is not None:
         keys: list[bytes] = []
         chain, head = start[:_CHAIN], start[_CHAIN:]
     else:
         tail = _hash(template, canonical_bytes(list(tools or [])), size=_PART)
-        keys = [_BEGINNING + system + tail for system in _leading_system(messages)]
+        keys = [_BEGINNING + system + tail for system in _leading_system(messages, nameless)]
         chain, head = _BEGINNING, keys[-1][_CHAIN:] if keys else _NO_SYSTEM + tail
     numbers = _CallNumbers(before)
     for message in messages[len(keys) :]:
-        normal = normalise(message)
+        normal = normalise(message, nameless=nameless)
         numbers.add_to(message, normal)
         chain = _hash(chain, canonical_bytes(normal), size=_CHAIN)
         keys.append(chain + head)
@@ -98,12 +104,12 @@ def same_arguments(one: Any, other: Any) -> bool:
     return canonical_bytes(_arguments(one)) == canonical_bytes(_arguments(other))
 
 
-def is_leading_system(message: Any) -> bool:
+def is_leading_system(message: Any, *, nameless: Collection[str] = ()) -> bool:
     """Return True if the message, at the beginning, is a part of the system prompt."""
     return (
         isinstance(message, dict)
         and message.get("role") in ("system", "developer")
-        and normalise(message).keys() == {"role", "content"}
+        and normalise(message, nameless=nameless).keys() == {"role", "content"}
         and text_of(message.get("content")) is not None
     )
 
@@ -166,14 +172,14 @@ class _CallNumbers:
         self._answers, self._before = answers, None
 
 
-def _leading_system(messages: Sequence[Any]) -> Iterable[bytes]:
+def _leading_system(messages: Sequence[Any], nameless: Collection[str]) -> Iterable[bytes]:
     """Yield the hash of the system prompt up to each of its messages.
 
     Frameworks merge them with line ends or blank lines, so blank lines do not count.
     """
     lines: list[str] = []
     for message in messages:
-        if not is_leading_system(message):
+        if not is_leading_system(message, nameless=nameless):
             return
         text = text_of(message["content"]) or ""
         lines += [line for line in text.split("\n") if line and not line.isspace()]

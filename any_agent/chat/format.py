@@ -98,6 +98,11 @@ class ChatFormat:
         stop = self.grammar.one_call_stop if self.grammar else None
         self._one_call_stop = self._vocab.get(stop) if stop else None
 
+    @property
+    def nameless_roles(self) -> frozenset[str]:
+        """Roles whose messages' names no prompt shows, and no key has."""
+        return self.renderer.nameless_roles
+
     def render(self, messages: list[Message], tools: list[Tool] | None) -> list[int]:
         """Return the prompt's token ids, the generation prompt included.
 
@@ -211,7 +216,7 @@ class ChatFormat:
     def _make_variant(self, /, **settings: Any) -> ChatFormat:
         made = copy.copy(self)
         made.renderer = self.renderer.with_settings(settings)
-        if any(
+        if made.nameless_roles != self.nameless_roles or any(
             _render_probe(self.renderer, probe, tools) != _render_probe(made.renderer, probe, tools)
             for probe in _PROBES
             for tools in (None, probes.TOOLS)

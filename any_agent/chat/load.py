@@ -170,6 +170,7 @@ def _make_format(model: _LoadedModel, location: _Location, renderer: str) -> Cha
     chat = ChatFormat(
         tokenizer, library, stops, prompts, name=name, keeps_thinking=model.retention == "all"
     )
+    _ = chat.nameless_roles  # Now, and not amid the first call.
     visibility = tool_visibility(chat)
     if not visibility.tools:
         log.info(

@@ -7,6 +7,8 @@ from functools import cached_property
 from typing import Any, TypeAlias
 
 from any_agent.chat.bridge import ContinuationCheck, TemplateRenderer
+from any_agent.chat.names import nameless_roles
+from any_agent.chat.system_messages import LeadingSystem
 from any_agent.types import Message, Tool
 
 
@@ -32,6 +34,14 @@ class LibraryRenderer:
         self._tokenizer = tokenizer
         self._renderer = renderer
         self._stops = frozenset(stop_ids)
+        self._leading = LeadingSystem(
+            lambda messages, tools: renderer.render_ids(messages, tools=tools)
+        )
+
+    @cached_property
+    def nameless_roles(self) -> frozenset[str]:
+        """Roles whose messages' names the renderer leaves out."""
+        return nameless_roles(self.prompt_ids)
 
     @cached_property
     def _opening(self) -> list[int]:
@@ -49,8 +59,9 @@ class LibraryRenderer:
     def prompt_ids(
         self, messages: list[Message], tools: list[Tool] | None, *, generation: bool = True
     ) -> list[int]:
+        joined = self._leading.join(messages, tools=bool(tools))
         return list(
-            self._renderer.render_ids(messages, tools=tools, add_generation_prompt=generation)
+            self._renderer.render_ids(joined, tools=tools, add_generation_prompt=generation)
         )
 
     def following_ids(

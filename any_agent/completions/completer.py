@@ -90,7 +90,7 @@ class Completer:
 
     def find(self, call: ChatCall, tree: InteractionTree | None) -> ContinuationPoint:
         """Find what the call continues, at little cost; ContextLengthExceeded or InvalidRequest."""
-        chat = self._format(call)
+        chat = self.format_of(call)
         longest = self.context_length
         if call.prompts:
             found = [find_text_past(given, tree, chat, longest) for given in call.prompts]
@@ -120,11 +120,7 @@ class Completer:
             created_at=time.time(),
         )
 
-    def render_key(self, call: ChatCall) -> bytes:
-        """Return what identifies the template with its arguments; raises as :meth:`prepare`."""
-        return self._format(call).render_key
-
-    def _format(self, call: ChatCall) -> ChatFormat:
+    def format_of(self, call: ChatCall) -> ChatFormat:
         """Return the chat format with the request's template arguments.
 
         InvalidRequest for unknown arguments, and for arguments that contradict each other.
@@ -271,7 +267,7 @@ class Completer:
             return interaction
         prompt = tree.prompt_ids(id).tolist()
         forced = prompt[len(prompt) - interaction.request.get("forced", 0) :]
-        parser = _parser(self._format(call), call, id, prompt, tuple(forced))
+        parser = _parser(self.format_of(call), call, id, prompt, tuple(forced))
         parser.feed(interaction.output_ids.tolist())
         parsed = parser.finish()[1]
         return replace(interaction, output_message=_message(call, parsed))

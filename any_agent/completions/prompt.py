@@ -5,7 +5,7 @@ Finding the parent costs as much as the request's new messages.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,13 +55,15 @@ def find_parent(
     context_length: int,
     longest_token: int,
     template: bytes = b"",
+    nameless: Collection[str] = (),
 ) -> ParentMatch:
     """Find the latest interaction whose messages and answer the request continues.
 
     The longest recorded prefix wins; of equal answers the one whose reasoning the request has,
     then the one that it names, then the latest that was received. A prefix that an earlier request
     of the tree has, byte for byte, is not read again. ``template`` distinguishes different
-    renderings of the same messages. ContextLengthExceeded for a request that cannot fit, however it
+    renderings of the same messages, and ``nameless`` has the roles whose names none of them shows.
+    ContextLengthExceeded for a request that cannot fit, however it
     is tokenised.
     """
     messages = call.messages
@@ -100,6 +102,7 @@ def find_parent(
         start=begun.key if begun is not None else None,
         before=messages[:known],
         template=template,
+        nameless=nameless,
     )
     key = keys[-1] if keys or begun is None else begun.key
     search = _Search(tree, messages, known, keys, begun, call.goes_on_from)
@@ -252,6 +255,7 @@ def parent_of(
         context_length=context_length,
         longest_token=chat.longest_token,
         template=chat.render_key,
+        nameless=chat.nameless_roles,
     )
 
 

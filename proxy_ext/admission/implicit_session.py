@@ -210,11 +210,11 @@ class ImplicitSessions:
         task = self._sessions.conversations.task(where)
         if task is None:
             return None
-        template = self._completer.render_key(call)
+        chat = self._completer.format_of(call)
         if long:
-            query = await asyncio.to_thread(task.hash_messages, call.messages, call.tools, template)
+            query = await asyncio.to_thread(task.hash_messages, call.messages, call.tools, chat)
         else:
-            query = task.hash_messages(call.messages, call.tools, template)
+            query = task.hash_messages(call.messages, call.tools, chat)
         return task.find(query, call.messages, self._sessions.conversations.ended_keys)
 
     def _start(self, body: Any, task_id: str) -> StartSession:

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any, TypeAlias
 
-from any_agent.chat import chain_keys, reasoning_of
+from any_agent.chat import ChatFormat, chain_keys, reasoning_of
 from any_agent.record import RequestPrefix, was_received
 from any_agent.record.request_prefix_cache import RequestPrefixCache
 from any_agent.types import Interaction, Message, SessionState
@@ -90,17 +90,18 @@ class ImplicitTask:
         self._prefixes = RequestPrefixCache()
 
     def hash_messages(
-        self, messages: Sequence[Message], tools: Any, template: bytes
+        self, messages: Sequence[Message], tools: Any, chat: ChatFormat
     ) -> ConversationQuery:
         """Hash the messages except for a prefix that an earlier call had; thread-safe."""
-        prefix, digest = self._prefixes.find(messages, [tools, template.hex()])
+        prefix, digest = self._prefixes.find(messages, [tools, chat.render_key.hex()])
         known = prefix.messages if prefix is not None else 0
         keys = chain_keys(
             messages[known:],
             tools,
             start=prefix.key if prefix is not None else None,
             before=messages[:known],
-            template=template,
+            template=chat.render_key,
+            nameless=chat.nameless_roles,
         )
         at = [(key, known + k + 1) for k, key in enumerate(keys)]
         if prefix is not None and prefix.parent is not None:

@@ -298,11 +298,11 @@ def test_what_is_remembered_changes_nothing(turns: list[tuple[int, int, bool]]) 
 
 def test_the_work_is_that_of_the_new_messages(monkeypatch: pytest.MonkeyPatch) -> None:
     normalised: list[Any] = []
-    normalise: Callable[[Any], dict[str, Any]] = any_agent.chat.conversation_hash.normalise
+    normalise: Callable[..., dict[str, Any]] = any_agent.chat.conversation_hash.normalise
 
-    def counted(message: Any) -> dict[str, Any]:
+    def counted(message: Any, **options: Any) -> dict[str, Any]:
         normalised.append(message)
-        return normalise(message)
+        return normalise(message, **options)
 
     monkeypatch.setattr(any_agent.chat.conversation_hash, "normalise", counted)
     talks = Talks()

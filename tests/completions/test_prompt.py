@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from any_agent.types import (
     id_array,
     logprob_array,
 )
+from tests.support.families import family
 
 
 @pytest.fixture(scope="module")
@@ -150,3 +152,58 @@ def test_why_a_prompt_is_rendered_anew(
     prompt = find([*messages, parent.output_message, *after], tree, chat)
     assert (prompt.continuation, prompt.branch_reason) == (Continuation.BRANCH, reason)
     assert (prompt.parent_id, prompt.inherited, prompt.covered) == (None, 0, 0)
+
+
+@pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
+def test_several_system_messages_are_continued_exactly(name: str) -> None:
+    """Whether the template takes them, or gets them as one."""
+    chat = family(name).chat
+    tree = InteractionTree()
+    system: list[Message] = [
+        {"role": role, "content": role} for role in ("system", "developer", "system")
+    ]
+    messages: list[Message] = [*system, {"role": "user", "content": "go"}]
+    prompt = find(messages, tree, chat)
+    for turn in range(3):
+        output = family(name).say(f"n {turn}")
+        record(tree, messages, prompt, output, f"n {turn}")
+        before = [*prompt.ids.tolist(), *output]
+        messages = [
+            *messages,
+            {"role": "assistant", "content": f"n {turn}"},
+            {"role": "user", "content": "on"},
+        ]
+        prompt = find(messages, tree, chat)
+        assert (prompt.continuation, prompt.parent_id) == (Continuation.EXACT, str(turn))
+        assert prompt.ids[: prompt.inherited].tolist() == before
+    # A framework that merges them by itself goes on with the same conversation.
+    merged: Message = {"role": "system", "content": "system\n\ndeveloper\n\nsystem"}
+    assert find([merged, *messages[3:]], tree, chat).ids.tolist() == prompt.ids.tolist()
+
+
+@pytest.mark.parametrize("shown", [False, True], ids=["names are not shown", "names are shown"])
+def test_a_name_of_a_returned_answer_counts_where_the_prompt_shows_it(
+    tmp_path: Path, shown: bool
+) -> None:
+    """LangChain's agents give a name to their own answers when they return them."""
+    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(
+        "{% for m in messages %}<|im_start|>{{ (m.name if names) or m.role }}\n{{ m.content }}"
+        "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+    )
+    chat = load_chat_format(str(tmp_path / "model"), renderer="default").variant({"names": shown})
+    assert bool(chat.render_key) == shown
+    tree = InteractionTree()
+    messages: list[Message] = [{"role": "user", "content": "go"}]
+    prompt = find(messages, tree, chat)
+    output = [*chat.encode("n", special=False), chat.stop_token_ids[0]]
+    first = record(tree, messages, prompt, output, "n")
+    named: Message = {"role": "assistant", "content": "n", "name": "model"}
+    messages = [*messages, named, {"role": "user", "content": "on"}]
+    again = find(messages, tree, chat)
+    assert again.ids.tolist() == chat.render(messages, None)
+    if shown:
+        assert (again.continuation, again.branch_reason) == (Continuation.ROOT, "history_rewritten")
+    else:
+        assert (again.continuation, again.parent_id) == (Continuation.EXACT, first.id)
+        assert again.ids[: again.inherited].tolist() == [*prompt.ids.tolist(), *output]

@@ -55,7 +55,9 @@ def parted(interaction: Interaction, tree: InteractionTree) -> tuple[str | None,
         lines = full_lines(text_of(messages[0].get("content")) or "")
     texts: list[str] = []
     for k, message in enumerate(messages):
-        if not is_leading_system(message) or (texts and not lines):
+        # A name that counts would have made it another conversation than the instructions'.
+        leading = is_leading_system(message, nameless=("system",))
+        if not leading or (texts and not lines):
             return "\n".join(texts), messages[k:]
         head, rest = _cut(text_of(message["content"]) or "", lines)
         texts.append(head)

@@ -1,0 +1,89 @@
+"""Several system messages at the beginning, with templates that take them and others."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from any_agent.chat import ChatFormat, load_chat_format
+from any_agent.errors import TemplateError
+from any_agent.types import Message
+from tests.support.families import family, names
+
+SYSTEM: Message = {"role": "system", "content": "Be brief."}
+DEVELOPER: Message = {"role": "developer", "content": "Be kind.\n"}
+EMPTY: Message = {"role": "system", "content": ""}
+USER: Message = {"role": "user", "content": "Sum 1 and 2"}
+SAID: Message = {"role": "assistant", "content": "3"}
+TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
+TURNS = "{% for m in messages %}<|im_start|>{{ m.role }} {{ m.content }}<|im_end|>{% endfor %}"
+STRICT = (
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('first only') }}{% endif %}{% endfor %}"
+    + TURNS
+    + "{% if add_generation_prompt %}<|im_start|>assistant {% endif %}"
+    "{% if add_generation_prompt and '/curt' in messages[0].content %}<think></think>{% endif %}"
+)
+
+
+def system(text: str) -> Message:
+    return {"role": "system", "content": text}
+
+
+def written_apart(chat: ChatFormat, messages: list[Message], tools: Any) -> list[int] | None:
+    """As the template alone writes them; None if it refuses them."""
+    plain = [{**m, "role": m["role"].replace("developer", "system")} for m in messages]
+    settings = {**chat.renderer.settings, "add_generation_prompt": True, "return_dict": False}
+    try:
+        ids = chat.tokenizer.apply_chat_template(plain, tools=tools, **settings)
+    except Exception:
+        return None
+    return list(ids)
+
+
+@pytest.mark.parametrize("tools", [None, TOOLS], ids=["plain", "tools"])
+@pytest.mark.parametrize("name", names())
+def test_system_messages_are_joined_only_where_the_template_refuses_them(
+    name: str, tools: Any
+) -> None:
+    chat = family(name).load()
+    joined = chat.render([system("Be brief.\n\nBe kind.\n"), USER], tools)
+    apart = written_apart(chat, [SYSTEM, DEVELOPER, USER], tools)
+    assert chat.render([SYSTEM, DEVELOPER, USER], tools) == (joined if apart is None else apart)
+    if name in ("qwen3_5", "unknown_plain"):
+        assert apart is None
+        assert chat.render([SYSTEM, EMPTY, DEVELOPER, USER], tools) == joined
+        assert chat.answer_ids([SYSTEM, DEVELOPER, USER, SAID], tools, joined)
+    if name in ("qwen3", "glm", "unknown"):
+        assert apart is not None
+
+
+@pytest.mark.parametrize(
+    "messages",
+    [
+        [SYSTEM, USER, SYSTEM, USER],
+        [SYSTEM, DEVELOPER, USER, SAID, DEVELOPER, USER],
+        [{**SYSTEM, "name": "a"}, {**DEVELOPER, "name": "b"}, USER],
+    ],
+    ids=["later", "later, after an answer", "names"],
+)
+def test_other_system_messages_stay_the_template_s_error(messages: list[Message]) -> None:
+    with pytest.raises(TemplateError) as caught:
+        family("qwen3_5").chat.render(messages, None)
+    assert (caught.value.code, caught.value.param) == ("template_error", "messages")
+
+
+def test_words_that_a_joined_message_has_change_what_follows(tmp_path: Path) -> None:
+    shutil.copytree(family("qwen3").model_dir, tmp_path / "model")
+    (tmp_path / "model" / "chat_template.jinja").write_text(STRICT)
+    chat = load_chat_format(str(tmp_path / "model"), renderer="default")
+    output = [*chat.encode("3", special=False), chat.stop_token_ids[0]]
+    for second in (DEVELOPER, {**DEVELOPER, "content": "/curt"}):
+        past = [SYSTEM, second, USER]
+        following = chat.bridge(output, [USER], None, answer=SAID, past=past)
+        assert following is not None
+        assert chat.render([*past, SAID, USER], None)[-len(following) :] == following
+        assert chat.decode(following).endswith("</think>") == (second is not DEVELOPER)
