@@ -22,6 +22,7 @@ from any_agent.auth.access import (
 )
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.completions.apis import plain_path
 from any_agent.config import ServerConfig
 from any_agent.errors import (
     AnyAgentError,
@@ -35,6 +36,7 @@ from any_agent.keys import key_id, session_prefix
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import BodyTimeout, RequestLimits, Reservation
+from proxy_ext.api.model_call import DEPLOYMENT_SCOPE_KEY
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
 from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.web.exchange import JSONResponse, error_response
@@ -96,7 +98,7 @@ class EntryMiddleware:
         except AnyAgentError as error:
             await error_response(error, scope["path"])(scope, receive, send)
             return
-        scope = _without_prefix(scope)
+        scope = _in_plain_form(_without_prefix(scope), litellm=self._gate is not None)
         method, path = scope["method"], scope["path"]
         if (method, path) in LITELLM_ALIVE:
             alive = await self._live(Request(scope))
@@ -282,6 +284,14 @@ def _without_prefix(scope: Scope) -> Scope:
         # An agent may know only its base URL, which ends in /v1; Anthropic's client adds another.
         path = path.removeprefix("/v1")
     return {**scope, "path": path, "raw_path": None, PREFIX_SCOPE_KEY: prefix}
+
+
+def _in_plain_form(scope: Scope, *, litellm: bool) -> Scope:
+    """Return a request of Azure's clients as OpenAI's own client sends it; others unchanged."""
+    path, model = plain_path(scope["path"], litellm=litellm)
+    if path == scope["path"]:
+        return scope
+    return {**scope, "path": path, "raw_path": None, DEPLOYMENT_SCOPE_KEY: model}
 
 
 def _as_json(scope: Scope) -> Scope:
