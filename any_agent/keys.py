@@ -222,19 +222,25 @@ def session_prefix(path: str) -> str | None:
 _BEARER = re.compile(r"^bearer(\s+|$)", re.IGNORECASE)
 
 
-def bearer_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> str:
-    """Return the key in the values of these headers, "" without one; SessionMismatch for
-    several."""
-    keys = bearers_of(authorization, x_api_key)
+KEY_HEADERS = ("x-api-key", "api-key")
+"""The headers that have a key alone: those of Anthropic's clients and of Azure's."""
+
+
+def bearer_of(authorization: Iterable[str], plain: Iterable[str]) -> str:
+    """Return the key in the values of `Authorization` and of :data:`KEY_HEADERS`, "" without one.
+
+    SessionMismatch for several.
+    """
+    keys = bearers_of(authorization, plain)
     if len(keys) > 1:
         raise SessionMismatch("the request carries two different keys")
     return keys.pop() if keys else ""
 
 
-def bearers_of(authorization: Iterable[str], x_api_key: Iterable[str]) -> set[str]:
-    """Return the non-empty keys in the values of these headers."""
+def bearers_of(authorization: Iterable[str], plain: Iterable[str]) -> set[str]:
+    """Return the non-empty keys in the values of `Authorization` and of :data:`KEY_HEADERS`."""
     found = [_BEARER.sub("", value).strip() for value in authorization]
-    return {key for key in (*found, *x_api_key) if key}
+    return {key for key in (*found, *plain) if key}
 
 
 class SecretHash:

@@ -224,11 +224,17 @@ _DIFFERENT = "the request names two different sessions (path, key, header, query
 
 def bearers_of(request: Request) -> set[str]:
     """Return every key in a request's headers."""
-    headers = request.headers
-    return keys.bearers_of(headers.getlist("authorization"), headers.getlist("x-api-key"))
+    return keys.bearers_of(*_key_headers(request))
 
 
 def bearer_of(request: Request) -> str:
-    """Return the key of `Authorization: Bearer` or `x-api-key`; two that differ are refused."""
+    """Return the key of `Authorization: Bearer`, `x-api-key` or `api-key`; two that differ are
+    refused."""
+    return keys.bearer_of(*_key_headers(request))
+
+
+def _key_headers(request: Request) -> tuple[list[str], list[str]]:
+    """Return the values of `Authorization`, and those of the headers that have a key alone."""
     headers = request.headers
-    return keys.bearer_of(headers.getlist("authorization"), headers.getlist("x-api-key"))
+    plain = [value for name in keys.KEY_HEADERS for value in headers.getlist(name)]
+    return headers.getlist("authorization"), plain

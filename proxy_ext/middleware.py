@@ -23,6 +23,7 @@ from any_agent.auth.access import (
 )
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
+from any_agent.completions.apis import plain_path
 from any_agent.config import ServerConfig
 from any_agent.errors import (
     AnyAgentError,
@@ -37,6 +38,7 @@ from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.runtime.content_coding import BodyDecoder
 from any_agent.runtime.logs import Redactor
 from any_agent.runtime.request_limits import BodyTimeout, RequestLimits, Reservation
+from proxy_ext.api.model_call import DEPLOYMENT_SCOPE_KEY
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
 from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.web.exchange import JSONResponse, error_response
@@ -100,6 +102,7 @@ class EntryMiddleware:
             await error_response(error, scope["path"])(scope, receive, send)
             return
         scope = _without_prefix(_without_coding(scope))
+        scope = _in_plain_form(scope, litellm=self._gate is not None)
         method, path = scope["method"], scope["path"]
         if (method, path) in LITELLM_ALIVE:
             alive = await self._live(Request(scope))
@@ -345,6 +348,14 @@ def _without_coding(scope: Scope) -> Scope:
         return scope
     encoded = (_CODING, b"content-length")
     return {**scope, "headers": [(k, v) for k, v in scope["headers"] if k not in encoded]}
+
+
+def _in_plain_form(scope: Scope, *, litellm: bool) -> Scope:
+    """Return a request of Azure's clients as OpenAI's own client sends it; others unchanged."""
+    path, model = plain_path(scope["path"], litellm=litellm)
+    if path == scope["path"]:
+        return scope
+    return {**scope, "path": path, "raw_path": None, DEPLOYMENT_SCOPE_KEY: model}
 
 
 def _as_json(scope: Scope) -> Scope:

@@ -15,6 +15,7 @@ from multidict import CIMultiDictProxy, istr
 from any_agent.errors import Conflict, InvalidRequest, NotFound, SessionMismatch
 from any_agent.keys import (
     JUDGE_KEY_PREFIX,
+    KEY_HEADERS,
     LANE_KEY_PREFIXES,
     SESSION_KEY_PREFIX,
     KeySigner,
@@ -25,7 +26,7 @@ from any_agent.keys import (
 from any_agent.rundir.fleet import Fleet
 
 SESSION_HEADER = istr("X-Any-Agent-Session")
-API_KEY_HEADER = istr("X-Api-Key")
+_KEY_HEADERS = tuple(map(istr, KEY_HEADERS))
 SESSIONS_PATH = "/rl/v1/sessions/"
 _MAX_FIELDS = 100  # fields of a query that is searched for a session; no route has as many
 
@@ -144,4 +145,5 @@ class SessionAffinity:
 
 def key_in(headers: CIMultiDictProxy[str]) -> str:
     """Return a request's key, "" without one; SessionMismatch for two that differ."""
-    return bearer_of(headers.getall(hdrs.AUTHORIZATION, ()), headers.getall(API_KEY_HEADER, ()))
+    plain = [value for name in _KEY_HEADERS for value in headers.getall(name, ())]
+    return bearer_of(headers.getall(hdrs.AUTHORIZATION, ()), plain)

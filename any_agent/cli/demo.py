@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from any_agent.runtime.command_line import count, option
+from any_agent.runtime.command_line import count, option, require_installed
 
 _count = count(10**9)
 
@@ -41,6 +41,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    require_installed("train")
     from any_agent.demo.run import run_demo
 
     return run_demo(

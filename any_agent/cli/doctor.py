@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from functools import partial
 
-from any_agent.runtime.command_line import add_setting_arguments, option
+from any_agent.runtime.command_line import add_setting_arguments, option, require_installed
 
 _DESCRIPTION = """\
 Check the laws that exact training depends on, for a model and its chat template, for the engines
@@ -48,6 +48,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
 
 
 def _run(arguments: argparse.Namespace) -> int:
+    require_installed("serve")
     from any_agent.doctor.run import run
 
     return run(arguments)

@@ -13,6 +13,7 @@ from any_agent.runtime.command_line import (
     add_service_arguments,
     option,
     overrides_of,
+    require_installed,
     say,
     told_if_slow,
 )
@@ -77,6 +78,7 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     SIGTERM lets running requests and the step finish and exits with code 0; Ctrl-C, or a second
     SIGTERM, ends the service at once.
     """
+    require_installed("train" if train else "serve")
     from any_agent.launcher.node import Node, NodeOptions, listening
     from any_agent.launcher.shutdown import terminate
     from any_agent.launcher.trial import resolve_config

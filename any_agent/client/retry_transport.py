@@ -15,7 +15,7 @@ from any_agent.client.aiohttp_transport import AiohttpTransport
 from any_agent.client.backoff import Backoff
 from any_agent.client.service_url import moved
 from any_agent.errors import from_response
-from any_agent.keys import LANE_KEY_PREFIXES, SESSION_KEY_PREFIX
+from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, bearers_of
 
 _COUNT = "x-stainless-retry-count"
 """The header by which SDKs mark a repeated call: the service does not sample it twice."""
@@ -79,7 +79,7 @@ class SharedClient(httpx.AsyncClient):
         if found is not None:
             path = request.url.raw_path.replace(found[0], b"", 1)
             request.url = request.url.copy_with(raw_path=path)
-            for name in ("x-api-key", "api-key"):
+            for name in KEY_HEADERS:
                 request.headers.pop(name, None)
             request.headers["Authorization"] = f"Bearer {found[1].decode('ascii')}"
         return request
@@ -110,9 +110,10 @@ def retrying_client(*, patience: float = 300.0) -> SharedClient:
 
 
 def _has_session_key(request: httpx.Request) -> bool:
-    bearer = request.headers.get("authorization", "").removeprefix("Bearer ")
-    key = bearer or request.headers.get("x-api-key", "")
-    return bool(key.startswith(LANE_KEY_PREFIXES))
+    headers = request.headers
+    plain = [value for name in KEY_HEADERS for value in headers.get_list(name)]
+    keys = bearers_of(headers.get_list("authorization"), plain)
+    return any(key.startswith(LANE_KEY_PREFIXES) for key in keys)
 
 
 def _redirect_moved(request: httpx.Request) -> httpx.Request:

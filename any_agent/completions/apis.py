@@ -19,6 +19,15 @@ if TYPE_CHECKING:
     from any_agent.completions.parsed_request import ParseContext, ParsedRequest
 
 _PATH = re.compile(r"(/[a-z0-9_.-]+)+")
+_AZURE_PREFIXES = ("/openai/", "/deployments/", "/v1/deployments/")
+_OF_DEPLOYMENT = re.compile(
+    r"(?:/openai|/v1)?/deployments/(?P<model>.+?)"
+    r"(?P<path>/chat/completions|/completions|/embeddings)"
+)
+_OF_OPENAI = re.compile(
+    r"/openai(?:/v1)?"
+    r"(?P<path>/chat/completions|/completions|/embeddings|/responses(?:/.+)?|/models(?:/.+)?)"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,6 +111,23 @@ def api_at(path: str) -> Api | None:
     """Return the API whose calls are served at this path, with `/v1` or without."""
     path = path.removeprefix("/v1")
     return next((api for api in _APIS.values() if api.path == path), None)
+
+
+def plain_path(path: str, *, litellm: bool = False) -> tuple[str, str | None]:
+    """Return a request's path as OpenAI's own client sends it, and the model that Azure's names.
+
+    Azure's clients name the model in the path of a call: `/openai/deployments/MODEL/...` at an
+    endpoint, `/deployments/MODEL/...` at a base URL. Their other calls have `/openai` or
+    `/openai/v1` before the path; with ``litellm`` these are LiteLLM's, which passes them on to
+    OpenAI. The path has no session prefix.
+    """
+    if not path.startswith(_AZURE_PREFIXES):
+        return path, None
+    if (found := _OF_DEPLOYMENT.fullmatch(path)) is not None:
+        return f"/v1{found['path']}", found["model"]
+    if not litellm and (found := _OF_OPENAI.fullmatch(path)) is not None:
+        return f"/v1{found['path']}", None
+    return path, None
 
 
 def error_format(path: str) -> ErrorFormat:

@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from any_agent.runtime.command_line import guarded, require_installed
 
-def main() -> None:
-    from transformers.utils import logging
 
-    from any_agent.demo.models.judge import make_judge_model
-    from any_agent.demo.models.sums import make_sums_model
-    from any_agent.demo.models.teach import warm_up
-    from any_agent.demo.models.tiny import save_tiny_model
-
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description="Make a tiny model.")
     parser.add_argument("out", type=Path)
     parser.add_argument("--seed", type=int, default=0)
@@ -25,18 +22,31 @@ def main() -> None:
         "without; or judging whether an answer is right",
     )
     parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps of echo")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
+    return guarded(lambda: _make(args))
+
+
+def _make(args: argparse.Namespace) -> int:
+    require_installed("train")
+    from transformers.utils import logging
+
+    from any_agent.demo.models.judge import make_judge_model
+    from any_agent.demo.models.sums import make_sums_model
+    from any_agent.demo.models.teach import warm_up
+    from any_agent.demo.models.tiny import save_tiny_model
+
     logging.disable_progress_bar()
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
         print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)
         make(args.out, args.seed)
         print(f"made {args.out}")
-        return
+        return 0
     save_tiny_model(args.out, args.seed)
     if args.warmup_steps:
         warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main())

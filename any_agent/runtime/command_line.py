@@ -10,12 +10,21 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
+from importlib.util import find_spec
 from types import TracebackType
 from typing import Any
 
-from any_agent.errors import AnyAgentError, StartupError
+from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.runtime.disk_space import is_disk_full
 
+_SERVING = (
+    *("httptools", "jinja2", "litellm", "llguidance", "msgpack", "numpy", "openai", "orjson"),
+    *("pebble", "prometheus_client", "psutil", "renderers", "safetensors", "torch"),
+    *("transformers", "uvloop"),
+)
+"""Modules without which nothing is served; the light install lacks them."""
+_DRAWING = ("matplotlib", "rich", "shtab")
+"""Further modules that the light install lacks, which commands import where they use them."""
 _LISTS = ("ids", "overrides")
 _SHORT = {
     "model": ("PATH", "model.path"),
@@ -49,12 +58,18 @@ def parse(parser: argparse.ArgumentParser, argv: Sequence[str] | None) -> argpar
 def guarded(run: Callable[[], int]) -> int:
     """Run a command; print an error as one line on standard error and return its exit code.
 
-    It is 141, as of a program that SIGPIPE ended, once the reader of the output has left.
+    A module that the light install leaves out is such an error, too. The code is 141, as of a
+    program that SIGPIPE ended, once the reader of the output has left.
     """
     try:
         return run()
     except AnyAgentError as error:
         return _print_error(error)
+    except ModuleNotFoundError as error:
+        missing = (error.name or "").partition(".")[0]
+        if missing not in (*_SERVING, *_DRAWING):
+            raise
+        return _print_error(_not_installed([missing], "train"))
     except BrokenPipeError:
         # Otherwise Python tries to write the rest at its exit, and reports that it could not.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -66,6 +81,23 @@ def guarded(run: Callable[[], int]) -> int:
         return _print_error(StartupError(f"the disk{where} is full: free some space"))
     except KeyboardInterrupt:
         return 130
+
+
+def require_installed(extra: str) -> None:
+    """Raise ConfigError with the pip command if the modules that serve a model are not all here.
+
+    Processes that a command starts import them, so the command itself would start without.
+    """
+    missing = [name for name in _SERVING if find_spec(name) is None]
+    if missing:
+        raise _not_installed(missing, extra)
+
+
+def _not_installed(modules: Sequence[str], extra: str) -> ConfigError:
+    return ConfigError(
+        f"this needs {', '.join(modules)}, which the light install leaves out: "
+        f"pip install 'any-agent-rl[{extra}]' (in a clone: pip install '.[{extra}]')"
+    )
 
 
 def say(line: str) -> None:

@@ -21,12 +21,10 @@ from types import ModuleType
 from typing import Any
 from urllib.parse import urlsplit
 
+from any_agent.keys import KEY_HEADERS
 from any_agent.sdk.session_context import followed, key_for
 
 log = logging.getLogger(__name__)
-
-_REPLACED = ("x-api-key", "api-key")
-"""Other headers of keys, which are removed, as the service refuses a request with two keys."""
 
 Wrap = Callable[[Callable[..., Any]], Callable[..., Any]]
 
@@ -138,7 +136,7 @@ def _aiohttp(send: Callable[..., Any]) -> Callable[..., Any]:
             return await send(request, *arguments, **named)
         finally:
             # Responses and errors would show the session's key in these headers.
-            for name in ("Authorization", *_REPLACED):
+            for name in ("Authorization", *KEY_HEADERS):
                 headers.pop(name, None)
                 headers.extend((name, value) for value in before.getall(name, ()))
 
@@ -161,7 +159,7 @@ def _names_as_sent(headers: Any) -> dict[str, Any]:
 
 
 def _set_key(headers: Any, key: str) -> None:
-    for name in _REPLACED:
+    for name in KEY_HEADERS:
         headers.pop(name, None)
     headers["Authorization"] = f"Bearer {key}"
 

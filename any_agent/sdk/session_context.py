@@ -16,8 +16,8 @@ from urllib.parse import unquote
 import httpx
 
 from any_agent.client.service_url import moved, names_file, url_file
-from any_agent.completions.apis import all_apis
-from any_agent.keys import LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, session_prefix
+from any_agent.completions.apis import all_apis, plain_path
+from any_agent.keys import KEY_HEADERS, LANE_KEY_PREFIXES, SESSION_KEY_PREFIX, session_prefix
 
 _PORTS = {"http": 80, "https": 443}
 _REWARDS = ("set_reward", "finalize", "end_session")
@@ -137,10 +137,11 @@ def followed(url: str, headers: Mapping[str, Any]) -> str | None:
 
 
 def _is_agents(path: str) -> bool:
-    parts = unquote(path).split("/")[1:]
-    if ".." in parts:
+    path = unquote(path)
+    if ".." in path.split("/"):
         # Behind a reverse proxy this may be another service's path.
         return False
+    parts = plain_path(path)[0].split("/")[1:]
     if parts[0] == "v1":
         parts = parts[1:]
     if parts[:1] == ["rl"]:
@@ -158,7 +159,7 @@ def _names_session(headers: Mapping[str, Any]) -> bool:
     bearer = _text(headers.get("authorization"))
     return (
         bearer[:7].lower() == "bearer " and bearer[7:].strip().startswith(LANE_KEY_PREFIXES)
-    ) or _text(headers.get("x-api-key")).startswith(LANE_KEY_PREFIXES)
+    ) or any(_text(headers.get(name)).startswith(LANE_KEY_PREFIXES) for name in KEY_HEADERS)
 
 
 def _text(value: Any) -> str:

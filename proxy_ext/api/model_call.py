@@ -31,6 +31,8 @@ from proxy_ext.service import RankService
 from proxy_ext.sessions.session import RecordedSession
 from proxy_ext.web.exchange import ClientConnection, EventStream, read_json, within_hold
 
+DEPLOYMENT_SCOPE_KEY = "any_agent.deployment"
+"""The model that a call's path names, as the paths of Azure's clients do."""
 _BATCH = 65_536  # bytes of events that are sent at once, if so many are there
 
 
@@ -46,7 +48,7 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     await call.authorize()
     # A body takes no slot while it is on its way.
     service.calls.require_slot(call.owner)
-    call.body = await read_json(request)
+    call.body = _with_deployment(await read_json(request), request)
     if await service.frozen.is_named_by(call.body):
         # A frozen model's call uses nothing of the engine.
         response = await service.frozen.answer(
@@ -65,6 +67,14 @@ async def serve_model_call(service: RankService, request: Request, api: Api) -> 
     if api.errors.has_request_id:
         response.headers.update(request_id_of(response.headers.get("x-any-agent-interaction", "")))
     return response
+
+
+def _with_deployment(body: Any, request: Request) -> Any:
+    """Return a body with the model that the path names: Azure ignores the body's."""
+    model = request.scope.get(DEPLOYMENT_SCOPE_KEY)
+    if model is None or not isinstance(body, dict):
+        return body
+    return {**body, "model": model}
 
 
 def _known_owner(service: RankService, request: Request) -> CallOwner:

@@ -66,9 +66,10 @@ async def test_a_reply_that_was_lost_is_asked_for_again() -> None:
     assert [r.headers["x-stainless-retry-count"] for r in script.seen] == ["1", "2", "3"]
 
 
-async def test_anthropics_way_to_say_the_key() -> None:
+@pytest.mark.parametrize("header", ["x-api-key", "api-key"])
+async def test_anthropics_and_azures_ways_to_say_the_key(header: str) -> None:
     script = Scripted(full, fine)
-    assert (await post(script, {"x-api-key": "sk-v1.0.a.b"})).status_code == 200
+    assert (await post(script, {header: "sk-v1.0.a.b"})).status_code == 200
 
 
 @pytest.mark.parametrize(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ import psutil
 import pytest
 import yaml
 
+from any_agent import GRPOConfig, load_expr_config
 from any_agent.config import Config, load_config
 from any_agent.types import Continuation
 from tests.support.e2e.live_run import recorded
@@ -57,6 +59,29 @@ def config(config_file: Path) -> Config:
 def served(config_file: Path) -> Iterator[Served]:
     with serve("--config", str(config_file), cwd=config_file.parent) as service:
         yield service
+
+
+def test_the_training_commands_take_the_files_as_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both name trials of their own, and the model that the page's own command makes."""
+    text = (ROOT / "README.md").read_text()
+    commands = re.findall(r"^python (?:trainer/any_agent_grpo|train)\.py (.*)$", text, re.M)
+    monkeypatch.chdir(ROOT)
+    trials = []
+    for command in commands:
+        config, _ = load_expr_config([*shlex.split(command), f"root={tmp_path}"], GRPOConfig)
+        assert (config.model.path, config.train.steps, config.train.lr) == ("/tmp/tiny", 10, 1.5e-3)
+        trials.append((config.experiment, config.trial))
+    assert trials == [("arithmetic", "served"), ("arithmetic", "first")]
+    assert "python -m any_agent.demo.model /tmp/tiny --skill sums" in text
+
+
+def test_the_page_on_training_shows_the_file() -> None:
+    page = (ROOT / "docs" / "how-to" / "train.md").read_text()
+    (shown,) = re.findall(r"```yaml\n# examples/arithmetic\.yaml\n(.*?)```", page, re.S)
+    file = (ROOT / "examples" / "arithmetic.yaml").read_text()
+    assert yaml.safe_load(shown) == yaml.safe_load(file)
 
 
 def run_bash(script: str, url: str, cwd: Path) -> str:

@@ -30,14 +30,15 @@ async def test_keys_and_ids_find_their_rank(pair: Lab) -> None:
         key = pair.key(number)
         await pair.post("/v1/chat/completions", {}, key)
         await pair.post("/v1/chat/completions", {}, **{"x-api-key": key})
+        await pair.post("/openai/deployments/m/chat/completions", {}, **{"api-key": key})
         await pair.post(f"/{key}/v1/chat/completions", {}, "DUMMY")
         await pair.post("/v1/chat/completions", {}, **{"X-Any-Agent-Session": IDS[number]})
         await pair.post(f"/rl/v1/finalize?session_id={IDS[number]}")
         await pair.post("/rl/v1/set_reward", {"reward": 1, "session_id": IDS[number]})
         await pair.get(f"/rl/v1/sessions/{IDS[number]}")
-        assert len(rank.received) == 7
-        assert rank.received[2].target == f"/{key}/v1/chat/completions"
-        assert rank.received[5].json == {"reward": 1, "session_id": IDS[number]}
+        assert len(rank.received) == 8
+        assert rank.received[3].target == f"/{key}/v1/chat/completions"
+        assert rank.received[6].json == {"reward": 1, "session_id": IDS[number]}
 
 
 async def test_an_escaped_prefix_is_a_prefix(pair: Lab) -> None:

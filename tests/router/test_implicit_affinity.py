@@ -56,6 +56,8 @@ async def test_a_conversation_stays_whichever_api_it_comes_by(pair: Lab) -> None
         for path, each in (
             (PATH, body),
             ("/chat/completions", {"messages": said(k, "more", "and more")}),
+            ("/openai/deployments/m/chat/completions", body),
+            ("/openai/responses", {"instructions": "Be brief.", "input": f"Task {k}"}),
             ("/v1/responses", {"instructions": "Be brief.", "input": f"Task {k}"}),
             ("/v1/messages", {"system": "Be brief.", "messages": said(k)[1:]}),
         ):

@@ -105,6 +105,10 @@ async def test_another_name_of_the_host_is_another_origin(service: Server) -> No
         ("/v1/responses/resp_1/input_items", True),
         ("/v1/messages/count_tokens", True),
         ("/v1/models/gpt-4o", True),
+        ("/openai/deployments/gpt-4o/chat/completions", True),
+        ("/v1/deployments/gpt-4o/embeddings", True),
+        ("/openai/deployments/../../other/chat/completions", False),
+        ("/openai/files", False),
         ("/rl/v1/set_reward", True),
         ("/rl/v1/finalize", True),
         ("/rl/end_session", True),
@@ -158,6 +162,7 @@ def test_origins(url: str, asked: tuple[str, str, int | None, str], joins: bool)
         {"Authorization": OTHERS},
         {"authorization": f"bearer  {OTHER}"},
         {"x-api-key": OTHER},
+        {"api-key": OTHER},
         {"X-Any-Agent-Session": "ses-0-0123456789abcdef"},
     ],
 )

@@ -28,10 +28,10 @@ the rewards and the end of one session |
 ranks, its trainer and the doctor |
 | none | `sk-metrics.<hmac>` | derived, not stored | the trainer's metrics, which the router reads |
 
-A key is sent as `Authorization: Bearer <key>` or `x-api-key: <key>`; a session's key also as the
-first part of the path, `/<key>/v1/...`. Behind such a prefix other keys in the headers are ignored
-("DUMMY", `sk-proj-...`), because SDKs require some key; but the valid key of another session gets
-400 `session_mismatch`.
+A key is sent as `Authorization: Bearer <key>`, `x-api-key: <key>` or, as by Azure's clients,
+`api-key: <key>`; a session's key also as the first part of the path, `/<key>/v1/...`. Behind such a
+prefix other keys in the headers are ignored ("DUMMY", `sk-proj-...`), because SDKs require some
+key; but the valid key of another session gets 400 `session_mismatch`.
 
 Without any admin key, a service on a loopback address is open: every client that reaches it is an
 operator, a session may be named by its id, and web pages are refused. The first admin key ends the

@@ -40,6 +40,7 @@ _KEYS = {
         "service without an admin key, on loopback only, requires none.",
     },
     "x_api_key": {"type": "apiKey", "in": "header", "name": "x-api-key"},
+    "api_key": {"type": "apiKey", "in": "header", "name": "api-key"},
 }
 _SESSION_HEADER = {
     "name": "X-Any-Agent-Session",

@@ -54,7 +54,7 @@ def test_a_route_says_what_it_answers(route: tuple[str, str]) -> None:
     expected = {"400", "413", "415", "502", "503"}
     if Scope.NONE not in scopes:
         expected |= {"401", "403"}
-        assert operation["security"] == [{"bearer": []}, {"x_api_key": []}]
+        assert operation["security"] == [{"bearer": []}, {"x_api_key": []}, {"api_key": []}]
     if "{session_id}" in route[1]:
         expected |= {"404"}
     if route[0] != "GET" and route != COUNT:

@@ -168,6 +168,12 @@ async def test_the_official_clients(proxy: Proxy, provider: Provider) -> None:
             [0.5, -0.25, 0.125],
             [0.5, -0.25, 0.25],
         ]
+        by_path = openai.AsyncAzureOpenAI(
+            api_key=key, azure_endpoint=proxy.url, azure_deployment="vectors", api_version="1"
+        )
+        async with by_path:
+            named = await by_path.embeddings.create(model="other", input=["a", "bc"])
+        assert [each.embedding for each in named.data] == [each.embedding for each in vectors.data]
         listed = [model.id async for model in client.models.list()]
         assert listed == ["policy", "judge", "vectors", "claude", "down"]
     async with anthropic.AsyncAnthropic(api_key=key, base_url=proxy.url) as other:

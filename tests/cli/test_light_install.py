@@ -1,0 +1,66 @@
+"""Commands that serve a model, where only the light install is: what is missing, in one line."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from functools import partial
+
+import pytest
+
+from any_agent.cli.main import main
+from any_agent.demo import model
+from any_agent.runtime.command_line import guarded
+from trainer import any_agent_grpo
+
+SERVED = ("numpy", "orjson", "psutil", "torch")
+
+Run = Callable[[], int]
+
+
+@pytest.fixture(autouse=True)
+def light(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in SERVED:
+        monkeypatch.setitem(sys.modules, name, None)
+
+
+@pytest.mark.parametrize(
+    ("run", "extra"),
+    [
+        (partial(main, ["serve", "--no-train", "--model", "m"]), "serve"),
+        (partial(main, ["serve", "--model", "m"]), "train"),
+        (partial(main, ["train", "--model", "m"]), "train"),
+        (partial(main, ["demo"]), "train"),
+        (partial(main, ["doctor", "m"]), "serve"),
+        (partial(model.main, ["out"]), "train"),
+        (partial(any_agent_grpo.main, ["--model", "m"]), "train"),
+    ],
+)
+def test_a_command_says_what_to_install(
+    run: Run, extra: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert run() == 2
+    out, said = capsys.readouterr()
+    assert (out, said.count("\n")) == ("", 1)
+    assert f"'any-agent-rl[{extra}]'" in said and f"'.[{extra}]'" in said
+    assert all(name in said for name in SERVED)
+
+
+def test_whatever_else_imports_what_is_left_out_says_so(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def run() -> int:
+        import psutil
+
+        return len(psutil.pids())
+
+    assert guarded(run) == 2
+    assert "psutil" in capsys.readouterr().err
+
+
+def test_another_missing_module_keeps_its_trace() -> None:
+    def run() -> int:
+        raise ModuleNotFoundError("No module named 'mine'", name="mine")
+
+    with pytest.raises(ModuleNotFoundError):
+        guarded(run)

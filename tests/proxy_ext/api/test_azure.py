@@ -1,0 +1,137 @@
+"""The real Azure client against the proxy: its header, its paths, and the model in them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import httpx
+import openai
+import pytest
+
+from any_agent.completions.apis import plain_path
+from tests.support.proxy import HELLO, Proxy
+from tests.support.proxy_fixtures import Start
+
+BODY = {"messages": HELLO, "max_tokens": 2}
+ADMIN = "server.admin_key=operator-secret-4711"
+
+
+def azure(session: dict[str, Any], **options: Any) -> openai.AsyncAzureOpenAI:
+    if "azure_ad_token" not in options:
+        options["api_key"] = session["api_key"]
+    return openai.AsyncAzureOpenAI(api_version="2024-10-21", max_retries=0, **options)
+
+
+def refused(response: httpx.Response) -> tuple[int, str]:
+    return response.status_code, response.json()["error"]["code"]
+
+
+async def test_azures_client_needs_no_change(start: Start) -> None:
+    proxy = await start(ADMIN)
+    await proxy.admit(10)
+    session = await proxy.open()
+    key, url = session["api_key"], proxy.url
+    forms: list[dict[str, Any]] = [
+        {"azure_endpoint": url},
+        {"azure_endpoint": url, "azure_ad_token": key},
+        {"azure_endpoint": url, "azure_deployment": "mine"},
+        {"azure_endpoint": f"{url}/{key}"},
+        {"base_url": f"{url}/v1"},
+        {"base_url": url},
+        {"base_url": f"{url}/openai/deployments/mine"},
+    ]
+    for form in forms:
+        async with azure(session, **form) as client:
+            answer = await client.chat.completions.create(
+                model="Qwen/Qwen3-0.6B", messages=HELLO, max_tokens=2
+            )
+        assert answer.choices[0].finish_reason == "length", form
+        own = "mine" if "mine" in str(form) else "Qwen/Qwen3-0.6B"
+        assert answer.model == own, form
+    assert len(await proxy.recorded(session["session_id"])) == len(forms)
+
+
+async def test_its_other_calls_and_its_streams_are_served(proxy: Proxy) -> None:
+    session = await proxy.open()
+    async with azure(session, azure_endpoint=proxy.url) as client:
+        chunks = await client.chat.completions.create(
+            model="m", messages=HELLO, max_tokens=2, stream=True
+        )
+        reasons = [c.choices[0].finish_reason async for c in chunks if c.choices]
+        assert reasons[-1] == "length"
+        text = await client.completions.create(model="m", prompt="1 + 1 =", max_tokens=2)
+        assert text.choices[0].finish_reason == "length"
+        response = await client.responses.create(model="m", input="Hi", max_output_tokens=16)
+        assert (await client.responses.retrieve(response.id)).id == response.id
+        assert [model.id async for model in client.models.list()] == ["policy"]
+        with pytest.raises(openai.NotFoundError) as missing:
+            await client.embeddings.create(model="m", input="x")
+    assert (missing.value.code, missing.value.param) == ("model_not_found", "model")
+
+
+@pytest.mark.parametrize("named", [{}, {"model": "policy"}])
+async def test_the_path_names_the_model(start: Start, named: dict[str, str]) -> None:
+    proxy = await start("model.unknown_model=reject")
+    await proxy.admit(10)
+    headers = {"api-key": (await proxy.open())["api_key"]}
+    for model, status in (("policy", 200), ("gpt-5", 404)):
+        path = f"/openai/deployments/{model}/chat/completions?api-version=2024-10-21"
+        answer = await proxy.http.post(path, json=BODY | named, headers=headers)
+        assert answer.status_code == status, answer.text
+
+
+async def test_api_key_is_a_key_like_the_others(start: Start) -> None:
+    proxy = await start(ADMIN)
+    await proxy.admit(10)
+    first, second = await proxy.open(), await proxy.open()
+    body = BODY | {"model": "m"}
+    async with httpx.AsyncClient(base_url=proxy.url) as http:
+        for path in ("/v1/chat/completions", "/openai/v1/chat/completions"):
+            good = await http.post(path, json=body, headers={"api-key": first["api_key"]})
+            assert good.status_code == 200
+            wrong = await http.post(path, json=body, headers={"api-key": "sk-v1.0.x"})
+            assert wrong.status_code == 401
+        both = {"api-key": first["api_key"], "authorization": f"Bearer {second['api_key']}"}
+        twice = await http.post("/v1/chat/completions", json=body, headers=both)
+        assert refused(twice) == (400, "session_mismatch")
+        same = both | {"authorization": f"Bearer {first['api_key']}"}
+        again = await http.post("/v1/chat/completions", json=body, headers=same)
+        assert again.status_code == 200
+        listed = await http.get("/rl/v1/sessions", headers={"api-key": "operator-secret-4711"})
+        assert len(listed.json()) == 2
+
+
+async def test_what_azure_has_not_by_deployment_stays_unknown(proxy: Proxy) -> None:
+    key = (await proxy.open())["api_key"]
+    for path in ("/openai/deployments/m/images/generations", "/openai/rl/v1/lease", "/openai/v1"):
+        assert (await proxy.post(path, BODY, key)).status_code == 404
+    answer = await proxy.http.get("/openai/deployments/m/chat/completions")
+    assert answer.status_code == 405
+
+
+@pytest.mark.parametrize(
+    ("path", "plain", "model"),
+    [
+        ("/openai/deployments/a/b/chat/completions", "/v1/chat/completions", "a/b"),
+        ("/v1/deployments/a/completions", "/v1/completions", "a"),
+        ("/deployments/a/embeddings", "/v1/embeddings", "a"),
+        ("/openai/responses/resp_1/input_items", "/v1/responses/resp_1/input_items", None),
+        ("/openai/v1/models", "/v1/models", None),
+    ],
+)
+def test_paths_of_azure(path: str, plain: str, model: str | None) -> None:
+    assert plain_path(path) == (plain, model)
+
+
+@pytest.mark.parametrize(
+    "path",
+    ["/v1/chat/completions", "/openai/deployments//embeddings", "/deployments/a", "/openai/files"],
+)
+def test_other_paths_stay(path: str) -> None:
+    assert plain_path(path) == (path, None)
+
+
+def test_litellm_keeps_what_it_passes_on_to_openai() -> None:
+    for path in ("/openai/v1/responses", "/openai/chat/completions"):
+        assert plain_path(path, litellm=True) == (path, None)
+    assert plain_path("/openai/deployments/a/embeddings", litellm=True) == ("/v1/embeddings", "a")
