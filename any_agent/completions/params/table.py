@@ -270,8 +270,8 @@ _HONOURED = (
         "`text`; `json_object`; `json_schema`, strict or not, of at most "
         f"{MAX_SCHEMA_BYTES >> 10} KiB and {MAX_SCHEMA_DEPTH} levels. A `format` that no grammar "
         "knows (`password`, `binary`) has no effect, and is refused with `strict`. With tools, the "
-        "answer has this format or is calls, whose arguments are JSON then; a call that is forced has no "
-        "format.",
+        "answer has this format or is calls, whose arguments are JSON then; a call that is forced "
+        "has no format.",
         untrainable="grammar",
         checked=False,
     ),
