@@ -19,6 +19,7 @@ import aiohttp
 
 from any_agent.auth.access import Scope
 from any_agent.auth.key_store import create_key, revoke_key
+from any_agent.completions.apis import plain_path
 from any_agent.config import Config, load_resolved
 from any_agent.keys import KeySigner
 from any_agent.launcher.trial import trial_dir
@@ -407,7 +408,9 @@ async def litellms_routes_are_not_there(
     hidden = []
     for method, template in service.litellm:
         path = re.sub(r"\{[^}]*\}", "x", template)
-        if not any(pattern.fullmatch(path) for pattern in ours):
+        # What Azure's clients ask for is ours, too.
+        plain, _ = plain_path(path)
+        if not any(pattern.fullmatch(plain) for pattern in ours):
             hidden.append((method, path))
 
     async def one(origin: str, kind: str, method: str, path: str) -> str:
