@@ -30,8 +30,8 @@ TRAIN := $(or $(wildcard $(DEV)),$(VENV)/.train-$(KEY))
 DOCS := $(or $(wildcard $(DEV)),$(VENV)/.docs-$(KEY))
 RELEASE := $(VENV)/.release-$(KEY)
 
-# Files are dealt out to five processes, also on two cores: each waits half of its time.
-PYTEST := $(RUN) -m pytest -n 5 --dist loadfile --no-loadscope-reorder
+# Files are dealt out to three processes, also on two cores: each waits a third of its time.
+PYTEST := $(RUN) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 # Programs that tests start, thousands of them, would each compile all our modules.
 unexport PYTHONDONTWRITEBYTECODE

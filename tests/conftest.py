@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import asyncio
 import gc
 import os
 import shutil
@@ -8,8 +9,10 @@ import ssl
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
+import uvicorn.server
 from hypothesis import settings
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -26,6 +29,20 @@ if os.access(_MEMORY, os.W_OK) and shutil.disk_usage(_MEMORY).free >= 4 << 30:
 # Every HTTP client reads all authorities' certificates, in 50 ms of CPU, for a test of 200 ms: here
 # they are read once. What is made of the same arguments may be shared.
 ssl.create_default_context = cache(ssl.create_default_context)  # type: ignore[assignment]
+
+
+class _Sooner:
+    """asyncio for uvicorn, which looks ten times a second whether it is to end: a test that starts
+    a server waits for two such looks."""
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(asyncio, name)
+
+    async def sleep(self, seconds: float) -> None:
+        await asyncio.sleep(seconds / 10)
+
+
+uvicorn.server.asyncio = _Sooner()  # type: ignore[assignment]
 
 # Shells start what runs in the background with Ctrl-C ignored, nohup with SIGHUP, and programs
 # inherit that: tests of these would fail there.

@@ -83,7 +83,7 @@ def _module(*words: str) -> tuple[str, ...]:
     return (str(PYTHON), "-m", *words)
 
 
-_PARALLEL = ("-n", "5", "--dist", "loadfile", "--no-loadscope-reorder")
+_PARALLEL = ("-n", "3", "--dist", "loadfile", "--no-loadscope-reorder")
 _TWO = ("-n", "2", "--dist", "loadfile", "--no-loadscope-reorder")
 _REST = "service and not smoke and not gate"
 _FOLDERS = ("e2e", "chaos", "laws", "benchmarks")

@@ -19,6 +19,8 @@ from tests.support.middleman import between
 from tests.support.ports import own_port
 from tests.support.real_parts import embedded_engine
 
+pytestmark = pytest.mark.service
+
 DOCUMENT = Path(__file__).parents[2] / "docs" / "how-to" / "doctor.md"
 Laws = dict[tuple[str, str], Verdict]
 
@@ -47,7 +49,6 @@ def failed(laws: Laws) -> set[tuple[str, str]]:
     return {key for key, verdict in laws.items() if verdict.failed}
 
 
-@pytest.mark.service
 async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
     laws = await examined(engine, published=0)
     assert not failed(laws)
@@ -72,7 +73,6 @@ async def test_a_real_engine_is_sound(engine: str, examined: Any) -> None:
     }
 
 
-@pytest.mark.service
 async def test_without_a_model_less_is_checked(engine: str, examined: Any) -> None:
     laws = await examined(engine, chat=None)
     assert not failed(laws)
@@ -175,7 +175,6 @@ def rows(printed: str) -> list[tuple[str, ...]]:
 
 
 @pytest.mark.parametrize("as_json", [False, True])
-@pytest.mark.service
 def test_the_command_on_the_demos_model(
     engine: str, tiny_model_dir: Path, as_json: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -192,7 +191,6 @@ def test_the_command_on_the_demos_model(
         assert rows(out) == rows(documented)
 
 
-@pytest.mark.service
 def test_an_engine_says_what_it_serves(
     engine: str, tiny_model_dir: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -204,7 +204,9 @@ async def running_proxy(
     send_buffer: int | None = None,
     **fields: Any,
 ) -> AsyncIterator[Proxy]:
-    listener = socket.socket()
+    # asyncio sends small packets at once (TCP_NODELAY) only where the protocol is named: else each
+    # request waits 40 ms for an acknowledgement.
+    listener = socket.socket(proto=socket.IPPROTO_TCP)
     if send_buffer is not None:
         # Of the accepted connections: with a small one a client that reads nothing is felt early.
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, send_buffer)
