@@ -52,7 +52,7 @@ test: $(DEV) ## run the tests in process, and one service (minutes)
 	$(call apt,redis-server,redis-server)
 	@$(PYTEST) -m "smoke or not service" $(ARGS)
 
-gate: $(DEV) ## run in a clone of HEAD what continuous integration runs: is this commit good to hand in?
+gate: | $(RUN) ## run in a clone of HEAD what continuous integration runs: is this commit good to hand in?
 	@$(RUN) tools/rings.py gate
 
 verify: $(DEV) ## run all other tests, suite by suite: services, proofs, agents' SDKs, SGLang, Slurm, examples (an hour and a half)

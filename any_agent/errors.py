@@ -21,6 +21,7 @@ AnyAgentError                      500 internal_error
 ├── Misdirected                    421 misdirected
 ├── Unprocessable                  422 unprocessable
 │   └── InvalidTrajectory          422 invalid_trajectory (a ValueError, too)
+├── NoWebSocket                    426 no_websocket
 ├── TooManyRequests                429 no_capacity
 ├── ReplyLost                      502 reply_lost
 ├── ProviderError                  502 provider_error
@@ -215,6 +216,10 @@ class Unprocessable(AnyAgentError, status=422, code="unprocessable"):
 
 class InvalidTrajectory(Unprocessable, ValueError, code="invalid_trajectory"):
     """A workflow's result cannot be trained on; the message names the field and its requirement."""
+
+
+class NoWebSocket(AnyAgentError, status=426, code="no_websocket"):
+    """A client asks for a WebSocket; Codex, told so with this status, goes on with requests."""
 
 
 class TooManyRequests(AnyAgentError, status=429, code="no_capacity", retryable=True):

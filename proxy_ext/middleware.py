@@ -11,6 +11,7 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
+from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -23,13 +24,14 @@ from any_agent.auth.access import (
 )
 from any_agent.auth.access import Scope as KeyScope
 from any_agent.auth.audit_log import AuditLog
-from any_agent.completions.apis import plain_path
+from any_agent.completions.apis import NO_WEBSOCKET, plain_path, require_no_websocket
 from any_agent.config import ServerConfig
 from any_agent.errors import (
     AnyAgentError,
     Forbidden,
     InvalidRequest,
     NotFound,
+    NoWebSocket,
     PayloadTooLarge,
     Unauthenticated,
 )
@@ -79,7 +81,8 @@ class EntryMiddleware:
             await self._ours(scope, receive, send)
             return
         if scope["type"] != "http":
-            await send({"type": "websocket.close", "code": 1008})
+            # What has no WebSocket library gets such a request as plain HTTP.
+            await _refuse_websocket(scope, send)
             return
         if "/rl/" in scope["path"]:
             send = _with_version(send)
@@ -104,6 +107,12 @@ class EntryMiddleware:
         scope = _without_prefix(_without_coding(scope))
         scope = _in_plain_form(scope, litellm=self._gate is not None)
         method, path = scope["method"], scope["path"]
+        if method == "GET":
+            try:
+                require_no_websocket(method, path, Headers(scope=scope).get("upgrade"))
+            except AnyAgentError as error:
+                await error_response(error, path)(scope, receive, send)
+                return
         if (method, path) in LITELLM_ALIVE:
             alive = await self._live(Request(scope))
             await alive(scope, receive, send)
@@ -348,6 +357,18 @@ def _without_coding(scope: Scope) -> Scope:
         return scope
     encoded = (_CODING, b"content-length")
     return {**scope, "headers": [(k, v) for k, v in scope["headers"] if k not in encoded]}
+
+
+async def _refuse_websocket(scope: Scope, send: Send) -> None:
+    """Refuse a WebSocket before it is one, with the same answer as a request that asks for one."""
+    if "websocket.http.response" not in scope.get("extensions", {}):
+        await send({"type": "websocket.close", "code": 1008})
+        return
+    path, _ = plain_path(scope["path"])
+    response = error_response(NoWebSocket(NO_WEBSOCKET), path)
+    head = {"status": response.status_code, "headers": response.raw_headers}
+    await send({"type": "websocket.http.response.start", **head})
+    await send({"type": "websocket.http.response.body", "body": response.body})
 
 
 def _in_plain_form(scope: Scope, *, litellm: bool) -> Scope:

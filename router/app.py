@@ -27,7 +27,7 @@ from any_agent.auth.access import (
     require_loopback_client,
 )
 from any_agent.auth.audit_log import AuditLog
-from any_agent.completions.apis import encode_error, plain_path
+from any_agent.completions.apis import encode_error, plain_path, require_no_websocket
 from any_agent.config import Config
 from any_agent.config.litellm import may_have_keys, read_litellm_config
 from any_agent.errors import (
@@ -211,6 +211,7 @@ class Router:
             body.short = False
         if own is None:
             path, _ = plain_path(path, litellm=self._litellm)
+            require_no_websocket(request.method, path, request.headers.get(hdrs.UPGRADE))
             if not named and self._conversations.applies(request.method, path, scope):
                 return await self._conversations.pass_on(request, path, body)
             return await self.forwarder.pass_on(request, rank, body)

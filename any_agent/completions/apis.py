@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound
+from any_agent.errors import AnyAgentError, ConfigError, InvalidRequest, NotFound, NoWebSocket
 from any_agent.protocol.error_bodies import REQUEST_ID, anthropic_body
 
 if TYPE_CHECKING:
@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from any_agent.completions.parsed_request import ParseContext, ParsedRequest
 
 _PATH = re.compile(r"(/[a-z0-9_.-]+)+")
+NO_WEBSOCKET = "this service has no WebSockets: send a POST, with stream: true for a stream"
 _AZURE_PREFIXES = ("/openai/", "/deployments/", "/v1/deployments/")
 _OF_DEPLOYMENT = re.compile(
     r"(?:/openai|/v1)?/deployments/(?P<model>.+?)"
@@ -128,6 +129,17 @@ def plain_path(path: str, *, litellm: bool = False) -> tuple[str, str | None]:
     if not litellm and (found := _OF_OPENAI.fullmatch(path)) is not None:
         return f"/v1{found['path']}", None
     return path, None
+
+
+def require_no_websocket(method: str, path: str, upgrade: str | None) -> None:
+    """Raise NoWebSocket for a request that asks to call an API through a WebSocket.
+
+    ``upgrade`` is the header of that name.
+    """
+    if upgrade is None or method != "GET" or upgrade.lower() != "websocket":
+        return
+    if any(api.owns(path) for api in _APIS.values()):
+        raise NoWebSocket(NO_WEBSOCKET)
 
 
 def error_format(path: str) -> ErrorFormat:

@@ -58,7 +58,7 @@ class Client:
         return found[1]
 
     def command(self) -> list[str | Path]:
-        """What runs the script's steps."""
+        """The program that runs the script's steps."""
         if self.registry == "npm":
             node, folder = component("node"), node_with(self.name)
             # Packages are looked for from the script's place upwards.

@@ -44,12 +44,12 @@ class Environment:
     """requirements.txt with every package's version, or package.json beside its lock."""
     suites: tuple[str, ...] = ("clients",)
     ours: bool = False
-    """Whether what is installed here is found behind them.
+    """True if what is installed here is found behind them.
 
     Theirs comes first where both have a package, as if one environment had been made for both.
     """
     in_place: bool = False
-    """Whether npm's packages lie beside their package.json, where its programs look for them."""
+    """True if npm's packages lie beside their package.json, where its programs look for them."""
 
     @property
     def of_npm(self) -> bool:

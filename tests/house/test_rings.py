@@ -165,7 +165,7 @@ def test_a_suite_that_was_green_at_this_commit_is_not_run_again(
 
 
 def test_every_test_file_is_in_a_ring(rings: ModuleType) -> None:
-    """What the suites' names do not match is run by none of them."""
+    """A test that no suite's name matches is run by none of them."""
     live = set((ROOT / "tests").rglob("*_live.py"))
     named = {path for stage in rings.SUITES for name in stage.paths for path in ROOT.glob(name)}
     assert live <= named

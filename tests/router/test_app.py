@@ -64,6 +64,15 @@ async def test_behind_a_prefix_everything_is_a_route_of_the_rank(pair: Lab) -> N
     assert len(pair.ranks[1].received) == 3
 
 
+async def test_a_websocket_is_refused_where_it_would_be_lost(pair: Lab) -> None:
+    asks = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    for path in ("/v1/responses", "/openai/v1/responses", f"/{pair.key(1)}/v1/responses"):
+        answer = await pair.get(path, **asks)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (426, "no_websocket")
+    assert not any(rank.received for rank in pair.ranks)
+    assert (await pair.get("/v1/models", **asks)).status_code == 200
+
+
 async def test_calls_without_a_session_go_round(pair: Lab) -> None:
     for _ in range(6):
         await pair.get("/v1/models")

@@ -70,13 +70,14 @@ _HONOURED = (
         "tools",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions, as in a chat call but flat: `type`, `name`, `description`, `parameters`, "
-        "`strict`, which is not enforced. OpenAI's own tools are refused.",
+        "`strict`, which is not enforced; and namespaces of functions. Tools that only OpenAI runs "
+        "are left out, and named as ignored.",
         checked=False,
     ),
     _responses(
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
-        "As in a chat call; a function by name as `{type, name}`.",
+        "As in a chat call; a function by name as `{type, name}`, with its `namespace` if any.",
         checked=False,
     ),
     _responses(
@@ -100,7 +101,7 @@ _HONOURED = (
         "reasoning",
         {"type": "object"},
         "`effort` as `reasoning_effort` of a chat call. `summary` is recorded: answers have "
-        "the whole reasoning.",
+        "the whole reasoning. `context` has no effect.",
         checked=False,
     ),
     _responses(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import orjson
@@ -19,6 +20,7 @@ from any_agent.completions.responses.output_items import (
     with_status,
 )
 from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.tools import own_call
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction
 
@@ -109,7 +111,7 @@ class ResponsesEncoder:
     def _call_step(self, step: dict[str, Any]) -> bytes:
         events = b""
         if "id" in step:
-            events = self._begin("call", step)
+            events = self._begin("call", own_call(step, self._call.names))
         arguments = step["function"]["arguments"]
         assert self._open is not None
         return events + (self._open.more(arguments) if arguments else b"")
@@ -147,6 +149,8 @@ class ResponsesEncoder:
             if self._call.chat.logprobs and part.kind == "content" and texts == 1:
                 logprobs = self._recorded_logprobs(interaction)
             id = item_id(interaction.id, part.kind, k)
+            if part.call is not None:
+                part = replace(part, call=own_call(part.call, self._call.names))
             out.append(part_bytes(part, id, status, logprobs, self._call.encrypted))
         return b",".join(out)
 

@@ -19,7 +19,9 @@ ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_([0-9]{1,4})")
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _MEDIA = {"input_image", "input_file", "input_audio", "input_video", "image_url", "image", "file"}
-_KNOWN = "message, function_call, function_call_output, reasoning and item_reference"
+_KNOWN = (
+    "message, function_call, function_call_output, reasoning, additional_tools and item_reference"
+)
 
 Resolve = Callable[[str, str], dict[str, Any]]
 """A function from an item's id, and its place for errors, to the item; InvalidRequest, NotFound."""
@@ -60,6 +62,9 @@ def _add(turns: _Turns, item: Any, where: str, resolve: Resolve) -> None:
             turns.other(_output(item, where))
         case "reasoning":
             turns.reasoning(_reasoning(item, where), item)
+        case "additional_tools":
+            # Its tools stand in the prompt with the others.
+            pass
         case "item_reference":
             _add(turns, resolve(_text(item.get("id"), f"{where}.id"), where), where, resolve)
         case str():
@@ -103,15 +108,22 @@ def _part(part: Any, where: str) -> str:
 
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    arguments = item.get("arguments")
+    arguments, group = item.get("arguments"), item.get("namespace")
+    if group is not None:
+        group = _text(group, f"{where}.namespace")
     return {
         "id": _text(item.get("call_id"), f"{where}.call_id"),
         "type": "function",
         "function": {
-            "name": _text(item.get("name"), f"{where}.name"),
+            "name": full_name(group, _text(item.get("name"), f"{where}.name")),
             "arguments": _text("{}" if arguments is None else arguments, f"{where}.arguments"),
         },
     }
+
+
+def full_name(group: str | None, name: str) -> str:
+    """Return the name by which the model calls a function of a group, or of none."""
+    return f"{group}__{name}" if group else name
 
 
 def _output(item: dict[str, Any], where: str) -> Message:

@@ -183,10 +183,13 @@ def part_bytes(
             status,
         )
     assert call is not None
+    fields = {"call_id": call["id"], "name": call["function"]["name"]}
+    if "namespace" in call:
+        fields["namespace"] = call["namespace"]
     return b'{"id":"%b","type":"function_call","status":"%b",%b,"arguments":%b}' % (
         id.encode(),
         status,
-        orjson.dumps({"call_id": call["id"], "name": call["function"]["name"]})[1:-1],
+        orjson.dumps(fields)[1:-1],
         orjson.dumps(text or ""),
     )
 

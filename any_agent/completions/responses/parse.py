@@ -1,17 +1,14 @@
-"""Checks a `/v1/responses` body by the table of parameters.
-
-Tools are flat there; the call has them in the form of chat.
-"""
+"""Checks a `/v1/responses` body by the table of parameters."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall, ParseSettings
 from any_agent.completions.params.grammar import grammar_text, schema_grammar, unless_forced
-from any_agent.completions.params.parameter import MAX_NOTE_BYTES, MAX_TOOLS
+from any_agent.completions.params.parameter import MAX_NOTE_BYTES, UnknownParameters
 from any_agent.completions.params.parse import call_of, sort_parameters
 from any_agent.completions.params.schema_check import (
     check,
@@ -22,7 +19,7 @@ from any_agent.completions.params.schema_check import (
 )
 from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.table_responses import MAX_FORMAT_NAME
-from any_agent.completions.params.tools import tool_list, tools_of
+from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.completions.responses.history import (
     ID_PREFIX,
     ItemHistory,
@@ -30,14 +27,16 @@ from any_agent.completions.responses.history import (
     messages_before,
 )
 from any_agent.completions.responses.input_items import messages_of, require_few
+from any_agent.completions.responses.tools import NAMESPACES, Names, flat_tools, responses_tools
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
-from any_agent.types import Message, Tool
+from any_agent.types import Message
 
 _LOGPROBS = "message.output_text.logprobs"
 _ENCRYPTED = "reasoning.encrypted_content"
 _FORMAT_NAME = {"type": "string", "minLength": 1, "maxLength": MAX_FORMAT_NAME}
 _VERBOSITIES = {"enum": ["low", "medium", "high"]}
+_CONTEXTS = ("current_turn", "all_turns")
 _SUMMARIES = {"enum": ["auto", "concise", "detailed"]}
 
 
@@ -71,6 +70,8 @@ class ResponsesCall:
     """The request's fields that the answer repeats, where they differ from :data:`DEFAULTS`."""
     encrypted: bool = False
     """True if reasoning is added once more, as an opaque text that brings it back."""
+    names: Names = field(default_factory=dict)
+    """The group and the own name of each function of a group, by the name that the model sees."""
 
 
 def parse_responses(
@@ -89,28 +90,32 @@ def parse_responses(
         body, TABLE["responses"], settings.known_settings, settings.unknown
     )
     include = _include(body.get("include"))
-    tools, shown_tools, forced, choice = chat_tools_of(body)
+    tools = responses_tools(body, rest, refuse=settings.unknown == "refuse")
+    forced = tools.forced
     grammar, text = _text(body.get("text"))
     grammar, asked_by = unless_forced(grammar, "text.format", forced, rest)
-    effort, reasoning = _reasoning(body.get("reasoning"))
+    effort, reasoning = _reasoning(body.get("reasoning"), rest, settings.unknown)
     _check_stream_options(body.get("stream_options"))
     messages, before = _messages(body, tree, context_length)
     logprobs = _LOGPROBS in include
     call = call_of(body, recorded, rest, settings, grammar=grammar, effort=effort)
     repeated = _repeated(
-        body, text=text, reasoning=reasoning, tools=flat(tools), tool_choice=choice
+        body, text=text, reasoning=reasoning, tools=tools.repeated, tool_choice=tools.choice
     )
     elsewhere = set(recorded)
-    if flat(shown_tools) == repeated.get("tools", []):
+    groups = tools.groups
+    if flat_tools(tools.shown, groups) == repeated.get("tools", []):
         elsewhere.add("tools")
     kept = {name: value for name, value in repeated.items() if name not in elsewhere}
+    if groups:
+        kept[NAMESPACES] = groups
     if kept.get("instructions"):
         # The instructions are recorded as the first messages' lines, so their number is enough.
         kept["instructions"] = full_lines(kept["instructions"])
     chat = replace(
         call,
         messages=messages,
-        tools=shown_tools,
+        tools=tools.shown,
         logprobs=logprobs,
         top_logprobs=(body.get("top_logprobs") or 0) if logprobs else 0,
         forced_call=forced,
@@ -120,7 +125,7 @@ def parse_responses(
         goes_on_from=before,
         kept={"responses": kept | _included(logprobs, _ENCRYPTED in include)},
     )
-    return ResponsesCall(chat, repeated, _ENCRYPTED in include)
+    return ResponsesCall(chat, repeated, _ENCRYPTED in include, tools.names)
 
 
 def _messages(
@@ -202,7 +207,9 @@ def _grammar(wanted: Mapping[str, Any]) -> str | None:
     raise InvalidRequest(f"{name} must have a type", param=name)
 
 
-def _reasoning(value: Any) -> tuple[str | None, dict[str, Any]]:
+def _reasoning(
+    value: Any, rest: UnknownFields, unknown: UnknownParameters
+) -> tuple[str | None, dict[str, Any]]:
     """Return the effort, and the `reasoning` that the answer repeats."""
     repeated = dict(DEFAULTS["reasoning"])
     if value is None:
@@ -217,10 +224,16 @@ def _reasoning(value: Any) -> tuple[str | None, dict[str, Any]]:
         if given.get(name) is not None:
             check(given[name], schema, f"reasoning.{name}")
     for name, neutral in (("context", "auto"), ("mode", "standard")):
-        if given.get(name) not in (None, neutral):
-            raise UnsupportedParameter(
-                f"reasoning.{name} is not supported here: leave it out", param="reasoning"
-            )
+        value = given.get(name)
+        if value in (None, neutral):
+            continue
+        if name == "context" and value in _CONTEXTS and unknown != "refuse":
+            # The chat template decides which earlier reasoning the model sees.
+            rest.ignore("reasoning.context", value)
+            continue
+        raise UnsupportedParameter(
+            f"reasoning.{name} is not supported here: leave it out", param="reasoning"
+        )
     repeated["effort"] = given.get("effort")
     repeated["summary"] = given.get("summary") or given.get("generate_summary")
     return given.get("effort"), repeated
@@ -241,113 +254,3 @@ def _repeated(body: Mapping[str, Any], **checked: Any) -> dict[str, Any]:
     given = {name: body[name] for name in DEFAULTS if body.get(name) is not None}
     given |= {name: value for name, value in checked.items() if value is not None}
     return {name: value for name, value in given.items() if value != DEFAULTS[name]}
-
-
-_FIELDS: dict[str, tuple[type, str]] = {
-    "description": (str, "a string"),
-    "parameters": (dict, "an object"),
-    "strict": (bool, "true or false"),
-}
-
-
-def chat_tools_of(
-    body: Mapping[str, Any],
-) -> tuple[list[Tool], list[Tool] | None, str | None, Any]:
-    """Return all tools in a chat call's form, those to render, the one that must be called, and
-    the choice of them as an answer repeats it."""
-    chat = [_nested(tool, f"tools[{k}]") for k, tool in enumerate(tool_list(body.get("tools")))]
-    choice = _choice(body.get("tool_choice"))
-    shown_tools, forced = tools_of({"tools": chat, "tool_choice": choice})
-    return chat, shown_tools, forced, _flat_choice(choice)
-
-
-def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Return tools as an answer repeats them."""
-    functions = [tool["function"] for tool in tools or ()]
-    return [
-        {"type": "function", "name": f["name"], **{part: f.get(part) for part in _FIELDS}}
-        for f in functions
-    ]
-
-
-def _nested(tool: Any, where: str) -> Tool:
-    if not isinstance(tool, dict):
-        raise InvalidRequest(f"{where} must be an object", param="tools")
-    kind = tool.get("type")
-    if kind != "function":
-        if not isinstance(kind, str):
-            raise InvalidRequest(f'{where} must have the type "function"', param="tools")
-        raise UnsupportedParameter(
-            f"{where} is {shown(kind)}: only functions are supported; give the model a function "
-            "that does the same",
-            param="tools",
-        )
-    if tool.get("defer_loading"):
-        raise UnsupportedParameter(
-            f"{where}.defer_loading is not supported: the prompt shows every tool",
-            param="tools",
-        )
-    name = tool.get("name")
-    if not isinstance(name, str):
-        raise InvalidRequest(
-            f'{where} must be {{"type": "function", "name": ..., "parameters": ...}}', param="tools"
-        )
-    given = {part: tool[part] for part in _FIELDS if tool.get(part) is not None}
-    for part, value in given.items():
-        wanted, what = _FIELDS[part]
-        if not isinstance(value, wanted):
-            raise InvalidRequest(f"{where}.{part} must be {what}", param="tools")
-    return {"type": "function", "function": {"name": name, **given}}
-
-
-def _choice(choice: Any) -> Any:
-    """Return the choice in a chat call's form; unknown kinds are refused here or there."""
-    if not isinstance(choice, dict):
-        return choice
-    match choice:
-        case {"type": "function", "name": str(name)}:
-            require_names(choice, "tool_choice", ("type", "name"))
-            return {"type": "function", "function": {"name": name}}
-        case {"type": "allowed_tools"}:
-            require_names(choice, "tool_choice", ("type", "mode", "tools"))
-            tools = choice.get("tools")
-            entries = _entries(tools) if isinstance(tools, list) else tools
-            allowed = {"mode": choice.get("mode"), "tools": entries}
-            return {"type": "allowed_tools", "allowed_tools": allowed}
-        case {"type": "function"}:
-            raise InvalidRequest(
-                'tool_choice must be {"type": "function", "name": ...}', param="tool_choice"
-            )
-        case {"type": str(kind)}:
-            raise UnsupportedParameter(
-                f"tool_choice: {shown(kind)} is not supported; use functions", param="tool_choice"
-            )
-    raise InvalidRequest("tool_choice must have a type", param="tool_choice")
-
-
-def _entries(tools: list[Any]) -> list[Any]:
-    if len(tools) > MAX_TOOLS:
-        raise InvalidRequest(
-            f"tool_choice.tools has {len(tools)} entries, and may have {MAX_TOOLS}: leave some out",
-            param="tool_choice",
-        )
-    return [_entry(each, f"tool_choice.tools[{k}]") for k, each in enumerate(tools)]
-
-
-def _entry(entry: Any, where: str) -> Any:
-    match entry:
-        case {"type": "function", "name": str(name)}:
-            require_names(entry, where, ("type", "name"))
-            return {"type": "function", "function": {"name": name}}
-    return None
-
-
-def _flat_choice(choice: Any) -> Any:
-    """Return a checked choice in the flat form."""
-    match choice:
-        case {"type": "function", "function": function}:
-            return {"type": "function", **function}
-        case {"type": "allowed_tools", "allowed_tools": allowed}:
-            tools = [{"type": "function", **each["function"]} for each in allowed["tools"]]
-            return {"type": "allowed_tools", "mode": allowed["mode"], "tools": tools}
-    return choice

@@ -19,7 +19,8 @@ from any_agent.completions.responses.history import (
     require_texts,
 )
 from any_agent.completions.responses.output_items import item_id, item_of
-from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall, flat
+from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
+from any_agent.completions.responses.tools import NAMESPACES, Names, flat_tools, names_of, own_call
 from any_agent.errors import NotFound
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction, Message
@@ -56,8 +57,9 @@ def stored_encoder(
     instructions, _ = parted(interaction, tree)
     if instructions is not None:
         repeated["instructions"] = instructions
+    tools, groups = tree.path(interaction.id)[0].tools, kept.get(NAMESPACES, ())
     if "tools" not in repeated:
-        repeated["tools"] = flat(tree.path(interaction.id)[0].tools)
+        repeated["tools"] = flat_tools(tools, groups)
     logs = bool(kept.get("logprobs"))
     call = ChatCall(
         model=interaction.model,
@@ -73,27 +75,30 @@ def stored_encoder(
         interaction.gconfig,
         len(tree.prompt_ids(interaction.id)),
     )
-    responses = ResponsesCall(call, repeated, bool(kept.get("encrypted")))
+    responses = ResponsesCall(call, repeated, bool(kept.get("encrypted")), names_of(tools, groups))
     return ResponsesEncoder(responses, head, logprobs, chat), call
 
 
 def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[str, Any]]:
     """Return the items that an answer answers, without the instructions, in their order."""
     _, messages = parted(interaction, tree)
+    groups = interaction.request[RECORD].get(NAMESPACES, ())
+    names = names_of(tree.path(interaction.id)[0].tools, groups)
     out: list[dict[str, Any]] = []
     # Their ids differ from those of answers: only those can be referred to.
     prefix = f"in{interaction.id.rpartition('_')[2]}"
     for message in messages:
-        out += _items(message, prefix, len(out))
+        out += _items(message, prefix, len(out), names)
     return out
 
 
-def _items(message: Message, prefix: str, at: int) -> list[dict[str, Any]]:
+def _items(message: Message, prefix: str, at: int, names: Names) -> list[dict[str, Any]]:
     role = message.get("role")
     # The messages of a chat call may hold parts.
     text = text_of(message.get("content")) or ""
     if role == "assistant":
-        parts = message_parts({**message, "content": text})
+        calls = [own_call(call, names) for call in message.get("tool_calls") or ()]
+        parts = message_parts({**message, "content": text, "tool_calls": calls})
         return [item_of(part, item_id(prefix, part.kind, at + k)) for k, part in enumerate(parts)]
     if role == "tool":
         kind = {"type": "function_call_output", "status": "completed"}

@@ -141,7 +141,7 @@ def refused() -> dict[str, Any]:
         "image": {
             "input": [{"role": "user", "content": [{"type": "input_image", "image_url": "data:,"}]}]
         },
-        "tool": {"input": ASK, "tools": [{"type": "web_search"}]},
+        "tool": {"input": ASK, "tools": [{"type": "local_shell"}]},
         "unknown": {"input": ASK, "extra_body": {"suffix": 1}},
         "previous": {"input": ASK, "previous_response_id": f"resp_{'0' * 32}"},
     }.items():

@@ -346,3 +346,16 @@ async def test_without_an_input_it_goes_on_from_the_response(
     one, two = await proxy.recorded(session["session_id"])
     assert (one.id, two.id) == (first["id"], second.json()["id"])
     assert [m["role"] for m in two.message_delta] == ["user", "assistant"]
+
+
+async def test_a_client_that_asks_for_a_websocket_hears_once_that_there_is_none(
+    proxy: Proxy,
+) -> None:
+    key = (await proxy.open())["api_key"]
+    asks = {"Connection": "Upgrade", "Upgrade": "websocket", "Sec-WebSocket-Version": "13"}
+    asks["Sec-WebSocket-Key"] = "dGhlIHNhbXBsZSBub25jZQ=="
+    for prefix in ("", f"/{key}"):
+        path = f"{prefix}/v1/responses"
+        answer = await proxy.http.get(path, headers={"x-api-key": key, **asks})
+        assert (answer.status_code, answer.json()["error"]["code"]) == (426, "no_websocket")
+        assert (await proxy.http.get(path, headers={"x-api-key": key})).status_code == 405

@@ -25,7 +25,7 @@ from tests.support.openai_agent import (
     refused,
     said_back,
 )
-from tests.support.proxy import Proxy
+from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Restart, Start
 from tests.support.scripted_engine import ScriptedEngine
 
@@ -60,6 +60,41 @@ async def test_an_answer_is_told_again_as_it_was(
     for body in bodies:
         told = await again.http.get(f"{PATH}/{body['id']}")
         assert told.json() == body
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_a_call_of_a_groups_function_has_its_namespace_wherever_it_is_told(
+    restart: Restart, engine: ScriptedEngine, chat: ChatFormat, stream: bool
+) -> None:
+    proxy = await restart()
+    session = await proxy.open()
+    key = session["api_key"]
+    (find,) = TOOLS
+    asked: dict[str, Any] = {
+        "instructions": "Be brief.",
+        "tools": [{"type": "namespace", "name": "web", "tools": [find]}, find],
+    }
+    grouped = CALL.replace('"find"', '"web__find"')
+    assert grouped != CALL
+    say(engine, chat, f"{grouped}\n{CALL}")
+    first = await create(proxy, key, stream=stream, **asked)
+    names = [(call.name, call.namespace) for call in first.output]
+    assert names == [("find", "web"), ("find", None)]
+    again = await restart()
+    again.http.headers["authorization"] = f"Bearer {key}"
+    told = (await again.http.get(f"{PATH}/{first.id}")).json()
+    assert told["output"] == [item.to_dict() for item in first.output]
+    assert [tool["type"] for tool in told["tools"]] == ["namespace", "function"]
+    say(engine, chat, "Done.")
+    outputs = [output_of(call, "7") for call in first.output]
+    second = await create(
+        again, key, stream=stream, input=[*HELLO, *said_back(first), *outputs], **asked
+    )
+    _, after = await again.recorded(session["session_id"])
+    assert after.parent_id == first.id and after.continuation is Continuation.EXACT
+    items = (await again.http.get(f"{PATH}/{second.id}/input_items")).json()["data"]
+    calls = [item for item in items if item["type"] == "function_call"]
+    assert {(call["name"], call.get("namespace")) for call in calls} == set(names)
 
 
 async def test_what_it_was_an_answer_to(
@@ -247,7 +282,7 @@ async def test_without_texts_nothing_is_named(start: Start) -> None:
     refused(response, 400, "content_not_stored", "response_id")
 
 
-WEB = {"type": "web_search"}
+SHELL = {"type": "local_shell"}
 FIND = {"type": "function", "name": "find"}
 UNKNOWN = "unsupported_parameter"
 WRONG = "invalid_request"
@@ -261,8 +296,8 @@ WRONG = "invalid_request"
         ({"input": 3}, WRONG, "input"),
         ({"input": [{"type": "computer_call_output"}]}, UNKNOWN, "input[0]"),
         ({"input": [{"role": "user", "content": [3]}]}, WRONG, "input[0].content[0]"),
-        ({"tools": [WEB]}, UNKNOWN, "tools"),
-        ({"tools": [{"type": "mcp", "server_label": "x"}]}, UNKNOWN, "tools"),
+        ({"tools": [SHELL]}, UNKNOWN, "tools"),
+        ({"tools": [{"type": "custom", "name": "x"}]}, UNKNOWN, "tools"),
         ({"tools": [{"type": "function"}]}, WRONG, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, UNKNOWN, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, WRONG, "tool_choice"),

@@ -1,0 +1,164 @@
+"""The tools of a Responses call: groups of them, those that only OpenAI runs, and the choice."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from any_agent.completions.params.call import ParseSettings
+from any_agent.completions.responses.parse import ResponsesCall, parse_responses
+from any_agent.completions.responses.tools import flat_tools, names_of, own_call
+from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.types import GenerationHyperparameters, SessionMode
+from tests.support.completions.responses import parse
+
+FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
+READ = {"type": "function", "name": "read", "description": "Reads.", "strict": False}
+GROUP = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [FIND, READ]}
+OTHER = {"type": "namespace", "name": "web", "tools": [FIND]}
+
+
+def shown(call: ResponsesCall) -> list[str]:
+    """The names that the model sees."""
+    return [tool["function"]["name"] for tool in call.chat.tools or ()]
+
+
+def strictly(**fields: Any) -> ResponsesCall:
+    """Parse where unknown parameters are refused."""
+    settings = ParseSettings(
+        SessionMode.TRAIN, GenerationHyperparameters(max_new_tokens=9), "policy", unknown="refuse"
+    )
+    return parse_responses({"input": "hi", **fields}, settings)
+
+
+def test_a_groups_functions_are_shown_under_full_names() -> None:
+    call = parse(tools=[READ, GROUP, OTHER])
+    assert shown(call) == ["read", "mcp__files__find", "mcp__files__read", "web__find"]
+    assert call.names == {
+        "mcp__files__find": ("mcp__files", "find"),
+        "mcp__files__read": ("mcp__files", "read"),
+        "web__find": ("web", "find"),
+    }
+    called = {"id": "c", "type": "function", "function": {"name": "web__find", "arguments": "{}"}}
+    assert own_call(called, call.names) == {
+        **called,
+        "namespace": "web",
+        "function": {"name": "find", "arguments": "{}"},
+    }
+    plain = {**called, "function": {"name": "read", "arguments": "{}"}}
+    assert own_call(plain, call.names) == plain
+
+
+def test_an_answer_repeats_groups_and_its_record_does_not_hold_their_tools_twice() -> None:
+    call = parse(tools=[READ, GROUP, OTHER])
+    kinds = [(tool["type"], tool["name"]) for tool in call.repeated["tools"]]
+    assert kinds == [("function", "read"), ("namespace", "mcp__files"), ("namespace", "web")]
+    assert [each["name"] for each in call.repeated["tools"][1]["tools"]] == ["find", "read"]
+    kept = call.chat.kept["responses"]
+    assert "tools" not in kept
+    assert kept["namespaces"] == [["mcp__files", "Files.", 1, 2], ["web", "", 3, 1]]
+    assert flat_tools(call.chat.tools, kept["namespaces"]) == call.repeated["tools"]
+    assert names_of(call.chat.tools, kept["namespaces"]) == call.names
+
+
+def test_a_groups_call_comes_back_as_the_one_that_the_model_made() -> None:
+    item = {"type": "function_call", "call_id": "c", "name": "find", "namespace": "web"}
+    call = parse(
+        [
+            {**item, "arguments": "{}"},
+            {"type": "function_call_output", "call_id": "c", "output": ""},
+        ],
+        tools=[OTHER],
+    )
+    (made,) = call.chat.messages[0]["tool_calls"]
+    assert made["function"]["name"] == "web__find"
+
+
+def test_tools_in_the_input_are_shown_with_the_others() -> None:
+    item = {"type": "additional_tools", "role": "developer", "tools": [OTHER, READ]}
+    call = parse([{"role": "user", "content": "hi"}, item], tools=[READ])
+    assert shown(call) == ["read", "web__find"]
+    assert len(call.chat.messages) == 1
+    assert [tool["name"] for tool in call.repeated["tools"]] == ["read"]
+    with pytest.raises(InvalidRequest, match="called"):
+        parse([item, {"role": "user", "content": "hi"}], tools=[{**READ, "description": "Else."}])
+
+
+@pytest.mark.parametrize(
+    "kind", ["web_search", "web_search_preview_2025_03_11", "code_interpreter", "mcp"]
+)
+def test_what_only_openai_runs_is_left_out_and_named(kind: str) -> None:
+    tool = {"type": kind, "server_label": "x"}
+    call = parse(tools=[tool, READ, {**OTHER, "tools": [FIND, tool]}])
+    assert shown(call) == ["read", "web__find"]
+    assert call.chat.ignored == (f"tools.{kind}",)
+    assert call.chat.recorded[f"tools.{kind}"] == [tool, tool]
+    with pytest.raises(UnsupportedParameter) as error:
+        strictly(tools=[tool])
+    assert error.value.param == "tools"
+
+
+def test_a_key_of_a_tool_that_is_left_out_is_not_recorded() -> None:
+    call = parse(tools=[{"type": "mcp", "authorization": "sk-1"}])
+    assert call.chat.ignored == ("tools.mcp",) and not call.chat.recorded
+
+
+def test_a_function_that_waits_to_be_searched_for_is_shown_at_once() -> None:
+    call = parse(tools=[{**READ, "defer_loading": True}])
+    assert shown(call) == ["read"] and call.chat.ignored == ("tools.defer_loading",)
+    with pytest.raises(UnsupportedParameter):
+        strictly(tools=[{**READ, "defer_loading": True}])
+
+
+def test_a_function_of_a_group_may_be_chosen() -> None:
+    choice = {"type": "function", "name": "find", "namespace": "web"}
+    call = parse(tools=[GROUP, OTHER], tool_choice=choice)
+    assert call.chat.forced_call == "web__find" and call.repeated["tool_choice"] == choice
+    allowed = {"type": "allowed_tools", "mode": "auto", "tools": [choice]}
+    call = parse(tools=[GROUP, OTHER], tool_choice=allowed)
+    assert shown(call) == ["web__find"] and call.repeated["tool_choice"] == allowed
+    kept = call.chat.kept["responses"]
+    assert kept["namespaces"] == [["web", "", 0, 1]] and len(kept["tools"]) == 2
+
+
+@pytest.mark.parametrize(
+    "tools",
+    [
+        [{"type": "namespace"}],
+        [{**OTHER, "name": ""}],
+        [{**OTHER, "name": 3}],
+        [{**OTHER, "tools": {}}],
+        [{**OTHER, "description": 3}],
+        [{**OTHER, "tools": [3]}],
+        [OTHER, OTHER],
+        [OTHER, {**FIND, "name": "web__find"}],
+        [{**OTHER, "tools": [{**FIND, "name": f"f{k}"} for k in range(1025)]}],
+        [{**OTHER, "name": "x" * 256}],
+    ],
+)
+def test_a_wrong_group_is_refused(tools: Any) -> None:
+    with pytest.raises(InvalidRequest) as error:
+        parse(tools=tools)
+    assert error.value.param == "tools"
+
+
+@pytest.mark.parametrize(
+    "tool", [OTHER, {"type": "custom", "name": "x"}, {"type": "local_shell"}], ids=str
+)
+def test_a_tool_that_the_agent_would_run_in_another_way_is_refused(tool: Any) -> None:
+    with pytest.raises(UnsupportedParameter) as error:
+        parse(tools=[{**OTHER, "tools": [tool]}])
+    assert error.value.param == "tools"
+
+
+def test_which_reasoning_the_model_sees_is_the_templates_choice() -> None:
+    call = parse(reasoning={"context": "all_turns"})
+    assert call.chat.ignored == ("reasoning.context",)
+    assert not parse(reasoning={"context": "auto"}).chat.ignored
+    for wrong in (
+        lambda: strictly(reasoning={"context": "all_turns"}),
+        lambda: parse(reasoning={"context": "none"}),
+    ):
+        with pytest.raises(UnsupportedParameter):
+            wrong()
