@@ -6,7 +6,7 @@ import copy
 import hashlib
 import logging
 from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import Any
 
 from any_agent.chat import format_probes as probes
@@ -215,6 +215,7 @@ class ChatFormat:
 
     def _make_variant(self, /, **settings: Any) -> ChatFormat:
         made = copy.copy(self)
+        vars(made).pop("_answer_lead", None)
         made.renderer = self.renderer.with_settings(settings)
         if made.nameless_roles != self.nameless_roles or any(
             _render_probe(self.renderer, probe, tools) != _render_probe(made.renderer, probe, tools)
@@ -265,11 +266,25 @@ class ChatFormat:
 
         There is no reasoning and no call, and nothing is trimmed.
         """
-        builder = MessageBuilder(ToolCallIds(()), trims_content=False)
+        builder = MessageBuilder(ToolCallIds(()), has_calls=False)
         markers = Markers({}, self._stop_ids, {})
         return IncrementalParser(
             self.new_detokenizer(), markers, TextMachine(builder), builder, stop
         )
+
+    @cached_property
+    def _answer_lead(self) -> str:
+        """The white space that the template puts between the generation prompt and an answer."""
+        asked, answer = probes.USER, probes.TEXT
+        try:
+            prompt = self.decode(plain_ids(self.renderer.prompt_ids([asked], None)))
+            ids = plain_ids(self.renderer.prompt_ids([asked, answer], None, generation=False))
+        except Exception:
+            # Templates are foreign code; this one has another way to begin an answer.
+            return ""
+        lead = self.decode(ids).rpartition(answer["content"])[0]
+        lead = lead.removeprefix(prompt) if lead.startswith(prompt) else ""
+        return lead if lead.isspace() else ""
 
     def one_call_stop_ids(self) -> tuple[int, ...] | None:
         """Return the tokens after which one call is complete; None if no single token ends it."""
@@ -290,7 +305,9 @@ class ChatFormat:
         and are parsed as output. ``call_seed``: answers with different seeds have different ids of
         calls.
         """
-        builder = MessageBuilder(ToolCallIds(prompt_ids, call_seed))
+        builder = MessageBuilder(
+            ToolCallIds(prompt_ids, call_seed), lead=self._answer_lead, has_calls=bool(tools)
+        )
         grammar = self.grammar
         if grammar is None:
             return BufferedParser(

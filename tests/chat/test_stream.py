@@ -156,7 +156,19 @@ def test_text_ends_before_the_stop_string(formats: dict[str, ChatFormat], name: 
     ids = chat.tokenizer.encode("<think>why</think>first END second", add_special_tokens=False)
     parser = chat.stream_parser(prompt_ids=[], tools=None, stop=("END",))
     parser.feed(ids)
-    assert parser.finish()[1] == ParsedMessage("first", "why")
+    assert parser.finish()[1] == ParsedMessage("first ", "why")
+
+
+@pytest.mark.parametrize("name", ["qwen3", "default", "buffered"])
+@pytest.mark.parametrize("text", ["    return a + b\n", "\tx", " x \n\n", "x"])
+def test_white_space_at_an_answers_ends_stays(
+    formats: dict[str, ChatFormat], name: str, text: str
+) -> None:
+    chat = formats[name]
+    for thought, reasoning in (("", None), ("<think>why</think>\n\n", "why")):
+        ids = chat.tokenizer.encode(f"{thought}{text}<|im_end|>", add_special_tokens=False)
+        parsed = chat.parse(ids, prompt_ids=[], tools=None)
+        assert parsed == ParsedMessage(text, reasoning)
 
 
 def test_reasoning_calls_and_text(qwen3: ChatFormat) -> None:
@@ -223,7 +235,8 @@ def test_agrees_with_the_renderer_on_what_models_write(qwen3: ChatFormat, text: 
     ids = qwen3.tokenizer.encode(text + "<|im_end|>", add_special_tokens=False)
     theirs = qwen3._library_renderer.parse_response(ids)
     ours = qwen3.parse(ids, prompt_ids=[], tools=TOOLS)
-    assert ours.content == theirs.content
+    # Ours keeps the white space of an answer.
+    assert ours.content.strip() == theirs.content
     assert (ours.reasoning_content or "") == (theirs.reasoning_content or "").strip()
     read = [(c["function"]["name"], c["function"]["arguments"]) for c in ours.tool_calls]
     assert [(n, json.loads(a)) for n, a in read] == [

@@ -140,15 +140,74 @@ class WhitespaceTrimmer:
         return "".join(self.parts)
 
 
+class ContentText:
+    """Content as sampled, but for the white space that templates put around it.
+
+    This is what one puts at an answer's beginning, line breaks after reasoning and calls, and white
+    space before calls: what may be that is held back until text or the end follows.
+    """
+
+    def __init__(self, *, lead: str, holds: bool) -> None:
+        """``lead``: the white space at an answer's beginning. ``holds``: calls may follow."""
+        self.parts: list[str] = []
+        self._lead = lead
+        self._holds = holds
+        self._held = ""
+        self._drops_breaks = False
+
+    def drop_breaks(self) -> None:
+        """Drop white space so far, and line breaks from now on, if there was no text yet."""
+        self._lead = ""
+        if not self.parts:
+            self._held, self._drops_breaks = "", True
+
+    def push(self, text: str) -> str:
+        """Return what is certainly content now."""
+        while self._lead and text:
+            if text[0] != self._lead[0]:
+                self._lead = ""
+                break
+            text, self._lead = text[1:], self._lead[1:]
+        if self._drops_breaks:
+            text = text.lstrip("\r\n")
+            self._drops_breaks = not text
+        if not text:
+            return ""
+        body = text.rstrip() if self._holds else text
+        if not body:
+            self._held += text
+            return ""
+        visible = self._held + body
+        self._held = text[len(body) :]
+        self.parts.append(visible)
+        return visible
+
+    def end(self) -> str:
+        """Return what was held back, where no call came after it."""
+        text, self._held = self._held, ""
+        if text:
+            self.parts.append(text)
+        return text
+
+    def text(self) -> str:
+        return "".join(self.parts)
+
+
 class MessageBuilder:
     """Takes the message's parts in order, and makes the deltas of its stream.
 
     Neighbouring parts of one kind become one delta.
     """
 
-    def __init__(self, call_ids: ToolCallIds, *, trims_content: bool = True) -> None:
+    def __init__(self, call_ids: ToolCallIds, *, lead: str = "", has_calls: bool = True) -> None:
+        """``lead``: the white space that the template puts at an answer's beginning.
+
+        ``has_calls``: calls may come.
+        """
         self._call_ids = call_ids
-        self._content = WhitespaceTrimmer(None if trims_content else "")
+        self._content = ContentText(lead=lead, holds=has_calls)
+        self._called = False
+        """True if a call came after the last content."""
         self._reasoning = WhitespaceTrimmer()
         self._calls: list[dict[str, Any]] = []
         self._arguments: list[list[str]] = []
@@ -162,6 +221,7 @@ class MessageBuilder:
     def content(self, text: str) -> None:
         visible = self._content.push(text)
         if visible:
+            self._called = False
             self._emit(_CONTENT, visible)
 
     def reasoning(self, text: str) -> None:
@@ -169,7 +229,18 @@ class MessageBuilder:
         if visible:
             self._emit(_REASONING, visible)
 
+    def end_reasoning(self) -> None:
+        """Take the line breaks that follow as the template's."""
+        self._content.drop_breaks()
+
+    def end(self) -> None:
+        """End the message: no call follows the content's last white space."""
+        if not self._called and (text := self._content.end()):
+            self._emit(_CONTENT, text)
+
     def open_call(self, name: str) -> None:
+        self._called = True
+        self._content.drop_breaks()
         index = len(self._calls)
         call_id = self._call_ids.make(self._since_call, index, name)
         self._since_call = []

@@ -2,8 +2,9 @@
 
 One machine serves every family whose output is ``[<think> reasoning </think>] content`` with calls
 between markers (or, in the families without markers, as bare JSON). Reasoning is the first region
-only. White space around reasoning and content is dropped. Text that opens like
-a call and never names a tool stays in the content as it was written.
+only. White space around reasoning is dropped, and around content what the template puts there: line
+breaks after reasoning, and white space before calls. Text that opens like a call and never names a
+tool stays in the content as it was written.
 """
 
 from __future__ import annotations
@@ -192,13 +193,20 @@ class OutputMachine:
 
     def _at_start(self, text: str, kind: str) -> None:
         if kind == THINK_OPEN:
+            self._pending = []
             self._enter(_State.REASONING)
-        elif kind != TEXT or text.strip():
+        elif kind == TEXT and not text.strip():
+            self._pending.append(text)
+        else:
+            before, self._pending = "".join(self._pending), []
             self._enter(self._after_reasoning)
+            if before:
+                self.push(before, TEXT)
             self.push(text, kind)
 
     def _in_reasoning(self, text: str, kind: str) -> None:
         if kind == THINK_CLOSE:
+            self._builder.end_reasoning()
             self._enter(self._after_reasoning)
         elif kind in _OPENINGS and self._in_reasoning_call is ReasoningState.DOUBT:
             self._enter(_State.DOUBT)
@@ -215,6 +223,7 @@ class OutputMachine:
             return
         drafted = "".join(text for text, kind in self._doubt if kind != THINK_OPEN)
         self._builder.reasoning(drafted)
+        self._builder.end_reasoning()
         self._doubt = []
         self._enter(self._after_reasoning)
 

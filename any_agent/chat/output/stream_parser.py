@@ -62,6 +62,7 @@ class IncrementalParser:
         if self._marks is not None:
             self._machine.push(self._marks.flush(), TEXT)
         self._machine.finish()
+        self._builder.end()
         return self._builder.take_deltas(), self._builder.message()
 
     def _pieces(self, ids: Sequence[int]) -> list[Piece]:
@@ -152,6 +153,7 @@ class BufferedParser:
             self._parse(self._ids[: self._uncut], "".join(self._tail))
         else:
             self._parse(self._ids, "")
+        self._builder.end()
         return self._builder.take_deltas(), self._builder.message()
 
     def _match_stops(self, text: str) -> None:
@@ -181,7 +183,7 @@ class BufferedParser:
             builder.content(self._decode([i for i in ids if i not in self._stop_ids]) + more)
             return
         builder.reasoning(response.reasoning_content or "")
-        builder.content(response.content or "")
+        builder.content(self._with_white_space(response, ids) if response.content else "")
         calls = []
         for call in response.tool_calls:
             arguments = as_arguments(call.arguments) if call.status == "ok" else None
@@ -195,6 +197,22 @@ class BufferedParser:
             builder.open_call(name)
             builder.arguments(arguments)
             builder.close_call()
+
+    def _with_white_space(self, response: Any, ids: list[int]) -> str:
+        """Return the content with the white space around it that the parser took away.
+
+        Line breaks after reasoning are the template's.
+        """
+        body = str(response.content).strip()
+        text = self._decode([i for i in ids if i not in self._stop_ids])
+        at = text.rfind(body)
+        if not body or at < 0:
+            return str(response.content)
+        before, after = text[:at], text[at + len(body) :]
+        before = before[len(before.rstrip()) :]
+        if response.reasoning_content:
+            before = before.lstrip("\r\n")
+        return before + body + after[: len(after) - len(after.lstrip())]
 
 
 StreamParser: TypeAlias = IncrementalParser | BufferedParser

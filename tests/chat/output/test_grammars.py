@@ -96,6 +96,31 @@ def test_what_was_meant_is_read(name: str, thinking: bool, data: st.DataObject) 
     ]
 
 
+@EVERY
+@THINKING
+def test_white_space_at_an_answers_ends_stays(name: str, thinking: bool) -> None:
+    made = family(name, thinking=thinking)
+    for text in ("    return a + b\n", " x\n\ny \n\n", "\tx", "x\r\n", "x"):
+        for reasoning in (None, "Hm.") if made.reasons else (None,):
+            ids = made.say(text, reasoning=reasoning)
+            for tools in (None, TOOLS):
+                for chunks in ([ids], [[i] for i in ids]):
+                    read = streamed(parser_of(made, tools), chunks)
+                    seen = (read.content, read.reasoning_content, read.tool_calls)
+                    assert seen == (text, reasoning, []), (reasoning, tools is None)
+
+
+@EVERY
+@THINKING
+def test_white_space_before_a_call_is_the_templates(name: str, thinking: bool) -> None:
+    made = family(name, thinking=thinking)
+    # Llama's answer is a text or a call.
+    if made.spec.calls and name != "llama3":
+        ids = made.say("  a", calls=(Call("add", {"text": "a", "n": 3}),))
+        read = streamed(parser_of(made), [[i] for i in ids])
+        assert (read.content, len(read.tool_calls)) == ("  a", 1)
+
+
 RENDERERS = {name: r for name in names() if (r := family(name).spec.renderer) != "default"}
 
 

@@ -84,7 +84,7 @@ CASES = [
     ("glm-4.5", "<tool_call>now</tool_call>", "", [("now", "{}")]),
     ("glm-4.5", "<tool_call>I will not</tool_call>", "<tool_call>I will not</tool_call>", []),
     ("glm-5", "<tool_call>add<arg_key>text</arg_key><arg_value>a\n</arg_value></tool_call> b",
-     "b", [("add", '{"text": "a\\n"}')]),
+     " b", [("add", '{"text": "a\\n"}')]),
     ("glm-5", "<tool_call>add<arg_key>n</arg_key><arg_value>12", "", [("add", '{"n": 12')]),
     ("glm-5", "<tool_call>ad", "<tool_call>ad", []),
     ("deepseek-v3", DEEPSEEK + 'add\n```json\n{"n": 1}\n```<｜tool▁call▁end｜>', "",

@@ -21,6 +21,37 @@ def test_trimmed_text_leaves_as_soon_as_it_is_inside(parts: list[str]) -> None:
     assert made.text() == out
 
 
+@given(st.lists(st.text(alphabet="a \n", max_size=4), max_size=12), st.booleans())
+def test_content_is_as_sampled(parts: list[str], has_calls: bool) -> None:
+    made, out, text = MessageBuilder(ToolCallIds([1]), has_calls=has_calls), "", ""
+    for part in parts:
+        made.content(part)
+        text += part
+        out += "".join(delta.content or "" for delta in made.take_deltas())
+        assert out == (text.rstrip() if has_calls else text)
+    made.end()
+    out += "".join(delta.content or "" for delta in made.take_deltas())
+    assert out == made.message().content == text
+
+
+def test_what_a_template_puts_around_content_is_none_of_it() -> None:
+    made = MessageBuilder(ToolCallIds([1]), lead="\n")
+    for part in ("\n", "\n a", "\n", " \n"):
+        made.content(part)
+    made.open_call("f")
+    made.close_call()
+    made.content("\n")
+    made.end()
+    assert made.message().content == "\n a"
+    made = MessageBuilder(ToolCallIds([1]))
+    made.reasoning("r")
+    made.end_reasoning()
+    for part in ("\n", "\n", "  a", "\n"):
+        made.content(part)
+    made.end()
+    assert made.message().content == "  a\n"
+
+
 def test_neighbours_of_one_kind_are_one_step() -> None:
     made = MessageBuilder(ToolCallIds([1]))
     made.content("a")

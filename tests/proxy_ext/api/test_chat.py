@@ -9,6 +9,7 @@ import orjson
 import pytest
 
 from any_agent.chat import ChatFormat
+from any_agent.types import Continuation
 from tests.proxy_ext.api.test_refusals import refusal
 from tests.support.proxy import HELLO, Proxy
 from tests.support.proxy_fixtures import Start
@@ -152,6 +153,32 @@ async def test_every_turn_continues_its_parents_ids(
     concat = await proxy.export(session["session_id"], style="concat")
     (row,) = concat[session["session_id"]].values()
     assert sum(row["loss_mask"]) == sum(len(i.output_ids) for i in recorded)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+@pytest.mark.parametrize("back", ["    return a + b\n", "return a + b"])
+async def test_white_space_at_an_answers_ends_stays_and_costs_no_parent(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, stream: bool, back: str
+) -> None:
+    session = await proxy.open()
+    key = session["api_key"]
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    say(engine, chat, "    return a + b\n")
+    if stream:
+        events, _ = await proxy.stream(key, tools=tools, max_tokens=40)
+        text = "".join(e["choices"][0]["delta"].get("content") or "" for e in events)
+    else:
+        text = (await proxy.complete(key, tools=tools, max_tokens=40))["choices"][0]["message"][
+            "content"
+        ]
+    assert text == "    return a + b\n"
+    say(engine, chat, "ok")
+    # Some frameworks trim what they send back.
+    messages = [*HELLO, {"role": "assistant", "content": back}, {"role": "user", "content": "go"}]
+    await proxy.complete(key, messages=messages, tools=tools)
+    first, second = await proxy.recorded(session["session_id"])
+    assert first.output_message["content"] == text
+    assert second.parent_id == first.id and second.continuation is Continuation.EXACT
 
 
 async def test_rewritten_history_starts_a_new_root(

@@ -192,7 +192,7 @@ async def test_stop_sequences(
     stops = ["three", "two"]
     answer = await create(proxy, session["api_key"], stream=stream, stop_sequences=stops)
     assert (answer.stop_reason, answer.stop_sequence) == ("stop_sequence", "two")
-    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "one"}]
+    assert [block.to_dict() for block in answer.content] == [{"type": "text", "text": "one "}]
     (interaction,) = await proxy.recorded(session["session_id"])
     assert interaction.request["matched_stop"] == 1
     say(engine, chat, "one")
