@@ -152,14 +152,14 @@ class ContentText:
         self.parts: list[str] = []
         self._lead = lead
         self._holds = holds
-        self._held = ""
+        self._held: list[str] = []
         self._drops_breaks = False
 
     def drop_breaks(self) -> None:
         """Drop white space so far, and line breaks from now on, if there was no text yet."""
         self._lead = ""
         if not self.parts:
-            self._held, self._drops_breaks = "", True
+            self._held, self._drops_breaks = [], True
 
     def push(self, text: str) -> str:
         """Return what is certainly content now."""
@@ -175,16 +175,16 @@ class ContentText:
             return ""
         body = text.rstrip() if self._holds else text
         if not body:
-            self._held += text
+            self._held.append(text)
             return ""
-        visible = self._held + body
-        self._held = text[len(body) :]
+        visible = "".join((*self._held, body))
+        self._held = [text[len(body) :]]
         self.parts.append(visible)
         return visible
 
     def end(self) -> str:
         """Return what was held back, where no call came after it."""
-        text, self._held = self._held, ""
+        text, self._held = "".join(self._held), []
         if text:
             self.parts.append(text)
         return text
