@@ -36,15 +36,18 @@ def _make(args: argparse.Namespace) -> int:
     from any_agent.demo.models.tiny import save_tiny_model
 
     logging.disable_progress_bar()
+    print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
-        print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)
         make(args.out, args.seed)
-        print(f"made {args.out}")
-        return 0
-    save_tiny_model(args.out, args.seed)
-    if args.warmup_steps:
-        warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+    else:
+        save_tiny_model(args.out, args.seed)
+        if args.warmup_steps:
+            warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+    for file in args.out.iterdir():
+        # safetensors makes files that only their owner may read.
+        file.chmod(file.stat().st_mode | 0o444)
+    print(f"made {args.out}")
     return 0
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from any_agent.chat import load_chat_format
+from any_agent.demo import model
 from any_agent.demo.models import judge, sums
 from any_agent.demo.models.teach import Author, Conversation, Row, _backward
 
@@ -134,3 +135,15 @@ def test_rows_in_parts_teach_what_they_teach_together(
 
     for whole, parts in zip(gradients(10**9), gradients(300), strict=True):
         torch.testing.assert_close(parts, whole, rtol=1e-4, atol=1e-6)
+
+
+def test_the_command_says_what_it_does_and_all_may_read_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    assert model.main([str(folder), "--warmup-steps", "0"]) == 0
+    first, last = capsys.readouterr().out.splitlines()
+    assert "half a minute" in first and last == f"made {folder}"
+    files = list(folder.iterdir())
+    assert "model.safetensors" in {file.name for file in files}
+    assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
