@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import logging
 import ssl
+import time
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Literal, Self, TypeVar
@@ -54,6 +56,14 @@ T = TypeVar("T", bound=BaseModel)
 _LOST_OR_UNREACHABLE = (502, 503, 504)
 """Statuses of requests that may have taken effect, or that did not arrive."""
 
+log = logging.getLogger(__name__)
+
+_SILENCE = 2.0
+"""Seconds of waiting after which a word is said."""
+_MAX_ANSWERED = 1024
+_answered: set[str] = set()
+"""The addresses that have answered this process."""
+
 
 class RLClient:
     """A client of one service; every method raises the AnyAgentError of the service's response.
@@ -65,7 +75,9 @@ class RLClient:
     for polls; each request that must not take effect twice has its own Idempotency-Key. Without
     ``trust_env`` proxies named in the environment are not used. ``admin_key`` (or a trainer's, or a
     tenant's) may be a function, too, for a key that changes. ``epoch`` is the number of the
-    trainer's start: once the service knows of a later one, StaleOwner is raised. ``tls`` replaces
+    trainer's start: once the service knows of a later one, StaleOwner is raised. With
+    ``first_contact`` an address that never answered this process is tried for so many seconds at
+    most, and a wait of more than two seconds is logged as a warning. ``tls`` replaces
     the process's TLS context, ``http`` the client's own transport.
     """
 
@@ -77,6 +89,7 @@ class RLClient:
         epoch: int | None = None,
         timeout: float = 60.0,
         retry_for: float = 30.0,
+        first_contact: float | None = None,
         trust_env: bool = True,
         tls: ssl.SSLContext | None = None,
         http: AiohttpTransport | None = None,
@@ -93,6 +106,7 @@ class RLClient:
         self._key = admin_key if callable(admin_key) else lambda: admin_key or ""
         self._epoch = {EPOCH_HEADER: str(epoch)} if epoch is not None else {}
         self._retry_for = retry_for
+        self._first_contact = first_contact
         self._timeout = timeout
         self._http = http or AiohttpTransport(timeout=timeout, trust_env=trust_env, tls=tls)
 
@@ -372,10 +386,16 @@ class RLClient:
         if once:
             headers["Idempotency-Key"] = once if isinstance(once, str) else uuid.uuid4().hex
         patience = self._retry_for if retry_for is None else retry_for
+        if self._first_contact is not None and self.url not in _answered:
+            patience = min(patience, self._first_contact)
         backoff = Backoff(patience, first=0.05, longest=2.0)
+        begun, told = time.monotonic(), self._first_contact is None
         while True:
             last = not backoff.allows(backoff.delay)
             url = self.url
+            if not told and time.monotonic() - begun > _SILENCE:
+                told = True
+                log.warning("waiting for %s, which does not answer", url or "the service")
             if bearer := key or self._key():
                 headers["Authorization"] = f"Bearer {bearer}"
             try:
@@ -388,6 +408,8 @@ class RLClient:
                     headers=headers,
                     timeout=self._timeout + slack,
                 )
+                if url is not None and len(_answered) < _MAX_ANSWERED:
+                    _answered.add(url)
                 wait = _requested_wait(response, repeatable=bool(once or repeatable))
                 if wait and backoff.allows(wait):
                     await backoff.wait_at_least(wait)

@@ -21,6 +21,8 @@ from any_agent.keys import LANE_KEY_PREFIXES
 _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0  # seconds for a reply, on top of those that a request asks to wait
 _PATIENCE = 60.0
+_FIRST_CONTACT = 5.0
+"""Seconds for an address that never answered this process."""
 _MOVING_PATIENCE = 900.0  # seconds: a scheduler that stops a run starts it again after some minutes
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -165,10 +167,14 @@ class shared_client:
 
 
 def _new_client(service: ServiceAddress, retry_for: float) -> RLClient:
+    # A service that was never there is waited for only where somebody asks for that, or where a
+    # file says that it will come.
+    unasked = service.file is None and retry_for == service.patience
     return RLClient(
         service.named,
         admin_key=service.api_key,
         retry_for=retry_for,
+        first_contact=_FIRST_CONTACT if unasked else None,
         http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
         timeout=_TIMEOUT,
     )

@@ -9,6 +9,7 @@ from collections.abc import Callable
 import httpx
 import pytest
 
+from any_agent.client import rl_client
 from any_agent.client.rl_client import RLClient
 from any_agent.errors import (
     Conflict,
@@ -19,6 +20,7 @@ from any_agent.errors import (
 )
 from any_agent.protocol.rl import API_HEADER, API_VERSION
 from any_agent.protocol.training import RunInfo
+from tests.support.ports import own_port
 
 STARTED = {
     "session_id": "s",
@@ -187,6 +189,29 @@ async def test_a_lost_reply_is_repeated_without_a_key_where_that_changes_nothing
         await call(client)  # type: ignore[misc]
     assert len(seen) == (2 if repeated else 1)
     assert not any("idempotency-key" in request.headers for request in seen)
+
+
+async def test_an_address_that_never_answered_is_given_up_soon_and_the_wait_is_told(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(rl_client, "_SILENCE", 0.1)
+    never = f"http://127.0.0.1:{own_port()}"
+    started_at = time.monotonic()
+    async with RLClient(never, retry_for=60, first_contact=0.5) as client:
+        with pytest.raises(ServiceUnavailable):
+            await client.request("GET", "/run", repeatable=True)
+    assert time.monotonic() - started_at < 10
+    assert [record.getMessage() for record in caplog.records] == [
+        f"waiting for {never}, which does not answer"
+    ]
+
+
+async def test_a_service_that_has_answered_is_waited_for() -> None:
+    client, seen = client_with(started(), *[httpx.ConnectError("away")] * 6, started())
+    client._first_contact = 0.01
+    await client.start_session()
+    await client.start_session()
+    assert len(seen) == 8
 
 
 async def test_nobody_there() -> None:
