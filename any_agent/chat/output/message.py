@@ -177,8 +177,12 @@ class ContentText:
         if not body:
             self._held.append(text)
             return ""
-        visible = "".join((*self._held, body))
-        self._held = [text[len(body) :]]
+        visible = body
+        if self._held:
+            visible = "".join((*self._held, body))
+            self._held = []
+        if len(body) != len(text):
+            self._held.append(text[len(body) :])
         self.parts.append(visible)
         return visible
 
