@@ -181,6 +181,8 @@ class SupervisedProcess:
         environment = {k: v for k, v in os.environ.items() if not k.startswith(ENV_PREFIX)}
         environment.setdefault("TOKENIZERS_PARALLELISM", "false")
         environment["PYTHONUNBUFFERED"] = "1"
+        # A part that a library's native code ends leaves its stack in its log.
+        environment.setdefault("PYTHONFAULTHANDLER", "1")
         if self._command.python is not None:
             for name in _PYTHON_VARIABLES:
                 environment.pop(name, None)

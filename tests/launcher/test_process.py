@@ -242,6 +242,14 @@ def test_no_library_is_loaded_between_fork_and_exec(
     assert run(SupervisedProcess("child", Command([module("short", "")]), tmp_path / "log")) == ""
 
 
+def test_one_that_native_code_ends_leaves_its_stack_in_its_log(
+    module: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    name = module("fall", "import ctypes\ndef fall() -> None:\n    ctypes.string_at(0)\nfall()")
+    said = run(SupervisedProcess("fallen", Command([name]), tmp_path / "1.log"))
+    assert "Segmentation fault" in said and "in fall" in said
+
+
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = SupervisedProcess("child", Command(["x"]), log)

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 def environment(**more: str) -> dict[str, str]:
     kept = {k: v for k, v in os.environ.items() if not k.startswith("ANY_AGENT_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", **more}
+    return {**kept, "PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **more}
 
 
 def await_url(url: str, process: subprocess.Popen[bytes], log: Path) -> None:
