@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import json
 import pickle
 import time
@@ -108,7 +109,19 @@ async def test_a_body_that_claims_to_be_compressed(target: Target, part: Part) -
     bomb = request("POST", CHAT, b"\x1f\x8b" + bytes(500), key=key, headers=headers)
     reply = await exchange(part, bomb)
     assert reply.refused()
-    assert reply.error["code"] == "invalid_json"
+    assert reply.error["code"] == "invalid_encoding"
+
+
+async def test_a_body_that_is_a_bomb(target: Target, part: Part, figure: Figure) -> None:
+    """A quarter of a megabyte that becomes 256."""
+    _, key = target.open()
+    headers = [(b"Content-Encoding", b"gzip")]
+    bomb = request("POST", CHAT, gzip.compress(bytes(256 * MIB)), key=key, headers=headers)
+    peak = part.peak
+    reply = await exchange(part, bomb)
+    figure(f"{len(bomb) >> 10} KiB answered {reply.status}; {part.peak - peak} MiB more")
+    assert (reply.status, reply.error["code"]) == (413, "payload_too_large")
+    assert part.peak - peak < 128
 
 
 async def test_a_body_that_never_ends(target: Target, part: Part) -> None:
