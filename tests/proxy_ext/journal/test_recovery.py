@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -108,6 +109,7 @@ async def test_a_finished_run_that_is_given_more_steps_goes_on(start: Start, pro
 async def test_a_session_whose_time_passed_meanwhile(start: Start, proxy: Proxy) -> None:
     session = await proxy.open(ttl=0.05)
     again = await restart(start)
+    await asyncio.sleep(0.06)
     await again.service.expiry.sweep()
     response = await again.call(session["api_key"])
     assert response.status_code == 410
