@@ -11,7 +11,6 @@ from contextlib import suppress
 from functools import partial
 from typing import Any
 
-from starlette.datastructures import Headers
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
@@ -109,7 +108,8 @@ class EntryMiddleware:
         method, path = scope["method"], scope["path"]
         if method == "GET":
             try:
-                require_no_websocket(method, path, Headers(scope=scope).get("upgrade"))
+                upgrade = next(iter(_texts(scope["headers"], b"upgrade")), None)
+                require_no_websocket(method, path, upgrade)
             except AnyAgentError as error:
                 await error_response(error, path)(scope, receive, send)
                 return

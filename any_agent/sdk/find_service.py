@@ -136,16 +136,20 @@ class _SharedClient:
 
 
 _clients: WeakKeyDictionary[
-    asyncio.AbstractEventLoop, dict[tuple[ServiceAddress, float], _SharedClient]
+    asyncio.AbstractEventLoop, dict[tuple[ServiceAddress, float | None], _SharedClient]
 ] = WeakKeyDictionary()
 _lock = threading.Lock()
 
 
 class shared_client:
     """``async with shared_client(service, retry_for=60) as client`` gives the running event loop's
-    client of a service: all its users share the connections, and the last one closes it."""
+    client of a service: all its users share the connections, and the last one closes it.
 
-    def __init__(self, service: ServiceAddress, *, retry_for: float) -> None:
+    Without ``retry_for`` it is the service's patience, which a URL where nothing ever answered does
+    not get: it may be wrong. A file with the URL says that the service comes.
+    """
+
+    def __init__(self, service: ServiceAddress, *, retry_for: float | None) -> None:
         self._key = service, retry_for
 
     async def __aenter__(self) -> RLClient:
@@ -166,14 +170,12 @@ class shared_client:
             await shared.client.close()
 
 
-def _new_client(service: ServiceAddress, retry_for: float) -> RLClient:
-    # A service that was never there is waited for only where somebody asks for that, or where a
-    # file says that it will come.
-    unasked = service.file is None and retry_for == service.patience
+def _new_client(service: ServiceAddress, retry_for: float | None) -> RLClient:
+    unasked = service.file is None and retry_for is None
     return RLClient(
         service.named,
         admin_key=service.api_key,
-        retry_for=retry_for,
+        retry_for=service.patience if retry_for is None else retry_for,
         first_contact=_FIRST_CONTACT if unasked else None,
         http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
         timeout=_TIMEOUT,

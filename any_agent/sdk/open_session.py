@@ -113,13 +113,17 @@ class AgentSession:
         }
         _validate(self._fields)
         self._wait = wait
-        self._retry_for = self.service.patience if retry_for is None else retry_for
+        self._retry_for = retry_for
         self._idempotency_key = idempotency_key
         self._on_missing_reward = on_missing_reward
         self._opening = False
         self._shared = shared_client(self.service, retry_for=self._retry_for)
         self._session: AsyncSession | None = None
         self._membership: ambient.Membership | None = None
+
+    @property
+    def _patience(self) -> float:
+        return self.service.patience if self._retry_for is None else self._retry_for
 
     async def __aenter__(self) -> AsyncSession:
         session = await self._open()
@@ -138,7 +142,7 @@ class AgentSession:
                 self._open(),
                 sdk_thread().loop,
                 what="with AgentSession(...)",
-                within=self._wait + self._retry_for + 120,
+                within=self._wait + self._patience + 120,
             )
             self._join(session)
         except BaseException as error:
@@ -256,7 +260,7 @@ async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
 
 async def find_run(service: ServiceAddress, *, answer_timeout: float) -> RunInfo:
     """Return the service's run, within ``answer_timeout`` seconds unless the service may move."""
-    retry_for = service.patience if service.file is not None else answer_timeout
+    retry_for = None if service.file is not None else answer_timeout
     async with shared_client(service, retry_for=retry_for) as client:
         return await run_info(client, service)
 

@@ -82,11 +82,6 @@ class RunnerSettings:
         )
         self.service = find_service(self.url, self.api_key)
 
-    @property
-    def patience(self) -> float:
-        """The seconds for which requests are tried again while the service is away."""
-        return self.service.patience if self.retry_for is None else self.retry_for
-
 
 def require_setting(valid: bool, message: str) -> None:
     if not valid:

@@ -97,7 +97,7 @@ class AgentRunner(RunnerSettings):
         show = progress_callback(self.progress)
         http = retrying_client() if called.wants_http_client and not called.blocks else None
         try:
-            async with shared_client(self.service, retry_for=self.patience) as client:
+            async with shared_client(self.service, retry_for=self.retry_for) as client:
                 info = await run_info(client, self.service)
                 plan = await self._planned(items, size, info, results_log)
                 scheduler = RunScheduler(plan, items, called, self, client, results_log, show, http)

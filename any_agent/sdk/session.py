@@ -113,7 +113,7 @@ class AsyncSession(SessionBase):
         service: ServiceAddress,
         started: SessionStarted,
         *,
-        retry_for: float,
+        retry_for: float | None,
         judged: bool = False,
     ) -> None:
         super().__init__(service, started, judged=judged)

@@ -34,7 +34,7 @@ def system(text: str) -> Message:
 
 
 def written_apart(chat: ChatFormat, messages: list[Message], tools: Any) -> list[int] | None:
-    """As the template alone writes them; None if it refuses them."""
+    """Return the ids that the template alone writes; None if it refuses the messages."""
     plain = [{**m, "role": m["role"].replace("developer", "system")} for m in messages]
     settings = {**chat.renderer.settings, "add_generation_prompt": True, "return_dict": False}
     try:

@@ -156,7 +156,7 @@ def test_why_a_prompt_is_rendered_anew(
 
 @pytest.mark.parametrize("name", ["qwen3", "qwen3_5"])
 def test_several_system_messages_are_continued_exactly(name: str) -> None:
-    """Whether the template takes them, or gets them as one."""
+    """The next prompt goes on from the tokens, with templates that take them and that get one."""
     chat = family(name).chat
     tree = InteractionTree()
     system: list[Message] = [

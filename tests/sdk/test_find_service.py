@@ -144,3 +144,11 @@ async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
     async with shared_client(service, retry_for=1.0) as client:
         assert client is not first
     await other.__aexit__()
+
+
+async def test_patience_that_is_asked_for_counts_also_at_an_address_that_never_answered() -> None:
+    service = find_service("http://127.0.0.1:9")
+    async with shared_client(service, retry_for=service.patience) as asked:
+        assert asked._first_contact is None
+    async with shared_client(service, retry_for=None) as unasked:
+        assert unasked._first_contact == 5

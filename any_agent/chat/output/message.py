@@ -121,6 +121,13 @@ class WhitespaceTrimmer:
     def push(self, text: str) -> str:
         if not self.parts:
             text = text.lstrip(self._strip)
+        return self._inside(text)
+
+    def text(self) -> str:
+        return "".join(self.parts)
+
+    def _inside(self, text: str) -> str:
+        """Return what is text for certain: white space at its end may be the end's."""
         body = text.rstrip(self._strip)
         if not body:
             if text:
@@ -136,30 +143,27 @@ class WhitespaceTrimmer:
         self.parts.append(visible)
         return visible
 
-    def text(self) -> str:
-        return "".join(self.parts)
 
-
-class ContentText:
+class ContentText(WhitespaceTrimmer):
     """Content as sampled, but for the white space that templates put around it.
 
     This is what one puts at an answer's beginning, line breaks after reasoning and calls, and white
     space before calls: what may be that is held back until text or the end follows.
     """
 
+    __slots__ = ("_drops_breaks", "_lead")
+
     def __init__(self, *, lead: str, holds: bool) -> None:
         """``lead``: the white space at an answer's beginning. ``holds``: calls may follow."""
-        self.parts: list[str] = []
+        super().__init__(None if holds else "")
         self._lead = lead
-        self._holds = holds
-        self._held: list[str] = []
         self._drops_breaks = False
 
     def drop_breaks(self) -> None:
         """Drop white space so far, and line breaks from now on, if there was no text yet."""
         self._lead = ""
         if not self.parts:
-            self._held, self._drops_breaks = [], True
+            self._space, self._drops_breaks = [], True
 
     def push(self, text: str) -> str:
         """Return what is certainly content now."""
@@ -171,30 +175,14 @@ class ContentText:
         if self._drops_breaks:
             text = text.lstrip("\r\n")
             self._drops_breaks = not text
-        if not text:
-            return ""
-        body = text.rstrip() if self._holds else text
-        if not body:
-            self._held.append(text)
-            return ""
-        visible = body
-        if self._held:
-            visible = "".join((*self._held, body))
-            self._held = []
-        if len(body) != len(text):
-            self._held.append(text[len(body) :])
-        self.parts.append(visible)
-        return visible
+        return self._inside(text)
 
     def end(self) -> str:
         """Return what was held back, where no call came after it."""
-        text, self._held = "".join(self._held), []
+        text, self._space = "".join(self._space), []
         if text:
             self.parts.append(text)
         return text
-
-    def text(self) -> str:
-        return "".join(self.parts)
 
 
 class MessageBuilder:

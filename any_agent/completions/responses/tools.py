@@ -174,8 +174,7 @@ def _add(found: ResponsesTools, tool: Any, where: str) -> list[dict[str, Any]]:
         full = full_name(group, name)
         found.names[full] = (group, name)
         found.chat.append({**function, "function": {**function["function"], "name": full}})
-        if len(found.chat) > MAX_TOOLS:
-            tool_list(found.chat)
+        tool_list(found.chat)
     return [{"type": "namespace", "name": group, "description": description, "tools": own}]
 
 
