@@ -19,6 +19,7 @@ from any_agent.runtime.command_line import (
     count,
     number,
     option,
+    require_installed,
     share_module_path,
 )
 
@@ -114,6 +115,7 @@ def add_export_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
+    require_installed("serve")
     share_module_path()
     arguments = sys.argv[sys.argv.index("export") + 1 :]
     sys.stdout.flush()

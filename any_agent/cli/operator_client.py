@@ -14,6 +14,11 @@ if TYPE_CHECKING:
     from any_agent.client.rl_client import RLClient
 
 _URL = "http://127.0.0.1:8000"
+_URL_FROM = "ANY_AGENT_URL"
+"""The only variable that names the service here: an operator's key must not reach what
+OPENAI_BASE_URL names, which may be another provider."""
+_PATIENCE = 2.0
+"""Seconds of retries while the service does not answer."""
 _KEYS = ("ANY_AGENT_KEY", "ANY_AGENT_SERVER__ADMIN_KEY", "ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 KEY_HELP = (
     f"Give it with --key, or in the environment variable {_KEYS[0]}, {_KEYS[1]}, {_KEYS[2]} or "
@@ -23,7 +28,7 @@ KEY_HELP = (
 
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
-    option(parser, "--url URL", f"the service (default {_URL})", default=_URL)
+    option(parser, "--url URL", f"the service (default: {_URL_FROM}, else {_URL})")
     option(parser, "--key KEY", f"{holder} key; safer in the environment")
 
 
@@ -37,9 +42,10 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
     from any_agent.client.rl_client import RLClient
 
     key, key_from = _key(arguments.key)
+    arguments.url = _url(arguments.url)
 
     async def run() -> int:
-        async with RLClient(arguments.url, admin_key=key, retry_for=2.0) as client:
+        async with RLClient(arguments.url, admin_key=key, retry_for=_PATIENCE) as client:
             return await act(client)
 
     try:
@@ -48,6 +54,19 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
         used = "no key was given" if key is None else f"the key came from {key_from}"
         error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
         raise
+
+
+def _url(given: str | None) -> str:
+    """Return the address of the option, the variable or the default; ConfigError if it is none."""
+    from any_agent.client.environment import is_placeholder
+    from any_agent.client.service_url import checked_url, names_file
+
+    found, named_by = given, "--url"
+    if not found:
+        found, named_by = os.environ.get(_URL_FROM, "").strip(), _URL_FROM
+    if not found or is_placeholder(found):
+        return _URL
+    return found if names_file(found) else checked_url(found, named_by)
 
 
 def _key(given: str | None) -> tuple[str | None, str]:

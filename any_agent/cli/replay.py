@@ -15,6 +15,7 @@ from any_agent.runtime.command_line import (
     add_trial_arguments,
     count,
     option,
+    require_installed,
     share_module_path,
 )
 
@@ -78,6 +79,7 @@ def add_replay_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _run(_: argparse.Namespace) -> int:
+    require_installed("serve")
     share_module_path()
     arguments = sys.argv[sys.argv.index("replay") + 1 :]
     sys.stdout.flush()

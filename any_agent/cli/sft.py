@@ -16,6 +16,7 @@ from any_agent.runtime.command_line import (
     count,
     number,
     option,
+    require_installed,
     share_module_path,
 )
 
@@ -79,6 +80,7 @@ def _share(text: str) -> float:
 
 
 def _run(_: argparse.Namespace) -> int:
+    require_installed("train")
     share_module_path()
     arguments = sys.argv[sys.argv.index("sft") + 1 :]
     sys.stdout.flush()

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import guarded, require_installed
+
+_MADE = "any_agent_demo_model.json"
+"""What the model in a folder was made of: written last, so a model that has it is whole."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -22,12 +27,23 @@ def main(argv: Sequence[str] | None = None) -> int:
         "without; or judging whether an answer is right",
     )
     parser.add_argument("--warmup-steps", type=int, default=80, help="supervised steps of echo")
+    parser.add_argument("--overwrite", action="store_true", help="whatever the folder holds")
     args = parser.parse_args(argv)
     return guarded(lambda: _make(args))
 
 
 def _make(args: argparse.Namespace) -> int:
     require_installed("train")
+    asked = {"skill": args.skill, "seed": args.seed, "warmup_steps": args.warmup_steps}
+    made = args.out / _MADE
+    if made.is_file() and not args.overwrite and made.read_text("utf-8") == json.dumps(asked):
+        print(f"{args.out} holds this model already")
+        return 0
+    if args.out.exists() and not args.overwrite and (
+        not args.out.is_dir() or next(args.out.iterdir(), None)
+    ):
+        raise ConfigError(f"{args.out} holds something else: name a new folder, or add --overwrite")
+    made.unlink(missing_ok=True)
     from transformers.utils import logging
 
     from any_agent.demo.models.judge import make_judge_model
@@ -44,6 +60,7 @@ def _make(args: argparse.Namespace) -> int:
         save_tiny_model(args.out, args.seed)
         if args.warmup_steps:
             warm_up(args.out, steps=args.warmup_steps, seed=args.seed)
+    made.write_text(json.dumps(asked), "utf-8")
     for file in args.out.iterdir():
         # safetensors makes files that only their owner may read.
         file.chmod(file.stat().st_mode | 0o444)

@@ -29,7 +29,11 @@ class Estimate(NamedTuple):
 
 
 def estimate(values: Sequence[float]) -> Estimate | None:
-    """Return the mean of one value per item with Student's interval; None without any value."""
+    """Return the mean of one value per item with Student's interval; None without any value.
+
+    Where all values lie between 0 and 1, as probabilities and most rewards do, the interval is cut
+    there: Student's of few items is far wider.
+    """
     count = len(values)
     if not count:
         return None
@@ -38,7 +42,10 @@ def estimate(values: Sequence[float]) -> Estimate | None:
         return Estimate(mean, None, count)
     variance = math.fsum((value - mean) ** 2 for value in values) / (count - 1)
     half = student975(count - 1) * math.sqrt(variance / count)
-    return Estimate(mean, (mean - half, mean + half), count)
+    low, high = mean - half, mean + half
+    if min(values) >= 0.0 and max(values) <= 1.0:
+        low, high = max(low, 0.0), min(high, 1.0)
+    return Estimate(mean, (low, high), count)
 
 
 def student975(freedom: int) -> float:

@@ -70,18 +70,13 @@ class Evaluation:
 
     def pass_at(self, k: int) -> Estimate | None:
         """Estimate pass@k over the items that have at least k scores; None without any."""
-        found = estimate(
+        return estimate(
             [
                 pass_at_k(len(scores), sum(score >= self.threshold for score in scores), k)
                 for scores in self.scores.values()
                 if len(scores) >= k
             ]
         )
-        if found is None or found.interval is None:
-            return found
-        low, high = found.interval
-        # A probability lies between 0 and 1.
-        return found._replace(interval=(max(low, 0.0), min(high, 1.0)))
 
     def default_ks(self) -> list[int]:
         """Return 1, 2, 4, ... and the number of runs."""

@@ -33,6 +33,9 @@ def light(monkeypatch: pytest.MonkeyPatch) -> None:
         (partial(main, ["demo"]), "train"),
         (partial(main, ["doctor", "m"]), "serve"),
         (partial(model.main, ["out"]), "train"),
+        (partial(main, ["export"]), "serve"),
+        (partial(main, ["replay", "session"]), "serve"),
+        (partial(main, ["sft", "--data", "d.jsonl", "--out", "out"]), "train"),
         (partial(any_agent_grpo.main, ["--model", "m"]), "train"),
     ],
 )

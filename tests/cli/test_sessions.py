@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 import pytest
 
 from any_agent.auth.key_store import create_key
+from any_agent.cli.main import main
 from any_agent.cli.sessions import _age
 from any_agent.launcher.trial import trial_dir
 from any_agent.runtime.command_line import printable
@@ -180,6 +181,31 @@ async def test_nobody_there() -> None:
 
     said = await sessions(Nowhere(), "list")  # type: ignore[arg-type]
     assert said.code == 1 and "is the service running?" in said.err
+
+
+@pytest.mark.parametrize(
+    ("environ", "named"),
+    [
+        ({"ANY_AGENT_URL": "http://127.0.0.1:9/v1"}, "http://127.0.0.1:9 "),
+        # An operator's key must not reach another provider.
+        ({"OPENAI_BASE_URL": "http://127.0.0.1:9/v1"}, "http://127.0.0.1:10 "),
+        ({"ANY_AGENT_URL": "nowhere"}, "ANY_AGENT_URL is 'nowhere'"),
+    ],
+)
+def test_the_service_is_the_one_that_the_environment_names(
+    environ: dict[str, str],
+    named: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for name in ("ANY_AGENT_URL", "OPENAI_BASE_URL"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environ.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("any_agent.cli.operator_client._PATIENCE", 0.0)
+    monkeypatch.setattr("any_agent.cli.operator_client._URL", "http://127.0.0.1:10")
+    assert main(["sessions", "list"]) != 0
+    assert f"error: {named}" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

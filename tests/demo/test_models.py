@@ -147,3 +147,21 @@ def test_the_command_says_what_it_does_and_all_may_read_its_model(
     files = list(folder.iterdir())
     assert "model.safetensors" in {file.name for file in files}
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)
+
+
+def test_the_command_overwrites_nothing_unasked(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "model"
+    mine = [str(folder), "--warmup-steps", "0"]
+    assert model.main(mine) == 0
+    before = {file: file.stat().st_mtime_ns for file in folder.iterdir()}
+    assert model.main(mine) == 0, "the README's line may be pasted twice"
+    assert model.main([*mine, "--seed", "1"]) == 2
+    assert {file: file.stat().st_mtime_ns for file in folder.iterdir()} == before
+    assert "--overwrite" in capsys.readouterr().err
+    assert model.main([*mine, "--seed", "1", "--overwrite"]) == 0
+    other = tmp_path / "other"
+    other.write_text("mine")
+    assert model.main([str(other), "--warmup-steps", "0"]) == 2
+    assert other.read_text() == "mine"

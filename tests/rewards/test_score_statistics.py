@@ -34,6 +34,17 @@ def test_an_estimate() -> None:
     assert found.interval == pytest.approx((2 - half, 2 + half))
 
 
+def test_an_interval_of_values_from_0_to_1_stays_there() -> None:
+    for values, interval in (
+        ([0.25, 1.0], (0.0, 1.0)),
+        ([0.5, 0.5, 0.75], (0.2248, 0.9419)),
+        ([0.25, 1.5], (-7.066, 8.816)),
+        ([-1.0, 1.0], (-12.706, 12.706)),
+    ):
+        found = estimate(values)
+        assert found is not None and found.interval == pytest.approx(interval, abs=1e-3)
+
+
 def test_too_few_items_for_an_interval() -> None:
     assert estimate([]) is None
     assert estimate([0.5]) == (0.5, None, 1)

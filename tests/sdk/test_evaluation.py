@@ -81,7 +81,7 @@ def test_figures_and_table() -> None:
     assert figures["by_item"][0] == {"item": 0, "task_id": "first", "rewards": [1, 0, 0, 1]}
     head, *rows = found.table([1, 4])
     assert [row.split() for row in rows] == [
-        ["reward", "0.417", "-0.532", "..", "1.365", "3"],
+        ["reward", "0.417", "0.000", "..", "1.000", "3"],
         ["pass@1", "0.333", "0.000", "..", "1.000", "3"],
         ["pass@4", "0.500", "0.000", "..", "1.000", "2"],
     ]
