@@ -317,7 +317,7 @@ class AgentFailed(AnyAgentError, code="agent_failed"):
 
     ``agent_failed`` (it raised), ``agent_timeout``, ``agent_crashed`` (its process died),
     ``invalid_reward`` (it returned no valid reward), ``no_model_call`` (no call reached the
-    service).
+    service), ``returned_none`` (its episode returned None).
     """
 
 

@@ -21,7 +21,7 @@ if __package__ in (None, ""):
     )
 
 from any_agent.cli import run_service
-from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of
+from any_agent.runtime.command_line import add_service_arguments, guarded, overrides_of, parse
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -32,7 +32,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="end after the last step instead of continuing to serve the trained model",
     )
-    arguments = parser.parse_args(argv)
+    arguments = parse(parser, argv)
     return guarded(
         lambda: run_service(
             arguments.config, overrides_of(arguments), train=True, stay=not arguments.exit_when_done

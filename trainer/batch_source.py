@@ -235,14 +235,16 @@ class DatasetBatches(BatchSource):
 
     def _reject(self, group: list[SampledSession]) -> str | None:
         rows = [row for session in group for row in session.rows]
-        if self._accept is not None and not self._accept(padded(rows)):
-            self.zero_variance.count("not_accepted")
-            self._require_signal()
-            return "not_accepted"
         sessions = self._config.sessions
-        if len(group) < min(sessions.min_group_size, sessions.group_size):
-            return "group_too_small"
-        reason = self.zero_variance.reject_reason(group)
+        reason = None
+        if self._accept is not None and not self._accept(padded(rows)):
+            reason = "not_accepted"
+        elif len(group) < min(sessions.min_group_size, sessions.group_size):
+            reason = "group_too_small"
+        if reason is not None:
+            self.zero_variance.count(reason)
+        else:
+            reason = self.zero_variance.reject_reason(group)
         self._require_signal()
         return reason
 

@@ -224,8 +224,8 @@ class TrainingLoop:
             self._exhausted = True
             self.report.say(f"data      all items are finished, at step {self.policy.steps}")
             return
-        if notice := self._source.zero_variance.trainability.take_notice():
-            self.report.announce(f"untrained {notice}")
+        if notices := self._source.zero_variance.trainability.take_notices():
+            self.report.announce(*(f"untrained {notice}" for notice in notices))
         versions, positions = self._publisher.versions, self._source.positions_of(groups)
         taken = self._steps.manifest(self.policy, groups, versions, positions)
         batch = self._steps.batch(self.policy, groups, taken)

@@ -63,7 +63,7 @@ class RunReport:
     def waiting(self, error: TimeoutError, zero_variance: ZeroVarianceGroups) -> None:
         """Announce what the trainer waits for, and why it may be that long."""
         lines = [f"waiting   for trajectories: {error}"]
-        notices = (zero_variance.notice, zero_variance.trainability.notice)
+        notices = (zero_variance.notice, *zero_variance.trainability.notices)
         lines += [f"waiting   {notice}" for notice in notices if notice is not None]
         self.announce(*lines)
 

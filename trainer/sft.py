@@ -26,7 +26,7 @@ from any_agent.cli.sft import add_sft_arguments
 from any_agent.config import Config, load_config
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
-from any_agent.runtime.command_line import guarded, overrides_of
+from any_agent.runtime.command_line import guarded, overrides_of, parse
 from trainer.adapter_files import FOLDER, save_adapter
 from trainer.from_config import learning_rate, policy_config, require_warm_up, seed_all
 from trainer.loss import LossConfig, LossInputs, LossStats, register_loss
@@ -310,10 +310,10 @@ class _Tuning:
         return -sum(sums) / count_trained(rows)
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="any-agent sft")
     add_sft_arguments(parser)
-    arguments = parser.parse_args()
+    arguments = parse(parser, argv)
     return guarded(lambda: run(arguments))
 
 

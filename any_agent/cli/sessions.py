@@ -172,7 +172,7 @@ async def _show(client: RLClient, arguments: argparse.Namespace) -> int:
             print(details.model_dump_json())
             return
         for name, value in details.model_dump(exclude={"rewards", "reward_history"}).items():
-            if value is not None:
+            if value is not None and value != {}:
                 print(f"{name + ':':<17} {printable(_readable(name, value))}")
         for entry in details.reward_history:
             target = entry.interaction_id or "the session"
@@ -279,6 +279,9 @@ def _readable(name: str, value: Any) -> str:
         return _date(value)
     if name.endswith("_in"):
         return f"{value:.0f} s"
+    if isinstance(value, dict):
+        text = ", ".join(f"{number} {reason}" for reason, number in value.items())
+        return f"{text} (docs/reference/calls.md has the reasons)"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 

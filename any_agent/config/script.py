@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 
 from any_agent.config import Config, load_config
 from any_agent.errors import ConfigError
-from any_agent.runtime.command_line import one_line_errors
+from any_agent.runtime.command_line import add_short_options, one_line_errors, overrides_of
 
 if TYPE_CHECKING:
     from any_agent.types import GenerationHyperparameters
@@ -77,7 +77,8 @@ _ConfigT = TypeVar("_ConfigT", bound=Config)
 def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_ConfigT, str]:
     """Read a script's settings from its arguments (``sys.argv[1:]``), the environment and a file.
 
-    ``argv``: an optional ``--config FILE``, and any number of ``key=value``. Returns the settings
+    ``argv``: an optional ``--config FILE``, any number of ``key=value``, and the commands' short
+    options for settings, such as ``--trial NAME``. Returns the settings
     and the file's path, which is empty without a file. From here on an uncaught AnyAgentError ends
     the script with one line, unless ``log_level=debug``, which keeps its traceback; and names in
     settings (`workflow`) are also found in the current folder, after all other places.
@@ -95,14 +96,16 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
     # Callers may pass all of sys.argv, with the script's own name.
     argv = argv[1:] if argv and argv[0].endswith(".py") else argv
     parser = argparse.ArgumentParser(
-        usage="%(prog)s [--config FILE] [key=value ...]",
+        usage="%(prog)s [--config FILE] [--trial NAME] [key=value ...]",
         description="Any setting can be given as key=value, e.g. train.lr=1e-5 rollout.eta=1; "
         "`any-agent config` shows all of them with their defaults.",
         allow_abbrev=False,
     )
     parser.add_argument("--config", metavar="FILE", help="a YAML file of settings")
-    arguments, overrides = parser.parse_known_args(argv)
-    config = load_config(arguments.config, overrides, kind=config_cls)
+    add_short_options(parser)
+    arguments, rest = parser.parse_known_args(argv)
+    arguments.overrides = rest
+    config = load_config(arguments.config, overrides_of(arguments), kind=config_cls)
     if not {"", os.getcwd()}.intersection(sys.path):
         sys.path.append(os.getcwd())
     one_line_errors(debug=config.log_level == "debug")

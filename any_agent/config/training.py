@@ -75,12 +75,15 @@ class RolloutConfig(Section):
     """Seconds after which trajectories of a silent trainer are handed out again."""
     max_failures: int = Field(64, ge=1)
     """Consecutive failed episodes on a dataset after which training ends with the last reason. A
-    failed episode is left out, and counted by its reason."""
+    failed episode is left out, and counted by its reason. One that returns None counts, too: its
+    workflow rejects it, or its agent makes no model call and returns no reward. Raise it for a
+    workflow that rejects nearly all."""
     max_dull_groups: int = Field(1000, ge=1)
     """Consecutive groups on a dataset with nothing to learn from after which training ends with an
-    error: all runs of an item score the same, or `dynamic_filter_fn` accepts none (in
-    `prepare_batch`: no run is kept). With agents outside, which may bring other tasks at any time,
-    training goes on and reports why it waits."""
+    error: all runs of an item score the same, fewer than `sessions.min_group_size` are left, or
+    `dynamic_filter_fn` accepts none (in `prepare_batch`: no run is kept). With agents outside,
+    which may bring other tasks at any time, training goes on and reports why it
+    waits."""
     dump_to_file: bool = False
     """Write every episode on a dataset, with its text, to
     `<fileroot>/<experiment>/<trial>/rollout/<version>/<task_id>.jsonl` (`eval-rollout` in an

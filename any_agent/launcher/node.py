@@ -375,6 +375,11 @@ class Node:
             # The trainer has a key of its own, derived from the run's signing secret.
             secrets=(ENGINE_KEY_VARIABLE, JOURNAL_VARIABLE),
         )
+        if leads:
+            self.options.say(
+                "trainer   loads its model; until it is ready, who opens a train session waits "
+                "(`wait`), or gets 429"
+            )
 
     def _add(
         self,

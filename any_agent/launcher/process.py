@@ -77,6 +77,8 @@ class SupervisedProcess:
         self._popen: subprocess.Popen[bytes] | None = None
         self._masked = 0
         """The part of its log, in bytes, in which secrets are masked."""
+        self._log_begins = 0
+        """The size of its log when it was started, behind what earlier starts wrote."""
 
     def start(self) -> None:
         command = self._command
@@ -93,6 +95,7 @@ class SupervisedProcess:
 
         python = command.python or sys.executable
         with open(self.log, "ab", opener=owner_only) as out:
+            self._log_begins = out.tell()
             self._popen = subprocess.Popen(
                 [*command.before, python, *command.launch, *command.arguments],
                 stdin=subprocess.DEVNULL,
@@ -151,14 +154,14 @@ class SupervisedProcess:
             self._signal(signal.SIGKILL)
 
     def last_lines(self, count: int = 15) -> str:
-        """Return the end of its log, indented, without keys."""
+        """Return the end of what this start wrote to its log, indented, without keys."""
         try:
             with open(self.log, "rb") as file:
-                file.seek(max(0, file.seek(0, os.SEEK_END) - 65_536))
+                file.seek(max(self._log_begins, file.seek(0, os.SEEK_END) - 65_536))
                 lines = file.read().decode(errors="replace").splitlines()
         except OSError:
             lines = []
-        shown = lines[-count:] or ["(its log is empty)"]
+        shown = lines[-count:] or ["(it wrote nothing to its log)"]
         text = "\n".join(f"    {line}" for line in shown)
         return f"{Redactor().text(text)}\n  log: {self.log}"
 

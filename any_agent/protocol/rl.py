@@ -304,6 +304,12 @@ class SessionInfo(_Session):
     untrainable_calls: dict[str, int] = {}
     """The numbers of its other calls by reason, such as `grammar`; `discarded`: another answer to
     the same request was continued."""
+    roots: int | None = None
+    """The prompts that continue no earlier call's tokens, the first included; 1 is an unbroken
+    session. Each begins a conversation that is trained by itself. None where the content is
+    archived or deleted."""
+    root_reasons: dict[str, int] = {}
+    """The numbers of the roots after the first by reason, such as `history_rewritten`."""
 
 
 class SessionFinalized(SessionInfo):

@@ -31,7 +31,6 @@ from any_agent.record.reward_propagation import discarded as discarded
 from any_agent.record.reward_propagation import propagate_rewards as propagate_rewards
 from any_agent.record.reward_propagation import session_score as session_score
 from any_agent.record.reward_propagation import was_received as was_received
-from any_agent.record.trainability import CallCounts as CallCounts
 from any_agent.record.trainability import TrainabilityWatch as TrainabilityWatch
 from any_agent.record.trainability import count_calls as count_calls
 from any_agent.types import Row as Row

@@ -10,12 +10,17 @@ from hashlib import sha256
 from typing import Any
 
 from any_agent.engine.pool import SEEDS
-from any_agent.errors import InvalidTrajectory
+from any_agent.errors import AgentFailed, InvalidTrajectory
 from any_agent.rollout.jobs import EpisodeJob
 from any_agent.types import GenerationHyperparameters, SampledSession
 from any_agent.workflow import context
 from any_agent.workflow.grouped import own_copy
 from any_agent.workflow.tensors import rows_of, tensors_of
+
+_NONE = (
+    "the episode returned None, so there is nothing to train on: its workflow rejected it, or its "
+    "agent made no model call that reached the service, and returned no reward"
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +31,7 @@ class EpisodeOutcome:
     reason: str | None = None
     """The reason, under its name in `rejected`."""
     error: BaseException | None = None
-    """The error of a failed run; None where the workflow itself rejected it."""
+    """The error that explains the reason."""
 
 
 @dataclass(slots=True, kw_only=True)
@@ -83,7 +88,9 @@ class EpisodeRunner:
 
     def _read(self, result: Any, job: EpisodeJob, k: int) -> EpisodeOutcome:
         if result is None:
-            return EpisodeOutcome(reason="returned_none")
+            return EpisodeOutcome(
+                reason="returned_none", error=AgentFailed(_NONE, code="returned_none")
+            )
         if job.stream is None or not job.stream.sessions:
             return EpisodeOutcome(tensors_of(result, discount=self.discount))
         rows = rows_of(

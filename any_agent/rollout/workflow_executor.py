@@ -51,8 +51,8 @@ class WorkflowExecutor:
 
     Train episodes begin while ``running <= rollout.max_concurrent`` and ``running + buffered <=
     (rollout.eta + 1) * rollout.batch_size``, all counted in sessions: runs of the workflow. An
-    ended session is buffered until it is settled. An episode that fails is left out; too many in a
-    row (``rollout.max_failures``) make waits raise TrainingError.
+    ended session is buffered until it is settled. An episode that fails, or returns None, is left
+    out; too many in a row (``rollout.max_failures``) make waits raise TrainingError.
     """
 
     def __init__(

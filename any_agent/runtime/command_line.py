@@ -167,10 +167,17 @@ def add_setting_arguments(
 ) -> None:
     """Add ``--config``, these short options, and the list ``overrides`` of settings."""
     parser.add_argument("--config", metavar="FILE", help="YAML file of settings")
+    add_short_options(parser, short)
+    parser.add_argument("overrides", nargs="*", default=(), metavar=metavar, help=help)
+
+
+def add_short_options(
+    parser: argparse.ArgumentParser, short: Sequence[str] = tuple(_SHORT)
+) -> None:
+    """Add these options that stand for settings; by default all."""
     for option in short:
         name, setting = _SHORT[option]
         parser.add_argument(f"--{option}", metavar=name, help=f"short for {setting}={name}")
-    parser.add_argument("overrides", nargs="*", default=(), metavar=metavar, help=help)
 
 
 def overrides_of(arguments: argparse.Namespace) -> list[str]:

@@ -455,7 +455,7 @@ class SessionOpener:
                 f". {reserved} slots are kept for groups that are not full: "
                 f"{public_id(partial.id)} has {len(partial.members)} of {partial.size} sessions"
             )
-        if (notice := self._sessions.trainability.notice) is not None:
+        for notice in self._sessions.trainability.notices:
             message += f". {notice}"
         return TooManyRequests(message, retry_after=2)
 

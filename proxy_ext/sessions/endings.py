@@ -12,7 +12,7 @@ from any_agent.auth.access import Caller
 from any_agent.completions.untrainable import GUARDRAIL_VETO
 from any_agent.errors import InvalidRequest, Unprocessable
 from any_agent.protocol.rl import SessionInfo
-from any_agent.record import CallCounts, InteractionTree
+from any_agent.record import InteractionTree, count_calls
 from any_agent.types import SessionMode, SessionState
 from proxy_ext.journal import (
     EraseContent,
@@ -300,9 +300,8 @@ class SessionEnder:
             for interaction in unsent:
                 interaction.untrainable_reason = UNDELIVERED
             self._sessions.undelivered += len(unsent)
-            if row.state is SessionState.FINALIZED and answer.trainable_calls is not None:
-                counts = CallCounts(answer.trainable_calls, answer.untrainable_calls)
-                self._sessions.trainability.add(counts)
+            if row.state is SessionState.FINALIZED:
+                self._sessions.trainability.add(count_calls(session.tree))
         return answer
 
     async def _write(

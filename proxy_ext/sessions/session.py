@@ -192,9 +192,8 @@ class RecordedSession:
         idle_in = self.idle_expires - now
         # Without its content nothing tells whether single interactions were rewarded.
         unrewarded = False if row.content == "stored" else None
-        counts = None
-        if self.mode is SessionMode.TRAIN and row.content == "stored":
-            counts = count_calls(tree, undelivered)
+        counts = count_calls(tree, undelivered) if row.content == "stored" else None
+        trained = counts if self.mode is SessionMode.TRAIN else None
         return SessionInfo(
             **public_fields(row),
             opened_by=row.opened_by,
@@ -209,8 +208,10 @@ class RecordedSession:
             expires_in=row.expires_at - until if taking_calls else None,
             idle_in=idle_in if taking_calls and math.isfinite(idle_in) else None,
             awaits_in=row.awaits_until - until if awaiting and row.awaits_until else None,
-            trainable_calls=counts.trained if counts else None,
-            untrainable_calls=dict(counts.untrained) if counts else {},
+            trainable_calls=trained.trained if trained else None,
+            untrainable_calls=dict(trained.untrained) if trained else {},
+            roots=counts.roots if counts else None,
+            root_reasons=dict(counts.root_reasons) if counts else {},
         )
 
 

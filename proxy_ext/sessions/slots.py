@@ -80,7 +80,10 @@ class Admission:
     def no_slot_reason(self) -> str:
         """The reason that no slot is free."""
         if self._limit_expires is None:
-            return "no trainer has set a limit yet (it is starting, or none runs)"
+            return (
+                "no trainer has set a limit yet (it loads its model, or repeats steps since its "
+                "checkpoint: the service's console says `trainer ready`; or none runs)"
+            )
         if self._limit_expired:
             return "the trainer has sent nothing for a while (it restarts, or is gone)"
         return "the trainer has as many sessions as it wants now"

@@ -128,6 +128,16 @@ async def test_show(proxy: Proxy) -> None:
         assert abs(time.time() - at.timestamp()) < 300, "whatever the zone here is"
     said = await sessions(proxy, "show", "--json", id)
     assert json.loads(said.out)["session_id"] == id
+    assert (shown["roots:"], "root_reasons:" in shown) == ("1", False)
+    lied = [{"role": "user", "content": "hello"}, {"role": "assistant", "content": "never said"}]
+    await proxy.complete(session["api_key"], messages=[*lied, lied[0]])
+    shown = dict(
+        line.split(None, 1) for line in (await sessions(proxy, "show", id)).out.splitlines()
+    )
+    assert (shown["roots:"], shown["root_reasons:"].split()[:2]) == (
+        "2",
+        ["1", "history_rewritten"],
+    )
     said = await sessions(proxy, "show", "ses-0-none", id)
     assert said.code == 1 and "there is no session" in said.err and id in said.out
 

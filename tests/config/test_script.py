@@ -31,6 +31,16 @@ def test_a_script_reads_its_file_and_its_arguments(tmp_path: Path) -> None:
     assert load_expr_config(["train.steps=3"], GRPOConfig)[1] == ""
 
 
+def test_the_commands_short_options_are_settings_of_a_script(tmp_path: Path) -> None:
+    path = tmp_path / "my.yaml"
+    path.write_text("trial: of-the-file\n")
+    given = ["train.steps=3", "--trial", "t", "train.lr=1e-3", f"--config={path}", "--model=/m"]
+    config, read = load_expr_config([*given, "server.ranks=3"], GRPOConfig)
+    assert (config.trial, config.model.path, read) == ("t", "/m", str(path))
+    assert (config.train.steps, config.train.lr, config.server.ranks) == (3, 1e-3, 3)
+    assert load_expr_config(["--trial", "t", "trial=u"], GRPOConfig)[0].trial == "u"
+
+
 def test_gconfig_is_how_train_sessions_are_sampled() -> None:
     arguments = ["sampling.temperature=0.7", "sampling.max_new_tokens=12"]
     gconfig = load_expr_config(arguments, GRPOConfig)[0].gconfig

@@ -75,7 +75,10 @@ def test_parts_start_in_order_each_with_what_it_needs(lab: Lab) -> None:
     assert [name for name, _ in sorted(told[2:4])] == ["engine 0", "engine 1"]
     assert all(words.startswith("ready at http://127.0.0.1:") for _, words in told[2:4])
     assert sorted(told[4:6]) == [("rank 0", "ready"), ("rank 1", "ready")]
-    assert told[6:] == [("router", f"ready at {node.url}"), ("trainer", "ready")]
+    router_is_ready, loads, trainer_is_ready = told[6:]
+    assert router_is_ready == ("router", f"ready at {node.url}")
+    assert loads[0] == "trainer" and "429" in loads[1]
+    assert trainer_is_ready == ("trainer", "ready")
 
 
 def test_parts_end_in_the_order_that_keeps_most(lab: Lab) -> None:

@@ -253,10 +253,24 @@ def test_one_that_native_code_ends_leaves_its_stack_in_its_log(
 def test_the_end_of_a_long_log(tmp_path: Path) -> None:
     log = tmp_path / "log"
     process = SupervisedProcess("child", Command(["x"]), log)
-    assert "its log is empty" in process.last_lines()
+    assert "wrote nothing to its log" in process.last_lines()
     log.write_bytes(b"first\n" + b"\xff" * 200_000 + b"\nlast but one\nlast\n")
     said = process.last_lines(2)
     assert said.splitlines() == ["    last but one", "    last", f"  log: {log}"]
+
+
+def test_the_end_of_a_log_is_of_this_start_only(
+    module: Callable[[str, str], str], tmp_path: Path
+) -> None:
+    log = tmp_path / "log"
+    speaking, silent = (
+        SupervisedProcess("child", Command([module(name, text)]), log)
+        for name, text in (("speaks", "print('an error of old')"), ("is_silent", ""))
+    )
+    run(speaking)
+    assert "an error of old" in speaking.last_lines()
+    assert "an error of old" in run(silent), "the log has both"
+    assert "an error of old" not in silent.last_lines()
 
 
 def test_a_key_in_a_log_is_masked_and_not_shown(tmp_path: Path) -> None:

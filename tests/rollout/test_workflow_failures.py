@@ -192,9 +192,27 @@ def test_a_success_now_and_then_is_enough() -> None:
     assert e.rejected == {"failed": 70}
 
 
-def test_what_a_workflow_rejects_has_not_failed() -> None:
+def test_a_workflow_that_rejects_all_ends_like_one_that_always_fails() -> None:
+    """Otherwise the items of a dataset would be run for ever, in silence."""
     rejects = Doing(lambda _: "reject")
-    with executor(max_failures=2) as e, pytest.raises(RolloutError, match=r": 20 returned_none$"):
+    with (
+        executor(max_failures=8) as e,
+        pytest.raises(TrainingError, match=r"8 episodes in a row failed.* returned None"),
+    ):
+        e.prepare_batch(items(50), rejects, timeout=60)
+    assert 8 <= e.rejected["returned_none"] < 50
+
+
+def test_a_workflow_may_reject_some() -> None:
+    rejects = Doing(lambda data: None if data["n"] % 4 == 0 else "reject")
+    with executor(max_failures=4, max_concurrent=1) as e:
+        assert len(e.rollout_batch(items(20), rejects)) == 5
+    assert e.rejected == {"returned_none": 15}
+
+
+def test_a_batch_of_rejected_items_says_so() -> None:
+    rejects = Doing(lambda _: "reject")
+    with executor() as e, pytest.raises(RolloutError, match=r"20 returned_none; .* returned None"):
         e.rollout_batch(items(20), rejects)
     assert e.rejected == {"returned_none": 20}
 

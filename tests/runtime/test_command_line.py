@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from any_agent.runtime import command_line
+from trainer import any_agent_grpo
 
 REPOSITORY = Path(__file__).parents[2]
 
@@ -124,3 +125,19 @@ def test_a_reader_that_leaves_is_no_error() -> None:
         env={**os.environ, "CODE": code},
     )
     assert (done.returncode, done.stderr) == (141, "")
+
+
+def test_settings_may_stand_between_the_options_of_the_trainers_script(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    given: list[object] = []
+
+    def record(*args: object, **kwargs: object) -> int:
+        given.append((args, kwargs))
+        return 0
+
+    monkeypatch.setattr(any_agent_grpo, "run_service", record)
+    line = ["--trial", "t", "train.lr=1e-5", "--exit-when-done", "train.seed=2"]
+    assert any_agent_grpo.main(line) == 0
+    settings = ["trial=t", "train.lr=1e-5", "train.seed=2"]
+    assert given == [((None, settings), {"train": True, "stay": False})]

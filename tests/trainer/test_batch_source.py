@@ -379,6 +379,20 @@ def test_nothing_but_failures_ends_it_with_the_reason(settings: list[str]) -> No
         lab.trainer.train()
 
 
+def test_nothing_but_rejected_runs_ends_it_with_the_reason(settings: list[str]) -> None:
+    config = config_of(settings, "rollout.max_failures=6")
+    lab = DataLab(config, Alternating(rejected=tuple(range(10))))
+    with pytest.raises(TrainingError, match=r"6 episodes in a row failed.* no model call"):
+        lab.trainer.train()
+
+
+def test_groups_that_are_too_small_for_ever_end_it(settings: list[str]) -> None:
+    """A run of each item is kept, so no row of failures ever gets long."""
+    lab = DataLab(config_of(settings, "rollout.max_dull_groups=20"), Alternating(halved=True))
+    with pytest.raises(TrainingError, match=r"20 groups in a row .*\(20 group_too_small\)\. "):
+        lab.trainer.train()
+
+
 def test_rows_that_are_gone_are_told_of(settings: list[str]) -> None:
     config = config_of(settings)
     first = DataLab(config)

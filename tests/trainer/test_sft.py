@@ -23,6 +23,7 @@ from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from tests.support.true_logprobs import TrueModel
 from trainer.sft import SETTINGS as SFT_SETTINGS
 from trainer.sft import chosen, read_examples, run
+from trainer.sft import main as train
 
 USER = {"role": "user", "content": "What is 2 + 2?"}
 ANSWER = {"role": "assistant", "content": "It is 4."}
@@ -53,6 +54,20 @@ def nats(model: Path, ids: list[int], mask: list[int]) -> float:
     table = TrueModel(model).logprobs(ids[:1], ids[1:], {"temperature": 1.0})
     own = table.gather(-1, torch.tensor(ids[1:])[:, None])[:, 0]
     return -float((own * torch.tensor(mask[1:])).sum()) / sum(mask)
+
+
+def test_settings_may_stand_between_options(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[argparse.Namespace] = []
+
+    def record(arguments: argparse.Namespace) -> int:
+        seen.append(arguments)
+        return 0
+
+    monkeypatch.setattr("trainer.sft.run", record)
+    assert train(["--data", "d", "train.lr=1e-5", "--out", "o", "train.seed=2", "--best", "2"]) == 0
+    (given,) = seen
+    assert (given.data, given.out, given.best) == (["d"], "o", 2)
+    assert given.overrides == ["train.lr=1e-5", "train.seed=2"]
 
 
 def test_every_answer_is_a_row_that_ends_its_turn(chat: ChatFormat, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from any_agent.completions.params.parameter import MAX_NOTE_BYTES
 from any_agent.completions.params.parse import call_of, sort_parameters
 from any_agent.completions.params.schema_check import check, json_text, require_object, shown
 from any_agent.completions.params.table import TABLE
-from any_agent.completions.params.tools import MAX_NAME, tool_list, tools_of
+from any_agent.completions.params.tools import MAX_NAME, note_strict, tool_list, tools_of
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
@@ -56,6 +56,8 @@ def parse_count(body: Any, settings: ParseSettings) -> MessagesCall:
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     tools, forced, parallel = _tools(body)
+    if tools is not None:
+        note_strict(body["tools"], rest)
     grammar, asked_by = unless_forced(*_format(body), forced, rest)
     thinking = _thinking(body, known)
     shared = {name: body.get(name) for name in _AS_IN_CHAT} | {"stop": body.get("stop_sequences")}

@@ -27,6 +27,7 @@ from any_agent.completions.params.table import TABLE
 from any_agent.completions.params.tools import (
     asks_for_functions,
     functions_of,
+    note_strict,
     tools_of,
     with_tool_calls,
 )
@@ -49,6 +50,7 @@ def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     older = asks_for_functions(body)
     tools, forced = functions_of(body) if older else tools_of(body)
+    note_strict(tools or (), rest)
     grammar, asked_by = unless_forced(*grammar_of(body), forced, rest)
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):

@@ -120,11 +120,11 @@ _HONOURED = (
         "tools",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
-        f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced: a call's arguments are "
-        "what the model writes. Custom tools are refused, and so are all for a model whose chat "
-        "template shows neither tools nor calls: describe them in a message. Where it shows calls "
-        "but no tools, as DeepSeek V3's, describe them there as well: these are for reading the "
-        "calls.",
+        f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced, and named as ignored: "
+        "a call's arguments are what the model writes. Custom tools are refused, and so are all "
+        "for a model whose chat template shows neither tools nor calls: describe them in a "
+        "message. Where it shows calls but no tools, as DeepSeek V3's, describe them there as "
+        "well: these are for reading the calls.",
         checked=False,
     ),
     _chat(

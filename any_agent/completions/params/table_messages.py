@@ -54,9 +54,9 @@ _HONOURED = (
         "tools",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "What the model may call, each with a name of its own and an `input_schema`; together at "
-        f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced. Anthropic's own "
-        "tools without an `input_schema` are refused by name. A streamed call's input comes when "
-        "it is whole, whatever `eager_input_streaming` says.",
+        f"most {MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced, and named as "
+        "ignored. Anthropic's own tools without an `input_schema` are refused by name. A streamed "
+        "call's input comes when it is whole, whatever `eager_input_streaming` says.",
         checked=False,
     ),
     _messages(

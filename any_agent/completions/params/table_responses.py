@@ -70,8 +70,8 @@ _HONOURED = (
         "tools",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions, as in a chat call but flat: `type`, `name`, `description`, `parameters`, "
-        "`strict`, which is not enforced; and namespaces of functions. Tools that only OpenAI runs "
-        "are left out, and named as ignored.",
+        "`strict`, which is not enforced, and named as ignored; and namespaces of functions. Tools "
+        "that only OpenAI runs are left out, and named as ignored, too.",
         checked=False,
     ),
     _responses(

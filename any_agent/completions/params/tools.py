@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from any_agent.completions.params.parameter import MAX_TOOLS, MAX_TOOLS_BYTES
 from any_agent.completions.params.schema_check import json_text, shown
+from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message, Tool
 
@@ -118,6 +119,16 @@ def _name(tool: Any, where: str) -> str:
     if not isinstance(function.get("parameters", {}), dict | None):
         raise InvalidRequest(f"{where}.function.parameters must be an object", param="tools")
     return name
+
+
+def note_strict(tools: Iterable[Any], rest: UnknownFields) -> None:
+    """Note `tools.strict` as ignored where a tool asks that its calls keep to its schema.
+
+    Only a grammar could enforce that, and no answer under a grammar is trained on.
+    """
+    functions = (each.get("function", each) for each in tools if isinstance(each, dict))
+    if any(isinstance(each, dict) and each.get("strict") is True for each in functions):
+        rest.ignored.append("tools.strict")
 
 
 def _wrong(message: str) -> InvalidRequest:

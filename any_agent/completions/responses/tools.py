@@ -12,7 +12,7 @@ from typing import Any
 
 from any_agent.completions.params.parameter import MAX_TOOLS
 from any_agent.completions.params.schema_check import require_names, shown
-from any_agent.completions.params.tools import tool_list, tools_of
+from any_agent.completions.params.tools import note_strict, tool_list, tools_of
 from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.completions.responses.input_items import full_name
 from any_agent.errors import InvalidRequest, UnsupportedParameter
@@ -93,6 +93,7 @@ def responses_tools(
         _leave_out(rest, "tools.defer_loading", True, refuse=refuse)
     found.shown, found.forced = tools_of({"tools": found.chat, "tool_choice": choice})
     found.choice = _flat_choice(choice, found.names)
+    note_strict(found.shown or (), rest)
     return found
 
 

@@ -150,6 +150,10 @@ def test_what_is_no_conversation(message: dict[str, Any], says: str) -> None:
 def test_tools() -> None:
     told = parse(tools=[{**TOOL, "type": "custom", "strict": True, "eager_input_streaming": True}])
     assert (told.chat.tools, told.chat.forced_call) == ([CHAT_TOOL], None)
+    # No grammar enforces it, so the answer's header names it.
+    assert told.chat.ignored == ("tools.strict",)
+    assert parse(tools=[{**TOOL, "strict": False}]).chat.ignored == ()
+    assert parse(tools=[{**TOOL, "strict": True}], tool_choice={"type": "none"}).chat.ignored == ()
     assert told.chat.parallel_tool_calls
     cases: list[tuple[dict[str, Any], Any, str | None, bool]] = [
         ({"type": "auto", "disable_parallel_tool_use": True}, [CHAT_TOOL], None, False),

@@ -196,6 +196,14 @@ def allowed(mode: str, *names: str) -> dict[str, Any]:
     return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": entries}}
 
 
+def test_strict_tools_are_named_as_not_enforced() -> None:
+    strict = {**TOOL, "function": {**TOOL["function"], "strict": True}}
+    for asked in ({"tools": [OTHER, strict]}, {"functions": [strict["function"]]}):
+        assert parse(**asked).ignored == ("tools.strict",)
+    for unasked in ({"tools": [TOOL, OTHER]}, {"tools": [strict], "tool_choice": "none"}):
+        assert parse(**unasked).ignored == ()
+
+
 def test_of_allowed_tools_the_model_is_told_alone() -> None:
     tools = [TOOL, OTHER]
     call = parse(tools=tools, tool_choice=allowed("auto", "g"))

@@ -32,6 +32,15 @@ def strictly(**fields: Any) -> ResponsesCall:
     return parse_responses({"input": "hi", **fields}, settings)
 
 
+def test_strict_functions_are_named_as_not_enforced() -> None:
+    strict = {**FIND, "strict": True}
+    assert parse(tools=[strict]).chat.ignored == ("tools.strict",)
+    assert parse(tools=[{**GROUP, "tools": [READ, strict]}]).chat.ignored == ("tools.strict",)
+    assert parse(tools=[strict], tool_choice="required").chat.ignored == ("tools.strict",)
+    for unasked in ({"tools": [FIND, READ]}, {"tools": [strict], "tool_choice": "none"}):
+        assert parse(**unasked).chat.ignored == ()
+
+
 def test_a_groups_functions_are_shown_under_full_names() -> None:
     call = parse(tools=[READ, GROUP, OTHER])
     assert shown(call) == ["read", "mcp__files__find", "mcp__files__read", "web__find"]

@@ -94,6 +94,8 @@ async def test_finalize_says_how_many_calls_are_trained_on(
     body = done.json()
     assert body["trainable_calls"] == 3
     assert body["untrainable_calls"] == {"grammar": 2, "penalty": 1, "discarded": 1}
+    # Its choices, and its repetition, are one root.
+    assert (body["roots"], body["root_reasons"]) == (4, {"new_conversation": 3})
     graded = await proxy.open(mode="eval")
     await proxy.complete(graded["api_key"], temperature=0)
     done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, graded["api_key"])
@@ -118,6 +120,28 @@ async def test_a_service_whose_sessions_are_not_trained_on_says_why(
     refused = await proxy.http.post("/rl/v1/start_session", json={"wait": 0})
     assert refused.status_code == 429
     assert why in refused.json()["error"]["message"]
+
+
+async def test_a_service_whose_agents_rewrite_their_past_says_so(
+    proxy: Proxy, engine: ScriptedEngine, chat: ChatFormat, caplog: pytest.LogCaptureFixture
+) -> None:
+    for number in range(4):
+        session = await proxy.open()
+        messages: list[Any] = [*HELLO]
+        for _ in range(3):
+            say(engine, chat, "one")
+            answer = await proxy.complete(session["api_key"], messages=messages)
+            answered = answer["choices"][0]["message"]
+            if number:
+                answered = {"role": "assistant", "content": "something else"}
+            messages = [*messages, answered, *HELLO]
+        done = await proxy.post("/rl/v1/finalize", {"final_reward": 1.0}, session["api_key"])
+        broken = {"history_rewritten": 2} if number else {}
+        assert (done.json()["roots"], done.json()["root_reasons"]) == (3 if number else 1, broken)
+        shown = (await proxy.http.get(f"/rl/v1/sessions/{session['session_id']}")).json()
+        assert (shown["roots"], shown["root_reasons"]) == (done.json()["roots"], broken)
+    (told,) = [r.getMessage() for r in caplog.records if "history_rewritten" in r.getMessage()]
+    assert told.startswith("3 of the last 4 sessions") and "6 history_rewritten" in told
 
 
 async def test_each_choice_and_each_answer_has_ids_of_its_own(

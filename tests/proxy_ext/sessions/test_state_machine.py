@@ -379,6 +379,8 @@ async def test_what_a_session_shows(proxy: Proxy) -> None:
         "awaits_in": None,
         "trainable_calls": 1,
         "untrainable_calls": {},
+        "roots": 1,
+        "root_reasons": {},
         "rewards_given": 1,
     }
     assert 90 < times["expires_in"] <= 100

@@ -43,6 +43,8 @@ def session(id: str = IDS[0], **more: Any) -> dict[str, Any]:
         "opened_by": EVIL,
         "trainable_calls": 1,
         "untrainable_calls": {EVIL: 1},
+        "roots": 2,
+        "root_reasons": {EVIL: 1},
         "first_version": 3,
         "last_version": 4,
         "rewards_given": 1,

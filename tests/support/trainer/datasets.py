@@ -18,18 +18,32 @@ from trainer.batch_source import DatasetBatches
 class Alternating(RolloutWorkflow):
     """Every second run of an item is rewarded; what is sampled tells the item and which it was."""
 
-    def __init__(self, *, dull: tuple[int, ...] = (), failing: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        *,
+        dull: tuple[int, ...] = (),
+        failing: tuple[int, ...] = (),
+        rejected: tuple[int, ...] = (),
+        halved: bool = False,
+    ) -> None:
+        """``rejected``: items of which each run gives None; ``halved``: every second run does."""
         self.runs: Counter[int] = Counter()
         """By item."""
         self._dull = dull
         self._failing = failing
+        self._rejected = rejected
+        self._halved = halved
 
-    async def arun_episode(self, engine: Any, data: dict[str, Any]) -> dict[str, torch.Tensor]:
+    async def arun_episode(
+        self, engine: Any, data: dict[str, Any]
+    ) -> dict[str, torch.Tensor] | None:
         n = data["n"]
         turn = self.runs[n] % 2
         self.runs[n] += 1
         if n in self._failing:
             raise RuntimeError(f"item {n} fails")
+        if n in self._rejected or (self._halved and turn):
+            return None
         reward = 0.5 if n in self._dull else float(turn)
         version = context.get().version
         return {
