@@ -236,7 +236,7 @@ class DatasetBatches(BatchSource):
     def _reject(self, group: list[SampledSession]) -> str | None:
         rows = [row for session in group for row in session.rows]
         if self._accept is not None and not self._accept(padded(rows)):
-            self.zero_variance.count("not_accepted")
+            self.zero_variance.refuse(group, "not_accepted")
             self._require_signal()
             return "not_accepted"
         sessions = self._config.sessions

@@ -20,6 +20,14 @@ KEY_HELP = (
     f"{_KEYS[3]} (the last only if it holds a key of any-agent)."
 )
 
+_REASONS = {
+    "zero_variance": "zero_variance: taught nothing, its group scored alike",
+    "group_too_small": "group_too_small: its group had too few members",
+    "untrainable": "untrainable: none of its calls can be trained on",
+    "stale": "stale: all of its tokens were too old",
+}
+"""Reasons that the trainer gives, with what they mean."""
+
 
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
@@ -48,6 +56,11 @@ def with_client(arguments: argparse.Namespace, act: Callable[[RLClient], Awaitab
         used = "no key was given" if key is None else f"the key came from {key_from}"
         error.message += f" ({used}); give one with --key or in {_KEYS[0]}"
         raise
+
+
+def reason_text(reason: str | None) -> str:
+    """Return the reason for a session's state in words, "" without any."""
+    return _REASONS.get(reason, reason) if reason else ""
 
 
 def _key(given: str | None) -> tuple[str | None, str]:

@@ -31,6 +31,20 @@ def test_a_row_of_them() -> None:
     assert dull.consecutive == 0
 
 
+def test_scores_since_a_step_are_those_of_all_sessions() -> None:
+    """The trained groups' mean hides that all others are solved."""
+    dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
+    assert dull.scores.read() == {"reward": None, "sessions": 0, "dull": 0}
+    for _ in range(3):
+        dull.reject_reason(alike(1.0))
+    dull.reject_reason(pair("varied"))
+    dull.refuse(pair("unwanted"), "not_accepted")
+    mean = (3 * 4 * 1.0 + 2 * 1.0) / 16
+    assert dull.scores.read() == {"reward": mean, "sessions": 16, "dull": 12}
+    assert dull.scores.take() == {"reward": mean, "sessions": 16, "dull": 12}
+    assert dull.scores.read()["sessions"] == 0
+
+
 def test_most_of_the_last_ones() -> None:
     """A group that differs now and then makes a step, after a long wait."""
     dull = ZeroVarianceGroups(TrainConfig())  # type: ignore[call-arg]
