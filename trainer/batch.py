@@ -42,6 +42,7 @@ from trainer.rows import Row, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
+_DOCUMENT = "docs/how-to/troubleshoot.md#my-reward-does-not-rise"
 
 _RECENT_GROUPS = 64
 _NOTICED = 8
@@ -451,7 +452,7 @@ class ZeroVarianceGroups:
     def notice(self) -> str | None:
         """A sentence for a waiting trainer, if most of the last groups were left out."""
         if self.consecutive >= _NOTICED:
-            return f"{self}. Other tasks or rewards would help"
+            return f"{self}. Other tasks or rewards would help ({_DOCUMENT})"
         recent = tuple(self._recent)
         reasons = Counter(reason for reason in recent if reason is not None)
         if len(recent) < _NOTICED or reasons.total() < _NOTICED_SHARE * len(recent):
@@ -460,7 +461,7 @@ class ZeroVarianceGroups:
         text += f" ({_listed(reasons)})"
         if reasons["zero_variance"]:
             text += ": an item whose runs all score the same is solved, or too hard"
-        return f"{text}. Other tasks or rewards would help"
+        return f"{text}. Other tasks or rewards would help ({_DOCUMENT})"
 
     def __str__(self) -> str:
         text = f"{self.consecutive} groups in a row had nothing to learn from"

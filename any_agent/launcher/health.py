@@ -21,7 +21,7 @@ from any_agent.launcher.process import DIRECT
 from any_agent.launcher.training_progress import describe_all
 from any_agent.runtime.command_line import printable
 
-_INTERVAL = 2.0  # seconds between two looks; the overview itself is made anew no more often
+_INTERVAL = 1.0  # seconds from one look to the next; the overview is made anew less often
 _TIMEOUT = 4.0
 _MISSED = 2  # looks in a row without an answer that are a change: a router may be restarting
 _PLAIN_INTERVAL = 60.0  # seconds between two lines where nothing is rewritten
@@ -121,7 +121,7 @@ def _reward(run: Mapping[str, Any], steps: int) -> str:
 
 
 class HealthWatch:
-    """Looks at the service every other second, in a thread, until the context ends."""
+    """Looks at the service every second, in a thread, until the context ends."""
 
     def __init__(self, url: str, key: Callable[[], str], steps: int) -> None:
         self._url = url

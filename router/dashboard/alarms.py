@@ -16,7 +16,7 @@ _RECENT = 5
 _MIN_SCORED = 20  # sessions since a step that say how the next ones will be
 _OTHER_TASKS = (
     "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
-    "train.dynamic_sampling says what becomes of such groups."
+    "docs/how-to/troubleshoot.md has more."
 )
 
 
