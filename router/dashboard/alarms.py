@@ -26,7 +26,7 @@ class Part:
 
     name: str
     state: str
-    """`ready`, `stopping`, `stalled`, `no engine`, `disk full` or `away`."""
+    """`ready`, `starting` (the trainer), `done`, `stopping`, `stalled`, `no engine`, `disk full` or `away`."""
     version: int | None = None
     open: int | None = None
     waiting: int | None = None
@@ -37,7 +37,7 @@ class Part:
 
     @property
     def well(self) -> bool:
-        return self.state in ("ready", "done")
+        return self.state in ("ready", "starting", "done")
 
 
 @dataclass(frozen=True, slots=True)

@@ -183,6 +183,8 @@ class OverviewReader:
             return "done"
         if entry.disk_full:
             return "disk full"
+        if entry.state == "starting":
+            return "starting"
         return "ready" if answers or self._health.trainer_alive else "away"
 
 
@@ -227,6 +229,8 @@ def why_waiting(
     trainer = next((part for part in parts if part.name == "trainer"), None)
     if trainer is None or trainer.state == "done":
         return ""
+    if trainer.state == "starting":
+        return "for the trainer, which loads its model"
     counts = sessions.get("train", {})
     reasons = []
     if groups:

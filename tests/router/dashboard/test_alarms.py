@@ -31,6 +31,7 @@ def test_a_run_that_is_well_has_none() -> None:
     assert alarms() == [] == alarms(steps=Steps())
     # Opens wait for slots all the time; it is the trainer's pace.
     assert alarms(slots={"waiting": 9}) == []
+    assert alarms(parts=[Part("trainer", "starting")], slots={"waiting": 9}) == []
 
 
 @pytest.mark.parametrize(

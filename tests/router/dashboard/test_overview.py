@@ -69,6 +69,8 @@ def test_why_it_waits(
 ) -> None:
     text = why_waiting(TRAINS, {"train": counts}, slots, groups)
     assert bool(text) == bool(words) and all(word in text for word in words)
+    starts = [Part("trainer", "starting")]
+    assert "trainer" in why_waiting(starts, {"train": counts}, slots, groups)
     # Without a trainer nothing waits for a step.
     assert why_waiting(TRAINS[:1], {"train": counts}, slots, groups) == ""
 
