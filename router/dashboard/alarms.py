@@ -26,7 +26,8 @@ class Part:
 
     name: str
     state: str
-    """`ready`, `starting` (the trainer), `done`, `stopping`, `stalled`, `no engine`, `disk full` or `away`."""
+    """`ready`, `stopping`, `stalled`, `no engine`, `disk full` or `away`; the trainer also
+    `starting` or `done`."""
     version: int | None = None
     open: int | None = None
     waiting: int | None = None
