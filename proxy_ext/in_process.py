@@ -66,9 +66,8 @@ class RankApp(EntryMiddleware):
     def engine(self) -> RolloutEngine:
         """The engine of the app's calls, always one object: token ids in, token ids out.
 
-        ServiceUnavailable while the app is not running.
+        It is there before the app runs; its calls raise ServiceUnavailable until then.
         """
-        _ = self.service
         return self._engine
 
     @property

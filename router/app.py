@@ -56,6 +56,7 @@ from router.dashboard.app import ROOT as UI_ROOT
 from router.dashboard.app import Dashboard
 from router.fanout import FanOut, Handler
 from router.forward import Forwarder, is_idempotent
+from router.front_page import FrontPage
 from router.implicit_affinity import ImplicitAffinity
 from router.lease import LeaseRoute
 from router.metrics import CLIENT_LEFT, FAILED, MetricsRoute, RouterStats
@@ -72,7 +73,7 @@ _LIMITS = f"{_MAX_HEADERS} headers of {_MAX_HEADER_BYTES // 1024} KB together"
 _MAX_LONG_BODIES = 8  # of the largest size in memory at once
 _ANSWERED_WHILE_DRAINING = ("/healthz", "/metrics")
 OVERVIEW = "/rl/v1/overview"
-_KEYLESS = ("/healthz", "/readyz", "/health", "/metrics", OVERVIEW)
+_KEYLESS = ("/", "/healthz", "/readyz", "/health", "/metrics", OVERVIEW)
 """Paths that the router answers without a key; metrics and overview check keys themselves."""
 _STOP_SECONDS = 1.5
 """Time for which aiohttp waits for requests under way, and again after it has cancelled them."""
@@ -126,7 +127,7 @@ class Router:
         self._none_running = asyncio.Event()
 
     def show_run(self, run_dir: RunDir, public_url: str, *, pages: bool) -> None:
-        """Answer the route of the overview, and with ``pages`` requests below `/ui`, here."""
+        """Answer `/`, the route of the overview, and with ``pages`` what is below `/ui` here."""
         assert self._audit is not None
         dashboard = Dashboard(
             run_dir,
@@ -139,6 +140,8 @@ class Router:
             self.stats,
         )
         self._own["GET", OVERVIEW] = dashboard.show_overview
+        front = FrontPage(public_url, self.replies, pages=pages)
+        self._own |= {("GET", "/"): front.show, ("HEAD", "/"): front.show}
         self._dashboard = dashboard if pages else None
 
     async def drain(self, within: float) -> None:

@@ -65,14 +65,13 @@ class ProxyRouter:
     """
 
     def __init__(self, proxy_urls: Sequence[str]) -> None:
-        urls = [str(url).rstrip("/") for url in proxy_urls]
+        # A proxy that is named twice is one rank all the same.
+        urls = list(dict.fromkeys(str(url).rstrip("/") for url in proxy_urls))
         if isinstance(proxy_urls, str) or not urls:
             raise ConfigError("ProxyRouter needs a list of its proxies' URLs, one or more")
         for url in urls:
             if not url.startswith(("http://", "https://")):
                 raise ConfigError(f"{url!r} is not a proxy's URL: give one like http://node1:8001")
-        if len(set(urls)) < len(urls):
-            raise ConfigError(f"a proxy is named twice: {', '.join(urls)}; name each one once")
         self.proxy_urls = urls
         self._opening: asyncio.Task[Router] | None = None
         """Opens the router, or has opened it."""

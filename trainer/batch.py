@@ -7,10 +7,11 @@ A session is a leased :class:`Trajectory`, whose tree is still to be scored, or 
 from __future__ import annotations
 
 import logging
+import threading
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +42,7 @@ from trainer.rows import Row, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
+_DOCUMENT = "docs/how-to/troubleshoot.md#my-reward-does-not-rise"
 
 _RECENT_GROUPS = 64
 _NOTICED = 8
@@ -349,12 +351,50 @@ def _is_dull(group: Group, config: TrainConfig) -> bool:
     return estimate_advantages([rewards], outcomes)[0].zero_variance
 
 
+class ScoresSinceStep:
+    """The scores of all sessions since the latest step, of groups that teach nothing, too.
+
+    Executors add them in their threads; the loop takes them, and a scrape reads them.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._sum = 0.0
+        self._scored = 0
+        self._dull = 0
+
+    def add(self, scores: Sequence[float], *, dull: bool) -> None:
+        """Add a group's scores; ``dull``: it teaches nothing."""
+        with self._lock:
+            self._sum += sum(scores)
+            self._scored += len(scores)
+            self._dull += len(scores) if dull else 0
+
+    def read(self) -> dict[str, Any]:
+        """Return `reward` (the mean, None without any), `sessions`, and `dull`, how many of them
+        had a group that teaches nothing."""
+        with self._lock:
+            return self._now()
+
+    def take(self) -> dict[str, Any]:
+        """Return the same, and begin again."""
+        with self._lock:
+            found = self._now()
+            self._sum, self._scored, self._dull = 0.0, 0, 0
+            return found
+
+    def _now(self) -> dict[str, Any]:
+        mean = self._sum / self._scored if self._scored else None
+        return {"reward": mean, "sessions": self._scored, "dull": self._dull}
+
+
 class ZeroVarianceGroups:
     """Counts groups that were left out: consecutive ones by reason, and among the last ones."""
 
     def __init__(self, config: TrainConfig) -> None:
         self._config = config.model_copy(update={"overlong_length": None})
         self.trainability = TrainabilityWatch()
+        self.scores = ScoresSinceStep()
         self.consecutive = 0
         self._recent: deque[str | None] = deque(maxlen=_RECENT_GROUPS)
         """Why each of the last groups was left out; None for a useful one."""
@@ -371,11 +411,12 @@ class ZeroVarianceGroups:
         for session in group:
             if isinstance(session, Trajectory):
                 self.trainability.add(count_calls(session.interactions))
-        rewards = [session_rewards(session, self._config) for session in group]
-        scores = [r.score for r in rewards if r.score is not None]
+        scores = self._scores(group)
+        dull = bool(scores) and _is_dull(group, self._config)
+        self.scores.add(scores, dull=dull)
         if not scores:
             reason = "untrainable"
-        elif self._config.dynamic_sampling == "refill" and _is_dull(group, self._config):
+        elif dull and self._config.dynamic_sampling == "refill":
             reason = "zero_variance"
         else:
             self.reset()
@@ -385,6 +426,15 @@ class ZeroVarianceGroups:
             self._score = scores[0]
         self.count(reason)
         return reason
+
+    def refuse(self, group: Group, reason: str) -> None:
+        """Count a group that was left out for another reason, with its scores."""
+        self.scores.add(self._scores(group), dull=False)
+        self.count(reason)
+
+    def _scores(self, group: Group) -> list[float]:
+        rewards = [session_rewards(session, self._config) for session in group]
+        return [r.score for r in rewards if r.score is not None]
 
     def reset(self) -> None:
         """Restart the count, after a group that can be trained on."""
@@ -402,7 +452,7 @@ class ZeroVarianceGroups:
     def notice(self) -> str | None:
         """A sentence for a waiting trainer, if most of the last groups were left out."""
         if self.consecutive >= _NOTICED:
-            return f"{self}. Other tasks or rewards would help"
+            return f"{self}. Other tasks or rewards would help ({_DOCUMENT})"
         recent = tuple(self._recent)
         reasons = Counter(reason for reason in recent if reason is not None)
         if len(recent) < _NOTICED or reasons.total() < _NOTICED_SHARE * len(recent):
@@ -411,7 +461,7 @@ class ZeroVarianceGroups:
         text += f" ({_listed(reasons)})"
         if reasons["zero_variance"]:
             text += ": an item whose runs all score the same is solved, or too hard"
-        return f"{text}. Other tasks or rewards would help"
+        return f"{text}. Other tasks or rewards would help ({_DOCUMENT})"
 
     def __str__(self) -> str:
         text = f"{self.consecutive} groups in a row had nothing to learn from"

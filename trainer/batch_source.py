@@ -242,7 +242,7 @@ class DatasetBatches(BatchSource):
         elif len(group) < min(sessions.min_group_size, sessions.group_size):
             reason = "group_too_small"
         if reason is not None:
-            self.zero_variance.count(reason)
+            self.zero_variance.refuse(group, reason)
         else:
             reason = self.zero_variance.reject_reason(group)
         self._require_signal()

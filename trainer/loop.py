@@ -98,7 +98,14 @@ class TrainingLoop:
         self._source = source or LeasedBatches(self._executor, zero_variance)
         self.disk = DiskSpace()
         """Every write of the loop goes through it: a full disk is waited out."""
-        self.report = RunReport(config, self.dir, self.disk, lambda: self._source.rejected, say)
+        self.report = RunReport(
+            config,
+            self.dir,
+            self.disk,
+            lambda: self._source.rejected,
+            lambda: self._source.zero_variance.scores.read(),
+            say,
+        )
         self.metrics = self.report.metrics
         self._publisher = Publisher(
             config, self.dir, self._executor, self.disk, self._source.updating

@@ -71,6 +71,19 @@ REJECTED = Metric(
     "Sessions that were not trained on, by reason; zero_variance: all of their group scored alike.",
     ("reason",),
 )
+SINCE_REWARD = Metric(
+    "any_agent_train_since_step_reward_mean",
+    "gauge",
+    "Mean score of all sessions that came since the latest step's line, those that are not trained "
+    "on among them; absent while there is none.",
+)
+SINCE_SESSIONS = Metric(
+    "any_agent_train_since_step_sessions",
+    "gauge",
+    "Sessions with a score that came since the latest step's line; dull: all of their group scored "
+    "alike.",
+    ("dull",),
+)
 _STEP_GAUGES: Mapping[str, Metric] = {
     "reward": Metric(
         "any_agent_train_reward_mean", "gauge", "Mean score of the latest step's sessions."
@@ -179,7 +192,7 @@ _TOTALS = (TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS, INTERACTIONS, TRAINED, EVAL_
 _LABELLED_TOTALS = (SECONDS, REJECTED, EVAL_EPISODES)
 METRICS = (
     *(STEP, VERSION, DISK_FULL, SECONDS, TOKENS, TOKENS_COMPUTED, TOKENS_IN_ROWS),
-    *(INTERACTIONS, TRAINED, REJECTED),
+    *(INTERACTIONS, TRAINED, REJECTED, SINCE_REWARD, SINCE_SESSIONS),
     *(*_STEP_GAUGES.values(), CLIPPED),
     *(STALENESS, LENGTHS, CUT),
     *(TRACKER_FAILURES, EVAL_STEP, EVAL_REWARD, EVAL_CI95, EVAL_EPISODES, EVAL_SECONDS),
@@ -191,7 +204,8 @@ class TrainerMetrics:
 
     The loop writes them, and a scrape in another thread reads them. ``rejected_early`` returns the
     numbers of sessions that were rejected before they came into a batch, by reason. ``disk`` knows
-    of a wait for space. ``tracker_failures`` returns their numbers by tracker.
+    of a wait for space. ``tracker_failures`` returns their numbers by tracker, ``since_step`` what
+    :meth:`trainer.batch.ScoresSinceStep.read` does.
     """
 
     def __init__(
@@ -199,9 +213,11 @@ class TrainerMetrics:
         rejected_early: Callable[[], Mapping[str, int]],
         disk: DiskSpace | None = None,
         tracker_failures: Callable[[], Mapping[str, int]] = dict,
+        since_step: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self._rejected_early = rejected_early
         self._tracker_failures = tracker_failures
+        self._since_step = since_step
         self.disk = disk or DiskSpace()
         self.version = 0
         self._step = 0
@@ -243,6 +259,11 @@ class TrainerMetrics:
         yield STEP, self._step
         yield VERSION, self.version
         yield DISK_FULL, int(self.disk.waiting is not None)
+        if since := self._since_step():
+            dull = since["dull"]
+            yield SINCE_SESSIONS, {("false",): since["sessions"] - dull, ("true",): dull}
+            if since["reward"] is not None:
+                yield SINCE_REWARD, since["reward"]
         yield from self._totals.items()
         for metric, counts in self._labelled.items():
             # Copies: the loop may add a reason meanwhile.
@@ -283,13 +304,15 @@ def step_line(
     source: BatchSource,
     seconds: Mapping[str, float],
 ) -> dict[str, Any]:
-    """Return a step's line as plain data; it takes the statistics that workflows have recorded."""
-    now = source.capacity
+    """Return a step's line as plain data; it takes the statistics that workflows have recorded, and
+    the scores of all sessions since the step before (`all`)."""
+    now, every = source.capacity, source.zero_variance.scores.take()
     return {
         "time": time.time(),
         "step": step,
         "version": version,
         "reward": sum(batch.scores) / max(1, len(batch.scores)),
+        "all": every,
         "rewards": named_means(batch.named),
         "sessions": len(batch.trained),
         "left_out": dict(Counter(batch.rejected.values())),

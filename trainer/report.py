@@ -30,6 +30,7 @@ class RunReport:
         run_dir: RunDir,
         disk: DiskSpace,
         rejected_early: Callable[[], Mapping[str, int]],
+        since_step: Callable[[], Mapping[str, Any]],
         say: Callable[[str], None],
     ) -> None:
         self.say = say
@@ -38,7 +39,9 @@ class RunReport:
         self._dir = run_dir
         self._disk = disk
         self._trackers = Trackers(config, run_dir)
-        self.metrics = TrainerMetrics(rejected_early, disk, lambda: self._trackers.failures)
+        self.metrics = TrainerMetrics(
+            rejected_early, disk, lambda: self._trackers.failures, since_step
+        )
 
     def load(self) -> None:
         """Read which steps earlier starts of the trial have reported."""

@@ -45,11 +45,12 @@ With jsonl and no --style each line is a session: number, session (id, state, me
 rewards (every reward that was ever set, with its giver and time) and interactions (ids, logprobs,
 versions, messages; each holds what it adds to its parent). With a style each line is a row with its
 reward propagated back through the session's tree: individual and concat give session_id,
-interaction_id, group_id, task_id, state, step, input_ids, loss_mask, logprobs, versions,
+interaction_id, group_id, task_id, state, reason, step, input_ids, loss_mask, logprobs, versions,
 attention_mask, rewards; messages gives messages and tools of each conversation instead of the last
 six, and its reward. In a session without any reward (open, aborted, rejected for want of a reward)
 rewards and reward are null, not 0; in a session with rewards, calls without one of their own count
-as 0.
+as 0. step is the step that trained on the session; where none did, reason says why: zero_variance,
+for example, for a group that taught nothing because all of it scored alike.
 
 --out replaces a plain file once everything is written, and leaves it unchanged on a failure; a pipe
 or a device is written to directly. A folder (hf) must be new.

@@ -43,6 +43,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="any-agent",
         description="Makes any OpenAI-compatible agent trainable by reinforcement learning.",
+        epilog="Something does not work? docs/how-to/troubleshoot.md has symptoms, causes and "
+        "remedies.",
     )
     parser.add_argument("--version", action="version", version=f"any-agent {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")

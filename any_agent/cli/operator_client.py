@@ -25,6 +25,14 @@ KEY_HELP = (
     f"{_KEYS[3]} (the last only if it holds a key of any-agent)."
 )
 
+_REASONS = {
+    "zero_variance": "zero_variance: taught nothing, its group scored alike",
+    "group_too_small": "group_too_small: its group had too few members",
+    "untrainable": "untrainable: none of its calls can be trained on",
+    "stale": "stale: all of its tokens were too old",
+}
+"""Reasons that the trainer gives, with what they mean."""
+
 
 def add_client_arguments(parser: argparse.ArgumentParser, holder: str) -> None:
     """Add ``--url`` and ``--key``; ``holder``: whose key it must be."""
@@ -67,6 +75,11 @@ def _url(given: str | None) -> str:
     if not found or is_placeholder(found):
         return _URL
     return found if names_file(found) else checked_url(found, named_by)
+
+
+def reason_text(reason: str | None) -> str:
+    """Return the reason for a session's state in words, "" without any."""
+    return _REASONS.get(reason, reason) if reason else ""
 
 
 def _key(given: str | None) -> tuple[str | None, str]:

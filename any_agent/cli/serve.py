@@ -14,7 +14,6 @@ from any_agent.runtime.command_line import (
     option,
     overrides_of,
     require_installed,
-    say,
     told_if_slow,
 )
 
@@ -79,22 +78,28 @@ def run_service(config_path: str | None, overrides: list[str], *, train: bool, s
     SIGTERM, ends the service at once.
     """
     require_installed("train" if train else "serve")
+    from any_agent.launcher.health import Console
     from any_agent.launcher.node import Node, NodeOptions, listening
     from any_agent.launcher.shutdown import terminate
     from any_agent.launcher.trial import resolve_config
     from any_agent.runtime.logs import set_up_logging
 
     config = resolve_config(config_path, overrides)
-    set_up_logging(config.log_level, secrets=config.secrets())
+    console = Console()
+    set_up_logging(config.log_level, secrets=config.secrets(), before=console.clear)
     signal.signal(signal.SIGTERM, terminate)
-    options = NodeOptions(train=train, say=say)
+    say = console.say
+    options = NodeOptions(train=train, say=say, show=console.show if console.live else None)
     if not train:
         with told_if_slow(say, "waiting   for the checksums of the checkpoint's weights"):
             options = replace(options, weights=_served_weights(config))
     with Node(config, options) as node:
         for line in (*listening(config, node.url), _describe_auth(config)):
             options.say(line)
-        node.watch(until_trained=not stay)
+        try:
+            node.watch(until_trained=not stay)
+        finally:
+            console.clear()
     return 0
 
 

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
-from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, with_client
+from any_agent.cli.operator_client import KEY_HELP, add_client_arguments, reason_text, with_client
 from any_agent.errors import (
     AnyAgentError,
     ConfigError,
@@ -30,7 +30,8 @@ _EPILOG = (
     "error says why), 2 wrong input."
 )
 _LISTED = (
-    ". REWARDS is the number of rewards ever set, revisions included; FINAL is the session's final "
+    ". STEP is the step that trained on it, or left it out; NOTE says why, if it taught nothing. "
+    "REWARDS is the number of rewards ever set, revisions included; FINAL is the session's final "
     "reward; - means none, ? means that the journal does not hold it any more."
 )
 _TAIL = (
@@ -241,7 +242,7 @@ def _print_rows(rows: list[tuple[str, ...]], widths: list[int]) -> list[int]:
 
 
 def _row(line: SessionLine) -> tuple[str, ...]:
-    notes = [line.reason or ""]
+    notes = [reason_text(line.reason)]
     if line.tenant is not None:
         notes.insert(0, f"tenant {line.tenant}")
     if line.content != "stored":
@@ -277,6 +278,8 @@ def _age(seconds: float) -> str:
 def _readable(name: str, value: Any) -> str:
     if name.endswith("_at"):
         return _date(value)
+    if name == "reason":
+        return reason_text(value)
     if name.endswith("_in"):
         return f"{value:.0f} s"
     if isinstance(value, dict):

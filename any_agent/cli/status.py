@@ -146,6 +146,7 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         "version": run["version"],
         "step": step.get("step"),
         "reward": step.get("reward"),
+        "of all since": run["since_step"]["reward"],
         "staleness": step.get("staleness_mean"),
         "calls/s": run["calls_rate"],
         "tokens/s": run["tokens_rate"],
@@ -159,6 +160,8 @@ def screen(run: dict[str, Any], url: str) -> Iterator[Line]:
         yield "", f"{mode:<9} {', '.join(some) or 'no sessions'}"
     if not run["sessions"]:
         yield "", "sessions  none yet: agents open them with start_session"
+    if run["why"]:
+        yield "", f"waits     {_said(run['why'])}"
     slots = run["slots"]
     yield (
         "",

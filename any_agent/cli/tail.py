@@ -9,6 +9,7 @@ import sys
 import time
 from typing import TYPE_CHECKING, Any
 
+from any_agent.cli.operator_client import reason_text
 from any_agent.errors import NotFound, ServiceUnavailable
 from any_agent.keys import rank_of_session
 from any_agent.runtime.command_line import printable
@@ -151,7 +152,7 @@ def _shown(one: SessionDetails, *, as_json: bool) -> str:
     if as_json:
         return one.model_dump_json(exclude={"reward_history"})
     reward, tokens = reward_of(one), one.output_tokens
-    about = [one.group_id or one.task_id or "-", one.reason or ""]
+    about = [one.group_id or one.task_id or "-", reason_text(one.reason)]
     return _line(
         (
             time.strftime("%H:%M:%S", time.localtime(one.ended_at)),

@@ -48,10 +48,10 @@ class SessionConfig(Section):
     rewards: Literal["agent", "judge", "both"] | None = None
     """The source of rewards of sessions whose opening names none: `agent` (the session's own key
     may set them), `judge` (it may not) or `both`. null: `judge` where the service's own grader
-    rewards (`late_reward: grade`, `implicit`), else `agent`. Agents that a workflow runs on a
-    dataset return their rewards, so theirs are always `agent`. What is set here binds tenants: an
-    opening with a tenant's key may name a stricter source, never a looser one. With `judge` and the
-    service's own grader, a tenant's key cannot reward its sessions, either."""
+    rewards (`late_reward: grade`, and the sessions of `implicit`), else `agent`. Agents that a
+    workflow runs on a dataset return their rewards, so theirs are always `agent`. What is set here
+    binds tenants: an opening with a tenant's key may name a stricter source, never a looser one.
+    With `judge` and the service's own grader, a tenant's key cannot reward its sessions, either."""
     store_content: bool = True
     """Store the texts of sessions. If false, messages, tools and recorded parameters are dropped
     when a call is answered, in memory and before anything is written; token ids, log-probabilities,

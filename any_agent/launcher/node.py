@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import yaml
 
-from any_agent.auth.access import require_key
+from any_agent.auth.access import require_key, signer_of
 from any_agent.auth.engine_key import write_engine_key
 from any_agent.config import (
     ADMIN_KEY_VARIABLE,
@@ -48,6 +48,7 @@ from any_agent.launcher.engines import (
     visible_gpus,
 )
 from any_agent.launcher.fleet_control import FleetController
+from any_agent.launcher.health import HealthReport, HealthWatch
 from any_agent.launcher.node_role import WHOLE, NodeRole, trainer_arguments
 from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.launcher.rank_parts import RankParts
@@ -94,6 +95,8 @@ class NodeOptions:
     """The settings to save for the trial, if ``config`` has settings of this start only."""
     say: Callable[[str], None] = print
     """Called with a line when a part is ready, ends, or is started again."""
+    show: Callable[[str], None] | None = None
+    """On a terminal: called with a line on the run's health, which replaces the one before."""
 
 
 class Node:
@@ -206,18 +209,23 @@ class Node:
 
         Raises what :meth:`check` raises.
         """
-        progress = TrainingProgress(self.dir.metrics, self.config.train.steps, self.dir.waiting)
+        steps = self.config.train.steps
+        progress = TrainingProgress(self.dir.metrics, steps, self.dir.waiting)
+        report = HealthReport(self.options.say, self.options.show)
+        key = signer_of(self.dir)
         announced = False
-        while True:
-            trained = self.check()
-            for line in progress.new_lines():
-                self.options.say(line)
-            if trained and not announced:
-                announced = True
-                self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
-            if trained and until_trained:
-                return
-            time.sleep(_POLL_INTERVAL)
+        with HealthWatch(self.local_url, lambda: key.run_key, steps) as health:
+            while True:
+                trained = self.check()
+                for line in progress.new_lines():
+                    self.options.say(line)
+                if trained and not announced:
+                    announced = True
+                    self.options.say(f"trainer   done; checkpoints in {self.dir.checkpoints}")
+                if trained and until_trained:
+                    return
+                report.update(health.latest)
+                time.sleep(_POLL_INTERVAL)
 
     def check(self) -> bool:
         """Check every part once, start dead ones again; return whether training has ended.

@@ -210,14 +210,14 @@ class SupervisedProcess:
                 os.killpg(self.pid, number)
 
 
-_DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+DIRECT = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 """Opens URLs without an `http_proxy` of the environment: the parts are on this machine."""
 
 
 def answers(url: str, *, within: float = 2.0) -> bool:
     """Return whether a GET is answered with 200 within so many seconds."""
     try:
-        with _DIRECT.open(url, timeout=within) as response:
+        with DIRECT.open(url, timeout=within) as response:
             return int(response.status) == 200
     except (urllib.error.URLError, http.client.HTTPException, OSError, ValueError):
         return False

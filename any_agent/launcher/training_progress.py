@@ -98,17 +98,25 @@ def format_step(line: dict[str, Any], steps: int, before: Mapping[str, Any]) -> 
     """
     seconds = line["seconds"]
     train = sum(seconds.get(phase, 0.0) for phase in _STEP_PHASES)
-    # A workflow's runs, those that were left out among them.
-    every = (line.get("stats") or {}).get("rollout/reward")
-    of_all = f" (all runs {every:.3f})" if every is not None else ""
+    of_all = describe_all(line.get("all") or {})
     counts = sessions_left_out(before, line).items()
     why = "".join(f"  left out {count} ({reason})" for reason, count in counts)
     return (
-        f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}{of_all}  "
+        f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}"
+        f"{f' ({of_all})' if of_all else ''}  "
         f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
         f"wait {seconds['wait']:.2f} s  train {train:.2f} s"
         f"{why}"
     )
+
+
+def describe_all(found: Mapping[str, Any]) -> str:
+    """Describe the reward of all sessions since a step, as `all` of a step's line has it; ""
+    without any."""
+    if found.get("reward") is None:
+        return ""
+    text = f"all {found['sessions']} sessions {found['reward']:.3f}"
+    return text + (f", {found['dull']} taught nothing" if found["dull"] else "")
 
 
 def sessions_left_out(before: Mapping[str, Any], line: Mapping[str, Any]) -> Counter[str]:

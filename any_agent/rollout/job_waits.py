@@ -9,6 +9,7 @@ from any_agent.rollout.episode_scheduler import EpisodeScheduler
 from any_agent.rollout.jobs import EpisodeJob, JobQueue, JobStream
 from any_agent.rollout.result_queue import unambiguous
 from any_agent.runtime.event_loop import LoopThread
+from any_agent.runtime.worker_pool import describe_starting
 
 
 class JobWaits:
@@ -137,4 +138,6 @@ class JobWaits:
         if rejected:
             reasons = ", ".join(f"{n} {reason}" for reason, n in rejected.most_common())
             progress += f"; left out so far: {reasons}"
+        if (starting := describe_starting()) is not None:
+            progress += f"; {starting}"
         return progress + ("; the executor is paused" if self._queue.paused else "")

@@ -13,7 +13,7 @@ import re
 import sys
 import threading
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import UTC, datetime
 from pathlib import Path
@@ -169,12 +169,15 @@ def set_up_logging(
     *,
     part: str = "",
     secrets: Iterable[str] = (),
+    before: Callable[[logging.LogRecord], bool] = lambda _: True,
 ) -> None:
     """Log to standard error, uncaught exceptions and warnings included.
 
     ``part`` is the process's name in JSON lines; ``secrets`` are removed wherever they appear.
+    ``before`` is called before each line, and may leave it out by returning false.
     """
     handler = _Handler()
+    handler.addFilter(before)
     handler.setFormatter(_formatter(log_format, part, secrets))
     logging.basicConfig(level=level.upper(), handlers=[handler], force=True)
     for name in ("httpx", "httpcore", "urllib3", "transformers"):

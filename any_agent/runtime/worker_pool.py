@@ -16,6 +16,7 @@ from multiprocessing import popen_spawn_posix, reduction, resource_tracker, spaw
 from multiprocessing.context import SpawnContext, SpawnProcess, set_spawning_popen
 from queue import SimpleQueue
 from typing import TYPE_CHECKING, Any, TypeVar
+from weakref import WeakSet
 
 from any_agent.errors import ConfigError
 from any_agent.runtime.worker_main import Failure, begin, call
@@ -154,6 +155,9 @@ class _CleanContext(SpawnContext):
         return process
 
 
+_pools: WeakSet[WorkerPool] = WeakSet()
+
+
 class WorkerPool:
     """Processes that run functions, each one call at a time.
 
@@ -170,8 +174,11 @@ class WorkerPool:
         self._secrets = tuple(secrets)
         self._lock = threading.Lock()
         self._pool: ProcessPool | None = None
+        self._served = False
+        """True once a worker of the present pool has answered a call."""
         self._futures: dict[Future[Any], ProcessPool] = {}
         """The pool of each call that is running or waits for a worker."""
+        _pools.add(self)
 
     async def run(
         self,
@@ -202,6 +209,7 @@ class WorkerPool:
         self._futures[future] = pool
         try:
             result: bytes | Failure = await asyncio.wrap_future(future)
+            self._served = True
         except TimeoutError:
             raise WorkerTimeout(f"it took more than {timeout:g} s, and was ended") from None
         except ProcessExpired as error:
@@ -223,6 +231,12 @@ class WorkerPool:
             raise WorkerFailed(f"{result.kind}: {result.message}", result)
         return pickle.loads(result)
 
+    @property
+    def starting(self) -> int:
+        """The number of calls that wait for the first workers, which have begun no call so far."""
+        calls = tuple(self._futures)
+        return 0 if any(map(Future.running, calls)) or self._served else len(calls)
+
     def close(self) -> None:
         """End the workers, also in the middle of a call; a later call starts new ones."""
         with self._lock:
@@ -235,6 +249,7 @@ class WorkerPool:
 
         with self._lock:
             if self._pool is None:
+                self._served = False
                 self._pool = ProcessPool(
                     max_workers=self.max_workers,
                     initializer=begin,
@@ -253,6 +268,17 @@ class WorkerPool:
             # A stopped pool may leave some of its futures pending for ever.
             if of is pool:
                 future.cancel()
+
+
+def describe_starting() -> str | None:
+    """Say for how many calls worker processes start in this process; None without any.
+
+    On a busy machine that takes a minute: each imports the script and its libraries.
+    """
+    waiting = sum(pool.starting for pool in tuple(_pools))
+    if not waiting:
+        return None
+    return f"worker processes are starting, for which {waiting} calls wait"
 
 
 _shared: dict[tuple[str, int], WorkerPool] = {}

@@ -79,8 +79,7 @@ class SessionOpener:
         self._signer = signer
         self._config = sessions.config
         graded = self._config.late_reward == "grade" or self._config.implicit
-        default: Rewarder = self._config.rewards or ("judge" if graded else "agent")
-        self._default_rewards: Rewarder = "grader" if graded and default == "judge" else default
+        self._graded = graded
         judged = graded and self._config.rewards == "judge"
         self._tenants_rewards: Rewarder = "operator" if judged else self._config.rewards or "agent"
         """The least strict source of rewards that an opening with a tenant's key may name."""
@@ -138,7 +137,8 @@ class SessionOpener:
             lane, key, tenant, before = await self._resolve_key(body, caller, choice)
             if self._litellm is not None:
                 await self._litellm.require_key(tenant)
-            rewards = self._rewards(body.rewards, before, caller)
+            default = self._default_rewards(implicit=implicit)
+            rewards = self._rewards(body.rewards, before or default, caller)
             self._opening.add(lane.id)
             try:
                 with await self._quotas.begin_open(tenant) as place:
@@ -295,10 +295,20 @@ class SessionOpener:
         else:
             self._discard_unused(group)
 
-    def _rewards(self, named: Rewards | None, before: Rewarder | None, caller: Caller) -> Rewarder:
+    def _default_rewards(self, *, implicit: bool) -> Rewarder:
+        """Return the source of rewards of a session whose opening names none.
+
+        An agent that opens its session knows when to reward it, also where others' sessions are
+        implicit.
+        """
+        judged = implicit or self._config.late_reward == "grade"
+        default: Rewarder = self._config.rewards or ("judge" if judged else "agent")
+        return "grader" if self._graded and default == "judge" else default
+
+    def _rewards(self, named: Rewards | None, default: Rewarder, caller: Caller) -> Rewarder:
         """Return the source of a session's rewards; Forbidden if a tenant names a looser one than
         the operator."""
-        rewards, least = named or before or self._default_rewards, self._tenants_rewards
+        rewards, least = named or default, self._tenants_rewards
         strict = _STRICTNESS.index(rewards) >= _STRICTNESS.index(least)
         if strict or caller.scope is not Scope.TENANT:
             return rewards

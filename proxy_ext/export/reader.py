@@ -158,7 +158,7 @@ def rows(record: ArchiveRecord, style: str, discount: float) -> Iterator[dict[st
     """
     session = record.session
     tree, rewards, rewarded = credited(record, discount)
-    about = {name: session[name] for name in ("group_id", "task_id", "state", "step")}
+    about = {name: session[name] for name in ("group_id", "task_id", "state", "reason", "step")}
     found: dict[str, Any]
     found = _messages(tree, rewards) if style == "messages" else export_rows(tree, rewards, style)
     for id, row in found.items():

@@ -98,7 +98,7 @@ def _schema(style: str) -> Any:
         raise ConfigError(f"this format needs the package datasets: {INSTALL}") from None
     text = Value("string")
     columns: dict[str, Any] = dict.fromkeys(
-        ("session_id", "interaction_id", "group_id", "task_id", "state"), text
+        ("session_id", "interaction_id", "group_id", "task_id", "state", "reason"), text
     )
     columns["step"] = Value("int64")
     if style == "messages":

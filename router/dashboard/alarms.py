@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from router.dashboard.chart import number_text
 from router.dashboard.scrape import Samples
@@ -13,6 +13,11 @@ from router.dashboard.training import Steps, dull_sessions
 _MISMATCH = 0.01  # nats; the same bound as in docs/reference/metrics.md
 _DULL = 0.5  # share of sessions whose groups scored alike
 _RECENT = 5
+_MIN_SCORED = 20  # sessions since a step that say how the next ones will be
+_OTHER_TASKS = (
+    "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
+    "docs/how-to/troubleshoot.md has more."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +26,8 @@ class Part:
 
     name: str
     state: str
-    """`ready`, `stopping`, `stalled`, `no engine`, `disk full` or `away`."""
+    """`ready`, `stopping`, `stalled`, `no engine`, `disk full` or `away`; the trainer also
+    `starting` or `done`."""
     version: int | None = None
     open: int | None = None
     waiting: int | None = None
@@ -32,7 +38,7 @@ class Part:
 
     @property
     def well(self) -> bool:
-        return self.state in ("ready", "done")
+        return self.state in ("ready", "starting", "done")
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,13 +54,14 @@ def alarms_of(
     slots: Mapping[str, int],
     steps: Steps,
     waiting: str,
+    since_step: Mapping[str, Any],
 ) -> list[Alarm]:
     """Return the alarms of a run, the worst first."""
     found = [
         *_of_parts(parts),
         *_of_stores(samples),
         *_of_waits(parts, slots, waiting),
-        *_of_training(steps),
+        *_of_training(steps, since_step),
     ]
     return sorted(found, key=lambda alarm: alarm.level != "bad")
 
@@ -134,8 +141,17 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
         )
 
 
-def _of_training(steps: Steps) -> Iterator[Alarm]:
+def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]:
     last = steps.last
+    dull, scored = since_step["dull"], since_step["sessions"]
+    since = f"step {last['step']}" if last else "the start"
+    if scored >= _MIN_SCORED and dull / scored > _DULL:
+        yield Alarm(
+            "warn",
+            f"Since {since}, {dull} of {scored} sessions taught nothing: all of their group scored "
+            "alike.",
+            _OTHER_TASKS,
+        )
     if last is None:
         return
     mismatch = last.get("mismatch")
@@ -147,11 +163,10 @@ def _of_training(steps: Steps) -> Iterator[Alarm]:
             "Stale tokens explain some of it. Else run any-agent doctor on this model and engine.",
         )
     left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
-    if left and left / (left + trained) > _DULL:
+    if scored < _MIN_SCORED and left and left / (left + trained) > _DULL:
         yield Alarm(
             "warn",
             f"Up to step {last['step']}, {left} of the last {left + trained} sessions taught "
             "nothing: all of their group scored alike.",
-            "The tasks are too easy or too hard for this model: mix in others, or grade finer. "
-            "train.dynamic_sampling says what becomes of such groups.",
+            _OTHER_TASKS,
         )

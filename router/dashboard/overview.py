@@ -20,6 +20,7 @@ from router.rank_health import RankHealth
 
 _FRESH = 1.5  # seconds for which one look serves all visitors
 _MAX_WAITING_BYTES = 4096
+_MAX_LISTED = 3
 STATES = (
     *("open", "awaiting_reward", "finalized", "leased", "trained"),
     *("rejected", "evaluated", "expired", "aborted"),
@@ -50,8 +51,13 @@ class Overview:
     version: int | None
     requests_running: int
     steps: Steps
+    since_step: Mapping[str, Any]
+    """`reward` (the mean, None without any) of all `sessions` that came since the last step, and
+    how many of them were `dull`: all of their group scored alike."""
     waiting: str
     """The condition that the trainer has been waiting for, after a minute."""
+    why: str
+    """Why the next step, or agents, wait at this moment; "" if nothing does."""
     alarms: Sequence[Alarm]
 
     def plain(self) -> dict[str, Any]:
@@ -118,18 +124,22 @@ class OverviewReader:
             for name in names
         }
         waiting = _waiting_text(self._waiting, steps)
+        sessions, groups = _sessions(samples.values()), _groups(capacity)
+        since = since_step(samples.get("trainer"))
         return Overview(
             parts=parts,
-            sessions=_sessions(samples.values()),
+            sessions=sessions,
             slots=slots,
-            groups=_groups(capacity),
+            groups=groups,
             calls_rate=_total(rates, "calls"),
             tokens_rate=_total(rates, "tokens"),
             version=min(versions) if versions else None,
             requests_running=self._stats.running,
             steps=steps,
+            since_step=since,
             waiting=waiting,
-            alarms=alarms_of(parts, samples, slots, steps, waiting),
+            why=why_waiting(parts, sessions, slots, groups),
+            alarms=alarms_of(parts, samples, slots, steps, waiting, since),
         )
 
     def _parts(self, samples: Mapping[str, Samples], rates: Mapping[str, float]) -> list[Part]:
@@ -173,6 +183,8 @@ class OverviewReader:
             return "done"
         if entry.disk_full:
             return "disk full"
+        if entry.state == "starting":
+            return "starting"
         return "ready" if answers or self._health.trainer_alive else "away"
 
 
@@ -193,6 +205,45 @@ def _groups(capacity: Mapping[int, dict[str, Any]]) -> list[Group]:
         for g in slots.get("unfilled", ())
     ]
     return sorted(found, key=lambda group: group.closes_in)[:8]
+
+
+def since_step(trainer: Samples | None) -> dict[str, Any]:
+    """Return the figures of all sessions since the last step, from the trainer's metrics."""
+    if trainer is None:
+        return {"reward": None, "sessions": 0, "dull": 0}
+    count = int(trainer.sum("train_since_step_sessions"))
+    return {
+        "reward": trainer.sum("train_since_step_reward_mean") if count else None,
+        "sessions": count,
+        "dull": int(trainer.sum("train_since_step_sessions", dull="true")),
+    }
+
+
+def why_waiting(
+    parts: Sequence[Part],
+    sessions: Mapping[str, Mapping[str, int]],
+    slots: Mapping[str, int],
+    groups: Sequence[Group],
+) -> str:
+    """Return why the next step, or agents, wait at this moment; "" if nothing does."""
+    trainer = next((part for part in parts if part.name == "trainer"), None)
+    if trainer is None or trainer.state == "done":
+        return ""
+    if trainer.state == "starting":
+        return "for the trainer, which loads its model"
+    counts = sessions.get("train", {})
+    reasons = []
+    if groups:
+        listed = [f"{group.group_id} ({group.members} of {group.size})" for group in groups]
+        more = ", ..." if len(listed) > _MAX_LISTED else ""
+        reasons.append(f"for members of group {', '.join(listed[:_MAX_LISTED])}{more}")
+    if awaiting := counts.get("awaiting_reward", 0):
+        reasons.append(f"for the rewards of {awaiting} sessions")
+    if opens := slots["waiting"]:
+        reasons.append(f"for slots, {opens} opens")
+    if not (reasons or counts.get("open") or counts.get("finalized") or counts.get("leased")):
+        reasons.append("for agents: no session is open")
+    return "; ".join(reasons)
 
 
 def _total(rates: Mapping[str, float], what: str) -> float | None:

@@ -21,6 +21,7 @@ from router.forward import Forwarder
 from router.upstream import UpstreamResponse
 
 _TIMEOUT = 5.0
+_GLANCE_TIMEOUT = 2.0  # of the overview, which must say soon that a rank hangs
 _CLIENT = istr(CLIENT_HEADER)
 
 
@@ -94,14 +95,24 @@ class RankReader:
 
     async def capacity(self, visitor: Visitor) -> dict[int, dict[str, Any]]:
         """Return the slots of each rank that answers."""
-        answers = await self._ask_all(visitor, "/rl/v1/capacity", {}, required=False)
+        answers = await self._ask_all(
+            visitor, "/rl/v1/capacity", {}, required=False, within=_GLANCE_TIMEOUT
+        )
         return {rank: _checked(answer) for rank, answer in answers.items() if answer.status < 300}
 
     async def _ask_all(
-        self, visitor: Visitor, target: str, query: Mapping[str, str], *, required: bool = True
+        self,
+        visitor: Visitor,
+        target: str,
+        query: Mapping[str, str],
+        *,
+        required: bool = True,
+        within: float = _TIMEOUT,
     ) -> dict[int, UpstreamResponse]:
         asked = self._forwarder.ranks.live
-        came = await asyncio.gather(*(self._ask(visitor, rank, target, query) for rank in asked))
+        came = await asyncio.gather(
+            *(self._ask(visitor, rank, target, query, within) for rank in asked)
+        )
         answers = {answer.rank: answer for answer in came if answer is not None}
         if required:
             if not answers:
@@ -111,7 +122,12 @@ class RankReader:
         return answers
 
     async def _ask(
-        self, visitor: Visitor, rank: int, target: str, query: Mapping[str, object]
+        self,
+        visitor: Visitor,
+        rank: int,
+        target: str,
+        query: Mapping[str, object],
+        within: float = _TIMEOUT,
     ) -> UpstreamResponse | None:
         """Return a rank's answer; None if it does not answer in time."""
         headers: CIMultiDict[str] = CIMultiDict()
@@ -121,7 +137,7 @@ class RankReader:
         if query:
             target = f"{target}?{urlencode(query)}"
         try:
-            async with asyncio.timeout(_TIMEOUT):
+            async with asyncio.timeout(within):
                 return await self._forwarder.exchange(rank, "GET", target, headers, b"")
         except (AnyAgentError, TimeoutError):
             return None

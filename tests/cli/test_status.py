@@ -37,6 +37,8 @@ RUN: dict[str, Any] = {
     "version": 2,
     "requests_running": 7,
     "waiting": "",
+    "why": "for slots, 3 opens",
+    "since_step": {"reward": 0.75, "sessions": 16, "dull": 8},
     "alarms": [{"level": "bad", "what": "Rank 1 has no engine.", "do": "Read\x1b its log."}],
     "step": {"step": 12, "reward": 0.5, "staleness_mean": 0.25, "time": 0.0},
     "phases": {"wait": 3.0, "forward": 1.0, "report": 0.001},
@@ -53,7 +55,8 @@ def test_the_screen() -> None:
     assert texts[0].startswith("exp/one at http://x, ")
     assert lines[1] == ("bad", "bad       Rank 1 has no engine. Read\ufffd its log.")
     assert texts[2] == (
-        "run       version 2   step 12   reward 0.5   staleness 0.25   calls/s -   tokens/s 1234"
+        "run       version 2   step 12   reward 0.5   of all since 0.75   staleness 0.25   "
+        "calls/s -   tokens/s 1234"
     )
     table = [re.split(r" {2,}", text) for text in texts[4:9]]
     assert table[0] == ["PART", "STATE", "VERSION", "OPEN", "WAITING", "CALLS", "CALLS/S",
@@ -66,6 +69,7 @@ def test_the_screen() -> None:
     assert texts[10:] == [
         "train     open 2, awaiting reward 1",
         "eval      no sessions",
+        "waits     for slots, 3 opens",
         "slots     3 opens wait for one; of 16 allowed so far, 10 are taken, 4 kept for groups",
         "group     g\ufffd[31m has 1 of 4 members, closes in 1.5 min",
         "a step    4.0 s: wait 75 %, forward 25 %",

@@ -66,7 +66,10 @@ def test_sessions_that_were_left_out_are_shown(tmp_path: Path) -> None:
     metrics = tmp_path / "metrics.jsonl"
     progress = TrainingProgress(metrics, 9)
     counts = [
-        {"rejected": {"zero_variance": 16}, "stats": {"rollout/reward": 0.875}},
+        {
+            "rejected": {"zero_variance": 16},
+            "all": {"reward": 0.996, "sessions": 24, "dull": 16},
+        },
         {"rejected": {"zero_variance": 16, "failed": 1}, "left_out": {"stale": 2}},
         # The trainer has started again, and counts from 0.
         {"rejected": {"zero_variance": 8}, "left_out": None},
@@ -74,7 +77,11 @@ def test_sessions_that_were_left_out_are_shown(tmp_path: Path) -> None:
     lines = [json.dumps(json.loads(line(k)) | each) for k, each in enumerate(counts)]
     metrics.write_text("\n".join(lines) + "\n")
     shown = progress.new_lines()
-    assert ["(all runs 0.875)" in text for text in shown] == [True, False, False]
+    assert ["(all 24 sessions 0.996, 16 taught nothing)" in text for text in shown] == [
+        True,
+        False,
+        False,
+    ]
     assert [text.partition("train 2.00 s")[2] for text in shown] == [
         "  left out 16 (zero_variance)",
         "  left out 1 (failed)  left out 2 (stale)",

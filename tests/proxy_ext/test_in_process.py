@@ -256,6 +256,9 @@ async def test_an_app_that_does_not_run_is_told_as_that(start: Start) -> None:
         training=True,
         load_litellm=litellm_stand_in,
     )
+    assert app.engine is app.engine, "a script may hand it on before the start"
+    with pytest.raises(ServiceUnavailable, match="this app is not running"):
+        await app.engine.agenerate(ModelRequest(input_ids=[1]))
     with pytest.raises(ServiceUnavailable, match="this app is not running"):
         _ = app.session_cache
     with pytest.raises(ServiceUnavailable, match="this app is not running"):

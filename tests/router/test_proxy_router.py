@@ -275,10 +275,11 @@ async def test_what_cannot_be_routed_to(pair: list[Proxy]) -> None:
         ([], "a list of its proxies' URLs"),
         ("http://127.0.0.1:1", "a list of its proxies' URLs"),
         (["node1:8001"], r"'node1:8001' is not a proxy's URL"),
-        (["http://a:1", "http://a:1/"], "named twice"),
     ):
         with pytest.raises(ConfigError, match=said):
             ProxyRouter(urls)
+    twice = ProxyRouter(["http://a:1", "http://b:1", "http://a:1/"])
+    assert twice.proxy_urls == ["http://a:1", "http://b:1"]
     with pytest.raises(StartupError, match=r"no proxy of any-agent answers at http://127\.0\.0\.1"):
         router = ProxyRouter([pair[0].url, f"http://127.0.0.1:{own_port()}"])
         await asyncio.to_thread(router.start, "127.0.0.1", 0)

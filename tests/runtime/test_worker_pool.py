@@ -16,7 +16,14 @@ from pebble.pool.base_pool import PoolStatus
 from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import ConfigError
 from any_agent.runtime import worker_main as worker_process
-from any_agent.runtime.worker_pool import WorkerCrashed, WorkerFailed, WorkerPool, pack, unpicklable
+from any_agent.runtime.worker_pool import (
+    WorkerCrashed,
+    WorkerFailed,
+    WorkerPool,
+    describe_starting,
+    pack,
+    unpicklable,
+)
 from tests.support import reward_functions as functions
 from tests.support.proxy import until
 
@@ -131,6 +138,23 @@ def test_workers_outlive_the_thread_that_called_first() -> None:
         thread.join()
     pool.close()
     assert len(found) == 2
+
+
+async def test_who_waits_learns_that_workers_are_starting() -> None:
+    """It takes a minute on a busy machine, and the trainer waits for its episodes meanwhile."""
+    pool = WorkerPool(1)
+    assert pool.starting == 0
+    call = asyncio.create_task(pool.run(functions.by_name, "4", answer="4", timeout=60))
+    await asyncio.sleep(0)
+    assert pool.starting == 1
+    said = describe_starting()
+    assert said is not None and "1 calls wait" in said
+    assert await call == 1.0
+    later = asyncio.create_task(pool.run(functions.by_name, "4", answer="4", timeout=60))
+    await asyncio.sleep(0)
+    assert (pool.starting, describe_starting()) == (0, None)
+    await later
+    pool.close()
 
 
 async def test_a_pool_that_broke_while_it_was_idle_is_replaced() -> None:

@@ -76,10 +76,10 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         assert math.isclose(now[f"any_agent_train_{name}",], last[key]), name
     assert now["any_agent_train_clipped_ratio", "high"] == last["clipped_high"]
     names = {key[0] for key in now}
-    # Evaluations and trackers are other tests'.
-    others = {
-        metric.name for metric in METRICS if "_eval_" in metric.name or "_tracker_" in metric.name
-    }
+    # Evaluations and trackers are other tests', and no session has come since the last step.
+    elsewhere = ("_eval_", "_tracker_", "_since_step_reward_")
+    others = {m.name for m in METRICS if any(part in m.name for part in elsewhere)}
+    assert now["any_agent_train_since_step_sessions", "false"] == 0
     assert {metric.name for metric in METRICS} == names | others
     assert all(m.name.endswith("_total") == (m.kind == "counter") for m in METRICS)
 

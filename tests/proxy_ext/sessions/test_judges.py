@@ -274,6 +274,8 @@ async def test_both_without_a_judge_leave_the_agents(closed: Proxy) -> None:
         ("sessions.rewards=both", "both"),
         ("sessions.max_open=100", "agent"),
         ("sessions.late_reward=grade", "judge"),
+        # It judges the sessions that model calls open, not those that agents open.
+        ("sessions.implicit=true", "agent"),
     ],
 )
 async def test_the_runs_default(

@@ -11,6 +11,7 @@ from router.dashboard.scrape import Samples
 from router.dashboard.training import Steps
 
 WELL = [Part("router", "ready"), Part("rank-0", "ready"), Part("trainer", "ready")]
+SINCE = {"reward": None, "sessions": 0, "dull": 0}
 STEP = {"step": 7, "sessions": 8, "mismatch": 0.001}
 
 
@@ -21,6 +22,7 @@ def alarms(**changed: Any) -> list[Alarm]:
         "slots": {"waiting": 0},
         "steps": Steps([STEP]),
         "waiting": "",
+        "since_step": SINCE,
     }
     return alarms_of(**given | changed)
 
@@ -29,6 +31,7 @@ def test_a_run_that_is_well_has_none() -> None:
     assert alarms() == [] == alarms(steps=Steps())
     # Opens wait for slots all the time; it is the trainer's pace.
     assert alarms(slots={"waiting": 9}) == []
+    assert alarms(parts=[Part("trainer", "starting")], slots={"waiting": 9}) == []
 
 
 @pytest.mark.parametrize(
@@ -64,6 +67,19 @@ def test_a_run_that_is_well_has_none() -> None:
 def test_faults(changed: dict[str, Any], level: str, what: str, do: str) -> None:
     (alarm,) = alarms(**changed)
     assert alarm.level == level and what in alarm.what and do in alarm.do
+
+
+def test_groups_that_teach_nothing_are_an_alarm_before_the_next_step() -> None:
+    """A step may be long in coming then, and the last one's figures hide why."""
+    (alarm,) = alarms(since_step={"reward": 0.996, "sessions": 8720, "dull": 8008})
+    assert alarm.level == "warn"
+    assert "8008 of 8720" in alarm.what and "step 7" in alarm.what
+    (first,) = alarms(since_step={"reward": 1.0, "sessions": 20, "dull": 20}, steps=Steps())
+    assert "the start" in first.what
+    # A few sessions say nothing, and the next ones may have differed.
+    assert alarms(since_step={"reward": 1.0, "sessions": 8, "dull": 8}) == []
+    taught = Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])
+    assert alarms(since_step={"reward": 0.5, "sessions": 40, "dull": 8}, steps=taught) == []
 
 
 def test_the_worst_comes_first() -> None:

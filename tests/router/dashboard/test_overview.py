@@ -9,7 +9,8 @@ import pytest
 from any_agent.auth.key_store import create_key
 from any_agent.launcher.trial import trial_dir
 from router.dashboard.alarms import Alarm, Part
-from router.dashboard.overview import Group, Overview
+from router.dashboard.overview import Group, Overview, since_step, why_waiting
+from router.dashboard.scrape import Samples
 from router.dashboard.training import Steps
 from tests.router.conftest import StartLab
 from tests.support.proxy import until
@@ -31,7 +32,9 @@ def test_plain_data_has_the_last_step_alone() -> None:
         version=3,
         requests_running=4,
         steps=Steps(steps),
+        since_step={"reward": 0.5, "sessions": 4, "dull": 0},
         waiting="",
+        why="",
         alarms=[Alarm("bad", "what", "do")],
     )
     plain = run.plain()
@@ -43,6 +46,50 @@ def test_plain_data_has_the_last_step_alone() -> None:
     ]
     assert plain["groups"] == [{"group_id": "g", "members": 1, "size": 2, "closes_in": 3.5}]
     assert plain["alarms"] == [{"level": "bad", "what": "what", "do": "do"}]
+
+
+TRAINS = [Part("router", "ready"), Part("trainer", "ready")]
+IDLE = {"waiting": 0}
+
+
+@pytest.mark.parametrize(
+    ("counts", "slots", "groups", "words"),
+    [
+        ({}, IDLE, [], ["for agents"]),
+        ({"trained": 64}, IDLE, [], ["for agents"]),
+        ({"open": 3}, IDLE, [], []),
+        ({"finalized": 3}, IDLE, [], []),
+        ({"open": 3}, {"waiting": 2}, [], ["slots", "2 opens"]),
+        ({"awaiting_reward": 5}, IDLE, [], ["rewards", "5 sessions"]),
+        ({"open": 1}, IDLE, [Group("g", 3, 8, 9.0)], ["group g (3 of 8)"]),
+    ],
+)
+def test_why_it_waits(
+    counts: dict[str, int], slots: dict[str, int], groups: list[Group], words: list[str]
+) -> None:
+    text = why_waiting(TRAINS, {"train": counts}, slots, groups)
+    assert bool(text) == bool(words) and all(word in text for word in words)
+    starts = [Part("trainer", "starting")]
+    assert "trainer" in why_waiting(starts, {"train": counts}, slots, groups)
+    # Without a trainer nothing waits for a step.
+    assert why_waiting(TRAINS[:1], {"train": counts}, slots, groups) == ""
+
+
+TRAINER = """\
+any_agent_train_since_step_reward_mean{rank="trainer"} 0.996
+any_agent_train_since_step_sessions{rank="trainer",dull="false"} 712.0
+any_agent_train_since_step_sessions{rank="trainer",dull="true"} 8008.0
+"""
+
+
+def test_the_reward_of_all_sessions_is_that_of_the_trainers_metrics() -> None:
+    found = since_step(Samples(TRAINER))
+    assert found == {"reward": 0.996, "sessions": 8720, "dull": 8008}
+    assert (
+        since_step(None)
+        == since_step(Samples(""))
+        == {**found, "reward": None, "sessions": 0, "dull": 0}
+    )
 
 
 async def rank(received: Received) -> None:
@@ -93,6 +140,8 @@ async def test_nobody_else_gets_it(start_lab: StartLab) -> None:
 
         await until(known)
     assert lab.ranks[0].received == []
+    # The console of the run's own launcher shows it, too.
+    assert (await lab.get(PATH, lab.signer.run_key)).status_code == 200
     path = trial_dir(lab.config).audit / "router.jsonl"
 
     async def all_written() -> bool:

@@ -1,0 +1,177 @@
+"""The console's line on a run's health: what it says, and when."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler, HTTPServer
+from typing import Any
+
+import pytest
+
+from any_agent.launcher.health import Console, Health, HealthReport, HealthWatch, describe_health
+
+RUN: dict[str, Any] = {
+    "alarms": [],
+    "sessions": {
+        "train": {"open": 3, "awaiting_reward": 1, "finalized": 2, "trained": 5},
+        "eval": {"open": 1, "evaluated": 4},
+    },
+    "slots": {"waiting": 6},
+    "step": {
+        "step": 10,
+        "reward": 0.875,
+        "all": {"reward": 0.9, "sessions": 64, "dull": 48},
+    },
+    "since_step": {"reward": 0.996, "sessions": 8720, "dull": 8008},
+    "why": "for members of group g (3 of 8)",
+    "version": 10,
+    "calls_rate": 4.21,
+}
+ALARM = {"level": "bad", "what": "Rank 1 does not answer.", "do": "Read its log."}
+
+
+def test_the_line_has_what_an_operator_asks_first() -> None:
+    now = describe_health(RUN, 40)
+    assert now.line == (
+        "now       well  4 open, 6 waiting, 11 finished  step 10/40 reward 0.875, since then all "
+        "8720 sessions 0.996, 8008 taught nothing  waits for members of group g (3 of 8)  "
+        "version 10  4.2 calls/s"
+    )
+    assert now.alarms == ()
+
+
+def test_right_after_a_step_the_line_has_the_steps_own_figures() -> None:
+    since = {"reward": None, "sessions": 0, "dull": 0}
+    line = describe_health(RUN | {"since_step": since}, 40).line
+    assert "reward 0.875 (all 64 sessions 0.900, 48 taught nothing)" in line
+    fresh = RUN | {"since_step": since, "step": None, "version": None, "calls_rate": None}
+    assert "reward" not in describe_health(fresh, 40).line
+
+
+def test_names_that_agents_choose_cannot_write_on_the_terminal() -> None:
+    assert "\x1b" not in describe_health(RUN | {"why": "for group \x1b[2J"}, 40).line
+
+
+def looks(*runs: dict[str, Any]) -> list[Health]:
+    return [describe_health(RUN | run, 40) for run in runs]
+
+
+def test_without_a_terminal_a_change_of_health_is_said_at_once_and_figures_seldom() -> None:
+    said: list[str] = []
+    now = 1000.0
+    report = HealthReport(said.append, None, lambda: now)
+    well, moved, ill, worse, again = looks(
+        {},
+        {"version": 11},
+        {"alarms": [ALARM]},
+        {"alarms": [ALARM, ALARM | {"what": "Rank 0 does not answer."}], "version": 12},
+        {},
+    )
+    report.update(None)
+    report.update(well)
+    report.update(well)
+    report.update(moved)
+    assert said == [well.line]
+    report.update(ill)
+    assert said[1:] == [ill.line, "bad       Rank 1 does not answer. Read its log."]
+    report.update(worse)
+    assert said[3] == worse.line and len(said) == 6
+    report.update(again)
+    assert said[6:] == [again.line, "well      All parts are well again."]
+    now += 60
+    (later,) = looks({"version": 13})
+    report.update(later)
+    assert said[8:] == [later.line]
+
+
+def test_figures_within_an_alarm_are_no_change() -> None:
+    said: list[str] = []
+    report = HealthReport(said.append, None)
+    for n in range(3):
+        report.update(*looks({"alarms": [ALARM | {"what": f"{n} of 20 sessions taught nothing."}]}))
+    assert len(said) == 2
+
+
+def test_on_a_terminal_the_line_is_rewritten_and_alarms_stay() -> None:
+    said: list[str] = []
+    shown: list[str] = []
+    report = HealthReport(said.append, shown.append)
+    all_looks = looks({}, {"version": 11}, {"alarms": [ALARM]}, {})
+    for look in all_looks:
+        report.update(look)
+    assert shown == [look.line for look in all_looks]
+    assert said == [all_looks[2].alarms[0], "well      All parts are well again."]
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_lines_replace_the_rewritten_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setattr("shutil.get_terminal_size", lambda: os.terminal_size((10, 24)))
+    out = Terminal()
+    console = Console(out)
+    console.show("now 0123456789")
+    console.say("ready")
+    console.show("now 2")
+    assert console.clear() is True
+    assert out.getvalue() == "now 01234\r\x1b[2Kready\nnow 2\r\x1b[2K"
+
+
+def test_nothing_is_rewritten_in_a_file() -> None:
+    out = io.StringIO()
+    console = Console(out)
+    console.show("now")
+    console.say("ready")
+    assert not console.live and out.getvalue() == "ready\n"
+
+
+@contextmanager
+def service(answer: dict[str, Any], keys: list[str | None]) -> Iterator[str]:
+    class Handler(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            keys.append(self.headers["Authorization"])
+            body = json.dumps(answer).encode()
+            self.send_response(200 if self.path == "/rl/v1/overview" else 404)
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = HTTPServer(("127.0.0.1", 0), Handler)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    try:
+        yield f"http://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        server.server_close()
+
+
+def until_seen(watch: HealthWatch) -> Health:
+    while (found := watch.latest) is None:
+        threading.Event().wait(0.01)
+    return found
+
+
+def test_it_looks_at_the_services_overview_with_the_runs_key() -> None:
+    keys: list[str | None] = []
+    with service(RUN, keys) as url, HealthWatch(url, lambda: "run-key", 40) as watch:
+        assert until_seen(watch) == describe_health(RUN, 40)
+    assert keys[0] == "Bearer run-key"
+
+
+def test_a_service_that_does_not_answer_is_an_alarm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("any_agent.launcher.health._INTERVAL", 0.01)
+    with service({}, []) as url:
+        pass
+    with HealthWatch(url, lambda: "run-key", 40) as watch:
+        found = until_seen(watch)
+    assert found.alarms and "does not answer" in found.line
