@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import queue
-import re
 import subprocess
 import threading
 from collections.abc import Iterator, Sequence
@@ -49,13 +48,7 @@ class Client:
 
     @property
     def version(self) -> str:
-        pins = ENVIRONMENTS[self.name].pins
-        text = pins.read_text()
-        if self.registry == "npm":
-            return str(json.loads(text)["dependencies"][self.package])
-        found = re.search(rf"^{re.escape(self.package)}==(.+)$", text, re.M)
-        assert found is not None, f"{pins} does not pin {self.package}"
-        return found[1]
+        return ENVIRONMENTS[self.name].version_of(self.package)
 
     def command(self) -> list[str | Path]:
         """The program that runs the script's steps."""

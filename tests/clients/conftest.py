@@ -49,6 +49,21 @@ def live(tiny_model_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Iter
         yield service
 
 
+@pytest.fixture(scope="module")
+def training(live: Live) -> Iterator[Live]:
+    """It opens train sessions, as if a trainer were there."""
+    live.put("run", {"state": "training"})
+    live.put("capacity", {"limit": 1000, "ttl": 3600, "owner": "clients"})
+    yield live
+    live.put("run", {"state": "serving"})
+
+
+@pytest.fixture
+def found(request: pytest.FixtureRequest) -> Results:
+    """What the tests of this run have found."""
+    return request.config.stash[_FOUND]
+
+
 @pytest.fixture(scope="session")
 def process(client: Client, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     with running(client, tmp_path_factory.mktemp(client.name)) as process:

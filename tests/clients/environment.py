@@ -9,7 +9,9 @@ from __future__ import annotations
 import argparse
 import fcntl
 import hashlib
+import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -50,6 +52,8 @@ class Environment:
     """
     in_place: bool = False
     """True if npm's packages lie beside their package.json, where its programs look for them."""
+    programs: tuple[str, ...] = ()
+    """npm's packages whose own scripts put their program in its place; no other script is run."""
 
     @property
     def of_npm(self) -> bool:
@@ -67,6 +71,15 @@ class Environment:
     def lock(self) -> Path:
         """The file beside a package.json that pins all of its packages."""
         return self.pins.with_name("package-lock.json")
+
+    def version_of(self, package: str) -> str:
+        """Return the version that is pinned of a package."""
+        text = self.pins.read_text(encoding="utf-8")
+        if self.of_npm:
+            return str(json.loads(text)["dependencies"][package])
+        found = re.search(rf"^{re.escape(package)}==(.+)$", text, re.M)
+        assert found is not None, f"{self.pins} does not pin {package}"
+        return found[1]
 
     @property
     def stamp(self) -> Path:
@@ -102,6 +115,14 @@ ENVIRONMENTS = {
         Environment("pydantic-ai", _CLIENTS / "connect" / "pydantic-ai.txt"),
         Environment("sdk", _CLIENTS / "connect" / "sdk.txt"),
         Environment("smolagents", _CLIENTS / "forced_tools" / "smolagents.txt"),
+        # Agents as they are shipped
+        Environment("agno", _CLIENTS / "shipped" / "agno.txt"),
+        Environment(
+            "shipped-npm",
+            _CLIENTS / "shipped" / "package.json",
+            programs=("@anthropic-ai/claude-code", "opencode-ai"),
+        ),
+        Environment("strands", _CLIENTS / "shipped" / "strands.txt"),
         # Frameworks that force tool calls
         Environment("forced-instructor", _CLIENTS / "forced_tools" / "instructor.txt", ours=True),
         Environment("forced-openai_agents", _CLIENTS / "agents" / "requirements.txt", ours=True),
@@ -190,7 +211,11 @@ def _make_of_npm(environment: Environment) -> None:
         folder.mkdir(parents=True)
         for file in (environment.pins, environment.lock):
             shutil.copy(file, folder)
-    _run_twice([npm, "ci", "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder])
+    # A lock may lack programs of other platforms, which `ci` takes for a fault.
+    how = ("install", "--no-save") if environment.programs else ("ci",)
+    _run_twice([npm, *how, "--ignore-scripts", "--no-audit", "--no-fund", "--prefix", folder])
+    if environment.programs:
+        _run([npm, "rebuild", "--prefix", folder, *environment.programs])
 
 
 def _run_twice(command: Sequence[str | Path]) -> None:

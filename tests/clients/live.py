@@ -49,14 +49,27 @@ class Live:
                     found[sample.labels["continuation"]] += int(sample.value)
         return found
 
+    def sessions(self) -> set[str]:
+        """The ids of all sessions so far."""
+        answer = httpx.get(f"{self.url}/rl/v1/sessions", params={"limit": 1000}, timeout=_LIMIT)
+        assert answer.status_code == 200, answer.text
+        return {str(session["session_id"]) for session in answer.json()}
+
+    def put(self, what: str, body: dict[str, Any]) -> None:
+        """Tell the service what a trainer would."""
+        answer = httpx.put(f"{self.url}/rl/v1/{what}", json=body, timeout=_LIMIT)
+        assert answer.status_code == 200, answer.text
+
     def tokens(self, answer: str) -> int:
         """How many an answer comes to, with the one that ends it."""
         return len(self.chat.tokenizer.encode(answer, add_special_tokens=False)) + 1
 
-    def says(self, text: str, *, end: bool = True) -> None:
-        """What the engine samples next, special tokens spelled out."""
+    def says(self, text: str, *, end: bool = True) -> list[int]:
+        """Have the engine sample this next, special tokens spelled out; return its tokens."""
         ids = self.chat.tokenizer.encode(text, add_special_tokens=False)
-        self.engine.say([*ids, *([self.chat.stop_token_ids[0]] if end else [])])
+        said = [*ids, *([self.chat.stop_token_ids[0]] if end else [])]
+        self.engine.say(said)
+        return said
 
 
 @contextlib.contextmanager

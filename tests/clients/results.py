@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +14,12 @@ WORKS = "works"
 
 @dataclass(slots=True)
 class Results:
-    """By client, API and feature: that it works, or why it does not."""
+    """By client, API and feature: that it works, or why it does not; and the shipped agents."""
 
     clients: dict[str, dict[str, str]] = field(default_factory=dict)
     cells: dict[str, dict[str, dict[str, str]]] = field(default_factory=dict)
+    agents: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """Shipped agents by name: what each is, and what its session came to."""
 
     @classmethod
     def read(cls) -> Results:
@@ -26,7 +28,7 @@ class Results:
         return cls(**json.loads(RESULTS.read_text(encoding="utf-8")))
 
     def write(self) -> None:
-        text = json.dumps({"clients": self.clients, "cells": self.cells}, indent=2, sort_keys=True)
+        text = json.dumps(asdict(self), indent=2, sort_keys=True)
         RESULTS.write_text(text + "\n", encoding="utf-8")
 
     def note(self, client: Any, api: str, feature: str, outcome: str) -> None:
@@ -43,7 +45,11 @@ class Results:
 
     def over(self, older: Results) -> Results:
         """These, and what is recorded of clients that were not tried this time."""
-        return Results({**older.clients, **self.clients}, {**older.cells, **self.cells})
+        return Results(
+            {**older.clients, **self.clients},
+            {**older.cells, **self.cells},
+            {**older.agents, **self.agents},
+        )
 
     def differing(self, recorded: Results) -> list[str]:
         """What is not as it was recorded, of what was tried."""
@@ -54,9 +60,10 @@ class Results:
             for feature, outcome in row.items()
             if (was := _of(recorded.cells, name, api, feature)) != outcome
         ] + [
-            f"{name}: {about}; recorded is {recorded.clients.get(name)}"
-            for name, about in self.clients.items()
-            if recorded.clients.get(name) != about
+            f"{name}: {about}; recorded is {before.get(name)}"
+            for now, before in ((self.clients, recorded.clients), (self.agents, recorded.agents))
+            for name, about in now.items()
+            if before.get(name) != about
         ]
 
 

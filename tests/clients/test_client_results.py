@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from tests.clients.results import RESULTS, WORKS, Results
+from tests.clients.shipped.agents import AGENTS
 
 HERE = Path(__file__).parent
 DOCS = HERE.parents[1] / "tools" / "docs"
@@ -66,6 +67,11 @@ def test_results_are_of_the_pinned_versions() -> None:
     assert recorded == {name: client.version for name, client in clients.items()}
 
 
+def test_results_have_every_shipped_agent_at_its_pinned_version() -> None:
+    recorded = {name: about["version"] for name, about in Results.read().agents.items()}
+    assert recorded == {agent.name: agent.version for agent in AGENTS}
+
+
 def test_every_client_is_tried_in_what_matters() -> None:
     for client, apis in Results.read().cells.items():
         for api, row in apis.items():
@@ -78,7 +84,9 @@ def test_every_package_is_pinned() -> None:
     for pins in HERE.glob("*/*.txt"):
         assert all(re.fullmatch(r"\S+==\S+", line) for line in pins.read_text().splitlines()), pins
     for manifest in HERE.glob("*/package.json"):
+        wanted = json.loads(manifest.read_text())["dependencies"]
         locked = json.loads(manifest.with_name("package-lock.json").read_text())["packages"]
+        assert locked[""]["dependencies"] == wanted, manifest
         assert all("integrity" in package for name, package in locked.items() if name), manifest
 
 
@@ -103,5 +111,7 @@ def test_results_that_differ_are_named() -> None:
     assert worse == ["one: chat, plain: fails; recorded is works"]
     newer = Results(clients={"one": {"version": "2"}}).differing(recorded)
     assert newer == ["one: {'version': '2'}; recorded is {'version': '1'}"]
+    slower = Results(agents={"one": {"calls": 2}}).differing(Results(agents={"one": {"calls": 1}}))
+    assert slower == ["one: {'calls': 2}; recorded is {'calls': 1}"]
     over = Results(cells={"two": {"chat": {"plain": WORKS}}}).over(recorded)
     assert over.cells.keys() == {"one", "two"}

@@ -9,11 +9,13 @@ import pytest
 
 from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, PYTHON
 from tests.clients.connect.pages import FOLDER, all_blocks, blocks, pages
+from tests.clients.shipped.agents import AGENTS
 
 
 def test_every_block_has_a_case_and_every_case_a_block() -> None:
-    run = {*CASES, HOW_A_CLASS_IS_RUN}
-    assert set(all_blocks()) == run, "tests/clients/connect/cases.py says how each is run"
+    shipped = {place for agent in AGENTS for place in agent.places}
+    run = {*CASES, *shipped, HOW_A_CLASS_IS_RUN}
+    assert set(all_blocks()) == run, "cases.py, or shipped/agents.py, says how each is run"
     assert set(PYTHON) <= {block.page for block in all_blocks().values()}
 
 

@@ -113,6 +113,23 @@ def test_uv_is_tried_twice(one: Environment, calls: list[str]) -> None:
     assert not one.is_made
 
 
+@pytest.mark.parametrize("programs", [(), ("agent", "other")])
+def test_npm_runs_no_script_but_those_of_programs(
+    folder: Path,
+    calls: list[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    programs: tuple[str, ...],
+) -> None:
+    monkeypatch.setattr(environments.shutil, "which", lambda name: name)
+    for name in ("package.json", "package-lock.json"):
+        (tmp_path / name).write_text("{}")
+    environments._make_of_npm(Environment("two", tmp_path / "package.json", programs=programs))
+    install, *rebuilt = calls
+    assert "--ignore-scripts" in install
+    assert rebuilt == ([f"npm rebuild --prefix {folder / 'two'} agent other"] if programs else [])
+
+
 def test_all_are_tried_and_those_that_fail_are_named(
     one: Environment, calls: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -32,6 +32,11 @@ not), gives log-probabilities without the temperature, decodes with another toke
 weights at an update under the new version, or the version under new weights."""
 
 
+def formula_logprob(token: int) -> float:
+    """Return a token's log-probability where no model gives one."""
+    return -0.5 - (token % 7) / 8
+
+
 @dataclass(slots=True)
 class Fault:
     kind: FaultKind
@@ -84,7 +89,7 @@ class Running:
         k = len(self.ids)
         token = self.planned(k)
         if model is None:
-            logprob = -0.5 - (token % 7) / 8
+            logprob = formula_logprob(token)
             self.tops.append([(logprob - i / 4, token + i) for i in range(self.top)])
         else:
             row = self._row(model, k, scaled)

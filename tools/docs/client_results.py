@@ -1,8 +1,12 @@
-"""Write compatibility.md: the features of each client over each API, by the suite `clients`."""
+"""Write compatibility.md by the findings of the suite `clients`.
+
+It has the features of each client over each API, and the sessions of agents as they are shipped.
+"""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -44,9 +48,10 @@ HEAD = """# Compatibility
 <!-- Written by tools/docs/generate.py from tests/clients/results.json, which `make verify
 SUITES=clients ARGS=--record` writes; run that. -->
 
-This page shows what agents' client libraries can do against a live service: router, proxy, and an
-engine with scripted answers. Each client is the package from its registry at the version below, in
-an environment of its own, with only a base URL and a session's key.
+This page shows what agents' client libraries, and
+[agents as they are shipped](#agents-as-they-are-shipped), can do against a live service: router,
+proxy, and an engine with scripted answers. Each client is the package from its registry at the
+version below, in an environment of its own, with only a base URL and a session's key.
 
 `make verify SUITES=clients` installs and tries them all, and fails where a cell differs from this
 page. A test also checks the service's record: the number of interactions, and that each one after
@@ -56,6 +61,22 @@ In the tables, ✓ means that it works; – that the client has no such feature 
 it is not tested; a number is a reason below its table.
 """
 FEATURES_HEAD = "## Features\n\n| feature | requirement |\n|---|---|"
+AGENTS_HEAD = """## Agents as they are shipped
+
+Each agent is the package from its registry, run by its lines in
+[coding-agents.md](../how-to/connect/coding-agents.md) or
+[more-frameworks.md](../how-to/connect/more-frameworks.md). It reads a question from a file, writes
+the answer to another one with its own tools, and ends with a sentence; the model is scripted, all
+else is real. The reward depends on the file, and the session is finalized for training.
+
+*Exact* counts the calls whose recorded tokens, log-probabilities and weight versions are those that
+the engine read and sampled, each going on from the call before it; *conversations* counts the
+calls that begin anew; *trained* counts the calls that training may use.
+"""
+AGENTS_COLUMNS = (
+    *("agent", "package", "registry", "version", "API", "tools it ran"),
+    *("calls", "conversations", "exact", "trained"),
+)
 CLIENTS_HEAD = "## Clients\n\n| client | package | registry | version |\n|---|---|---|---|"
 
 
@@ -72,12 +93,25 @@ def render() -> str:
     tried = {feature for apis in cells.values() for row in apis.values() for feature in row}
     assert tried <= FEATURES.keys(), tried - FEATURES.keys()
     features = [f"| {name} | {text} |" for name, text in FEATURES.items() if name in tried]
-    return "\n".join([*parts, "\n".join([FEATURES_HEAD, *features]) + "\n"])
+    parts.append("\n".join([FEATURES_HEAD, *features]) + "\n")
+    return "\n".join([*parts, AGENTS_HEAD, _agents(results["agents"].values())])
 
 
 def _client(about: dict[str, Any]) -> str:
     cells = (_title(about), f"`{about['package']}`", about["registry"], about["version"])
     return f"| {' | '.join(cells)} |"
+
+
+def _agents(agents: Iterable[dict[str, Any]]) -> str:
+    head = f"| {' | '.join(AGENTS_COLUMNS)} |\n|{'---|' * len(AGENTS_COLUMNS)}"
+    return "\n".join([head, *map(_agent, agents)]) + "\n"
+
+
+def _agent(about: dict[str, Any]) -> str:
+    cells = (about["title"], f"`{about['package']}`", about["registry"], about["version"])
+    tools = ", ".join(f"`{tool}`" for tool in about["tools"])
+    counts = (str(about[count]) for count in ("calls", "roots", "exact", "trained"))
+    return f"| {' | '.join([*cells, APIS[about['api']], tools, *counts])} |"
 
 
 def _title(about: dict[str, Any]) -> str:

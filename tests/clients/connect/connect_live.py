@@ -3,21 +3,17 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.clients.client import APART
 from tests.clients.connect.cases import CASES, HOW_A_CLASS_IS_RUN, PYTHON, Case
 from tests.clients.connect.pages import Block, all_blocks
+from tests.clients.connect.shell import reader_shell, run, script
 from tests.clients.environment import component, node_with, python_with
 from tests.clients.live import Live
-from tests.support.e2e.serving import environment
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -25,39 +21,16 @@ BLOCKS = all_blocks()
 RUNS = [
     pytest.param(block, where, id=f"{place}-{where}" if where else place)
     for place, block in BLOCKS.items()
-    if place != HOW_A_CLASS_IS_RUN
+    if place in CASES
     for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
 ]
 FILES = {("agent", "python"): "my_agent.py", ("program", "js"): "agent.mjs"}
 """What a page's other blocks call these blocks."""
-_LIMIT = 300.0
-
-
-@pytest.fixture(scope="module")
-def training(live: Live) -> Iterator[Live]:
-    """It opens train sessions, as if a trainer were there."""
-    _put(live, "run", {"state": "training"})
-    _put(live, "capacity", {"limit": 1000, "ttl": 3600, "owner": "connect"})
-    yield live
-    _put(live, "run", {"state": "serving"})
-
-
-def _put(live: Live, what: str, body: dict[str, Any]) -> None:
-    answer = httpx.put(f"{live.url}/rl/v1/{what}", json=body, timeout=60)
-    assert answer.status_code == 200, answer.text
-
-
-@pytest.fixture
-def shell(tmp_path: Path) -> dict[str, str]:
-    """The environment of a reader's shell, beside the service's URL."""
-    given = environment(**APART, HOME=str(tmp_path))
-    return {k: v for k, v in given.items() if not k.startswith(("PYTHON", "OPENAI", "ANTHROPIC"))}
 
 
 @pytest.mark.parametrize(("block", "where"), RUNS)
 def test_block(
     training: Live,
-    shell: dict[str, str],
     block: Block,
     where: str | None,
     tmp_path: Path,
@@ -66,8 +39,8 @@ def test_block(
     training.engine.hush()
     for text in case.says:
         training.says(text)
-    before, recorded = opened(training), training.continued()
-    variables = {**shell, "ANY_AGENT_URL": training.url}
+    before, recorded = training.sessions(), training.continued()
+    variables = reader_shell(training.url, home=tmp_path)
     if block.name == "program":
         # Its author runs it so before anything is trained: by the two variables alone.
         session = training.open()
@@ -79,7 +52,7 @@ def test_block(
     turns = {"first": case.sessions, "exact": case.sessions * (calls - 1)}
     assert dict(training.continued() - recorded) == {k: n for k, n in turns.items() if n}
     if block.name != "program":
-        rewarded(training, opened(training) - before, case, calls)
+        rewarded(training, training.sessions() - before, case, calls)
 
 
 def command(block: Block, where: str | None, folder: Path) -> list[str | Path]:
@@ -90,7 +63,7 @@ def command(block: Block, where: str | None, folder: Path) -> list[str | Path]:
             (folder / file).write_text(other.code, encoding="utf-8")
     if block.language == "bash":
         _find_node(block, folder)
-        return ["bash", "-euo", "pipefail", "-c", block.code]
+        return script(block.code)
     if block.language == "js":
         _find_node(block, folder)
         (folder / "block.mjs").write_text(block.code, encoding="utf-8")
@@ -110,29 +83,6 @@ def _find_node(block: Block, folder: Path) -> None:
     """npm's packages, where a page is of them."""
     if block.page == "openai-node":
         os.symlink(node_with("openai-npm") / "node_modules", folder / "node_modules")
-
-
-def run(command: list[str | Path], variables: dict[str, str], folder: Path) -> str:
-    """What it printed; fails with all that it said if it does not end well."""
-    path = f"{Path(sys.executable).parent}{os.pathsep}{variables['PATH']}"
-    done = subprocess.run(
-        command,
-        cwd=folder,
-        env={**variables, "PATH": path},
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=_LIMIT,
-    )
-    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}"
-    return done.stdout.strip()
-
-
-def opened(live: Live) -> set[str]:
-    """All sessions so far."""
-    answer = httpx.get(f"{live.url}/rl/v1/sessions", params={"limit": 1000}, timeout=60)
-    assert answer.status_code == 200, answer.text
-    return {str(session["session_id"]) for session in answer.json()}
 
 
 def rewarded(live: Live, ids: set[str], case: Case, calls: int) -> None:
