@@ -12,7 +12,7 @@ from any_agent.errors import ConfigError
 from any_agent.runtime.command_line import guarded, require_installed
 
 _MADE = "any_agent_demo_model.json"
-"""What the model in a folder was made of: written last, so a model that has it is whole."""
+"""The file of what a folder's model was made of: written last, so a model that has it is whole."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -36,13 +36,14 @@ def _make(args: argparse.Namespace) -> int:
     require_installed("train")
     asked = {"skill": args.skill, "seed": args.seed, "warmup_steps": args.warmup_steps}
     made = args.out / _MADE
-    if made.is_file() and not args.overwrite and made.read_text("utf-8") == json.dumps(asked):
-        print(f"{args.out} holds this model already")
-        return 0
-    if args.out.exists() and not args.overwrite and (
-        not args.out.is_dir() or next(args.out.iterdir(), None)
-    ):
-        raise ConfigError(f"{args.out} holds something else: name a new folder, or add --overwrite")
+    if args.out.exists() and not args.overwrite:
+        if made.is_file() and made.read_text("utf-8") == json.dumps(asked):
+            print(f"{args.out} holds this model already")
+            return 0
+        if not args.out.is_dir() or any(args.out.iterdir()):
+            raise ConfigError(
+                f"{args.out} holds something else: name a new folder, or add --overwrite"
+            )
     made.unlink(missing_ok=True)
     from transformers.utils import logging
 
