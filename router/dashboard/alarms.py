@@ -130,7 +130,7 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
         yield Alarm(
             "warn",
             f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",
-            "Look at the sessions' states below: are there agents, rewards, and whole groups?",
+            "Are there agents, rewards and whole groups? `any-agent sessions list` shows the sessions.",
         )
     trainer = next((part for part in parts if part.name == "trainer"), None)
     if slots.get("waiting", 0) and trainer is not None and not trainer.well:
