@@ -50,10 +50,13 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
 
 
 def balanced_tries(rows: Sequence[Row], parts: int, token_budget: int) -> list[list[Row]]:
-    """Divide rows as :func:`balanced`, those with a common prefix together as far as possible."""
+    """Divide rows as :func:`balanced`, those with a common prefix together as far as possible.
+
+    Rows of which each continues the one before it are never divided: a part may get none.
+    """
     wanted = sum(bool(row["loss_mask"].any()) for row in rows)
     tries = shared_parts(rows, token_budget)
-    while len(tries) < min(parts, wanted):
+    while len(tries) < min(parts, wanted) and token_budget:
         token_budget = token_budget // 2
         tries = shared_parts(rows, token_budget)
     shares = dealt([_distinct(one) for one in tries], parts)
@@ -291,8 +294,9 @@ def _require_sampled(temperatures: Tensor) -> None:
 def shared_parts(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     """Divide rows into parts of at most ``token_budget`` distinct tokens, neighbours together.
 
-    Rows are sorted by their tokens, so that those with a common prefix are neighbours. A row above
-    the budget stands alone. Rows with nothing to train on are left out.
+    Rows are sorted by their tokens, so that those with a common prefix are neighbours. A part with
+    a row above the budget has as many distinct tokens as that row: the row, and the rows that it
+    continues. Rows with nothing to train on are left out.
     """
     wanted = [row for row in rows if bool(row["loss_mask"].any())]
     keys = [(row["input_ids"].numpy().astype(">u4").tobytes(), tie(row)) for row in wanted]
@@ -301,7 +305,7 @@ def shared_parts(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
     for k in sorted(range(len(wanted)), key=keys.__getitem__):
         ids = wanted[k]["input_ids"].numpy()
         fresh = len(ids) - common_prefix(previous, ids)
-        if not parts or total + fresh > token_budget:
+        if not parts or total + fresh > max(token_budget, len(ids)):
             parts.append([])
             total, fresh = 0, len(ids)
         parts[-1].append(wanted[k])

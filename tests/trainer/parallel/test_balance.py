@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
@@ -15,6 +17,14 @@ def _row(length: int, trained: bool = True) -> Row:
     mask = torch.zeros(length, dtype=torch.int32)
     mask[-1] = int(trained)
     return {"input_ids": torch.zeros(length, dtype=torch.int32), "loss_mask": mask}
+
+
+def _row_of(ids: Sequence[int]) -> Row:
+    whole = {
+        "attention_mask": torch.ones(len(ids), dtype=torch.bool),
+        "temperatures": torch.ones(len(ids)),
+    }
+    return _row(len(ids)) | whole | {"input_ids": torch.tensor(ids, dtype=torch.int32)}
 
 
 @given(st.lists(st.integers(2, 400), max_size=40), st.integers(1, 8))
@@ -53,19 +63,31 @@ def test_neighbours_in_the_tree_stay_together_and_every_row_has_one_place(
     rows = tree_rows(seed)
     divided = balanced_tries(rows, parts, budget)
     assert sorted(id(row) for part in divided for row in part) == sorted(map(id, rows))
-    assert len(divided) == parts and all(divided)
+    assert len(divided) == parts
     for part in divided:
         for one in shared_parts(part, budget):
             (computed,) = tree_passes(one, budget, divided=False)
-            assert computed.ids.numel() <= budget or len(one) == 1
+            longest = max(row["input_ids"].shape[0] for row in one)
+            assert computed.ids.numel() <= max(budget, longest)
+
+
+def test_the_turns_of_an_episode_above_the_budget_are_computed_once() -> None:
+    """Where a pass must end before the next begins: turn k has the first 32 k - 1 tokens."""
+    turns = [_row_of(range(32 * k - 1)) for k in range(1, 101)]
+    other = _row_of([5000] * 40)
+    for processes in (1, 2, 3):
+        computed = [
+            one.ids.numel()
+            for part in balanced_tries([*turns, other], processes, 1024)
+            for each in shared_parts(part, 1024)
+            for one in tree_passes(each, 1024, divided=False)
+        ]
+        assert sum(computed) == 3198 + 39, "no row trains on what follows its last token"
 
 
 def test_processes_have_equally_many_distinct_tokens() -> None:
     """A group of four sessions with 73 tokens weighs as much as any of three rows."""
     group = [[1, *([1] * 60), k, 1, 2] for k in range(5, 9)]
     long = [[k, *range(5, 77)] for k in (2, 3, 4)]
-    rows = [
-        _row(len(ids)) | {"input_ids": torch.tensor(ids, dtype=torch.int32)}
-        for ids in [*group, *long]
-    ]
+    rows = [_row_of(ids) for ids in [*group, *long]]
     assert sorted(len(part) for part in balanced_tries(rows, 2, 80)) == [2, 5]
