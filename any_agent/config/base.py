@@ -16,7 +16,13 @@ Name = Annotated[str, StringConstraints(pattern=f"^{NAME_PATTERN}$")]
 class Section(BaseModel):
     """Settings under one name, immutable; unknown names are refused."""
 
-    model_config = ConfigDict(extra="forbid", frozen=True, validate_default=True)
+    model_config = ConfigDict(
+        extra="forbid",
+        frozen=True,
+        validate_default=True,
+        # Every part reads the settings again: infinite, as no bound at all, must not become null.
+        ser_json_inf_nan="constants",
+    )
 
 
 def split_texts(value: object) -> object:

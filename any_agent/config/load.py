@@ -159,13 +159,29 @@ def _variable(key: str) -> str:
     return ENV_PREFIX + key.replace(".", "__").upper()
 
 
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that stands twice in a mapping: YAML keeps the last one, in silence."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        lines: dict[str, int] = {}
+        for key, _ in node.value:
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                where = f"lines {lines[key.value]} and {line}"
+                raise yaml.YAMLError(f"{key.value} stands twice, in {where}: remove one")
+            lines[key.value] = line
+        return super().construct_mapping(node, deep)
+
+
 def _read_yaml(path: Path, changed: Callable[[str], tuple[bool, Any]]) -> dict[str, Any]:
     try:
         text = path.read_text(encoding="utf-8")
     except OSError as error:
         raise ConfigError(f"cannot read the configuration {path}: {error.strerror}") from None
     try:
-        data = yaml.safe_load(text)
+        data = yaml.load(text, _UniqueKeys)
     except yaml.YAMLError as error:
         raise ConfigError(f"{path} is not valid YAML: {error}") from None
     if data is None:

@@ -164,7 +164,16 @@ def test_a_section_of_comments_is_empty(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "says"), [("- a", "mapping"), ("a: [", "not valid YAML"), ("5", "mapping")]
+    ("text", "says"),
+    [
+        ("- a", "mapping"),
+        ("a: [", "not valid YAML"),
+        ("5", "mapping"),
+        # YAML itself keeps the last one.
+        ("train: {lr: 1.0e-5}\nrollout: {eta: 1}\ntrain: {steps: 7}\n", "train .* lines 1 and 3"),
+        ("train:\n  lr: 3.0e-5\n  lr: 1.0e-3\n", "lr .* lines 2 and 3"),
+        ("train: {lr: 3.0e-5, lr: 1.0e-3}\n", "lr .* lines 1 and 1"),
+    ],
 )
 def test_files_that_are_no_settings(tmp_path: Path, text: str, says: str) -> None:
     path = write(tmp_path, text)
@@ -179,7 +188,8 @@ def test_a_file_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_a_dump_can_be_loaded_again(tmp_path: Path) -> None:
-    config = load_config(None, ["train.betas=[0.8, 0.9]", "trial=2026-11-20"], {})
+    given = ["train.betas=[0.8, 0.9]", "trial=2026-11-20", "train.grad_clip=.inf"]
+    config = load_config(None, given, {})
     assert load_config(write(tmp_path, config.dump()), [], {}) == config
 
 
