@@ -89,6 +89,8 @@ def run(arguments: argparse.Namespace) -> int:
     run_dir = _trial(arguments, must_exist=command != "create")
     try:
         return _COMMANDS[command](arguments, run_dir)
+    except PermissionError:
+        raise  # Told with the folder's owner.
     except OSError as error:
         raise StartupError(f"cannot write in {run_dir.path}: {error.strerror}") from None
 

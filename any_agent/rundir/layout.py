@@ -48,6 +48,7 @@ from urllib.parse import quote, urlencode
 
 from any_agent.errors import ConfigError, StartupError
 from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
+from any_agent.runtime.file_owner import access_required
 
 JOURNAL_SUFFIX = ".sqlite"
 LOGGED_SCHEME = "sqlite+redis"
@@ -177,15 +178,19 @@ class RunDir:
         return f"{LOGGED_SCHEME}:///?{urlencode(own)}"
 
     def create(self) -> None:
-        """Create what is missing; ConfigError for a folder of another layout."""
+        """Create what is missing.
+
+        Raises ConfigError for a folder of another layout, or of another user.
+        """
         self.check_format()
-        self._make()
-        folders = (self.weights, self.checkpoints, self.manifests, self.registry)
-        for folder in (*folders, self.archive, self.logs):
-            make_folder(folder)
-        self.make_journals()
-        if not self._format.exists():
-            _create_once(self._format, f"{FORMAT}\n")
+        with access_required():
+            self._make()
+            folders = (self.weights, self.checkpoints, self.manifests, self.registry)
+            for folder in (*folders, self.archive, self.logs):
+                make_folder(folder)
+            self.make_journals()
+            if not self._format.exists():
+                _create_once(self._format, f"{FORMAT}\n")
 
     def _make(self) -> None:
         # Users may share the folders above.
@@ -216,19 +221,22 @@ class RunDir:
             )
 
     def check_format(self) -> None:
-        """Raise ConfigError for a run of another layout; a run without the file is of format 1."""
-        if self._format.exists():
-            found = self._format.read_text(encoding="utf-8", errors="replace").strip()
-        elif (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists():
-            # Journals in another folder may belong to a removed run of this name.
-            found = "1"
-        else:
-            return
-        if found != str(FORMAT):
+        """Raise ConfigError for a run of another layout, or of another user."""
+        with access_required():
+            found = self._found_format()
+        if found is not None and found != str(FORMAT):
             raise ConfigError(
                 f"{self.path} is of format {found[:20]!r}, this version reads {FORMAT}; choose "
                 "another --trial, or use the version of any-agent that wrote it"
             )
+
+    def _found_format(self) -> str | None:
+        """Return the layout's number; 1 for a run without the file, None where there is no run."""
+        if self._format.exists():
+            return self._format.read_text(encoding="utf-8", errors="replace").strip()
+        # Journals in another folder may belong to a removed run of this name.
+        old = (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists()
+        return "1" if old else None
 
     @contextmanager
     def lock(self) -> Iterator[int]:

@@ -17,6 +17,7 @@ from any_agent.cli.export import add_export_arguments
 from any_agent.config import load_config
 from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
 from any_agent.runtime.command_line import overrides_of, parse
+from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord, read_record
 from proxy_ext.export.choice import Groups, is_candidate, score_of
 from proxy_ext.export.output import ExportOutput, output
@@ -259,7 +260,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return error.exit_code
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        told = isinstance(error, PermissionError) and error.filename is not None
+        print(f"error: {no_access(error).message if told else error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
