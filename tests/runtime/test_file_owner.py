@@ -14,7 +14,6 @@ from any_agent.cli.main import main
 from any_agent.client.service_url import UrlFile
 from any_agent.errors import ConfigError
 from any_agent.rundir.layout import RunDir
-from any_agent.runtime import file_owner
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.export.__main__ import main as export
 
@@ -78,7 +77,7 @@ def test_a_known_url_stays_while_its_file_cannot_be_read(trial: RunDir) -> None:
 def test_an_owner_without_a_name_has_a_number(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(file_owner.os, "geteuid", lambda: 4_000_000)
+    monkeypatch.setattr(os, "geteuid", lambda: 4_000_000)
     error = no_access(PermissionError(13, "Permission denied", str(tmp_path / "a" / "b")))
     assert "you are number 4000000" in error.message
     assert str(tmp_path / "a" / "b") in error.message
