@@ -61,6 +61,7 @@ from any_agent.launcher.trial import (
     TrialWeights,
     fleet_before,
     latest_weights,
+    require_grader,
     require_no_epochs,
     require_same_ranks,
     require_training,
@@ -262,6 +263,7 @@ class Node:
                 require_no_epochs(config)
         require_devices(config, trains=trains)
         if place.ranks_of(config):
+            require_grader(config)
             require_engines(config)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)

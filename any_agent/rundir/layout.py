@@ -31,6 +31,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import json
 import os
@@ -46,7 +47,7 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, urlencode
 
-from any_agent.errors import ConfigError, StartupError
+from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
 from any_agent.runtime.file_owner import access_required
 
@@ -55,6 +56,7 @@ LOGGED_SCHEME = "sqlite+redis"
 """Scheme of the URL of a journal with a log in Redis."""
 _STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
 _PREDECESSOR_TIMEOUT = 5.0  # seconds for the processes of a killed service to end
+_MAX_NAMES = 12  # the most trials that an error lists
 FORMAT = 2  # the version of the folder's layout and of the meaning of its files
 
 
@@ -237,6 +239,26 @@ class RunDir:
         # Journals in another folder may belong to a removed run of this name.
         old = (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists()
         return "1" if old else None
+
+    def no_trial(self, remedy: str) -> NotFound:
+        """Return the error for a trial that does not exist; it lists those that there are, the ones
+        of like names first."""
+        root = self.path.parents[2]
+        found = {
+            f"{path.parts[-2]}/{path.parts[-1]} (user {path.parts[-3]})"
+            for path in root.glob("*/*/*")
+            if any((path / name).is_file() for name in ("config.yaml", "keys.json", "format"))
+        }
+        user, experiment, trial = self.path.parts[-3:]
+        wanted = f"{experiment}/{trial} (user {user})"
+        near = difflib.get_close_matches(wanted, found, n=_MAX_NAMES)
+        names = [*near, *sorted(found - {*near})]
+        listed = ", ".join(names[:_MAX_NAMES]) or "no trials"
+        more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return NotFound(
+            f"there is no trial {experiment}/{trial} in {self.path}: in {root} there are "
+            f"{listed}{more}; {remedy}"
+        )
 
     @contextmanager
     def lock(self) -> Iterator[int]:

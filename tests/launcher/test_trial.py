@@ -19,6 +19,7 @@ from any_agent.launcher.trial import (
     fleet_before,
     latest_weights,
     newest_weights,
+    require_grader,
     require_same_ranks,
     resolve_config,
     trial_dir,
@@ -263,3 +264,13 @@ def test_weights_that_were_asked_for_by_name_are_not_replaced(
         with pytest.raises(ConfigError, match=r"step-00000020 is damaged: .*restore it"):
             find_weights(config, **wanted)
     assert checkpoint.is_dir()
+
+
+def test_a_wrong_grader_is_found_before_anything_starts() -> None:
+
+    grade = ("sessions.late_reward=grade", "sessions.grader=")
+    for wrong in ("no_such_module.grade", "json.no_such_function"):
+        with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
+            require_grader(load_config(None, [grade[0], grade[1] + wrong], environ={}))
+    require_grader(load_config(None, [grade[0], f"{grade[1]}json.dumps"], environ={}))
+    require_grader(load_config(None, [], environ={}))
