@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import load_config
-from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
+from any_agent.errors import AnyAgentError, ConfigError, NotFound, StartupError, Unprocessable
 from any_agent.runtime.command_line import overrides_of, parse
 from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord, read_record
@@ -256,9 +256,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         export.run()
     except BrokenPipeError:
         return _READER_LEFT
-    except (ConfigError, StartupError) as error:
+    except (ConfigError, NotFound, StartupError) as error:
         print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", ConfigError.exit_code)
     except OSError as error:
         told = isinstance(error, PermissionError) and error.filename is not None
         print(f"error: {no_access(error).message if told else error}", file=sys.stderr)
