@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -26,14 +27,12 @@ from huggingface_hub.errors import (
     RepositoryNotFoundError,
     RevisionNotFoundError,
 )
-from tqdm import tqdm
+from tqdm import tqdm  # type: ignore[import-untyped]
 
-WANTED = {
-    "allow_patterns": ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"],
-    # Folders have copies in other forms, and so have these files.
-    "ignore_patterns": ["*/*", "consolidated*", "*.index.fp*"],
-}
-"""What engines and trainers load: weights, configuration, tokenizer, chat template."""
+_LOADED = ["*.json", "*.safetensors", "*.jinja", "*.model", "*.tiktoken", "*.txt"]
+"""Files that engines and trainers load: weights, configuration, tokenizer, chat template."""
+_COPIES = ["*/*", "consolidated*"]
+"""Files that hold the same in other forms, all folders among them."""
 _CONNECT_TIMEOUT = 4.0
 """Seconds in which a hub must answer its first request."""
 _STEP = 1 << 18  # bytes between two steps of progress
@@ -53,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
 def fetch(name: str) -> str:
     """Bring a model into the cache; return its commit. Raises what the hub's client raises."""
     try:
-        folder = Path(snapshot_download(name, local_files_only=True, **WANTED))
+        folder = Path(_snapshot(name, local_files_only=True))
         if _is_whole(folder):
             return folder.name
     except LocalEntryNotFoundError:
@@ -65,11 +64,14 @@ def fetch(name: str) -> str:
     # The download itself would try for long, and in vain.
     HfApi().model_info(name, timeout=_CONNECT_TIMEOUT)
     threading.Thread(target=_Progress.tell_on, daemon=True).start()
-    folder = Path(snapshot_download(name, tqdm_class=_Progress, **WANTED))
+    folder = Path(_snapshot(name, tqdm_class=_Progress))
     _Progress.tell()
     if not _is_whole(folder):
         raise _Incomplete
     return folder.name
+
+
+_snapshot = partial(snapshot_download, allow_patterns=_LOADED, ignore_patterns=_COPIES)
 
 
 class _Incomplete(Exception):
@@ -126,7 +128,7 @@ def problem(name: str, error: Exception) -> str:
     return f"{name} could not be downloaded from {hub}: {text}"
 
 
-class _Progress(tqdm):  # type: ignore[type-arg]
+class _Progress(tqdm):  # type: ignore[misc]
     """Tells the bytes instead of drawing a bar; `snapshot_download` has one bar of bytes written,
     one of bytes received, and one of files."""
 

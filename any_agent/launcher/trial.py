@@ -183,8 +183,31 @@ def check_model(path: str, setting: str = "model.path") -> None:
             "model.path=Qwen/Qwen3-0.6B"
         )
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
-    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        _require_whole_files(folder)
+    elif looks_local:
         raise ConfigError(f"{setting}={path} is no model folder: it has no config.json")
+
+
+def _require_whole_files(folder: Path) -> None:
+    """Raise ConfigError for a file of weights that is cut off, as a broken copy leaves it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, _MAX_HEADER)))
+            ends = (one["data_offsets"][1] for name, one in header.items() if name[:2] != "__")
+            expected = f"{8 + length + max(ends, default=0)} bytes"
+            whole = expected == f"{size} bytes"
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            whole, expected = False, "a whole header of its tensors"
+        if not whole:
+            raise ConfigError(
+                f"{path} is cut off or damaged: it has {size} bytes, and must have {expected}; "
+                "copy or download the model again"
+            )
 
 
 def trial_dir(config: Config) -> RunDir:

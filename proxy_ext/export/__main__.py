@@ -260,8 +260,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"error: {error.message}", file=sys.stderr)
         return getattr(error, "exit_code", ConfigError.exit_code)
     except OSError as error:
-        told = isinstance(error, PermissionError) and error.filename is not None
-        print(f"error: {no_access(error).message if told else error}", file=sys.stderr)
+        why = str(error)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            why = no_access(error).message
+        print(f"error: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130
