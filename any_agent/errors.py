@@ -10,6 +10,7 @@ AnyAgentError                      500 internal_error
 ├── SpendCapExceeded               402 spend_cap_exceeded
 ├── Forbidden                      403 forbidden
 ├── NotFound                       404 not_found
+├── MethodNotAllowed               405 method_not_allowed
 ├── Conflict                       409 conflict
 │   ├── RunFinished                409 run_finished
 │   └── VersionGone                409 version_gone
@@ -49,6 +50,7 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Iterable
 from typing import Any, ClassVar
 
 _BUSY_STATUSES = (429, 503, 507)
@@ -148,6 +150,21 @@ class Forbidden(AnyAgentError, status=403, code="forbidden"):
 
 class NotFound(AnyAgentError, status=404, code="not_found"):
     """The named object does not exist."""
+
+
+class MethodNotAllowed(AnyAgentError, status=405, code="method_not_allowed"):
+    """The path exists, for other methods."""
+
+    @classmethod
+    def of(cls, method: str, path: str, allowed: Iterable[str]) -> MethodNotAllowed:
+        """Return the error for a method that is none of the allowed ones."""
+        names = ", ".join(sorted(allowed))
+        return cls(f"{path} takes {names}, not {method}", details={"allowed": names})
+
+    def headers(self) -> dict[str, str]:
+        """Return the headers of the tree's root with the methods that are allowed."""
+        allowed = self.details.get("allowed")
+        return {**super().headers(), **({"Allow": allowed} if allowed else {})}
 
 
 class Conflict(AnyAgentError, status=409, code="conflict"):

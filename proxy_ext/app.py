@@ -250,10 +250,7 @@ def _answer_to(error: Exception, path: str) -> Response:
         case HTTPException(status_code=404):
             known = NotFound(f"there is no route {path[:200]}")
         case HTTPException(__cause__=None):
-            response = error_response(InvalidRequest(str(error.detail)), path, error.status_code)
-            # For a wrong method: the allowed ones.
-            response.headers.update(error.headers or {})
-            return response
+            return error_response(InvalidRequest(str(error.detail)), path, error.status_code)
         case HTTPException(__cause__=cause):
             # FastAPI wraps errors that occur while it reads a body.
             known = cause if isinstance(cause, AnyAgentError) else _invalid_json()

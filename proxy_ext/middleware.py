@@ -29,6 +29,7 @@ from any_agent.errors import (
     AnyAgentError,
     Forbidden,
     InvalidRequest,
+    MethodNotAllowed,
     NotFound,
     NoWebSocket,
     PayloadTooLarge,
@@ -43,7 +44,7 @@ from proxy_ext.api.model_call import DEPLOYMENT_SCOPE_KEY
 from proxy_ext.auth import PREFIX_SCOPE_KEY, SESSIONS_SCOPE_KEY, Authenticator, bearer_of
 from proxy_ext.litellm_gate import LiteLLMGate
 from proxy_ext.web.exchange import JSONResponse, error_response
-from proxy_ext.web.permissions import LITELLM_ALIVE, RULES, RouteRule, template_of
+from proxy_ext.web.permissions import LITELLM_ALIVE, RULES, RouteRule, methods_of, template_of
 
 _redact = Redactor().text
 _MAX_HEADER_BYTES = 32_768
@@ -132,8 +133,8 @@ class EntryMiddleware:
             await error_response(missing, path)(scope, receive, send)
             return
         if rule is None:
-            # Another method of a known path: the app answers 405 with the allowed ones.
-            await self._ours(scope, receive, send)
+            wrong = MethodNotAllowed.of(method, _redact(path)[:200], methods_of(template))
+            await error_response(wrong, path)(scope, receive, send)
             return
         await self._serve(template, rule, app, scope, receive, send, reservation)
 

@@ -101,7 +101,7 @@ def require_key(config: Config, host: str) -> None:
         raise ConfigError(
             f"{host} is reachable from outside, so server.admin_key must be set "
             "(ANY_AGENT_SERVER__ADMIN_KEY), or a key of scope admin created (any-agent keys create "
-            "--scope admin); without one only 127.0.0.1 may be bound"
+            "--scope admin --new-trial); without one only 127.0.0.1 may be bound"
         )
 
 

@@ -59,6 +59,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
             f"the tenant's limit for the whole service (default: server.tenant_{limit})",
             type=count(10**12) if limit == "open_sessions" else positive,
         )
+    option(create, "--new-trial", "the trial may be one that has not been started yet")
     lifetime = "lifetime, like 90s, 12h or 30d (default: unlimited)"
     option(create, "--expires-in TIME", lifetime, type=_duration)
     add("list", "show every key: id, scope, tenant, state, limits; never the key itself")
@@ -86,9 +87,11 @@ def _duration(text: str) -> float:
 def run(arguments: argparse.Namespace) -> int:
     """Run the command and return its exit code. Raises AnyAgentError."""
     command = arguments.keys_command
-    run_dir = _trial(arguments, must_exist=command != "create")
+    run_dir = _trial(arguments, must_exist=command != "create" or not arguments.new_trial)
     try:
         return _COMMANDS[command](arguments, run_dir)
+    except PermissionError:
+        raise  # Told with the folder's owner.
     except OSError as error:
         raise StartupError(f"cannot write in {run_dir.path}: {error.strerror}") from None
 
@@ -100,9 +103,10 @@ def _trial(arguments: argparse.Namespace, *, must_exist: bool) -> RunDir:
     run_dir = run_dir_of(load_config(arguments.config, overrides_of(arguments)))
     run_dir.check_format()
     if must_exist and not run_dir.path.is_dir():
-        raise StartupError(
-            f"there is no trial at {run_dir.path}; name it with root=, --experiment and --trial"
-        )
+        remedy = "name it with root=, --experiment and --trial"
+        if arguments.keys_command == "create":
+            remedy += "; for one that has not been started yet add --new-trial"
+        raise run_dir.no_trial(remedy)
     return run_dir
 
 

@@ -27,7 +27,6 @@ if TYPE_CHECKING:
 
 ALL_FINALIZED, SOME_FAILED, WRONG_INPUT, NO_SERVICE = 0, 1, 2, 3
 _COLUMNS = ("RUN", "SESSION", "STATE", "REWARD", "CALLS", "EXIT", "SECONDS", "NOTE")
-_MAX_NOTE = 100
 _count = count(4096)
 _DESCRIPTION = (
     "Run a program as a session: its OpenAI or Anthropic client finds the service in its "
@@ -288,7 +287,7 @@ def _row(run: ProgramRun) -> tuple[str, ...]:
         "-" if run.calls is None else str(run.calls),
         "-" if run.exit_code is None else str(run.exit_code),
         "-" if run.seconds is None else f"{run.seconds:.1f}",
-        printable(run.error or "")[:_MAX_NOTE],
+        printable(run.error or ""),
     )
 
 

@@ -17,6 +17,7 @@ import httpx
 
 from any_agent.errors import ConfigError
 from any_agent.keys import SESSION_KEY_PREFIX
+from any_agent.runtime.file_owner import no_access
 
 _SCHEME = "file:"
 _MAX_AGE = 0.5
@@ -72,7 +73,10 @@ class UrlFile:
         self.moved_at = float("-inf")
 
     def now(self) -> str | None:
-        """Return the service's URL, None while it is unknown; ConfigError for a bad file."""
+        """Return the service's URL, None while it is unknown.
+
+        Raises ConfigError for a bad file, and for one of another user that was never read.
+        """
         if time.monotonic() - self._read_at < _MAX_AGE:
             return self._url
         return self.read()
@@ -86,7 +90,9 @@ class UrlFile:
             with open(self.path, "rb", opener=_at_once) as file:
                 self._require_trusted(os.fstat(file.fileno()), os.stat(self.path.parent))
                 text = file.read(_MAX_BYTES).decode("utf-8", "replace").strip()
-        except OSError:
+        except OSError as error:
+            if isinstance(error, PermissionError) and self._url is None:
+                raise no_access(error) from None
             return self._url
         if text:
             url = checked_url(text, f"the file {self.path}")

@@ -17,7 +17,7 @@ import math
 import signal
 import socket
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -49,6 +49,7 @@ from any_agent.launcher.engines import (
 )
 from any_agent.launcher.fleet_control import FleetController
 from any_agent.launcher.health import HealthReport, HealthWatch
+from any_agent.launcher.hub_model import bring_model, on_hub, parts_variables
 from any_agent.launcher.node_role import WHOLE, NodeRole, trainer_arguments
 from any_agent.launcher.process import Command, SupervisedProcess, answers
 from any_agent.launcher.rank_parts import RankParts
@@ -60,6 +61,7 @@ from any_agent.launcher.trial import (
     TrialWeights,
     fleet_before,
     latest_weights,
+    require_grader,
     require_no_epochs,
     require_same_ranks,
     require_training,
@@ -121,6 +123,8 @@ class Node:
         """The parts by name, in the order of starting."""
         self.gpus: GpuAssignment
         """The GPUs of this machine's parts at the start."""
+        self._offline: Mapping[str, str] = {}
+        """Variables of parts that load models from the hub's cache."""
         self._started = False
         self._monitor = RegistryMonitor(
             self.dir.registry, self.parts, self.options.say, hung_after=config.engine.hung_after
@@ -259,6 +263,7 @@ class Node:
                 require_no_epochs(config)
         require_devices(config, trains=trains)
         if place.ranks_of(config):
+            require_grader(config)
             require_engines(config)
             journal_storage.require_local(self.dir)
         require_key(config, config.server.host)
@@ -275,6 +280,7 @@ class Node:
         visible = visible_gpus()
         free = visible[: len(visible) - place.gpus_taken]
         self.gpus = assign_gpus(config, free, engines=len(sampling), trains=trains)
+        self._bring_models(trains=trains, engines=bool(sampling))
         self._before_parts()
         if place.router and (beside := store_beside(config)) is not None:
             beside.forget()
@@ -300,6 +306,19 @@ class Node:
         if options.train and not options.trainer_outside:
             self._start_trainer()
         self._started = True
+
+    def _bring_models(self, *, trains: bool, engines: bool) -> None:
+        """Download the models that this machine's engines and trainer load from a hub.
+
+        A process that trains itself finds them in the cache, too.
+        """
+        loads = engines and not self.config.engine.urls and self.options.weights is None
+        wanted = [self.config.model.path] if loads or trains else []
+        if trains:
+            wanted.append(self.config.train.reference_model)
+        for model in dict.fromkeys(filter(on_hub, wanted)):
+            bring_model(model, self.options.say, check=self.check)
+            self._offline = parts_variables()
 
     def _begin_fleet(self) -> Fleet:
         """Return the ranks of this start; ConfigError where they cannot be those of the last."""
@@ -401,8 +420,13 @@ class Node:
         given = {k: v for k, v in secret_variables(self.config).items() if k in secrets}
         log = self.dir.logs / f"{name}.log"
 
+        # A grader may load what it likes from a hub.
+        offline = {} if self.config.sessions.grader and name.startswith("rank-") else self._offline
+
         def make() -> SupervisedProcess:
-            return SupervisedProcess(name, replace(command(), secrets=given), log, lock=self._lock)
+            made = command()
+            made = replace(made, secrets=given, variables={**offline, **made.variables})
+            return SupervisedProcess(name, made, log, lock=self._lock)
 
         part = Component(name, make, say=self.options.say, starved=self._starved, **options)
         self.parts[name] = part

@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
 
 from any_agent.auth.access import require_key, run_dir_of
-from any_agent.config import Config, load_config
+from any_agent.config import SECRET_VARIABLES, Config, load_config
 from any_agent.errors import ConfigError, NotFound
 from any_agent.rundir.checksums import require_sound, sound
 from any_agent.rundir.fleet import Fleet, load_fleet
@@ -24,8 +29,8 @@ from any_agent.rundir.layout import (
     saved_steps,
     weights_folder,
 )
+from any_agent.runtime.signals import die_with_parent
 
-_MAX_NAMES = 12  # the most trials that an error lists
 _MAX_HEADER = 100_000_000  # the bytes of a safetensors file's header that are read
 _CHECK_INTERVAL = 60.0
 """Seconds for which weights that were read count as undamaged: the engines of a node start at
@@ -83,6 +88,38 @@ def require_training(config: Config) -> None:
     if config.train.lora is not None:
         require_peft()
         require_layers(Path(config.model.path).expanduser(), config.train.lora.target_modules)
+
+
+def require_grader(config: Config) -> None:
+    """Raise ConfigError if the settings' grader cannot be imported, before anything is started.
+
+    It is imported in a process of its own, without secrets, as when it grades.
+    """
+    sessions = config.sessions
+    if sessions.late_reward != "grade" and not sessions.implicit:
+        return
+    secret = {*SECRET_VARIABLES}
+    try:
+        done = subprocess.run(
+            [sys.executable, "-m", "any_agent.rewards.grader", "--check", sessions.grader],
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=sessions.grader_timeout,
+            env={name: value for name, value in os.environ.items() if name not in secret},
+            preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
+        )
+        why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        failed = done.returncode != 0
+    except subprocess.TimeoutExpired:
+        failed, why = True, f"its import took more than {sessions.grader_timeout:g} s"
+    if failed:
+        raise ConfigError(
+            f"sessions.grader={sessions.grader} cannot be used: {why}. Write it as "
+            "module.function, and start from the folder that the module is in, or put that folder "
+            "into PYTHONPATH"
+        )
 
 
 def require_no_epochs(config: Config) -> None:
@@ -146,8 +183,31 @@ def check_model(path: str, setting: str = "model.path") -> None:
             "model.path=Qwen/Qwen3-0.6B"
         )
     looks_local = path.startswith(("/", ".", "~")) or path.count("/") != 1
-    if looks_local and not (Path(path).expanduser() / "config.json").is_file():
+    folder = Path(path).expanduser()
+    if (folder / "config.json").is_file():
+        _require_whole_files(folder)
+    elif looks_local:
         raise ConfigError(f"{setting}={path} is no model folder: it has no config.json")
+
+
+def _require_whole_files(folder: Path) -> None:
+    """Raise ConfigError for a file of weights that is cut off, as a broken copy leaves it."""
+    for path in sorted(folder.glob("*.safetensors")):
+        size = path.stat().st_size
+        try:
+            with open(path, "rb") as file:
+                length = int.from_bytes(file.read(8), "little")
+                header = json.loads(file.read(min(length, _MAX_HEADER)))
+            ends = (one["data_offsets"][1] for name, one in header.items() if name[:2] != "__")
+            expected = f"{8 + length + max(ends, default=0)} bytes"
+            whole = expected == f"{size} bytes"
+        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
+            whole, expected = False, "a whole header of its tensors"
+        if not whole:
+            raise ConfigError(
+                f"{path} is cut off or damaged: it has {size} bytes, and must have {expected}; "
+                "copy or download the model again"
+            )
 
 
 def trial_dir(config: Config) -> RunDir:
@@ -307,17 +367,7 @@ def find_trial(place: Config) -> Path:
     saved = run.path / "config.yaml"
     if saved.is_file():
         return saved
-    root = Path(place.root).expanduser().absolute()
-    found = sorted(
-        f"{path.parts[-3]}/{path.parts[-2]} (user {path.parts[-4]})"
-        for path in root.glob("*/*/*/config.yaml")
-    )
-    listed = ", ".join(found[:_MAX_NAMES]) or "no trials"
-    more = f", and {len(found) - _MAX_NAMES} more" if len(found) > _MAX_NAMES else ""
-    raise NotFound(
-        f"there is no trial {place.experiment}/{place.trial} in {run.path}: in {root} there are "
-        f"{listed}{more}; set root and user to those of its training"
-    )
+    raise run.no_trial("set root and user to those of its training")
 
 
 def find_weights(

@@ -67,7 +67,12 @@ class EpisodeRunner:
             if self.stopping or job.dropped:
                 raise
             # The workflow has cancelled itself, which must end this run alone.
-            return EpisodeOutcome(reason="failed", error=error)
+            name = type(job.workflow).__name__
+            failed = AgentFailed(
+                f"the episode was cancelled from within: {name}, or a library that it calls, "
+                "cancelled its own task, or let the CancelledError of a cancelled task through"
+            )
+            return EpisodeOutcome(reason="failed", error=failed.with_traceback(error.__traceback__))
         except (Exception, SystemExit, KeyboardInterrupt) as error:
             # An agent's exit() would end the whole event loop.
             return EpisodeOutcome(reason="failed", error=error)

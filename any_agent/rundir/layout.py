@@ -31,6 +31,7 @@
 
 from __future__ import annotations
 
+import difflib
 import fcntl
 import json
 import os
@@ -46,14 +47,16 @@ from pathlib import Path
 from typing import IO, Any
 from urllib.parse import quote, urlencode
 
-from any_agent.errors import ConfigError, StartupError
+from any_agent.errors import ConfigError, NotFound, StartupError
 from any_agent.runtime.atomic_files import fsync, make_folder, owner_only, write_atomic
+from any_agent.runtime.file_owner import access_required
 
 JOURNAL_SUFFIX = ".sqlite"
 LOGGED_SCHEME = "sqlite+redis"
 """Scheme of the URL of a journal with a log in Redis."""
 _STEP = r"step-(\d{8,})"  # the name of a checkpoint's folder
 _PREDECESSOR_TIMEOUT = 5.0  # seconds for the processes of a killed service to end
+_MAX_NAMES = 12  # the most trials that an error lists
 FORMAT = 2  # the version of the folder's layout and of the meaning of its files
 
 
@@ -177,15 +180,19 @@ class RunDir:
         return f"{LOGGED_SCHEME}:///?{urlencode(own)}"
 
     def create(self) -> None:
-        """Create what is missing; ConfigError for a folder of another layout."""
+        """Create what is missing.
+
+        Raises ConfigError for a folder of another layout, or of another user.
+        """
         self.check_format()
-        self._make()
-        folders = (self.weights, self.checkpoints, self.manifests, self.registry)
-        for folder in (*folders, self.archive, self.logs):
-            make_folder(folder)
-        self.make_journals()
-        if not self._format.exists():
-            _create_once(self._format, f"{FORMAT}\n")
+        with access_required():
+            self._make()
+            folders = (self.weights, self.checkpoints, self.manifests, self.registry)
+            for folder in (*folders, self.archive, self.logs):
+                make_folder(folder)
+            self.make_journals()
+            if not self._format.exists():
+                _create_once(self._format, f"{FORMAT}\n")
 
     def _make(self) -> None:
         # Users may share the folders above.
@@ -216,19 +223,42 @@ class RunDir:
             )
 
     def check_format(self) -> None:
-        """Raise ConfigError for a run of another layout; a run without the file is of format 1."""
-        if self._format.exists():
-            found = self._format.read_text(encoding="utf-8", errors="replace").strip()
-        elif (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists():
-            # Journals in another folder may belong to a removed run of this name.
-            found = "1"
-        else:
-            return
-        if found != str(FORMAT):
+        """Raise ConfigError for a run of another layout, or of another user."""
+        with access_required():
+            found = self._found_format()
+        if found is not None and found != str(FORMAT):
             raise ConfigError(
                 f"{self.path} is of format {found[:20]!r}, this version reads {FORMAT}; choose "
                 "another --trial, or use the version of any-agent that wrote it"
             )
+
+    def _found_format(self) -> str | None:
+        """Return the layout's number; 1 for a run without the file, None where there is no run."""
+        if self._format.exists():
+            return self._format.read_text(encoding="utf-8", errors="replace").strip()
+        # Journals in another folder may belong to a removed run of this name.
+        old = (self.path / "config.yaml").exists() or RunDir(self.path).journal(0).exists()
+        return "1" if old else None
+
+    def no_trial(self, remedy: str) -> NotFound:
+        """Return the error for a trial that does not exist; it lists those that there are, the ones
+        of like names first."""
+        root = self.path.parents[2]
+        found = {
+            f"{path.parts[-2]}/{path.parts[-1]} (user {path.parts[-3]})"
+            for path in root.glob("*/*/*")
+            if any((path / name).is_file() for name in ("config.yaml", "keys.json", "format"))
+        }
+        user, experiment, trial = self.path.parts[-3:]
+        wanted = f"{experiment}/{trial} (user {user})"
+        near = difflib.get_close_matches(wanted, found, n=_MAX_NAMES)
+        names = [*near, *sorted(found - {*near})]
+        listed = ", ".join(names[:_MAX_NAMES]) or "no trials"
+        more = f", and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+        return NotFound(
+            f"there is no trial {experiment}/{trial} in {self.path}: in {root} there are "
+            f"{listed}{more}; {remedy}"
+        )
 
     @contextmanager
     def lock(self) -> Iterator[int]:

@@ -16,6 +16,7 @@ from typing import Any
 
 from any_agent.errors import AnyAgentError, ConfigError, StartupError
 from any_agent.runtime.disk_space import is_disk_full
+from any_agent.runtime.file_owner import no_access
 
 _SERVING = (
     *("httptools", "jinja2", "litellm", "llguidance", "msgpack", "numpy", "openai", "orjson"),
@@ -75,6 +76,8 @@ def guarded(run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except OSError as error:
+        if isinstance(error, PermissionError) and error.filename is not None:
+            return _print_error(no_access(error))
         if not is_disk_full(error):
             raise
         where = f" of {error.filename}" if error.filename else ""

@@ -75,6 +75,13 @@ class AttemptOutcome:
     lost: bool = False
 
 
+def ending_of(error: BaseException) -> str:
+    """Return what ended a program that was running a session, as a predicate."""
+    if isinstance(error, asyncio.CancelledError | KeyboardInterrupt):
+        return "was interrupted, by Ctrl-C, a signal, or a time limit around it"
+    return f"ended: {type(error).__name__}"
+
+
 @dataclass(frozen=True, slots=True)
 class AttemptRunner:
     """Makes attempts; raises errors of the service that concern all runs alike."""
@@ -113,7 +120,7 @@ class AttemptRunner:
             interruption = error
             # The runner stops, or fails: the runner that resumes the run needs the place.
             await session.abort_quietly(
-                attempt.interrupt_reason or f"its runner ended: {type(error).__name__}",
+                attempt.interrupt_reason or f"its runner {ending_of(error)}",
                 keep_place=attempt.interrupt_reason is None,
             )
             raise

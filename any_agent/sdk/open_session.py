@@ -213,7 +213,7 @@ class AgentSession:
             if session.ended:
                 return
             if error is not None:
-                await session.abort_quietly(f"its agent raised {type(error).__name__}")
+                await session.abort_quietly(_reason(error))
                 return
             try:
                 await self._end(session)
@@ -318,3 +318,10 @@ def key_refused(error: Unauthenticated, service: ServiceAddress) -> Unauthentica
             "be a tenant's (any-agent keys create --scope tenant)"
         )
     return Unauthenticated(message, code=error.code)
+
+
+def _reason(error: BaseException) -> str:
+    """Return why an agent's block ended without a result."""
+    if isinstance(error, asyncio.CancelledError):
+        return "its agent was cancelled: by a time limit around it, Ctrl-C, or its own program"
+    return f"its agent raised {type(error).__name__}"

@@ -226,9 +226,11 @@ def task_name(task: object) -> str:
 def _reason(error: BaseException) -> str:
     """Return an error's text in a form that the service always accepts."""
     try:
-        text = f"{type(error).__name__}: {error}"
+        text = f"{type(error).__name__}: {error}".removesuffix(": ")
     except Exception:
         text = type(error).__name__
+    if isinstance(error, asyncio.CancelledError):
+        text = "its episode was cancelled: by a time limit, the end of its run, or its own program"
     return Redactor().text(text)[:200].encode(errors="replace").decode()
 
 

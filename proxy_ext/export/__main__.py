@@ -15,8 +15,9 @@ from typing import Any, TypeVar
 from any_agent.auth.access import run_dir_of
 from any_agent.cli.export import add_export_arguments
 from any_agent.config import load_config
-from any_agent.errors import AnyAgentError, ConfigError, StartupError, Unprocessable
+from any_agent.errors import AnyAgentError, ConfigError, NotFound, StartupError, Unprocessable
 from any_agent.runtime.command_line import overrides_of, parse
+from any_agent.runtime.file_owner import no_access
 from proxy_ext.archive.records import ArchiveRecord, read_record
 from proxy_ext.export.choice import Groups, is_candidate, score_of
 from proxy_ext.export.output import ExportOutput, output
@@ -255,11 +256,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         export.run()
     except BrokenPipeError:
         return _READER_LEFT
-    except (ConfigError, StartupError) as error:
+    except (ConfigError, NotFound, StartupError) as error:
         print(f"error: {error.message}", file=sys.stderr)
-        return error.exit_code
+        return getattr(error, "exit_code", ConfigError.exit_code)
     except OSError as error:
-        print(f"error: {error}", file=sys.stderr)
+        why = str(error)
+        if isinstance(error, PermissionError) and error.filename is not None:
+            why = no_access(error).message
+        print(f"error: {why}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
         return 130

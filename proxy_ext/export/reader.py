@@ -42,10 +42,15 @@ class SessionRecord(NamedTuple):
 
 
 def ranks_of(run_dir: RunDir) -> list[int]:
-    """Return the ranks that have journals or archives; ConfigError without any."""
+    """Return the ranks that have journals or archives.
+
+    Raises NotFound, which lists the trials, where there is no such one; ConfigError without any.
+    """
     folders = (run_dir.journal(0).parent, run_dir.archive)
     names = [path.name for folder in folders if folder.is_dir() for path in folder.iterdir()]
     ranks = sorted({int(match[1]) for name in names if (match := _RANK.fullmatch(name))})
+    if not ranks and not run_dir.path.is_dir():
+        raise run_dir.no_trial("name it with root=, user=, --experiment and --trial")
     if not ranks:
         raise ConfigError(f"there are no sessions in {run_dir.path}; is root the right one?")
     return ranks

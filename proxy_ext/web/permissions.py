@@ -153,6 +153,11 @@ class LiteLLMRoutes:
         return template, RouteRule(scopes, audited=scopes == LITELLM_SCOPES["admin"])
 
 
+def methods_of(template: str) -> list[str]:
+    """Return the methods that a path template of ours takes."""
+    return sorted(method for method, path in RULES if path == template)
+
+
 def template_of(path: str) -> str | None:
     """Return the template of a request's path, or None where there is no route."""
     if path in _FIXED:

@@ -45,7 +45,8 @@ _NOT_SENT = {
     ("POST", "/reload/anthropic_beta_headers"),
 }
 """Routes that no good key is tried at."""
-_OURS = {(401, "invalid_api_key"), (403, "forbidden"), (404, "not_found"), (405, None)}
+_OURS = {(401, "invalid_api_key"), (403, "forbidden"), (404, "not_found")}
+_OURS |= {(405, "method_not_allowed")}
 """Refusals of ours, by status and code."""
 
 Route = tuple[str, str, scopes.RouteRule]

@@ -27,8 +27,9 @@ def run(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.
 
     def call(*arguments: str) -> tuple[int, str, str]:
         where = [f"root={tmp_path}", "user=u", "experiment=e", "trial=t"]
+        new = ["--new-trial"] if "create" in arguments else []
         try:
-            code = main(["keys", *arguments, *where])
+            code = main(["keys", *arguments, *new, *where])
         except SystemExit as error:
             code = int(error.code or 0)
         out = capsys.readouterr()
@@ -101,10 +102,22 @@ def test_a_key_that_is_given_for_its_id_is_not_repeated(run: Run) -> None:
     assert code == 0 and "is revoked" in out and secret not in out + err
 
 
+def test_a_mistyped_trial_gets_no_key(
+    run: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error has the trial that was meant, and the word for a new one."""
+    run("create", "--scope", "admin")
+    where = [f"root={tmp_path}", "user=u", "experiment=e", "trial=tt"]
+    assert main(["keys", "create", "--scope", "admin", *where]) == 1
+    err = capsys.readouterr().err
+    assert "e/t (user u)" in err and "--new-trial" in err
+    assert not (tmp_path / "u" / "e" / "tt").exists()
+
+
 @pytest.mark.parametrize("command", [("list",), ("revoke", "00000000"), ("rotate",)])
 def test_no_such_trial(run: Run, trial: RunDir, command: tuple[str, ...]) -> None:
     code, _, err = run(*command)
-    assert code == 1 and f"there is no trial at {trial.path}" in err
+    assert code == 1 and f"there is no trial e/t in {trial.path}" in err
     assert not trial.path.exists()
 
 

@@ -17,6 +17,8 @@ import psutil
 import pytest
 
 from any_agent.cli.main import main
+from any_agent.cli.run import table
+from any_agent.sdk.program.run import ProgramRun
 from tests.support.proxy import until
 from tests.support.sdk.programs import agent, marks_itself
 from tests.support.sdk_fixtures import Served
@@ -207,3 +209,9 @@ async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Pa
         async with typed(served, "--reward-on-failure", "0", *dashes, *program, *arguments) as run:
             _, out, err = await said(run)
         assert out == f"{arguments}\n", err
+
+
+def test_a_note_is_whole() -> None:
+    """What to do stands at its end."""
+    error = f"{'what failed, ' * 30}so do this"
+    assert table([ProgramRun(run=0, state="failed", error=error)]).splitlines()[1].endswith(error)

@@ -19,6 +19,7 @@ from any_agent.launcher.trial import (
     fleet_before,
     latest_weights,
     newest_weights,
+    require_grader,
     require_same_ranks,
     resolve_config,
     trial_dir,
@@ -263,3 +264,30 @@ def test_weights_that_were_asked_for_by_name_are_not_replaced(
         with pytest.raises(ConfigError, match=r"step-00000020 is damaged: .*restore it"):
             find_weights(config, **wanted)
     assert checkpoint.is_dir()
+
+
+def test_a_wrong_grader_is_found_before_anything_starts() -> None:
+
+    grade = ("sessions.late_reward=grade", "sessions.grader=")
+    for wrong in ("no_such_module.grade", "json.no_such_function"):
+        with pytest.raises(ConfigError, match=wrong.replace(".", r"\.")):
+            require_grader(load_config(None, [grade[0], grade[1] + wrong], environ={}))
+    require_grader(load_config(None, [grade[0], f"{grade[1]}json.dumps"], environ={}))
+    require_grader(load_config(None, [], environ={}))
+
+
+def test_a_file_of_weights_that_is_cut_off_is_named(tmp_path: Path) -> None:
+    """With its size and the one that it must have, before any part loads it."""
+    header = json.dumps({"a": {"dtype": "U8", "shape": [4], "data_offsets": [0, 4]}}).encode()
+    whole = len(header).to_bytes(8, "little") + header + bytes(4)
+    file = tmp_path / "model.safetensors"
+    (tmp_path / "config.json").write_text("{}")
+    file.write_bytes(whole)
+    trial.check_model(str(tmp_path))
+    for size in (0, 5, 20, len(whole) - 1):
+        file.write_bytes(whole[:size])
+        with pytest.raises(ConfigError, match=f"{file} .*it has {size} bytes"):
+            trial.check_model(str(tmp_path))
+    file.write_bytes(whole[:-1])
+    with pytest.raises(ConfigError, match=f"must have {len(whole)} bytes"):
+        trial.check_model(str(tmp_path))

@@ -79,6 +79,13 @@ def test_one_bad_episode_costs_itself_alone(bad: str) -> None:
     assert [group[0].group_id for group in batch] == ["data-0", "data-2", "data-3", "data-4"]
 
 
+def test_a_workflow_that_cancels_itself_is_named() -> None:
+    workflow = Doing(cancels_itself)
+    told = pytest.raises(TrainingError, match=r"cancelled from within: Doing")
+    with executor(max_failures=1, max_concurrent=1) as e, told:
+        e.rollout_batch(items(1), workflow)
+
+
 def test_a_member_that_fails_leaves_its_siblings_alone() -> None:
     calls: list[int] = []
 

@@ -73,7 +73,8 @@ def steps_of(run: RunDir) -> list[dict[str, Any]]:
 
 
 def key_of_a_tenant(cluster: Slurm, path: Path) -> str:
-    command = [sys.executable, "-m", "any_agent.cli", "keys", "create", "--config", str(path)]
+    command = [sys.executable, "-m", "any_agent.cli", "keys", "create", "--new-trial"]
+    command += ["--config", str(path)]
     done = subprocess.run(
         [*command, "--scope", "tenant", "--tenant", "me", "--json"],
         env=cluster.variables,

@@ -41,9 +41,10 @@ address is bound.
 
 ## Create, revoke, rotate
 
-`any-agent keys create|list|revoke|rotate` work on the trial's folder (`keys.json`), also
-before its first start, and a running service follows within two seconds. A key is shown once; its
-hash is kept. A revoked tenant's key opens no more sessions; sessions that it opened continue with
+`any-agent keys create|list|revoke|rotate` work on the trial's folder (`keys.json`), and a running
+service follows within two seconds. A trial that does not exist is refused, with the names of those
+that do; `create --new-trial` makes a key before the first start. A key is shown once; its hash is
+kept. A revoked tenant's key opens no more sessions; sessions that it opened continue with
 their own keys until they end. `rotate` puts a new secret before the others in `secret.key`: it
 signs new session keys, and earlier ones stay valid until `rotate --drop-old`. The run's own
 trainer and router use a key derived from that secret and follow automatically; the engines' key,

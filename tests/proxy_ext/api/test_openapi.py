@@ -148,4 +148,8 @@ async def test_another_method_is_told_which_there_are(proxy: Proxy) -> None:
     response = await proxy.http.put("/rl/v1/finalize")
     assert response.status_code == 405
     assert response.headers["allow"] == "POST"
-    assert response.json()["error"]["code"] == "invalid_request"
+    error = response.json()["error"]
+    assert error["code"] == "method_not_allowed" and "POST" in error["message"]
+    several = await proxy.http.patch("/rl/v1/run")
+    assert several.status_code == 405 and several.headers["allow"] == "GET, PUT"
+    assert "GET, PUT" in several.json()["error"]["message"]

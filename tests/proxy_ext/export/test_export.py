@@ -389,3 +389,18 @@ def test_it_imports_no_torch(tmp_path: Path) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert done.stdout.strip() == "[]", done.stderr
+
+
+def test_a_trial_that_does_not_exist_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The error lists those that there are."""
+    from proxy_ext.export.__main__ import main
+
+    (tmp_path / "u" / "arithmetic" / "first").mkdir(parents=True)
+    (tmp_path / "u" / "arithmetic" / "first" / "format").write_text("2\n")
+    where = [f"root={tmp_path}", "user=u", "experiment=arithmetic"]
+    assert main([*where, "trial=frist"]) == 2
+    assert "arithmetic/first (user u)" in capsys.readouterr().err
+    assert main([*where, "trial=first"]) == 2
+    assert "there are no sessions" in capsys.readouterr().err
