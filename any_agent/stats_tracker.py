@@ -163,7 +163,7 @@ class StatsTracker:
         """Record the entries of float tensors or arrays where the latest mask of this name is True.
 
         ``key/avg``, ``key/min`` and ``key/max`` are exported, or the value that ``reduce_type``
-        names. Raises ValueError without such a mask, and for a mask of another shape.
+        names. Entries that are not finite are left out, as by :meth:`scalar`. Raises ValueError without such a mask, and for a mask of another shape.
         """
         kind = reduce_type or ReduceType.AVG_MIN_MAX
         if not isinstance(kind, ReduceType) or kind is ReduceType.SCALAR:
@@ -184,6 +184,11 @@ class StatsTracker:
                         f"{denominator} {list(mask.shape)}: they must be the same"
                     )
                 chosen = array[mask].astype(np.float64)
+                finite = np.isfinite(chosen)
+                if not finite.all():
+                    first = float(chosen[~finite][0])
+                    self._warn(full, f"{full} was {first}, which is left out of its mean")
+                    chosen = chosen[finite]
                 extremes = (chosen.min(), chosen.max()) if chosen.size else (math.inf, -math.inf)
                 self._add(full, kind, float(chosen.sum()), chosen.size, *map(float, extremes))
 

@@ -147,6 +147,10 @@ def test_what_is_not_finite_is_left_out_and_said_once(
             tracker.scalar(reward=value)
     assert tracker.export() == {"reward": 2.0, "reward__count": 2}
     assert [r.message for r in caplog.records] == ["reward was nan, which is left out of its mean"]
+    tracker.denominator(n=np.array([True, True, True, False]))
+    tracker.stat("n", judge=np.array([0.5, np.nan, -np.inf, 2.0]))
+    found = tracker.export()
+    assert [found[f"judge/{how}"] for how in ("avg", "min", "max")] == [0.5, 0.5, 0.5]
 
 
 def test_timings_lie_under_one_scope(tracker: StatsTracker) -> None:
