@@ -163,7 +163,8 @@ class StatsTracker:
         """Record the entries of float tensors or arrays where the latest mask of this name is True.
 
         ``key/avg``, ``key/min`` and ``key/max`` are exported, or the value that ``reduce_type``
-        names. Entries that are not finite are left out, as by :meth:`scalar`. Raises ValueError without such a mask, and for a mask of another shape.
+        names. Entries that are not finite are left out, as by :meth:`scalar`. Raises ValueError
+        without such a mask, and for a mask of another shape.
         """
         kind = reduce_type or ReduceType.AVG_MIN_MAX
         if not isinstance(kind, ReduceType) or kind is ReduceType.SCALAR:

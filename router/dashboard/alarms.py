@@ -130,7 +130,7 @@ def _of_waits(parts: Sequence[Part], slots: Mapping[str, int], waiting: str) -> 
         yield Alarm(
             "warn",
             f"The trainer is waiting: {'. '.join(line.rstrip('.') for line in lines)}.",
-            "Are there agents, rewards and whole groups? `any-agent sessions list` shows the sessions.",
+            "Are there agents, rewards and whole groups? `any-agent sessions list` shows them.",
         )
     trainer = next((part for part in parts if part.name == "trainer"), None)
     if slots.get("waiting", 0) and trainer is not None and not trainer.well:
