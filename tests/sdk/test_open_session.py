@@ -72,5 +72,6 @@ async def test_a_long_one_says_what_it_waits_for(
 async def test_of_many_that_wait_one_says_it(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     full.waiting = 100
     await asyncio.gather(*(waits(full, 1000) for _ in range(full.waiting)))
-    # One a minute.
-    assert 10 <= len(caplog.records) <= 1000 / 60
+    # One a minute. Threads that another test left may log, too.
+    said = [record for record in caplog.records if record.name == opening.__name__]
+    assert 10 <= len(said) <= 1000 / 60

@@ -114,7 +114,7 @@ def test_what_ended_an_answer(live: Live, agent: Agent, api: str) -> None:
     live.says("It is so.")
     said = agent("stopped")
     assert said["stop"] == ["stop_sequence", "so"]
-    assert (said["content"], said["short"]) == ("It is", "max_tokens")
+    assert (said["content"], said["short"]) == ("It is ", "max_tokens")
 
 
 @pytest.mark.fills("structured output")
