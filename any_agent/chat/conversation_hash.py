@@ -19,6 +19,7 @@ from typing import Any
 import orjson
 
 from any_agent.chat.message_validation import split_thinking, text_of
+from any_agent.custom_calls import input_of, is_custom
 
 _CHAIN, _PART = 16, 8
 _BEGINNING = bytes(_CHAIN)
@@ -190,7 +191,11 @@ def _call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(function, dict):
         return [call]
-    return {"name": function.get("name"), "arguments": _arguments(function.get("arguments"))}
+    arguments = function.get("arguments")
+    if is_custom(call) and isinstance(arguments, str):
+        # The agent has the input alone, whatever the model wrote around it.
+        arguments = {"input": input_of(arguments)}
+    return {"name": function.get("name"), "arguments": _arguments(arguments)}
 
 
 def _arguments(arguments: Any) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import hashlib
 import logging
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from functools import cached_property, lru_cache
 from typing import Any
 
@@ -298,15 +298,19 @@ class ChatFormat:
         stop: tuple[str, ...],
         forced: Sequence[int] = (),
         call_seed: bytes = b"",
+        custom: Collection[str] = (),
     ) -> StreamParser:
         """Return a parser for one output as it is sampled; calls are read only if there are tools.
 
         The text ends before a stop string. ``forced``: the prompt's last tokens, which begin a call
         and are parsed as output. ``call_seed``: answers with different seeds have different ids of
-        calls.
+        calls. ``custom``: the names of custom tools.
         """
         builder = MessageBuilder(
-            ToolCallIds(prompt_ids, call_seed), lead=self._answer_lead, has_calls=bool(tools)
+            ToolCallIds(prompt_ids, call_seed),
+            lead=self._answer_lead,
+            has_calls=bool(tools),
+            custom=custom,
         )
         grammar = self.grammar
         if grammar is None:

@@ -366,7 +366,12 @@ def _parser(
     if call.prompts:
         return chat.text_parser(stop)
     return chat.stream_parser(
-        prompt_ids=prompt_ids, tools=call.tools, stop=stop, forced=forced, call_seed=id.encode()
+        prompt_ids=prompt_ids,
+        tools=call.tools,
+        stop=stop,
+        forced=forced,
+        call_seed=id.encode(),
+        custom=call.custom,
     )
 
 

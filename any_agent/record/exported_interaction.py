@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
 
+from any_agent.custom_calls import with_inputs
 from any_agent.errors import InvalidTrajectory
 from any_agent.record.content_removal import lacks_texts
 from any_agent.record.export import export_rows, interaction_row, to_tensors
@@ -66,7 +67,8 @@ def chat_completion_of(interaction: Interaction, prompt_tokens: int) -> dict[str
     if lacks_texts(interaction):
         return None
     output = len(interaction.output_ids)
-    message = {"content": None, "refusal": None, **interaction.output_message, "role": "assistant"}
+    answer = with_inputs(interaction.output_message)
+    message = {"content": None, "refusal": None, **answer, "role": "assistant"}
     reason = interaction.finish_reason
     if reason not in _ENDINGS:
         reason = "length" if reason == "abort" else "stop"

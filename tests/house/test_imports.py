@@ -17,7 +17,7 @@ PACKAGES = ("any_agent", "proxy_ext", "router", "trainer")
 
 LAYERS: tuple[tuple[str, ...], ...] = (
     ("errors",),
-    ("types", "model_calls", "keys", "stats_tracker"),
+    ("types", "model_calls", "keys", "stats_tracker", "custom_calls"),
     ("runtime",),
     ("config",),
     ("protocol", "rundir"),

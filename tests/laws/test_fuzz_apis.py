@@ -153,7 +153,6 @@ UNKNOWN: list[tuple[Api, dict[str, Any], str]] = [
         "image_generation_call",
         "mcp_call",
         "local_shell_call",
-        "custom_tool_call",
         "compaction",
         "no_such_item",
     )
@@ -185,9 +184,7 @@ def test_unknown_kinds_are_named(api: Api, body: dict[str, Any], kind: str) -> N
     assert error.status == 400
 
 
-TOOL_KINDS = [
-    (RESPONSES, {"type": kind}, kind) for kind in ("computer", "custom", "local_shell", "x")
-] + [
+TOOL_KINDS = [(RESPONSES, {"type": kind}, kind) for kind in ("computer", "local_shell", "x")] + [
     (MESSAGES, {"type": kind, "name": "t"}, kind)
     for kind in ("web_search_20250305", "bash_20250124", "code_execution_20250522")
 ]

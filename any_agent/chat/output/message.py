@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeAlias
 
@@ -191,11 +191,20 @@ class MessageBuilder:
     Neighbouring parts of one kind become one delta.
     """
 
-    def __init__(self, call_ids: ToolCallIds, *, lead: str = "", has_calls: bool = True) -> None:
+    def __init__(
+        self,
+        call_ids: ToolCallIds,
+        *,
+        lead: str = "",
+        has_calls: bool = True,
+        custom: Collection[str] = (),
+    ) -> None:
         """``lead``: the white space that the template puts at an answer's beginning.
 
-        ``has_calls``: calls may come.
+        ``has_calls``: calls may come. ``custom``: the names of tools whose calls have the type
+        "custom".
         """
+        self._custom = custom
         self._call_ids = call_ids
         self._content = ContentText(lead=lead, holds=has_calls)
         self._called = False
@@ -236,7 +245,7 @@ class MessageBuilder:
         index = len(self._calls)
         call_id = self._call_ids.make(self._since_call, index, name)
         self._since_call = []
-        entry = {"id": call_id, "type": "function"}
+        entry = {"id": call_id, "type": "custom" if name in self._custom else "function"}
         self._calls.append({**entry, "function": {"name": name}})
         self._arguments.append([])
         self._order.append([index, 0])

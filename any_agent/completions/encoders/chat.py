@@ -10,6 +10,7 @@ import orjson
 from any_agent.completions.call_types import Delta, Head
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.params.call import ChatCall
+from any_agent.custom_calls import CUSTOM, is_custom, with_inputs
 from any_agent.errors import AnyAgentError
 from any_agent.types import Interaction, Message
 
@@ -140,6 +141,13 @@ class ChatEncoder(ChoicesEncoder):
 
     _event_object = b"chat.completion.chunk"
 
+    def __init__(
+        self, call: ChatCall, head: Head, logprobs: LogprobsEncoder, fingerprint: str
+    ) -> None:
+        super().__init__(call, head, logprobs, fingerprint)
+        self._custom: set[tuple[int, int]] = set()
+        """The choices and indices of custom tools' calls in a stream."""
+
     def start(self, index: int) -> bytes:
         """Return the first event of a choice."""
         return self._event(index, b'{"role":"assistant","content":"","refusal":null}')
@@ -153,12 +161,41 @@ class ChatEncoder(ChoicesEncoder):
             content = b'{"content":%b}' % orjson.dumps(message.content)
         else:
             fields = {key: value for key in _MESSAGE_FIELDS if (value := getattr(message, key))}
+            if self._call.custom and message.tool_calls:
+                fields["tool_calls"] = self._steps(item.index, message.tool_calls)
+                fields = {key: value for key, value in fields.items() if value}
             if self._call.legacy_functions:
                 fields = _with_function_call(fields)
             if not fields and logprobs is None:
                 return b""
             content = orjson.dumps(fields)
         return self._event(item.index, content, logprobs)
+
+    def end(self, index: int, interaction: Interaction) -> bytes:
+        """Return the events that end a choice; the inputs of custom tools are known only now."""
+        calls = with_inputs(interaction.output_message).get("tool_calls") or ()
+        inputs = [
+            {"index": k, CUSTOM: {"input": call[CUSTOM]["input"]}}
+            for k, call in enumerate(calls)
+            if is_custom(call)
+        ]
+        events = self._event(index, orjson.dumps({"tool_calls": inputs})) if inputs else b""
+        return events + super().end(index, interaction)
+
+    def _steps(self, choice: int, steps: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """Return the steps of calls, of a custom tool's without its arguments."""
+        out = []
+        for step in steps:
+            at = (choice, step["index"])
+            if is_custom(step):
+                self._custom.add(at)
+                custom = {"name": step["function"]["name"], "input": ""}
+                out.append(
+                    {"index": step["index"], "id": step["id"], "type": CUSTOM, CUSTOM: custom}
+                )
+            elif at not in self._custom:
+                out.append(step)
+        return out
 
     def _finish_reason(self, interaction: Interaction) -> str:
         reason = interaction.finish_reason
@@ -168,7 +205,7 @@ class ChatEncoder(ChoicesEncoder):
     def _answer(self, index: int, message: Message) -> dict[str, Any]:
         if self._call.legacy_functions:
             message = _with_function_call(message)
-        return {"message": {"refusal": None, **message}}
+        return {"message": {"refusal": None, **with_inputs(message)}}
 
     def _encode_logprobs(
         self, index: int, ids: list[int], logprobs: list[float], top: TopLogprobs | None

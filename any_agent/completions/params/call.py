@@ -40,6 +40,8 @@ class ChatCall:
     tools: list[Tool] | None
     """The tools that the prompt shows."""
     gconfig: GenerationHyperparameters
+    custom: frozenset[str] = frozenset()
+    """The names of custom tools, which ``tools`` has as functions."""
     stream: bool = False
     include_usage: bool = False
     logprobs: bool = False

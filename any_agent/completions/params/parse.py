@@ -7,6 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from any_agent.completions.params.call import ChatCall, ParseSettings, TextInput
+from any_agent.completions.params.custom_tools import shown_of, with_custom_calls, with_functions
 from any_agent.completions.params.grammar import grammar_of, unless_forced
 from any_agent.completions.params.parameter import (
     COMPLETION_TOKENS,
@@ -49,8 +50,10 @@ def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
     if not messages:
         raise InvalidRequest("messages must be a list of at least one message", param="messages")
     older = asks_for_functions(body)
-    tools, forced = functions_of(body) if older else tools_of(body)
+    given, formats = with_functions(body.get("tools"))
+    tools, forced = functions_of(body) if older else tools_of({**body, "tools": given}, formats)
     note_strict(tools or (), rest)
+    custom = shown_of(tools, formats, rest)
     grammar, asked_by = unless_forced(*grammar_of(body), forced, rest)
     top = body.get("top_logprobs") or 0
     if top and not body.get("logprobs"):
@@ -58,8 +61,9 @@ def parse_chat(body: Any, settings: ParseSettings) -> ChatCall:
     call = call_of(body, recorded, rest, settings, grammar=grammar, effort=_effort(body))
     return replace(
         call,
-        messages=with_tool_calls(messages),
+        messages=with_custom_calls(with_tool_calls(messages)),
         tools=tools,
+        custom=frozenset(custom),
         include_usage=_include_usage(body),
         logprobs=bool(body.get("logprobs")),
         top_logprobs=top,

@@ -121,19 +121,20 @@ _HONOURED = (
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions that the model may call, of different names; together at most "
         f"{MAX_TOOLS_BYTES >> 20} MiB of JSON. `strict` is not enforced, and named as ignored: "
-        "a call's arguments are what the model writes. Custom tools are refused, and so are all "
-        "for a model whose chat template shows neither tools nor calls: describe them in a "
-        "message. Where it shows calls but no tools, as DeepSeek V3's, describe them there as "
-        "well: these are for reading the calls.",
+        "a call's arguments are what the model writes. Custom tools are shown as functions with "
+        "one text, `input`; a grammar as `format` is shown, not enforced, and named as ignored. "
+        "All are refused for a model whose chat template shows neither tools nor calls: describe "
+        "them in a message. Where it shows calls but no tools, as DeepSeek V3's, describe them "
+        "there as well: these are for reading the calls.",
         checked=False,
     ),
     _chat(
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
         "`none`: the prompt shows no tools. `auto`: the model decides. `required`, or a function "
-        "by name: the prompt ends with the opening of a call, and the rest is the model's and is "
-        "trained on: it may end before a name, or write arguments that are not JSON. "
-        "`allowed_tools`: the prompt shows these only.",
+        "or custom tool by name: the prompt ends with the opening of a call, and the rest is the "
+        "model's and is trained on: it may end before a name, or write arguments that are not "
+        "JSON. `allowed_tools`: the prompt shows these only.",
         checked=False,
     ),
     _chat("parallel_tool_calls", BOOLEAN, "`false`: the answer ends after one call."),

@@ -51,9 +51,9 @@ _HONOURED = (
     _responses(
         "input",
         {"anyOf": [{"type": "string"}, OBJECTS]},
-        "A text, or items: messages, function calls and their outputs, reasoning, and references "
-        "to items of the session's earlier answers. Text is all that they may hold. It may be "
-        "empty or left out where `previous_response_id` is given.",
+        "A text, or items: messages, calls of functions and custom tools and their outputs, "
+        "reasoning, and references to items of the session's earlier answers. Text is all that "
+        "they may hold. It may be empty or left out where `previous_response_id` is given.",
         checked=False,
     ),
     _responses(
@@ -70,14 +70,16 @@ _HONOURED = (
         "tools",
         {**OBJECTS, "maxItems": MAX_TOOLS},
         "Functions, as in a chat call but flat: `type`, `name`, `description`, `parameters`, "
-        "`strict`, which is not enforced, and named as ignored; and namespaces of functions. Tools "
-        "that only OpenAI runs are left out, and named as ignored, too.",
+        "`strict`, which is not enforced, and named as ignored; custom tools: `type`, `name`, "
+        "`description`, `format`, as in a chat call, too; and namespaces of both. Tools that only "
+        "OpenAI runs are left out, and named as ignored, too.",
         checked=False,
     ),
     _responses(
         "tool_choice",
         {"anyOf": [{"enum": ["none", "auto", "required"]}, {"type": "object"}]},
-        "As in a chat call; a function by name as `{type, name}`, with its `namespace` if any.",
+        "As in a chat call; a function or custom tool by name as `{type, name}`, with its "
+        "`namespace` if any.",
         checked=False,
     ),
     _responses(

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from any_agent.completions.params.parameter import MAX_TOOLS, MAX_TOOLS_BYTES
 from any_agent.completions.params.schema_check import json_text, shown
 from any_agent.completions.params.unknown_fields import UnknownFields
-from any_agent.errors import InvalidRequest, UnsupportedParameter
+from any_agent.errors import InvalidRequest
 from any_agent.types import Message, Tool
 
 MAX_NAME = 256
 
 
-def tools_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
-    """Return the tools to render, and the one that must be called ("": any; None: not needed)."""
+def tools_of(
+    body: Mapping[str, Any], custom: Collection[str] = ()
+) -> tuple[list[Tool] | None, str | None]:
+    """Return the tools to render, and the one that must be called ("": any; None: not needed).
+
+    ``custom``: the names of the functions that stand for custom tools.
+    """
     tools = _checked(body.get("tools"))
     names = [tool["function"]["name"] for tool in tools]
     choice = body.get("tool_choice")
@@ -26,35 +31,44 @@ def tools_of(body: Mapping[str, Any]) -> tuple[list[Tool] | None, str | None]:
             return None, None
         case "required":
             return tools, _forced(names)
-        case {"type": "function", "function": {"name": str(name)}}:
-            if name not in names:
-                raise _wrong(f"tool_choice names {shown(name)}, which is not one of the tools")
-            return tools, name
         case {"type": "allowed_tools", "allowed_tools": dict(allowed)}:
-            return _allowed(tools, allowed)
-        case {"type": "custom"}:
-            raise UnsupportedParameter(
-                "tool_choice: custom tools are not supported; use functions", param="tool_choice"
-            )
+            return _allowed(tools, allowed, custom)
+    if (chosen := _chosen(choice)) is not None:
+        name, is_custom = chosen
+        if name not in names:
+            raise _wrong(f"tool_choice names {shown(name)}, which is not one of the tools")
+        if (name in custom) != is_custom:
+            kind = "function" if is_custom else "custom"
+            raise _wrong(f'tool_choice: the type of the tool {shown(name)} is "{kind}"')
+        return tools, name
     raise _wrong(
         'tool_choice must be "none", "auto", "required", {"type": "function", "function": {"name": '
-        '...}} or {"type": "allowed_tools", "allowed_tools": {"mode": ..., "tools": [...]}}'
+        '...}}, {"type": "custom", "custom": {"name": ...}} or {"type": "allowed_tools", '
+        '"allowed_tools": {"mode": ..., "tools": [...]}}'
     )
 
 
-def _allowed(tools: list[Tool], allowed: dict[str, Any]) -> tuple[list[Tool] | None, str | None]:
+def _chosen(choice: Any) -> tuple[str, bool] | None:
+    """Return the name in a choice, and True for a custom tool's; None for another form."""
+    match choice:
+        case {"type": "function", "function": {"name": str(name)}}:
+            return name, False
+        case {"type": "custom", "custom": {"name": str(name)}}:
+            return name, True
+    return None
+
+
+def _allowed(
+    tools: list[Tool], allowed: dict[str, Any], custom: Collection[str]
+) -> tuple[list[Tool] | None, str | None]:
     entries, mode = allowed.get("tools"), allowed.get("mode")
     if not isinstance(entries, list) or mode not in ("auto", "required"):
         raise _wrong('allowed_tools must have a mode, "auto" or "required", and a list of tools')
-    known = {tool["function"]["name"] for tool in tools}
-    wanted = set()
-    for entry in entries:
-        match entry:
-            case {"type": "function", "function": {"name": str(name)}} if name in known:
-                wanted.add(name)
-            case _:
-                raise _wrong("allowed_tools has an entry that is not one of the tools")
-    left = [tool for tool in tools if tool["function"]["name"] in wanted]
+    known = {(name := tool["function"]["name"], name in custom) for tool in tools}
+    wanted = {_chosen(entry) for entry in entries}
+    if not wanted <= known:
+        raise _wrong("allowed_tools has an entry that is not one of the tools")
+    left = [tool for tool in tools if (name := tool["function"]["name"], name in custom) in wanted]
     if mode == "auto":
         return left or None, None
     return left, _forced([tool["function"]["name"] for tool in left])
@@ -97,10 +111,6 @@ def _checked(given: Any) -> list[Tool]:
 
 def _name(tool: Any, where: str) -> str:
     """Return a function's name: any text that is not empty, endless or unprintable."""
-    if isinstance(tool, dict) and tool.get("type") == "custom":
-        raise UnsupportedParameter(
-            f"{where} is a custom tool: only functions are supported", param="tools"
-        )
     function = tool.get("function") if isinstance(tool, dict) else None
     name = function.get("name") if isinstance(function, dict) else None
     if (

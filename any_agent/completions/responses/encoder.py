@@ -10,13 +10,13 @@ import orjson
 from any_agent.chat import ChatFormat
 from any_agent.chat.output.markers import TokenSpans
 from any_agent.completions.call_types import Delta, Head
-from any_agent.completions.encoders.output_order import Kind
+from any_agent.completions.encoders.output_order import Kind, OutputPart
 from any_agent.completions.logprobs import LogprobsEncoder, TopLogprobs, top_logprobs_of
 from any_agent.completions.responses.output_items import (
     EventFactory,
     ItemStream,
-    item_id,
     part_bytes,
+    part_id,
     with_status,
 )
 from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
@@ -120,7 +120,7 @@ class ResponsesEncoder:
         """Begin the next item, once the one before it is done."""
         events = self._close(b"completed") if self._open is not None else b""
         index = len(self._items)
-        id = item_id(self._head.id, kind, index)
+        id = part_id(self._head.id, OutputPart(kind, call=call), index)
         self._open = ItemStream(self._events, kind, id, index, call)
         return events + self._open.begin()
 
@@ -148,7 +148,7 @@ class ResponsesEncoder:
             logprobs = b"[]"
             if self._call.chat.logprobs and part.kind == "content" and texts == 1:
                 logprobs = self._recorded_logprobs(interaction)
-            id = item_id(interaction.id, part.kind, k)
+            id = part_id(interaction.id, part, k)
             if part.call is not None:
                 part = replace(part, call=own_call(part.call, self._call.names))
             out.append(part_bytes(part, id, status, logprobs, self._call.encrypted))

@@ -11,16 +11,18 @@ from typing import Any
 
 from any_agent.completions.params.schema_check import shown
 from any_agent.completions.responses.output_items import decoded
+from any_agent.custom_calls import custom_call
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Message
 
-ITEM_ID = re.compile(r"(?:msg|rs|fc)_([0-9a-f]{32})_([0-9]{1,4})")
+ITEM_ID = re.compile(r"(?:msg|rs|fc|ctc)_([0-9a-f]{32})_([0-9]{1,4})")
 """The id of an item of an answer: the answer's hex, and the item's place."""
 _ROLES = ("user", "assistant", "system", "developer")
 _TEXTS = {"input_text": "text", "output_text": "text", "text": "text", "refusal": "refusal"}
 _MEDIA = {"input_image", "input_file", "input_audio", "input_video", "image_url", "image", "file"}
 _KNOWN = (
-    "message, function_call, function_call_output, reasoning, additional_tools and item_reference"
+    "message, function_call, function_call_output, custom_tool_call, custom_tool_call_output, "
+    "reasoning, additional_tools and item_reference"
 )
 
 Resolve = Callable[[str, str], dict[str, Any]]
@@ -58,7 +60,9 @@ def _add(turns: _Turns, item: Any, where: str, resolve: Resolve) -> None:
             _add_message(turns, item, where)
         case "function_call":
             turns.call(_call(item, where), item)
-        case "function_call_output":
+        case "custom_tool_call":
+            turns.call(_custom_call(item, where), item)
+        case "function_call_output" | "custom_tool_call_output":
             turns.other(_output(item, where))
         case "reasoning":
             turns.reasoning(_reasoning(item, where), item)
@@ -108,17 +112,27 @@ def _part(part: Any, where: str) -> str:
 
 
 def _call(item: dict[str, Any], where: str) -> dict[str, Any]:
-    arguments, group = item.get("arguments"), item.get("namespace")
-    if group is not None:
-        group = _text(group, f"{where}.namespace")
+    arguments = item.get("arguments")
     return {
         "id": _text(item.get("call_id"), f"{where}.call_id"),
         "type": "function",
         "function": {
-            "name": full_name(group, _text(item.get("name"), f"{where}.name")),
+            "name": _name(item, where),
             "arguments": _text("{}" if arguments is None else arguments, f"{where}.arguments"),
         },
     }
+
+
+def _custom_call(item: dict[str, Any], where: str) -> dict[str, Any]:
+    id = _text(item.get("call_id"), f"{where}.call_id")
+    return custom_call(id, _name(item, where), _text(item.get("input"), f"{where}.input"))
+
+
+def _name(item: dict[str, Any], where: str) -> str:
+    group = item.get("namespace")
+    if group is not None:
+        group = _text(group, f"{where}.namespace")
+    return full_name(group, _text(item.get("name"), f"{where}.name"))
 
 
 def full_name(group: str | None, name: str) -> str:

@@ -13,6 +13,7 @@ from typing import Any
 import orjson
 
 from any_agent.completions.encoders.output_order import Kind, OutputPart, parts_of
+from any_agent.custom_calls import CUSTOM, input_of, is_custom
 from any_agent.types import Interaction
 
 _OURS = "aa1."
@@ -34,7 +35,19 @@ def decoded(text: str) -> str | None:
         return None
 
 
-PREFIXES = {"reasoning": "rs", "content": "msg", "call": "fc", "output": "fco"}
+PREFIXES = {
+    "reasoning": "rs",
+    "content": "msg",
+    "call": "fc",
+    "output": "fco",
+    "custom": "ctc",
+    "custom_output": "ctco",
+}
+
+
+def part_id(answer_id: str, part: OutputPart, index: int) -> str:
+    """Return the :func:`item_id` of a part's item."""
+    return item_id(answer_id, CUSTOM if is_custom(part.call) else part.kind, index)
 
 
 def item_id(answer_id: str, kind: str, index: int) -> str:
@@ -45,7 +58,7 @@ def item_id(answer_id: str, kind: str, index: int) -> str:
 def items_of(interaction: Interaction) -> list[dict[str, Any]]:
     """Return an answer's items as plain data without log-probabilities."""
     return [
-        item_of(part, item_id(interaction.id, part.kind, k), status)
+        item_of(part, part_id(interaction.id, part, k), status)
         for k, (part, status) in enumerate(with_status(interaction))
     ]
 
@@ -129,6 +142,9 @@ class ItemStream:
 
     def more(self, text: str, logprobs: bytes | None = None) -> bytes:
         self._texts.append(text)
+        if is_custom(self._call):
+            # What the input is shows only the whole of the arguments.
+            return b""
         before = self._delta
         if logprobs is not None:
             before = _delta_head(_DELTAS[self.kind], self._where, b',"logprobs":' + logprobs)
@@ -142,7 +158,11 @@ class ItemStream:
         item = part_bytes(
             OutputPart(self.kind, text, self._call), self._id, status, logprobs, encrypts
         )
-        if self.kind == "call":
+        if is_custom(self._call):
+            step, given = b"response.custom_tool_call_input.", orjson.dumps(input_of(text))
+            done = event(step + b"delta", b'%b,"delta":%b' % (where, given))
+            done += event(step + b"done", b'%b,"input":%b' % (where, given))
+        elif self.kind == "call":
             assert self._call is not None
             name = orjson.dumps(self._call["function"]["name"])
             done = event(
@@ -186,11 +206,16 @@ def part_bytes(
     fields = {"call_id": call["id"], "name": call["function"]["name"]}
     if "namespace" in call:
         fields["namespace"] = call["namespace"]
-    return b'{"id":"%b","type":"function_call","status":"%b",%b,"arguments":%b}' % (
+    type, field = b"function_call", b"arguments"
+    if is_custom(call):
+        type, field, text = b"custom_tool_call", b"input", input_of(text)
+    return b'{"id":"%b","type":"%b","status":"%b",%b,"%b":%b}' % (
         id.encode(),
+        type,
         status,
         orjson.dumps(fields)[1:-1],
-        orjson.dumps(text or ""),
+        field,
+        orjson.dumps(text),
     )
 
 

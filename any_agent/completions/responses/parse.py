@@ -27,7 +27,13 @@ from any_agent.completions.responses.history import (
     messages_before,
 )
 from any_agent.completions.responses.input_items import messages_of, require_few
-from any_agent.completions.responses.tools import NAMESPACES, Names, flat_tools, responses_tools
+from any_agent.completions.responses.tools import (
+    CUSTOM_FORMATS,
+    NAMESPACES,
+    Names,
+    flat_tools,
+    responses_tools,
+)
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.record import InteractionTree
 from any_agent.types import Message
@@ -104,11 +110,13 @@ def parse_responses(
     )
     elsewhere = set(recorded)
     groups = tools.groups
-    if flat_tools(tools.shown, groups) == repeated.get("tools", []):
+    if flat_tools(tools.shown, groups, tools.custom) == repeated.get("tools", []):
         elsewhere.add("tools")
     kept = {name: value for name, value in repeated.items() if name not in elsewhere}
     if groups:
         kept[NAMESPACES] = groups
+    if tools.custom:
+        kept[CUSTOM_FORMATS] = dict(tools.custom)
     if kept.get("instructions"):
         # The instructions are recorded as the first messages' lines, so their number is enough.
         kept["instructions"] = full_lines(kept["instructions"])
@@ -116,6 +124,7 @@ def parse_responses(
         call,
         messages=messages,
         tools=tools.shown,
+        custom=frozenset(tools.custom),
         logprobs=logprobs,
         top_logprobs=(body.get("top_logprobs") or 0) if logprobs else 0,
         forced_call=forced,

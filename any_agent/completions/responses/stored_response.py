@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
 from any_agent.chat import ChatFormat, text_of
@@ -18,9 +19,17 @@ from any_agent.completions.responses.history import (
     parted,
     require_texts,
 )
-from any_agent.completions.responses.output_items import item_id, item_of
+from any_agent.completions.responses.output_items import item_id, item_of, part_id
 from any_agent.completions.responses.parse import DEFAULTS, ResponsesCall
-from any_agent.completions.responses.tools import NAMESPACES, Names, flat_tools, names_of, own_call
+from any_agent.completions.responses.tools import (
+    CUSTOM_FORMATS,
+    NAMESPACES,
+    Names,
+    flat_tools,
+    names_of,
+    own_call,
+)
+from any_agent.custom_calls import is_custom
 from any_agent.errors import NotFound
 from any_agent.record import InteractionTree
 from any_agent.types import Interaction, Message
@@ -59,7 +68,7 @@ def stored_encoder(
         repeated["instructions"] = instructions
     tools, groups = tree.path(interaction.id)[0].tools, kept.get(NAMESPACES, ())
     if "tools" not in repeated:
-        repeated["tools"] = flat_tools(tools, groups)
+        repeated["tools"] = flat_tools(tools, groups, kept.get(CUSTOM_FORMATS, {}))
     logs = bool(kept.get("logprobs"))
     call = ChatCall(
         model=interaction.model,
@@ -87,22 +96,30 @@ def input_items(interaction: Interaction, tree: InteractionTree) -> list[dict[st
     out: list[dict[str, Any]] = []
     # Their ids differ from those of answers: only those can be referred to.
     prefix = f"in{interaction.id.rpartition('_')[2]}"
+    custom: set[Any] = set()
     for message in messages:
-        out += _items(message, prefix, len(out), names)
+        custom |= {call["id"] for call in message.get("tool_calls") or () if is_custom(call)}
+        out += _items(message, prefix, len(out), names, custom)
     return out
 
 
-def _items(message: Message, prefix: str, at: int, names: Names) -> list[dict[str, Any]]:
+def _items(
+    message: Message, prefix: str, at: int, names: Names, custom: Collection[Any]
+) -> list[dict[str, Any]]:
+    """Return a message's items; ``custom``: the ids of earlier calls of custom tools."""
     role = message.get("role")
     # The messages of a chat call may hold parts.
     text = text_of(message.get("content")) or ""
     if role == "assistant":
         calls = [own_call(call, names) for call in message.get("tool_calls") or ()]
         parts = message_parts({**message, "content": text, "tool_calls": calls})
-        return [item_of(part, item_id(prefix, part.kind, at + k)) for k, part in enumerate(parts)]
+        return [item_of(part, part_id(prefix, part, at + k)) for k, part in enumerate(parts)]
     if role == "tool":
-        kind = {"type": "function_call_output", "status": "completed"}
         call_id = message.get("tool_call_id") or ""
-        return [{"id": item_id(prefix, "output", at), **kind, "call_id": call_id, "output": text}]
+        kind, type = "output", "function_call_output"
+        if call_id in custom:
+            kind, type = "custom_output", "custom_tool_call_output"
+        item = {"id": item_id(prefix, kind, at), "type": type, "status": "completed"}
+        return [{**item, "call_id": call_id, "output": text}]
     head = {"id": item_id(prefix, "content", at), "type": "message", "status": "completed"}
     return [{**head, "role": role, "content": [{"type": "input_text", "text": text}]}]

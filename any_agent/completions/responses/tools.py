@@ -1,7 +1,7 @@
 """The tools of a `/v1/responses` call, and the choice among them, in a chat call's form.
 
-Tools are flat there, and may stand in groups, `namespace`s, whose functions the model sees under
-names such as `mcp__files__read`: the group's, two underscores, and the function's.
+Tools are flat there, and may stand in groups, `namespace`s, whose tools the model sees under names
+such as `mcp__files__read`: the group's, two underscores, and the tool's.
 """
 
 from __future__ import annotations
@@ -10,16 +10,20 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from any_agent.completions.params.custom_tools import Formats, flat_custom, function_of, shown_of
 from any_agent.completions.params.parameter import MAX_TOOLS
 from any_agent.completions.params.schema_check import require_names, shown
 from any_agent.completions.params.tools import note_strict, tool_list, tools_of
 from any_agent.completions.params.unknown_fields import UnknownFields
 from any_agent.completions.responses.input_items import full_name
+from any_agent.custom_calls import CUSTOM
 from any_agent.errors import InvalidRequest, UnsupportedParameter
 from any_agent.types import Tool
 
 NAMESPACES = "namespaces"
 """The entry of a record with :attr:`ResponsesTools.groups`."""
+CUSTOM_FORMATS = "custom_formats"
+"""The entry of a record with :attr:`ResponsesTools.custom`."""
 
 Names = Mapping[str, tuple[str, str]]
 """The group and the own name of each function that stands in a group, by its full name."""
@@ -46,6 +50,8 @@ class ResponsesTools:
     """The group and the own name of each function that stands in a group, by its full name."""
     descriptions: dict[str, str] = field(default_factory=dict)
     """The groups' descriptions."""
+    custom: Formats = field(default_factory=dict)
+    """The formats of custom tools' inputs, by their full names; in the end of those shown."""
     shown: list[Tool] | None = None
     """The functions to render."""
     forced: str | None = None
@@ -91,17 +97,21 @@ def responses_tools(
         _leave_out(rest, f"tools.{kind}", tools, refuse=refuse)
     if found.deferred:
         _leave_out(rest, "tools.defer_loading", True, refuse=refuse)
-    found.shown, found.forced = tools_of({"tools": found.chat, "tool_choice": choice})
+    asked = {"tools": found.chat, "tool_choice": choice}
+    found.shown, found.forced = tools_of(asked, found.custom)
+    found.custom = shown_of(found.shown, found.custom, rest)
     found.choice = _flat_choice(choice, found.names)
     note_strict(found.shown or (), rest)
     return found
 
 
-def flat(tools: Sequence[Tool] | None) -> list[dict[str, Any]]:
-    """Return functions as an answer repeats them."""
+def flat(tools: Sequence[Tool] | None, custom: Formats) -> list[dict[str, Any]]:
+    """Return functions and custom tools as an answer repeats them."""
     functions = [tool["function"] for tool in tools or ()]
     return [
-        {"type": "function", "name": f["name"], **{part: f.get(part) for part in _FIELDS}}
+        flat_custom(f, custom[f["name"]])
+        if f["name"] in custom
+        else {"type": "function", "name": f["name"], **{part: f.get(part) for part in _FIELDS}}
         for f in functions
     ]
 
@@ -116,9 +126,11 @@ def names_of(tools: Sequence[Tool] | None, groups: Sequence[Sequence[Any]]) -> N
     }
 
 
-def flat_tools(tools: Sequence[Tool] | None, groups: Sequence[Sequence[Any]]) -> list[Any]:
-    """Return functions, and namespaces of them, as an answer repeats them."""
-    out: list[Any] = flat(tools)
+def flat_tools(
+    tools: Sequence[Tool] | None, groups: Sequence[Sequence[Any]], custom: Formats
+) -> list[Any]:
+    """Return functions, custom tools, and namespaces of them, as an answer repeats them."""
+    out: list[Any] = flat(tools, custom)
     names = names_of(tools, groups)
     for group, description, start, count in reversed(groups):
         inner = out[start : start + count]
@@ -154,8 +166,7 @@ def _add(found: ResponsesTools, tool: Any, where: str) -> list[dict[str, Any]]:
         function = _nested(found, tool, where)
         if function is None:
             return []
-        found.chat.append(function)
-        return flat([function])
+        return _shown(found, tool, function, function["function"]["name"])
     require_names(tool, where, ("type", "name", "description", "tools"))
     group, inner = tool.get("name"), tool.get("tools")
     if not isinstance(group, str) or not group or not isinstance(inner, list):
@@ -170,13 +181,23 @@ def _add(found: ResponsesTools, tool: Any, where: str) -> list[dict[str, Any]]:
         function = _nested(found, each, f"{where}.tools[{k}]")
         if function is None:
             continue
-        own += flat([function])
         name = function["function"]["name"]
         full = full_name(group, name)
         found.names[full] = (group, name)
-        found.chat.append({**function, "function": {**function["function"], "name": full}})
+        own += _shown(found, each, function, full)
         tool_list(found.chat)
     return [{"type": "namespace", "name": group, "description": description, "tools": own}]
+
+
+def _shown(
+    found: ResponsesTools, tool: Mapping[str, Any], function: Tool, full: str
+) -> list[dict[str, Any]]:
+    """Add a tool's function under its full name; return what the answer repeats of the tool."""
+    found.chat.append({**function, "function": {**function["function"], "name": full}})
+    if tool["type"] != CUSTOM:
+        return flat([function], {})
+    found.custom = {**found.custom, full: tool.get("format")}
+    return flat([function], {function["function"]["name"]: tool.get("format")})
 
 
 def _add_from_input(found: ResponsesTools, given: Any) -> None:
@@ -194,7 +215,9 @@ def _add_from_input(found: ResponsesTools, given: Any) -> None:
         new = [each for each in more.chat if known.get(each["function"]["name"]) != each]
         found.chat += new
         tool_list(found.chat)
-        known |= {each["function"]["name"]: each for each in new}
+        names = {each["function"]["name"]: each for each in new}
+        known |= names
+        found.custom = {**found.custom, **{n: f for n, f in more.custom.items() if n in names}}
         found.names |= more.names
         for group, description in more.descriptions.items():
             found.descriptions.setdefault(group, description)
@@ -204,10 +227,13 @@ def _add_from_input(found: ResponsesTools, given: Any) -> None:
 
 
 def _nested(found: ResponsesTools, tool: Any, where: str) -> Tool | None:
-    """Return a function in a chat call's form; None for a tool that nobody runs here."""
+    """Return a tool's function in a chat call's form; None for a tool that nobody runs here."""
     if not isinstance(tool, dict):
         raise InvalidRequest(f"{where} must be an object", param="tools")
     kind = tool.get("type")
+    if kind == CUSTOM:
+        found.deferred |= bool(tool.get("defer_loading"))
+        return function_of(tool, where)
     if kind != "function":
         if not isinstance(kind, str):
             raise InvalidRequest(f'{where} must have the type "function"', param="tools")
@@ -215,8 +241,8 @@ def _nested(found: ResponsesTools, tool: Any, where: str) -> Tool | None:
             found.left_out.setdefault(kind[:64], []).append(tool)
             return None
         raise UnsupportedParameter(
-            f"{where} is {shown(kind)}: only functions and namespaces of them are supported; give "
-            "the model a function that does the same",
+            f"{where} is {shown(kind)}: only functions, custom tools and namespaces of them are "
+            "supported; give the model a function that does the same",
             param="tools",
         )
     found.deferred |= bool(tool.get("defer_loading"))
@@ -241,7 +267,7 @@ def _choice(choice: Any) -> Any:
     if not isinstance(choice, dict):
         return choice
     match choice:
-        case {"type": "function", "name": str(name)}:
+        case {"type": "function" | "custom", "name": str(name)}:
             require_names(choice, "tool_choice", ("type", "name", "namespace"))
             return _function(choice, name)
         case {"type": "allowed_tools"}:
@@ -250,9 +276,9 @@ def _choice(choice: Any) -> Any:
             entries = _entries(tools) if isinstance(tools, list) else tools
             allowed = {"mode": choice.get("mode"), "tools": entries}
             return {"type": "allowed_tools", "allowed_tools": allowed}
-        case {"type": "function"}:
+        case {"type": "function" | "custom" as kind}:
             raise InvalidRequest(
-                'tool_choice must be {"type": "function", "name": ...}', param="tool_choice"
+                f'tool_choice must be {{"type": "{kind}", "name": ...}}', param="tool_choice"
             )
         case {"type": str(kind)}:
             raise UnsupportedParameter(
@@ -272,7 +298,7 @@ def _entries(tools: list[Any]) -> list[Any]:
 
 def _entry(entry: Any, where: str) -> Any:
     match entry:
-        case {"type": "function", "name": str(name)}:
+        case {"type": "function" | "custom", "name": str(name)}:
             require_names(entry, where, ("type", "name", "namespace"))
             return _function(entry, name)
     return None
@@ -282,13 +308,13 @@ def _function(choice: Mapping[str, Any], name: str) -> dict[str, Any]:
     group = choice.get("namespace")
     if group is not None and not isinstance(group, str):
         raise InvalidRequest("tool_choice: namespace must be a string", param="tool_choice")
-    return {"type": "function", "function": {"name": full_name(group, name)}}
+    return {"type": choice["type"], choice["type"]: {"name": full_name(group, name)}}
 
 
 def _flat_choice(choice: Any, names: Names) -> Any:
     """Return a checked choice in the flat form."""
     match choice:
-        case {"type": "function", "function": _}:
+        case {"type": "function" | "custom"}:
             return _flat_function(choice, names)
         case {"type": "allowed_tools", "allowed_tools": allowed}:
             tools = [_flat_function(each, names) for each in allowed["tools"]]
@@ -297,6 +323,6 @@ def _flat_choice(choice: Any, names: Names) -> Any:
 
 
 def _flat_function(choice: dict[str, Any], names: Names) -> dict[str, Any]:
-    call = own_call(choice, names)
-    group = {"namespace": call["namespace"]} if "namespace" in call else {}
-    return {"type": "function", "name": call["function"]["name"], **group}
+    kind = choice["type"]
+    group, name = names.get(choice[kind]["name"], (None, choice[kind]["name"]))
+    return {"type": kind, "name": name, **({} if group is None else {"namespace": group})}

@@ -263,7 +263,12 @@ def function(name: Any, **more: Any) -> dict[str, Any]:
         [function("f", description="x" * (1 << 20))],
         [function("f"), function("f")],
         [function(f"f{k}") for k in range(1025)],
-        [{"type": "custom", "custom": {"name": "f"}}],
+        [{"type": "custom"}],
+        [{"type": "custom", "custom": {"name": 3}}],
+        [{"type": "custom", "custom": {"name": ""}}],
+        [{"type": "custom", "custom": {"name": "f", "format": {"type": "grammar"}}}],
+        [{"type": "custom", "custom": {"name": "f", "format": {"type": "json"}}}],
+        [{"type": "custom", "custom": {"name": "f"}}, function("f")],
     ],
     ids=lambda tools: str(tools)[:60],
 )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from openai.types.responses import Tool as OpenAITool
+from pydantic import TypeAdapter
 
 from any_agent.completions.params.call import ParseSettings
 from any_agent.completions.responses.parse import ResponsesCall, parse_responses
@@ -17,6 +19,13 @@ FIND = {"type": "function", "name": "find", "parameters": {"type": "object"}}
 READ = {"type": "function", "name": "read", "description": "Reads.", "strict": False}
 GROUP = {"type": "namespace", "name": "mcp__files", "description": "Files.", "tools": [FIND, READ]}
 OTHER = {"type": "namespace", "name": "web", "tools": [FIND]}
+GRAMMAR = 'start: "*** Begin Patch"'
+PATCH = {
+    "type": "custom",
+    "name": "patch",
+    "description": "Patches.",
+    "format": {"type": "grammar", "syntax": "lark", "definition": GRAMMAR},
+}
 
 
 def shown(call: ResponsesCall) -> list[str]:
@@ -67,7 +76,7 @@ def test_an_answer_repeats_groups_and_its_record_does_not_hold_their_tools_twice
     kept = call.chat.kept["responses"]
     assert "tools" not in kept
     assert kept["namespaces"] == [["mcp__files", "Files.", 1, 2], ["web", "", 3, 1]]
-    assert flat_tools(call.chat.tools, kept["namespaces"]) == call.repeated["tools"]
+    assert flat_tools(call.chat.tools, kept["namespaces"], {}) == call.repeated["tools"]
     assert names_of(call.chat.tools, kept["namespaces"]) == call.names
 
 
@@ -152,13 +161,86 @@ def test_a_wrong_group_is_refused(tools: Any) -> None:
     assert error.value.param == "tools"
 
 
-@pytest.mark.parametrize(
-    "tool", [OTHER, {"type": "custom", "name": "x"}, {"type": "local_shell"}], ids=str
-)
+@pytest.mark.parametrize("tool", [OTHER, {"type": "shell"}, {"type": "local_shell"}], ids=str)
 def test_a_tool_that_the_agent_would_run_in_another_way_is_refused(tool: Any) -> None:
     with pytest.raises(UnsupportedParameter) as error:
         parse(tools=[{**OTHER, "tools": [tool]}])
     assert error.value.param == "tools"
+
+
+def test_a_custom_tool_is_shown_as_a_function_of_one_text() -> None:
+    call = parse(tools=[READ, PATCH, {**OTHER, "tools": [FIND, {**PATCH, "format": None}]}])
+    assert shown(call) == ["read", "patch", "web__find", "web__patch"]
+    assert call.chat.custom == {"patch", "web__patch"}
+    assert call.chat.ignored == ("tools.format",)
+    assert call.chat.tools is not None
+    _, patch, _, free = (tool["function"] for tool in call.chat.tools)
+    assert patch["description"].startswith("Patches.\n\n") and GRAMMAR in patch["description"]
+    assert free["description"] == "Patches."
+    assert patch["parameters"]["required"] == ["input"] == list(patch["parameters"]["properties"])
+    _, repeated, group = call.repeated["tools"]
+    assert repeated == PATCH
+    assert group["tools"][1] == {**PATCH, "format": {"type": "text"}}
+    TypeAdapter(list[OpenAITool]).validate_python(call.repeated["tools"])
+    kept = call.chat.kept["responses"]
+    assert "tools" not in kept
+    again = flat_tools(call.chat.tools, kept["namespaces"], kept["custom_formats"])
+    assert again == call.repeated["tools"]
+
+
+def test_a_custom_tool_may_stand_in_the_input_and_wait_to_be_searched_for() -> None:
+    tools = [{**PATCH, "defer_loading": True}, {**OTHER, "tools": [PATCH]}]
+    item = {"type": "additional_tools", "role": "developer", "tools": tools}
+    call = parse([{"role": "user", "content": "hi"}, item], tools=[PATCH])
+    assert shown(call) == ["patch", "web__patch"] and call.chat.custom == {*shown(call)}
+    assert call.chat.ignored == ("tools.defer_loading", "tools.format")
+    assert call.repeated["tools"] == [PATCH]
+
+
+def test_a_custom_tool_may_be_chosen() -> None:
+    choice = {"type": "custom", "name": "patch", "namespace": "web"}
+    tools = [READ, {**OTHER, "tools": [FIND, PATCH]}]
+    call = parse(tools=tools, tool_choice=choice)
+    assert call.chat.forced_call == "web__patch" and call.repeated["tool_choice"] == choice
+    allowed = {"type": "allowed_tools", "mode": "required", "tools": [choice]}
+    call = parse(tools=tools, tool_choice=allowed)
+    assert (shown(call), call.chat.forced_call) == (["web__patch"], "web__patch")
+    assert call.repeated["tool_choice"] == allowed
+    unseen = parse(tools=[READ, PATCH], tool_choice={"type": "function", "name": "read"})
+    assert unseen.chat.forced_call == "read"
+    for wrong in (
+        {"type": "custom", "name": "read"},
+        {"type": "function", "name": "patch"},
+        {"type": "custom"},
+        {"type": "allowed_tools", "mode": "auto", "tools": [{"type": "custom", "name": "read"}]},
+    ):
+        with pytest.raises(InvalidRequest) as error:
+            parse(tools=[READ, PATCH], tool_choice=wrong)
+        assert error.value.param == "tool_choice"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"name": 3},
+        {"name": ""},
+        {"name": None},
+        {"description": 3},
+        {"format": "lark"},
+        {"format": {"type": "json"}},
+        {"format": {"type": "grammar"}},
+        {"format": {"type": "grammar", "syntax": "ebnf", "definition": "x"}},
+        {"format": {"type": "grammar", "syntax": "lark", "definition": 3}},
+    ],
+    ids=str,
+)
+def test_a_wrong_custom_tool_is_refused(wrong: dict[str, Any]) -> None:
+    for tools in ([{**PATCH, **wrong}], [{**OTHER, "tools": [{**PATCH, **wrong}]}]):
+        if wrong == {"name": ""} and tools[0]["type"] == "namespace":
+            continue
+        with pytest.raises(InvalidRequest) as error:
+            parse(tools=tools)
+        assert error.value.param == "tools"
 
 
 def test_which_reasoning_the_model_sees_is_the_templates_choice() -> None:

@@ -297,7 +297,7 @@ WRONG = "invalid_request"
         ({"input": [{"type": "computer_call_output"}]}, UNKNOWN, "input[0]"),
         ({"input": [{"role": "user", "content": [3]}]}, WRONG, "input[0].content[0]"),
         ({"tools": [SHELL]}, UNKNOWN, "tools"),
-        ({"tools": [{"type": "custom", "name": "x"}]}, UNKNOWN, "tools"),
+        ({"tools": [{"type": "custom", "format": {"type": "text"}}]}, WRONG, "tools"),
         ({"tools": [{"type": "function"}]}, WRONG, "tools"),
         ({"tools": TOOLS, "tool_choice": {"type": "file_search"}}, UNKNOWN, "tool_choice"),
         ({"tools": TOOLS, "tool_choice": {"type": "function", "name": "g"}}, WRONG, "tool_choice"),
