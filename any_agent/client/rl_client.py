@@ -63,6 +63,8 @@ _SILENCE = 2.0
 _MAX_ANSWERED = 1024
 _answered: set[str] = set()
 """The addresses that have answered this process."""
+_told: set[str] = set()
+"""The addresses of which this process has said that it waits for them: many sessions may wait."""
 
 
 class RLClient:
@@ -394,8 +396,10 @@ class RLClient:
             last = not backoff.allows(backoff.delay)
             url = self.url
             if not told and time.monotonic() - begun > _SILENCE:
-                told = True
-                log.warning("waiting for %s, which does not answer", url or "the service")
+                told, name = True, url or "the service"
+                if name not in _told and len(_told) < _MAX_ANSWERED:
+                    _told.add(name)
+                    log.warning("waiting for %s, which does not answer", name)
             if bearer := key or self._key():
                 headers["Authorization"] = f"Bearer {bearer}"
             try:
@@ -429,7 +433,7 @@ class RLClient:
                         f"{url} does not answer ({type(error).__name__}); is the service running?"
                         if url is not None
                         else self._unknown_address
-                    ) from error
+                    ) from (None if never_sent else error)
                 if never_sent:
                     self._refresh_url()
             await backoff.wait()

@@ -62,8 +62,10 @@ class AgentRunner(RunnerSettings):
         try:
             asyncio.get_running_loop()
         except RuntimeError:
-            return asyncio.run(coroutine)
-        return coroutine
+            inside = False
+        else:
+            inside = True
+        return coroutine if inside else asyncio.run(coroutine)
 
     async def arun(
         self,
