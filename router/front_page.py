@@ -5,12 +5,11 @@ from __future__ import annotations
 from aiohttp import hdrs, web
 from multidict import CIMultiDict
 
-from any_agent import __version__
 from router.body import RequestBody
 from router.client_response import ClientResponder
 
 _TEXT = """\
-any-agent {version} runs here: agents call its model through an API like OpenAI's, and are trained.
+any-agent runs here: agents call its model through an API like OpenAI's, and are trained.
 
 Base URL for agents   {url}/v1     (OPENAI_BASE_URL; for Anthropic's SDK {url})
 Sessions and rewards  {url}/rl/v1  (start_session, set_reward, finalize)
@@ -33,7 +32,7 @@ class FrontPage:
         self._pages = pages
         url = public_url.rstrip("/")
         dashboard = (_DASHBOARD if pages else _NO_DASHBOARD).format(url=url)
-        self._text = _TEXT.format(version=__version__, url=url, dashboard=dashboard).encode()
+        self._text = _TEXT.format(url=url, dashboard=dashboard).encode()
 
     async def show(self, request: web.BaseRequest, _: RequestBody) -> web.StreamResponse:
         # Programs, curl among them, do not ask for HTML.

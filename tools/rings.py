@@ -266,7 +266,9 @@ def _test(stage: Stage, result: Result, junit: Path, more: Sequence[str]) -> Non
     for test in failed:
         if before[test] >= NO_SECOND_CHANCE:
             print(f"== {test} stands in {FLAKY.name} {before[test]} times: mend it or take it out")
-    result.ok = not result.failed
+    result.ok = not result.failed and result.passed > 0
+    if not result.failed and not result.ok:
+        result.why = f"none of its tests ran: {result.skipped} were skipped, each with its reason"
 
 
 _PAST_LIMIT = -1000

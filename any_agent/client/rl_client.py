@@ -63,7 +63,7 @@ _SILENCE = 2.0
 _MAX_ANSWERED = 1024
 _answered: set[str] = set()
 """The addresses that have answered this process."""
-_told: set[str] = set()
+_waited_for: set[str] = set()
 """The addresses of which this process has said that it waits for them: many sessions may wait."""
 
 
@@ -397,8 +397,8 @@ class RLClient:
             url = self.url
             if not told and time.monotonic() - begun > _SILENCE:
                 told, name = True, url or "the service"
-                if name not in _told and len(_told) < _MAX_ANSWERED:
-                    _told.add(name)
+                if name not in _waited_for and len(_waited_for) < _MAX_ANSWERED:
+                    _waited_for.add(name)
                     log.warning("waiting for %s, which does not answer", name)
             if bearer := key or self._key():
                 headers["Authorization"] = f"Bearer {bearer}"

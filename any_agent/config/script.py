@@ -78,10 +78,10 @@ def load_expr_config(argv: Sequence[str], config_cls: type[_ConfigT]) -> tuple[_
     """Read a script's settings from its arguments (``sys.argv[1:]``), the environment and a file.
 
     ``argv``: an optional ``--config FILE``, any number of ``key=value``, and the commands' short
-    options for settings, such as ``--trial NAME``. Returns the settings
-    and the file's path, which is empty without a file. From here on an uncaught AnyAgentError ends
-    the script with one line, unless ``log_level=debug``, which keeps its traceback; and names in
-    settings (`workflow`) are also found in the current folder, after all other places.
+    options for settings, such as ``--trial NAME``. Returns the settings and the file's path, which
+    is empty without a file. From here on an uncaught AnyAgentError ends the script with one line,
+    unless ``log_level=debug``, which keeps its traceback; and names in settings (`workflow`) are
+    also found in the current folder, after all other places.
 
     Raises ConfigError naming the setting and what to do; SystemExit for ``--help``.
     """

@@ -90,7 +90,7 @@ def _is_whole(folder: Path) -> bool:
 
 def problem(name: str, error: Exception) -> str:
     """Return why a model cannot be downloaded, and what to do, without its address's secrets."""
-    hub = constants.ENDPOINT
+    hub = _without_userinfo(constants.ENDPOINT)
     offline = (
         f"{name} is not whole in the cache {constants.HF_HUB_CACHE}, and the hub {hub} %s: connect "
         "this machine, set HF_ENDPOINT to a mirror, or set model.path to a local folder"
@@ -124,8 +124,15 @@ def problem(name: str, error: Exception) -> str:
             return offline % "does not answer in time"
         case httpx.TransportError() | LocalEntryNotFoundError():
             return offline % "cannot be reached"
-    text = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    return f"{name} could not be downloaded from {hub}: {text}"
+    text = " ".join(f"{type(error).__name__}: {error}".replace(constants.ENDPOINT, hub).split())
+    return f"{name} could not be downloaded from {hub}: {text[:300]}"
+
+
+def _without_userinfo(url: str) -> str:
+    """Return an address without its user and password."""
+    scheme, separator, rest = url.rpartition("://")
+    host, slash, path = rest.partition("/")
+    return f"{scheme}{separator}{host.rpartition('@')[2]}{slash}{path}"
 
 
 class _Progress(tqdm):  # type: ignore[misc]

@@ -16,7 +16,9 @@ from functools import partial
 from pathlib import Path
 from typing import IO, Any
 
+from any_agent.config import SECRET_VARIABLES
 from any_agent.errors import StartupError
+from any_agent.runtime.environment import environment_without
 from any_agent.runtime.signals import die_with_parent
 
 _NAME = re.compile(r"[\w.-]+/[\w.-]+")
@@ -56,6 +58,7 @@ def bring_model(
         stdin=subprocess.DEVNULL,
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
+        env=environment_without(SECRET_VARIABLES),
         start_new_session=True,
         preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import signal
 import subprocess
@@ -18,7 +17,7 @@ from pathlib import Path
 from any_agent.auth.access import require_key, run_dir_of
 from any_agent.config import SECRET_VARIABLES, Config, load_config
 from any_agent.errors import ConfigError, NotFound
-from any_agent.rundir.checksums import require_sound, sound
+from any_agent.rundir.checksums import require_sound, sound, tensor_ends
 from any_agent.rundir.fleet import Fleet, load_fleet
 from any_agent.rundir.layout import (
     RunDir,
@@ -29,9 +28,9 @@ from any_agent.rundir.layout import (
     saved_steps,
     weights_folder,
 )
+from any_agent.runtime.environment import environment_without
 from any_agent.runtime.signals import die_with_parent
 
-_MAX_HEADER = 100_000_000  # the bytes of a safetensors file's header that are read
 _CHECK_INTERVAL = 60.0
 """Seconds for which weights that were read count as undamaged: the engines of a node start at
 once."""
@@ -98,7 +97,6 @@ def require_grader(config: Config) -> None:
     sessions = config.sessions
     if sessions.late_reward != "grade" and not sessions.implicit:
         return
-    secret = {*SECRET_VARIABLES}
     try:
         done = subprocess.run(
             [sys.executable, "-m", "any_agent.rewards.grader", "--check", sessions.grader],
@@ -107,7 +105,7 @@ def require_grader(config: Config) -> None:
             text=True,
             errors="replace",
             timeout=sessions.grader_timeout,
-            env={name: value for name, value in os.environ.items() if name not in secret},
+            env=environment_without(SECRET_VARIABLES),
             preexec_fn=partial(die_with_parent, os.getpid(), signal.SIGKILL),
         )
         why = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
@@ -153,9 +151,7 @@ def _weights_of(model: Path) -> set[str]:
         index = read_json(model / "model.safetensors.index.json")
         if index is not None:
             return set(index["weight_map"])
-        with open(model / "model.safetensors", "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            return set(json.loads(file.read(min(length, _MAX_HEADER)))) - {"__metadata__"}
+        return set(tensor_ends(model / "model.safetensors"))
     except (OSError, ValueError, KeyError, TypeError):
         return set()
 
@@ -193,21 +189,12 @@ def check_model(path: str, setting: str = "model.path") -> None:
 def _require_whole_files(folder: Path) -> None:
     """Raise ConfigError for a file of weights that is cut off, as a broken copy leaves it."""
     for path in sorted(folder.glob("*.safetensors")):
-        size = path.stat().st_size
         try:
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                header = json.loads(file.read(min(length, _MAX_HEADER)))
-            ends = (one["data_offsets"][1] for name, one in header.items() if name[:2] != "__")
-            expected = f"{8 + length + max(ends, default=0)} bytes"
-            whole = expected == f"{size} bytes"
-        except (ValueError, KeyError, TypeError, IndexError, AttributeError):
-            whole, expected = False, "a whole header of its tensors"
-        if not whole:
+            tensor_ends(path)
+        except ValueError as error:
             raise ConfigError(
-                f"{path} is cut off or damaged: it has {size} bytes, and must have {expected}; "
-                "copy or download the model again"
-            )
+                f"{path} is cut off or damaged: {error}; copy or download the model again"
+            ) from error
 
 
 def trial_dir(config: Config) -> RunDir:

@@ -134,13 +134,28 @@ def _malformed(path: Path) -> str | None:
         if path.suffix == ".json":
             json.loads(path.read_bytes())
         elif path.suffix == ".safetensors":
-            with open(path, "rb") as file:
-                length = int.from_bytes(file.read(8), "little")
-                rest = path.stat().st_size - 8 - length
-                header = json.loads(file.read(length) if rest >= 0 else b"")
-            ends = [v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"]
-            if max(ends, default=0) != rest:
-                return f"{path.name} has {rest} bytes of tensors, its header says otherwise"
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            tensor_ends(path)
+    except (OSError, ValueError) as error:
         return f"{path.name} cannot be read ({error})"
     return None
+
+
+def tensor_ends(path: Path) -> dict[str, int]:
+    """Return the names of a safetensors file's tensors, each with the byte at which it ends.
+
+    Raises ValueError for a file that is none, or is cut off.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        length = int.from_bytes(file.read(8), "little")
+        if 8 + length > size:
+            raise ValueError(f"it has {size} bytes, and its header alone is said to have {length}")
+        header = json.loads(file.read(length))
+    try:
+        ends = {k: v["data_offsets"][1] for k, v in header.items() if k != "__metadata__"}
+        whole = 8 + length + max(ends.values(), default=0)
+    except (KeyError, TypeError, AttributeError, IndexError) as error:
+        raise ValueError(f"its {size} bytes do not begin with a header of tensors") from error
+    if whole != size:
+        raise ValueError(f"it has {size} bytes, and must have {whole} bytes")
+    return ends

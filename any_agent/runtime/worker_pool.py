@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from weakref import WeakSet
 
 from any_agent.errors import ConfigError
+from any_agent.runtime.environment import environment_without
 from any_agent.runtime.worker_main import Failure, begin, call
 
 if TYPE_CHECKING:
@@ -111,7 +112,7 @@ class _CleanPopen(popen_spawn_posix.Popen):
             process = _starter.call(
                 lambda: subprocess.Popen(
                     spawn.get_command_line(tracker_fd=tracker, pipe_handle=child_start),
-                    env=_environment_without(process_obj.secrets),
+                    env=environment_without(process_obj.secrets),
                     pass_fds=[*self._fds, tracker, child_start, child_end],
                     restore_signals=False,
                 )
@@ -123,12 +124,6 @@ class _CleanPopen(popen_spawn_posix.Popen):
         process.returncode = 0  # this class waits for it
         with open(start, "wb", closefd=False) as file:
             file.write(sent.getbuffer())
-
-
-def _environment_without(secrets: Sequence[str]) -> dict[str, str]:
-    # Other threads may remove some meanwhile.
-    values = {name: os.environ.get(name) for name in list(os.environ) if name not in secrets}
-    return {name: value for name, value in values.items() if value is not None}
 
 
 def _close(*descriptors: int) -> None:

@@ -212,6 +212,6 @@ async def test_the_programs_own_options_are_its_own(served: Served, tmp_path: Pa
 
 
 def test_a_note_is_whole() -> None:
-    """What to do stands at its end."""
+    # What to do stands at its end.
     error = f"{'what failed, ' * 30}so do this"
     assert table([ProgramRun(run=0, state="failed", error=error)]).splitlines()[1].endswith(error)

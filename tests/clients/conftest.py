@@ -60,7 +60,7 @@ def training(live: Live) -> Iterator[Live]:
 
 @pytest.fixture
 def found(request: pytest.FixtureRequest) -> Results:
-    """What the tests of this run have found."""
+    """The results of this run's tests so far."""
     return request.config.stash[_FOUND]
 
 

@@ -51,6 +51,7 @@ FORGED = (
     "Bearer sk-admin.01234567." + 48 * "0",
 )
 PUBLIC = {
+    ("router", "GET /"),
     ("router", "GET /healthz"),
     ("router", "GET /readyz"),
     ("router", "GET /health"),

@@ -133,6 +133,17 @@ def test_a_second_try_that_is_skipped_is_no_pass(rings: ModuleType, tmp_path: Pa
     assert (code, len(kept["one"]["failed"])) == (1, 1)
 
 
+def test_a_suite_whose_tests_are_all_skipped_is_red(
+    rings: ModuleType, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "tests" / "test_one.py").write_text(
+        "import pytest\n\ndef test_right():\n    pytest.skip('there is no server')\n"
+    )
+    code, kept = table(rings, "verify", suite(rings, "one"))
+    assert (code, kept["one"]["ok"], kept["one"]["skipped"]) == (1, False, 1)
+    assert "none of its tests ran" in capfd.readouterr().out
+
+
 def test_what_options_chose_is_not_kept_as_a_suite(rings: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
     one = suite(rings, "one")

@@ -12,8 +12,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from huggingface_hub import constants
+from huggingface_hub.errors import OfflineModeIsEnabled
 
 from any_agent.errors import StartupError
+from any_agent.launcher.fetch_model import problem
 from any_agent.launcher.hub_model import bring_model, on_hub, parts_variables
 from tests.support.fake_hub import COMMIT, FakeHub, fake_hub
 
@@ -69,7 +72,7 @@ def test_parts_fetch_nothing_unless_the_user_says_otherwise(
 
 @pytest.mark.service
 def test_a_model_is_downloaded_once_with_its_progress(hub: FakeHub) -> None:
-    """What is loaded is; another form of the same weights is not."""
+    """Only what is loaded is fetched, and no other form of the same weights."""
     hub.pause = 0.15
     text = brought()
     assert set(hub.sent) == _OURS and len(hub.sent) == len(_OURS)
@@ -115,6 +118,16 @@ def test_why_there_is_no_model_is_one_line(
         brought(name)
     assert says in error.value.message and name in error.value.message
     assert "\n" not in error.value.message
+
+
+@pytest.mark.parametrize("error", [OfflineModeIsEnabled(), ValueError("not at %s/me/model")])
+def test_a_hubs_password_is_not_told(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
+    address = "https://someone:hunter2@hub.example/mirror"
+    monkeypatch.setattr(constants, "ENDPOINT", address)
+    error.args = tuple(str(text).replace("%s", address) for text in error.args)
+    told = problem(MODEL, error)
+    assert "https://hub.example/mirror" in told
+    assert "hunter2" not in told and "someone" not in told
 
 
 @pytest.mark.service

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from any_agent import __version__
 from tests.router.conftest import StartLab
 
 ADMIN = "admin-key-1"
@@ -17,7 +16,7 @@ async def test_it_says_what_runs_here_without_a_key(start_lab: StartLab, ui: boo
     assert answer.status_code == 200
     assert answer.headers["content-type"].startswith("text/plain")
     url = str(lab.http.base_url).rstrip("/")
-    assert f"any-agent {__version__}" in answer.text and f"{url}/v1 " in answer.text
+    assert f"{url}/v1 " in answer.text
     assert "docs/README.md" in answer.text and (f"{url}/ui" in answer.text) == ui
     # It tells nobody about the run.
     assert lab.config.experiment not in answer.text.replace("any-agent", "")
@@ -36,7 +35,7 @@ async def test_a_browser_is_led_to_the_dashboard_where_there_is_one(start_lab: S
 async def test_a_browser_gets_the_words_where_there_is_none(start_lab: StartLab) -> None:
     lab = await start_lab("server.ui=false")
     answer = await lab.get("/", Accept="text/html")
-    assert answer.status_code == 200 and __version__ in answer.text
+    assert answer.status_code == 200 and "OPENAI_BASE_URL" in answer.text
     assert (await lab.post("/")).status_code != 200 or lab.ranks[0].received
 
 

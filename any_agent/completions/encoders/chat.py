@@ -173,6 +173,8 @@ class ChatEncoder(ChoicesEncoder):
 
     def end(self, index: int, interaction: Interaction) -> bytes:
         """Return the events that end a choice; the inputs of custom tools are known only now."""
+        if not self._call.custom:
+            return super().end(index, interaction)
         calls = with_inputs(interaction.output_message).get("tool_calls") or ()
         inputs = [
             {"index": k, CUSTOM: {"input": call[CUSTOM]["input"]}}

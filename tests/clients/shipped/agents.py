@@ -55,7 +55,7 @@ class Shipped:
         return ENVIRONMENTS[self.environment].version_of(self.package)
 
     def says(self, folder: Path) -> list[str]:
-        """What the model answers, where the agent works in ``folder``."""
+        """Return what the model answers, where the agent works in ``folder``."""
         (reader, where), (writer, to, text) = self.reads, self.writes
         question, answer = str(folder / QUESTION), str(folder / ANSWER)
         if text is None:

@@ -72,7 +72,7 @@ def test_neighbours_in_the_tree_stay_together_and_every_row_has_one_place(
 
 
 def test_the_turns_of_an_episode_above_the_budget_are_computed_once() -> None:
-    """Where a pass must end before the next begins: turn k has the first 32 k - 1 tokens."""
+    # Turn k has the first 32 k - 1 tokens.
     turns = [_row_of(range(32 * k - 1)) for k in range(1, 101)]
     other = _row_of([5000] * 40)
     for processes in (1, 2, 3):
