@@ -2,7 +2,8 @@
 
 Each contender makes the same step on the same rows, with one thread, in a process of its own:
 
-- ``any-agent``: `Policy.train` with the default settings, a row for each turn;
+- ``any-agent``: `Policy.train` with the default settings, a row for each turn; and the same with
+  ``train.dtype=bfloat16`` and with ``train.offload_optimizer``, in which weights are divided;
 - ``bucketed rows``: a row for each turn, those of like length padded together, plain transformers;
 - ``concatenated``: the same, a row for each path from a session's start to a last turn;
 - ``TRL, rows`` and ``TRL, concatenated``: TRL's GRPOTrainer on these rows, with its own padding,
@@ -10,7 +11,8 @@ Each contender makes the same step on the same rows, with one thread, in a proce
 
 The peers' size of a pass is swept on a part of the rows; the best is kept. CPU is that of the step
 alone (user and system), memory the process's peak. Each loss and gradient norm is compared with
-ours.
+ours, but for bfloat16's, whose digits are fewer. Ours say how many tokens they computed for each
+distinct one.
 """
 
 from __future__ import annotations
@@ -53,6 +55,11 @@ from trainer.policy import Policy
 from trainer.rows import Row
 
 OURS = "any-agent"
+OTHER_WAYS: dict[str, dict[str, Any]] = {
+    "ours, bfloat16": {"dtype": "bfloat16"},
+    "ours, offload": {"offload_optimizer": True},
+}
+"""The settings of other ways to make our step."""
 PEERS = {
     "bucketed rows": "rows",
     "concatenated": "paths",
@@ -87,8 +94,9 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
     model = make_model(workload.model)
     made = make_rows(workload, model.config.vocab_size)
     rows = made.paths if PEERS.get(told["contender"]) == "paths" else made.rows
-    if told["contender"] == OURS:
-        step = _ours(model)
+    settings = OTHER_WAYS.get(told["contender"], {})
+    if settings or told["contender"] == OURS:
+        step = _ours(model, settings)
     else:
         peer = _peer(told["contender"], model)
         if "sizes" in told:
@@ -111,6 +119,7 @@ def work(told: dict[str, Any]) -> dict[str, Any]:
         "added": peak - before,
         "loss": done.loss,
         "norm": done.norm,
+        "computed": done.computed / made.distinct,
         "tokens": _tokens(made),
     }
 
@@ -127,13 +136,13 @@ def _warm_up(rows: Sequence[Row]) -> list[Row]:
     return [{key: value[part] if value.ndim else value for key, value in rows[0].items()}]
 
 
-def _ours(model: Any) -> Callable[[Sequence[Row]], Step]:
-    config = TrainConfig(device="cpu", lr=LR)
+def _ours(model: Any, settings: dict[str, Any]) -> Callable[[Sequence[Row]], Step]:
+    config = TrainConfig(device="cpu", lr=LR, **settings)
     policy = Policy(model, policy_config(config))
 
     def step(rows: Sequence[Row]) -> Step:
         done = policy.train(rows, config.micro_batch_tokens, loss_config(config))
-        return Step(done.stats.loss, done.grad_norm)
+        return Step(done.stats.loss, done.grad_norm, done.stats.tokens_computed)
 
     return step
 
@@ -209,6 +218,7 @@ class Bench:
     limit: int
     sizes: tuple[int, ...]
     sample: int
+    other_ways: tuple[str, ...] = ()
 
     def run(self, contender: str, workload: str, **told: Any) -> dict[str, Any] | None:
         """Return the figures of one process; None if it reached the limit of CPU seconds."""
@@ -252,7 +262,10 @@ class Result:
 
 def compare(bench: Bench, name: str, about: str, peers: Sequence[str]) -> dict[str, Result]:
     """Measure and print one workload; return the results by contender."""
-    out = {OURS: Result(bench.run(OURS, name), why=f"over {bench.limit} s")}
+    out = {
+        ours: Result(bench.run(ours, name), why=f"over {bench.limit} s")
+        for ours in (OURS, *bench.other_ways)
+    }
     for peer in peers:
         size, predicted = bench.best(peer, name)
         if predicted > bench.limit:
@@ -277,7 +290,7 @@ def show(name: str, about: str, results: dict[str, Result]) -> None:
         )
     print(
         f"{'':19}{'CPU s':>8}{'ours/it':>9}{'peak GB':>9}{'ours/it':>9}{'a pass':>8}"
-        f"{'loss':>11}{'- ours':>10}{'gradient':>11}{'/ ours - 1':>12}"
+        f"{'loss':>11}{'- ours':>10}{'gradient':>11}{'/ ours - 1':>12}{'computed':>10}"
     )
     ours = results[OURS].figures
     for contender, result in results.items():
@@ -292,8 +305,14 @@ def show(name: str, about: str, results: dict[str, Result]) -> None:
             print(f"{line}{'':10}{it['norm']:11.6f}")
             continue
         line += f"{it['loss'] - ours['loss']:10.1e}{it['norm']:11.6f}"
-        print(f"{line}{it['norm'] / ours['norm'] - 1:12.1e}", flush=True)
-        if contender != OURS:
+        own = contender in (OURS, *OTHER_WAYS)
+        computed = f"{it['computed']:10.3f}" if own else ""
+        print(f"{line}{it['norm'] / ours['norm'] - 1:12.1e}{computed}", flush=True)
+        if contender in OTHER_WAYS:
+            ratio(f"{name} {contender}, tokens computed / distinct", it["computed"], 1.0)
+            if "dtype" in OTHER_WAYS[contender]:
+                continue
+        elif contender != OURS:
             ratio(f"{name} / {contender}", ours["cpu"], it["cpu"])
         if abs(it["loss"] - ours["loss"]) > SAME or abs(it["norm"] / ours["norm"] - 1) > SAME:
             raise RuntimeError(f"{name}: {contender} makes another step than {OURS}")
@@ -341,12 +360,15 @@ def main() -> None:
     flags.add_argument(
         "--limit", type=int, default=400, help="leave out what takes more CPU seconds a step"
     )
-    flags.add_argument("--against", nargs="+", choices=PEERS, default=list(PEERS), metavar="NAME")
+    flags.add_argument("--against", nargs="*", choices=PEERS, default=list(PEERS), metavar="NAME")
+    flags.add_argument(
+        "--also", nargs="*", choices=OTHER_WAYS, default=list(OTHER_WAYS), metavar="NAME"
+    )
     flags.add_argument(
         "--sizes", nargs="+", type=int, default=SIZES, help="padded tokens of a pass to be tried"
     )
     args = flags.parse_args()
-    bench = Bench(args.smoke, args.rounds, args.limit, tuple(args.sizes), SAMPLE)
+    bench = Bench(args.smoke, args.rounds, args.limit, tuple(args.sizes), SAMPLE, tuple(args.also))
     wanted = args.only or ("W1 W3 head" if args.quick else "W1 W2 W3 W4 W5 head").split()
     if args.smoke:
         bench = replace(bench, sizes=(32, 64), sample=64)

@@ -16,7 +16,7 @@ from trainer.tree_attention import TreePass
 
 
 def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
-    """Return the last hidden states [tokens, size] of a pass; ``tree`` is its attention."""
+    """Return the last hidden states [rows, tokens, size] of a pass; ``tree`` is its attention."""
     # Right padding and causal attention: no trained token sees padding, so no mask is needed,
     # and sdpa takes its causal path instead of a dense [seq_len, seq_len] one.
     shape: dict[str, Any] = {}
@@ -25,7 +25,7 @@ def hidden_of(model: Any, work: Pass, tree: TreePass | None) -> Tensor:
         none = work.ids.new_ones(1, 1, 1, 1, dtype=torch.bool)
         shape = {"position_ids": work.depths, "attention_mask": none, "tree": tree}
     out = model.base_model(input_ids=work.ids, use_cache=False, **shape)
-    hidden: Tensor = out.last_hidden_state.flatten(0, 1)
+    hidden: Tensor = out.last_hidden_state
     return hidden
 
 
@@ -49,7 +49,7 @@ def logprobs_of(
     pairs = torch.stack([items.sources.double(), items.temperatures.double()])
     (sources, temperatures), owners = torch.unique(pairs, dim=1, return_inverse=True)
     owners, order = owners.sort(stable=True)
-    selected = hidden[sources.long()]
+    selected = hidden.flatten(0, 1)[sources.long()]
     head = model.get_output_embeddings()
     logprobs, entropies = [], []
     starts = torch.arange(0, len(sources) + head_chunk, head_chunk, device=owners.device)

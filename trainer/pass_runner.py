@@ -30,7 +30,7 @@ from trainer.pass_size import CPU_TOKENS
 from trainer.rows import Row
 from trainer.tree_attention import TreePass
 from trainer.tree_probe import use_tree_attention
-from trainer.world import UnshardedModel, everywhere
+from trainer.world import UnshardedModel, World, everywhere
 
 log = logging.getLogger(__name__)
 
@@ -48,12 +48,14 @@ class Computed:
     tree: TreePass | None
     logprobs: Tensor
     entropies: Tensor
+    hidden: Tensor | None
+    """The last hidden states of a pass from which others descend."""
 
 
 class PassRunner:
     """Plans the passes over rows, and runs them on one model.
 
-    ``divided``: the model's weights are divided among processes, which gather them for each pass.
+    In a ``world`` the model's weights are divided among processes, which gather them for each pass.
     ``head_chunk``, ``packing``, ``dtype`` and ``compile`` are those of
     :class:`trainer.model.PolicyConfig`.
     ``pass_tokens`` are the tokens of a pass where a caller sets none. Raises StartupError for a
@@ -65,7 +67,7 @@ class PassRunner:
         whole: UnshardedModel,
         device: torch.device,
         *,
-        divided: bool,
+        world: World | None,
         packing: Literal["tree", "rows"],
         head_chunk: int | None,
         dtype: torch.dtype | None,
@@ -75,7 +77,7 @@ class PassRunner:
         self._whole: Any = whole
         self._model: Any = whole.model
         self._device = device
-        self._divided = divided
+        self._world = world
         self.pass_tokens = pass_tokens
         self.head_chunk = head_chunk or self._suitable_chunk()
         self._require_plain_head()
@@ -103,10 +105,11 @@ class PassRunner:
         budget = self.budget(token_budget)
         if self.packing == "rows":
             passes = padded_passes(rows, budget)
-        elif not self._divided:
+        elif self._world is None or self._world.size == 1:
             passes = tree_passes(rows, budget)
         else:
-            # Weights are gathered and divided in each pass: one must end before the next begins.
+            # All processes gather weights together, and in the same order: each pass must end
+            # before the next begins.
             parts = shared_parts(numbered(rows), budget)
             passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
         return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
@@ -115,7 +118,7 @@ class PassRunner:
         """Compile the head's part, then the layers; False, with a warning, if this cannot be."""
         vocabulary = self._model.get_output_embeddings().weight.shape[0]
         reason = try_fused(self.head_chunk, vocabulary, dtype, self._device)
-        if self._divided and not everywhere(reason is None):
+        if self._world is not None and not everywhere(reason is None):
             reason = reason or "torch.compile does not work in another process"
         if reason is None:
             how = (dtype, self._device, self.packing, self.pass_tokens)
@@ -154,7 +157,7 @@ class PassRunner:
                 logprobs, entropies = self.within(pass_logprobs, work, tree, *how)
             else:
                 logprobs, entropies = self.within(logprobs_of, hidden, work.items, *how)
-            return Computed(number, work.items, tree, logprobs, entropies)
+            return Computed(number, work.items, tree, logprobs, entropies, hidden)
 
         for number, one in enumerate(passes):
             while opened and opened[-1][0] != one.parent:
@@ -218,7 +221,7 @@ class PassRunner:
     def within(self, work: Callable[..., Any], *arguments: Any) -> Any:
         """Return ``work(model, *arguments)``, run while the weights that it uses are whole."""
         out = self._whole(work, *arguments)
-        if self._divided and not torch.is_grad_enabled():
+        if self._world is not None and not torch.is_grad_enabled():
             # No backward pass follows that would divide the last of them again.
             self._whole.reshard()
         return out

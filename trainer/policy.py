@@ -108,7 +108,7 @@ class Policy:
         self.runner = PassRunner(
             self.whole,
             self.device,
-            divided=world is not None,
+            world=world,
             packing=self.config.packing,
             head_chunk=self.config.head_chunk,
             dtype=self.config.dtype,
@@ -356,6 +356,11 @@ class Policy:
             if len(done.items):
                 loss, part = self._loss(done, total_tokens, config)
                 outputs, gradients = [loss, *outputs], [None, *gradients]
+            elif outputs and done.hidden is not None:
+                # FSDP2 gathers a layer's weights when the gradient of its output arrives; that of
+                # keys and values comes by another way, after this one.
+                outputs.insert(0, done.hidden)
+                gradients.insert(0, torch.zeros_like(done.hidden))
             part.tokens_computed = passes[done.number].ids.numel()
             part.tokens_in_rows = passes[done.number].row_tokens
             self.clock.lap("forward")

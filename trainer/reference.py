@@ -62,7 +62,7 @@ def frozen_logprobs(path: str, policy: Policy, *, base: bool = False) -> Referen
     runner = PassRunner(
         whole,
         policy.device,
-        divided=policy.world is not None,
+        world=policy.world,
         packing=policy.runner.packing,
         head_chunk=config.head_chunk,
         dtype=config.dtype,

@@ -11,7 +11,7 @@ no key is copied. On a GPU one kernel computes the blocks (:mod:`trainer.flex_tr
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -46,22 +46,32 @@ class Kept:
     """The same numbers, detached, for descendants; they collect the gradients."""
 
 
-@dataclass(slots=True)
 class TreePass:
-    """One pass, as attention sees it."""
+    """One pass, as attention sees it.
 
-    blocks: Sequence[Block]
-    deepest: int
-    """The greatest position of a token."""
-    past: Sequence[TreePass] = ()
-    """The ancestor passes, from the root on."""
-    keeps: bool = False
-    """Other passes descend from this one: keep its keys and values."""
-    kept: dict[int, Kept] = field(default_factory=dict)
-    layers: set[int] = field(default_factory=set)
-    """The layers that computed their attention by this."""
-    mask: TreeMask | None = None
-    """The keys that each query sees, once FlexAttention has begun with this pass."""
+    No dataclass: FSDP2 copies those among a layer's arguments, and what a layer keeps would be
+    lost.
+    """
+
+    def __init__(
+        self,
+        blocks: Sequence[Block],
+        deepest: int,
+        past: Sequence[TreePass] = (),
+        keeps: bool = False,
+    ) -> None:
+        self.blocks = blocks
+        self.deepest = deepest
+        """The greatest position of a token."""
+        self.past = past
+        """The ancestor passes, from the root on."""
+        self.keeps = keeps
+        """Other passes descend from this one: keep its keys and values."""
+        self.kept: dict[int, Kept] = {}
+        self.layers: set[int] = set()
+        """The layers that computed their attention by this."""
+        self.mask: TreeMask | None = None
+        """The keys that each query sees, once FlexAttention has begun with this pass."""
 
     def collected(self) -> tuple[list[Tensor], list[Tensor | None]]:
         """Return the keys and values that descendants used, and the gradients for them."""

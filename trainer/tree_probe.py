@@ -80,8 +80,8 @@ def _by_probe(
     by_rows, by_tree = by_rows.to(device), by_tree.to(device)
     tree = TreePass(by_tree.blocks, len(rows[0]["input_ids"]))
     with torch.no_grad():
-        expected = run(hidden_of, by_rows, None)[_in_order(by_rows.items)].double()
-        found = run(hidden_of, by_tree, tree)[_in_order(by_tree.items)].double()
+        expected = run(hidden_of, by_rows, None).flatten(0, 1)[_in_order(by_rows.items)].double()
+        found = run(hidden_of, by_tree, tree)[0][_in_order(by_tree.items)].double()
     name, layers = type(model).__name__, model.config.get_text_config().num_hidden_layers
     if len(tree.layers) != layers:
         return f"{len(tree.layers)} of {layers} layers of {name} use the attention function"

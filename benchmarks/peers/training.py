@@ -24,10 +24,12 @@ CAP = 5.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step's loss, and its gradient's global norm before clipping."""
+    """One step's loss, its gradient's global norm before clipping, and the tokens computed, which
+    only we count."""
 
     loss: float
     norm: float
+    computed: int = 0
 
 
 class Peer:

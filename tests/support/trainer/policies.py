@@ -17,15 +17,21 @@ from trainer.packing import padded_pass
 from trainer.pass_runner import Computed
 from trainer.policy import Policy
 from trainer.rows import Batch, Row, count_trained, with_training_signal
+from trainer.world import World
 
 VOCAB = 48
 
 
-def small_policy(seed: int = 0, dtype: torch.dtype = torch.float64, **config: Any) -> Policy:
+def small_policy(
+    seed: int = 0,
+    dtype: torch.dtype = torch.float64,
+    world: World | None = None,
+    **config: Any,
+) -> Policy:
     """Two layers of width 32; float64 unless a test is about float32."""
     torch.set_num_threads(1)
     model = make_model(VOCAB, seed, hidden_size=32, layers=2, context=256)
-    return Policy(in_precision(model, dtype), PolicyConfig(**config))
+    return Policy(in_precision(model, dtype), PolicyConfig(**config), world)
 
 
 def in_precision(model: Any, dtype: torch.dtype) -> Any:

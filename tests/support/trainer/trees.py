@@ -39,6 +39,13 @@ def tree_rows(seed: int, dtype: torch.dtype = torch.float64, count: int = 9) -> 
     return rows
 
 
+def episode_rows(turns: int) -> list[Row]:
+    """The rows of one episode, each of which continues the one before it by four tokens."""
+    chance = random.Random(turns)
+    ids = [chance.randrange(VOCAB) for _ in range(4 * turns)]
+    return [_row(ids[: 4 * turn], chance, torch.float64) for turn in range(1, turns + 1)]
+
+
 def _row(ids: list[int], chance: random.Random, dtype: torch.dtype) -> Row:
     n = len(ids)
     mask = torch.tensor([0, *(int(chance.random() < 0.6) for _ in ids[1:])], dtype=torch.int32)
