@@ -288,7 +288,7 @@ def meaning(messages: list[dict[str, Any]]) -> str:
     return json.dumps(said, sort_keys=True)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(deadline=None, max_examples=100)
 @given(conversations(), conversations(), st.data())
 def test_another_meaning_has_another_key(
     one: list[dict[str, Any]], other: list[dict[str, Any]], data: st.DataObject

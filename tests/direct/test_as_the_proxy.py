@@ -126,7 +126,7 @@ def by_choice(interactions: list[Interaction]) -> list[Interaction]:
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "stream"])
-@pytest.mark.parametrize("mode", ["train", "eval"])
+@pytest.mark.parametrize("mode", ["train", pytest.param("eval", marks=pytest.mark.service)])
 @pytest.mark.parametrize("case", CASES)
 async def test_the_record_is_the_same(
     proxy: Proxy,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -17,8 +18,13 @@ from any_agent.errors import ConfigError
 NO_THINKING = {"enable_thinking": False}
 
 
-@pytest.mark.parametrize("renderer", ["auto", "qwen3", "default"])
-@pytest.mark.parametrize("thinking", [None, True, False])
+@pytest.mark.parametrize(
+    ("renderer", "thinking"),
+    [
+        pytest.param(*both, marks=() if "auto" in both or None in both else pytest.mark.service)
+        for both in product(["auto", "qwen3", "default"], [None, True, False])
+    ],
+)
 async def test_the_demos_format_is_sound(
     tiny_model_dir: Path, renderer: str, thinking: bool | None
 ) -> None:

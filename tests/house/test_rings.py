@@ -125,6 +125,7 @@ def test_a_stage_past_its_limit_fails_by_name_and_verify_goes_on(
     assert (code, kept.keys()) == (1, {"slow"}), "continuous integration ends at a red stage"
 
 
+@pytest.mark.service
 def test_a_second_try_that_is_skipped_is_no_pass(rings: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_one.py").write_text(
         RIGHT.replace("if not tried.exists():", "if tried.exists(): pytest.skip('no')\n    else:")
@@ -144,6 +145,7 @@ def test_a_suite_whose_tests_are_all_skipped_is_red(
     assert "none of its tests ran" in capfd.readouterr().out
 
 
+@pytest.mark.service
 def test_what_options_chose_is_not_kept_as_a_suite(rings: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_one.py").write_text(RIGHT)
     one = suite(rings, "one")
@@ -151,12 +153,14 @@ def test_what_options_chose_is_not_kept_as_a_suite(rings: ModuleType, tmp_path: 
     assert not list((rings.BUILD / "verify").glob("*.json"))
 
 
+@pytest.mark.service
 def test_a_file_that_cannot_be_collected_is_red(rings: ModuleType, tmp_path: Path) -> None:
     (tmp_path / "tests" / "test_one.py").write_text("import nothing_of_this_name\n")
     code, kept = table(rings, "verify", suite(rings, "one"))
     assert (code, kept["one"]["ok"]) == (1, False)
 
 
+@pytest.mark.service
 def test_a_suite_that_was_green_at_this_commit_is_not_run_again(
     rings: ModuleType, tmp_path: Path
 ) -> None:

@@ -91,7 +91,7 @@ def test_a_stream_is_its_whole_answer(steps: list[tuple[str, str]], hidden: bool
     assert all(bool(block.thinking) is not hidden and block.signature for block in thoughts)
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(STEPS)
 def test_what_comes_back_is_what_was_recorded(steps: list[tuple[str, str]]) -> None:
     _, interaction = built(steps)

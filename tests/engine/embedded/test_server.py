@@ -44,18 +44,21 @@ class TestContract(SamplingContract):
         yield await serve(own_engine)
 
 
+@pytest.mark.service
 class TestIncremental(SamplingContract):
     @pytest.fixture
     async def url(self, own_engine: EmbeddedEngine, serve: Serve) -> AsyncIterator[str]:
         yield await serve(own_engine, incremental=True)
 
-    async def test_events_hold_only_what_is_new(self, url: str) -> None:
-        _, whole = await call(url, "/generate", body(temperature=0))
-        seen = [e async for e in events(url, body(temperature=0))]
-        assert "".join(e["text"] for e in seen) == whole["text"]
-        assert [i for e in seen for i in e["output_ids"]] == whole["output_ids"]
-        assert seen[-1]["meta_info"]["completion_tokens"] == 12
-        assert sum(len(e["meta_info"]["output_token_logprobs"]) for e in seen) == 12
+
+async def test_events_hold_only_what_is_new(engine: EmbeddedEngine, serve: Serve) -> None:
+    url = await serve(engine, incremental=True)
+    _, whole = await call(url, "/generate", body(temperature=0))
+    seen = [e async for e in events(url, body(temperature=0))]
+    assert "".join(e["text"] for e in seen) == whole["text"]
+    assert [i for e in seen for i in e["output_ids"]] == whole["output_ids"]
+    assert seen[-1]["meta_info"]["completion_tokens"] == 12
+    assert sum(len(e["meta_info"]["output_token_logprobs"]) for e in seen) == 12
 
 
 async def test_a_web_page_is_not_served(engine: EmbeddedEngine, serve: Serve) -> None:
