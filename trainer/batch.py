@@ -38,7 +38,7 @@ from trainer.kl_reward import (
     less_divergence,
     with_returns,
 )
-from trainer.rows import Row, mask_stale, with_training_signal
+from trainer.rows import Row, foreign_id, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
@@ -64,8 +64,8 @@ class TrainingBatch:
     trained: list[str] = field(default_factory=list)
     """The sessions with at least one token in the loss."""
     rejected: dict[str, str] = field(default_factory=dict)
-    """The other sessions with their reasons: `stale` or `too_long` (they count in their baseline),
-    or `untrainable`."""
+    """The other sessions with their reasons: `stale`, `too_long` or `unusable` (they count in their
+    baseline), or `untrainable`."""
     sampled: set[str] = field(default_factory=set)
     """The sessions that a workflow of this process returned; ranks have the others."""
     scores: list[float] = field(default_factory=list)
@@ -124,19 +124,23 @@ def training_batch(
     step_of_version: Mapping[int, int],
     temperature: float = 1.0,
     reference: Callable[[Sequence[Row]], Sequence[torch.Tensor]] | None = None,
+    vocabulary: int | None = None,
 ) -> TrainingBatch:
     """Estimate advantages over the groups, then make one row per counted interaction, and divide
     the rows into minibatches.
 
     Stale tokens are masked; then the rows get their tokens' weights in the loss, if these differ.
     ``temperature`` applies to rows that do not state their own. ``reference`` returns the reference
-    model's log-probabilities of rows' trained tokens, for a divergence in the reward.
+    model's log-probabilities of rows' trained tokens, for a divergence in the reward. Of a model
+    with ``vocabulary`` token ids: sessions with others are rejected, as those with a row too long.
     """
     rewards = [[session_rewards(s, config) for s in group] for group in groups]
     divergences: Divergences = {}
     if config.kl_reward_coef:
         assert reference is not None, "the trainer has a reference model"
-        divergences = found_divergences(_places(groups, rewards, config, temperature), reference)
+        divergences = found_divergences(
+            _places(groups, rewards, config, temperature, vocabulary), reference
+        )
         rewards = less_divergence(rewards, divergences, config.kl_reward_coef)
     estimates = estimate_advantages(rewards, config)
     batch = TrainingBatch()
@@ -161,13 +165,10 @@ def training_batch(
                 batch.rejected[session.session_id] = "zero_variance"
                 continue
             rows = _rows(session, r, advantages, temperature)
-            if longest := _too_long(rows, config):
-                log.warning(
-                    "session %s is not trained on: one of its rows has %d tokens, above "
-                    "train.max_row_tokens=%d",
-                    *(session.session_id, longest, config.max_row_tokens),
-                )
-                batch.rejected[session.session_id] = "too_long"
+            if (unfit := _unfit(rows, config, vocabulary)) is not None:
+                reason, why = unfit
+                log.warning("session %s is not trained on: %s", session.session_id, why)
+                batch.rejected[session.session_id] = reason
                 continue
             if divergences and config.advantage_estimator in RETURNS_OF_TOKENS:
                 own = [divergences[number, place, k] for k, one in enumerate(r.counted) if one]
@@ -197,21 +198,33 @@ def _places(
     rewards: Sequence[Sequence[SessionRewards]],
     config: TrainConfig,
     temperature: float,
+    vocabulary: int | None,
 ) -> Iterator[tuple[Place, Row]]:
-    """Yield the rows of all counted interactions, but for sessions with a row that is too long."""
+    """Yield the rows of all counted interactions, but for sessions with a row that is unfit."""
     for number, (group, of_group) in enumerate(zip(groups, rewards, strict=True)):
         for place, (session, r) in enumerate(zip(group, of_group, strict=True)):
             rows = _rows(session, r, [0.0] * len(r.counted), temperature)
-            if not _too_long(rows, config):
+            if _unfit(rows, config, vocabulary) is None:
                 counted = (k for k, one in enumerate(r.counted) if one)
                 yield from zip(((number, place, k) for k in counted), rows, strict=True)
 
 
-def _too_long(rows: Sequence[Row], config: TrainConfig) -> int:
-    """Return the length of the longest row if it is above the limit, else 0."""
+def _unfit(
+    rows: Sequence[Row], config: TrainConfig, vocabulary: int | None
+) -> tuple[str, str] | None:
+    """Return the reason for which no step can take these rows, and its words; None: one can."""
     longest = max((row["input_ids"].shape[0] for row in rows), default=0)
     limit = config.max_row_tokens
-    return longest if limit is not None and longest > limit else 0
+    if limit is not None and longest > limit:
+        text = f"one of its rows has {longest} tokens, above train.max_row_tokens={limit}"
+        return "too_long", text
+    for row in rows:
+        if vocabulary is not None and (id := foreign_id(row, vocabulary)) is not None:
+            return "unusable", (
+                f"it has the token id {id}, and the trained model's are 0 to {vocabulary - 1}: its "
+                "engine serves another model"
+            )
+    return None
 
 
 def _weighted_parts(

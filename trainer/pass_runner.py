@@ -27,7 +27,7 @@ from trainer.packing import (
     tree_passes,
 )
 from trainer.pass_size import CPU_TOKENS
-from trainer.rows import Row
+from trainer.rows import Row, foreign_id
 from trainer.tree_attention import TreePass
 from trainer.tree_probe import use_tree_attention
 from trainer.world import UnshardedModel, World, everywhere
@@ -91,6 +91,11 @@ class PassRunner:
                 self.packing = "rows"
         self.fused = compile and self._compile(computed_in)
         """The layers, and what follows the head, are compiled."""
+
+    @property
+    def vocabulary(self) -> int:
+        """The number of token ids that the model takes."""
+        return int(self._model.get_input_embeddings().weight.shape[0])
 
     def plan(
         self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
@@ -243,13 +248,11 @@ class PassRunner:
 
     def _require_ids(self, rows: Sequence[Row]) -> None:
         """Raise ValueError for a token id that the model lacks, which would end a GPU's process."""
-        size = self._model.get_input_embeddings().weight.shape[0]
         for k, row in enumerate(rows):
-            least, most = (int(bound) for bound in row["input_ids"].aminmax())
-            if least < 0 or most >= size:
+            if (id := foreign_id(row, self.vocabulary)) is not None:
                 raise ValueError(
-                    f"row {k} has the token id {least if least < 0 else most}, and the model's are "
-                    f"0 to {size - 1}: the tokenizer is another model's"
+                    f"row {k} has the token id {id}, and the model's are 0 to "
+                    f"{self.vocabulary - 1}: the tokenizer is another model's"
                 )
 
     def _suitable_chunk(self) -> int:

@@ -130,5 +130,13 @@ def mask_stale(row: Row, *, step_of_version: Mapping[int, int], step: int, eta: 
     return row | {"loss_mask": mask.masked_fill(stale, 0)}
 
 
+def foreign_id(row: Row, vocabulary: int) -> int | None:
+    """Return a token id that a model with so many does not have; None without any."""
+    least, most = (int(bound) for bound in row["input_ids"].aminmax())
+    if least < 0:
+        return least
+    return most if most >= vocabulary else None
+
+
 def _too_old(age: int, eta: int) -> bool:
     return age > eta

@@ -104,6 +104,17 @@ def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baselin
     assert batch_of(episode, longest=15).rejected == {}
 
 
+def test_a_session_with_a_token_that_the_model_lacks_is_left_out_and_ends_nothing() -> None:
+    """As where an engine serves another model: each start would meet the session again."""
+    episode = [session("odd", 1.0, output=(4, 4, 99, 4)), session("good", 0.0), session("bad", 1.0)]
+    steps = {0: 0}
+    batch = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=99)
+    assert batch.rejected == {"odd": "unusable"} and batch.trained == ["good", "bad"]
+    assert batch.scores == [1.0, 0.0, 1.0]
+    whole = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=100)
+    assert whole.rejected == {}
+
+
 def test_nothing_but_leftovers() -> None:
     batch = batch_of([session("odd", 1.0, untrainable="x")], pair("a"), step=9)
     assert batch.rows == [] and batch.trained == []
