@@ -42,6 +42,20 @@ class RowSource(Protocol):
     def __getitem__(self, k: int, /) -> Any: ...
 
 
+class LazyRows:
+    """Rows that ``read`` makes when they are requested, so that no two callers share one."""
+
+    def __init__(self, length: int, read: Callable[[int], Any]) -> None:
+        self._length = length
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, k: int) -> Any:
+        return self._read(k)
+
+
 class RowDataset(Sequence[DataRow]):
     """Items that can be indexed, as :func:`get_custom_dataset` returns them.
 
