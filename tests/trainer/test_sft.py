@@ -191,6 +191,7 @@ ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 @pytest.mark.parametrize("key", ["task_id", "group_id"])
 def test_tasks_may_have_numbers(key: str, chat: ChatFormat, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]]
     lines = [ROW | {key: task, "reward": r} for task in (0, 1, "a") for r in (0.5, 1.0)]
     lines.append(ROW | {"group_id": "", "task_id": None, "reward": 0.25})
     examples = read_examples(str(write(tmp_path / "data", *lines)), chat, VOCABULARY)
