@@ -175,8 +175,10 @@ class Pass:
 
 
 def padded_pass(batch: Batch) -> Pass:
-    """Return the pass over a padded batch of rows that are :func:`numbered`."""
+    """Return the pass over a padded batch; rows are counted, unless they are :func:`numbered`."""
     tokens = trained_tokens(batch)
+    ids = batch["input_ids"]
+    numbers = batch.get("sequences", torch.arange(ids.shape[0], device=ids.device))
     temperatures = tokens.spread(batch["temperatures"])
     _require_sampled(temperatures)
     idle = "logprobs" not in batch
@@ -186,15 +188,15 @@ def padded_pass(batch: Batch) -> Pass:
         if tensor.is_floating_point() and not idle
     }
     items = Items(
-        tokens.rows * batch["input_ids"].shape[1] + tokens.sources,
+        tokens.rows * ids.shape[1] + tokens.sources,
         tokens.labels,
-        tokens.spread(batch["sequences"]),
+        tokens.spread(numbers),
         tokens.positions,
         temperatures,
         inputs,
     )
     row_tokens = 0 if idle else int(batch["attention_mask"].sum())
-    return Pass(batch["input_ids"].long(), items, row_tokens=row_tokens)
+    return Pass(ids.long(), items, row_tokens=row_tokens)
 
 
 def padded_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:

@@ -2,18 +2,18 @@
 
 `any-agent sft` describes its options. Every line of the data is a row of token ids, as ``any-agent
 export --style concat`` writes it, or a conversation (``messages``, ``tools``), of which each
-assistant message is one row: its prompt is context, its own tokens are trained on.
+assistant message after another one is one row: its prompt is context, its own tokens are trained
+on. A message with ``"weight": 0`` is context alone.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import random
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -24,6 +24,7 @@ from torch import Tensor
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.cli.sft import add_sft_arguments
 from any_agent.config import Config, load_config
+from any_agent.data.json_lines import read_json_lines
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from any_agent.runtime.atomic_files import atomic_folder
 from any_agent.runtime.command_line import guarded, overrides_of, parse
@@ -42,6 +43,8 @@ SETTINGS = (
 )
 """The settings of `train` that mean something here."""
 _WHOLE_SESSION = "interactions"
+_OTHER_WEIGHTS = {"loss", "train", "train_on_turn", "trainable"}
+"""Names under which other programs' data say which messages are trained on."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,31 +81,16 @@ def read_examples(path: str, chat: ChatFormat, vocab_size: int) -> list[Example]
 
     Raises DatasetError, with file and line, for a line that cannot be trained on.
     """
-    try:
-        with open(path, encoding="utf-8") if path != "-" else sys.stdin as file:
-            return list(_examples(file, path, chat, vocab_size))
-    except OSError as error:
-        raise ConfigError(f"--data {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise DatasetError(f"{path} is not UTF-8 text: {error.reason}") from None
-
-
-def _examples(
-    lines: Iterable[str], path: str, chat: ChatFormat, vocab_size: int
-) -> Iterator[Example]:
-    for number, line in enumerate(lines, 1):
-        if not line.strip():
-            continue
+    examples = []
+    for line in read_json_lines(path):
         try:
-            yield _example(json.loads(line), chat, vocab_size)
-        except (AnyAgentError, ValueError) as error:
-            why = error.message if isinstance(error, AnyAgentError) else str(error)
-            raise DatasetError(f"{path}, line {number}: {why}") from None
+            examples.append(_example(line, chat, vocab_size))
+        except AnyAgentError as error:
+            raise DatasetError(f"{line.where}: {error.message}") from None
+    return examples
 
 
-def _example(item: Any, chat: ChatFormat, vocab_size: int) -> Example:
-    if not isinstance(item, dict):
-        raise DatasetError("it is not a JSON object")
+def _example(item: Mapping[str, Any], chat: ChatFormat, vocab_size: int) -> Example:
     if _WHOLE_SESSION in item:
         raise DatasetError("it is a whole session: export with --style concat or --style messages")
     if "input_ids" in item:
@@ -112,10 +100,20 @@ def _example(item: Any, chat: ChatFormat, vocab_size: int) -> Example:
     else:
         raise DatasetError("it has neither input_ids and loss_mask nor messages")
     reward = item.get("rewards", item.get("reward"))
-    if reward is not None and (type(reward) not in (int, float) or not math.isfinite(reward)):
-        raise DatasetError(f"its reward is {reward!r}, which is no finite number")
-    task = item.get("group_id") or item.get("task_id")
-    return Example(rows, task if isinstance(task, str) else None, reward)
+    if reward is not None and not (type(reward) in (int, float) and abs(reward) < math.inf):
+        raise DatasetError(f"its reward is {reward!r:.80}, which is no finite number")
+    return Example(rows, _task_of(item), reward)
+
+
+def _task_of(item: Mapping[str, Any]) -> str | None:
+    for name in ("group_id", "task_id"):
+        value = item.get(name)
+        if value is None or value == "":
+            continue
+        if type(value) not in (int, str):
+            raise DatasetError(f"its {name} is {value!r:.80}: give a text or a whole number")
+        return str(value)
+    return None
 
 
 def _token_row(item: Mapping[str, Any], vocab_size: int) -> Row:
@@ -133,9 +131,12 @@ def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
     """Yield a row for each assistant message, which continues the one before as calls would."""
     if not isinstance(messages, list):
         raise DatasetError("messages is not a list")
-    answers = [k for k, m in enumerate(messages) if _is_answer(m)]
-    if not answers or answers[0] == 0:
+    answers = [k for k, m in enumerate(messages) if k and _is_answer(m)]
+    if not answers:
         raise DatasetError("messages have no assistant message after another message")
+    trained = _trained(messages, answers)
+    if not trained:
+        raise DatasetError('each answer in messages has "weight": 0: none is to be trained on')
     prompt: list[int] = []
     output: list[int] = []
     for before, k in zip([None, *answers], answers, strict=False):
@@ -152,11 +153,35 @@ def _message_rows(messages: Any, tools: Any, chat: ChatFormat) -> Iterator[Row]:
             )
         prompt = rendered if more is None else [*prompt, *output, *more]
         output = chat.answer_ids(messages[: k + 1], tools, rendered)
-        yield _row([*prompt, *output], [0] * len(prompt) + [1] * len(output))
+        if k in trained:
+            yield _row([*prompt, *output], [0] * len(prompt) + [1] * len(output))
 
 
 def _is_answer(message: Any) -> bool:
     return isinstance(message, dict) and message.get("role") == "assistant"
+
+
+def _trained(messages: Sequence[Any], answers: Sequence[int]) -> list[int]:
+    """Return those answers whose `weight` is not 0, as in OpenAI's format for fine-tuning."""
+    trained = []
+    for k, message in enumerate(messages):
+        fields = message if isinstance(message, dict) else {}
+        if other := _OTHER_WEIGHTS & fields.keys():
+            raise DatasetError(
+                f"messages[{k}] has the field {min(other)}: mark an answer that is not trained on "
+                'by "weight": 0'
+            )
+        weight = fields.get("weight")
+        if weight not in (None, 0, 1):
+            raise DatasetError(f"messages[{k}].weight is {weight!r:.80}: it must be 0 or 1")
+        if k in answers and weight != 0:
+            trained.append(k)
+        elif weight:
+            raise DatasetError(
+                f"messages[{k}].weight is 1: only an assistant message after another message can "
+                "be trained on"
+            )
+    return trained
 
 
 def _row(ids: Sequence[int], mask: Sequence[int]) -> Row:

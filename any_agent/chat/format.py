@@ -110,17 +110,7 @@ class ChatFormat:
             InvalidRequest: a message or tool has no valid shape.
             TemplateError: the template refuses it, or no tokenizer can encode it.
         """
-        checked, checked_tools = validate_messages(messages), validate_tools(tools)
-        try:
-            return plain_ids(self.renderer.prompt_ids(checked, checked_tools))
-        except AnyAgentError:
-            raise
-        except Exception as e:
-            # Templates are foreign code: whatever one raises is about the request.
-            why = f"{type(e).__name__}: {e}"[:500].encode(errors="replace").decode()
-            raise TemplateError(
-                f"the chat template cannot render these messages: {why}", param="messages"
-            ) from e
+        return self._rendered(messages, tools, generation=True)
 
     def answer_ids(
         self, messages: list[Message], tools: list[Tool] | None, prompt: Sequence[int]
@@ -131,10 +121,10 @@ class ChatFormat:
 
         Raises:
             InvalidRequest: a message or tool has no valid shape.
-            TemplateError: the template writes another prompt before an answer than for one.
+            TemplateError: the template refuses it, or writes another prompt before an answer than
+                for one; or no tokenizer can encode it.
         """
-        checked, checked_tools = validate_messages(messages), validate_tools(tools)
-        whole = plain_ids(self.renderer.prompt_ids(checked, checked_tools, generation=False))
+        whole = self._rendered(messages, tools, generation=False)
         output = whole[len(prompt) :]
         if whole[: len(prompt)] != list(prompt) or not output:
             raise TemplateError(
@@ -144,6 +134,22 @@ class ChatFormat:
             )
         ends = [k for k, token in enumerate(output) if token in self._stop_ids]
         return output[: ends[0] + 1] if ends else output
+
+    def _rendered(
+        self, messages: list[Message], tools: list[Tool] | None, *, generation: bool
+    ) -> list[int]:
+        checked, checked_tools = validate_messages(messages), validate_tools(tools)
+        try:
+            ids = self.renderer.prompt_ids(checked, checked_tools, generation=generation)
+            return plain_ids(ids)
+        except AnyAgentError:
+            raise
+        except Exception as e:
+            # Templates are foreign code: whatever one raises is about the request.
+            why = f"{type(e).__name__}: {e}"[:500].encode(errors="replace").decode()
+            raise TemplateError(
+                f"the chat template cannot render these messages: {why}", param="messages"
+            ) from e
 
     def bridge(
         self,

@@ -26,7 +26,8 @@ sessions of a run, and write the result as a model folder.
 """
 _EPILOG = """\
 A line of the data is one of
-  {"messages": [...], "tools": [...]}         every assistant message is trained on
+  {"messages": [...], "tools": [...]}         every assistant message after another message is
+                                              trained on, unless it has "weight": 0
   {"input_ids": [...], "loss_mask": [...]}    the tokens with mask 1 are trained on
 with an optional reward (or rewards) and group_id or task_id, as any-agent export writes them:
 

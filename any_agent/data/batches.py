@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from any_agent.data.rows import rows_of_table
 from any_agent.errors import DatasetError
 
 _EXACT = ("torch.int64", "torch.float64", "torch.bool")
@@ -13,14 +14,17 @@ _FIX = "give the DataLoader collate_fn=lambda items: items"
 
 
 def items_of(batch: Any) -> list[dict[str, Any]]:
-    """Return the items of a batch: a list of mappings, or the columns of torch's default collate.
+    """Return the items of a batch: a list of mappings, a table of pandas, polars or Arrow, or the
+    columns of torch's default collate.
 
-    Columns are converted back into numbers, strings, lists and mappings; fields that were tensors
-    or arrays of one dimension or more stay tensors. Raises DatasetError naming a field that cannot
-    be converted, TypeError for a value that is not a batch.
+    Those columns are converted back into numbers, strings, lists and mappings; fields that were
+    tensors or arrays of one dimension or more stay tensors. Raises DatasetError naming a field that
+    cannot be converted, TypeError for a value that is not a batch.
     """
     if isinstance(batch, Mapping):
         return _of_columns(batch)
+    if (rows := rows_of_table(batch)) is not None:
+        batch = rows
     if isinstance(batch, str | bytes) or not isinstance(batch, Iterable):
         raise TypeError(f"a batch is a list of dictionaries, or their columns, not {_kind(batch)}")
     items = list(batch)

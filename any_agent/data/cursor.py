@@ -67,6 +67,13 @@ class DatasetCursor:
         with self._lock:
             return self._low + len(self._beyond)
 
+    @property
+    def left_in_pass(self) -> int:
+        """Number of items of the first unfinished pass that are not consumed."""
+        with self._lock:
+            end = (self._low // self.length + 1) * self.length
+            return end - self._low - sum(position < end for position in self._beyond)
+
     def index(self, position: int) -> int:
         """Return the item at a position, 0 to ``length`` - 1."""
         epoch, place = divmod(position, self.length)
@@ -130,8 +137,9 @@ class DatasetCursor:
 class ItemLoader:
     """Lists of ``batch_size`` items for ``prepare_batch``; each iteration is one pass.
 
-    Each pass has its own order, and its last list may be shorter. As with a stateful data loader,
-    :meth:`state_dict` returns the position, and :meth:`load_state_dict` continues there.
+    Each pass has its own order, and its last list may be shorter. :meth:`state_dict` returns which
+    items are done, and :meth:`load_state_dict` continues with the others: an item is done when
+    iterating has yielded it, or when ``prepare_batch`` has returned or rejected its episodes.
     """
 
     def __init__(
@@ -148,17 +156,33 @@ class ItemLoader:
         return -(-len(self.dataset) // self.batch_size)
 
     def __iter__(self) -> Iterator[list[DataRow]]:
-        left = len(self.dataset) - self._positions.state()["low"] % len(self.dataset)
+        left = self._positions.left_in_pass
         while left:
             taken = list(islice(self._positions, min(left, self.batch_size)))
             left -= len(taken)
-            self._positions.consumed(position for position, _ in taken)
+            self.consumed(position for position, _ in taken)
             yield [self.dataset[index] for _, index in taken]
 
+    def ahead(self) -> Iterator[tuple[int, DataRow]]:
+        """Return positions and items, pass after pass, from the first item that is not done.
+
+        They are done once the caller reports their positions by :meth:`consumed`.
+        """
+        positions = DatasetCursor(len(self.dataset))
+        positions.load(self._positions.state())
+        return ((position, self.dataset[index]) for position, index in positions)
+
+    def consumed(self, positions: int | Iterable[int]) -> None:
+        """Record items that are done, by their positions."""
+        self._positions.consumed(positions)
+
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain data."""
+        """Return which items are done, as plain data."""
         return self._positions.state()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue after the item at which :meth:`state_dict` was called."""
+        """Continue with the items that were not done at :meth:`state_dict`, in its order.
+
+        To be called before ``prepare_batch``, which runs ahead.
+        """
         self._positions.load(state)

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from any_agent.config import DatasetConfig
-from any_agent.data.rows import DataRow, RowDataset
+from any_agent.data.json_lines import read_json_lines
+from any_agent.data.rows import DataRow, LazyRows, RowDataset
 from any_agent.errors import DatasetError
 
 log = logging.getLogger(__name__)
@@ -26,7 +26,7 @@ INSTALL = 'pip install "any-agent-rl[data]"'
 def read_file(path: Path) -> RowDataset:
     """Read a file by its ending; DatasetError names the file and, for JSONL, the line."""
     if path.suffix in JSONL:
-        return _read_jsonl(path)
+        return read_json_lines(path)
     if path.suffix in PARQUET:
         return _read_parquet(path)
     raise DatasetError(f"{path} ends in none of {', '.join(JSONL + PARQUET)}: rename or convert it")
@@ -38,7 +38,7 @@ def read_files(paths: list[Path]) -> RowDataset:
     if len(parts) == 1:
         return parts[0]
     places = [(part, k) for part in parts for k in range(len(part))]
-    rows = _LazyRows(len(places), lambda k: places[k][0][places[k][1]])
+    rows = LazyRows(len(places), lambda k: places[k][0][places[k][1]])
     return RowDataset(rows, lambda k: places[k][0].where(places[k][1]))
 
 
@@ -76,55 +76,6 @@ def _split_of(path: Path) -> str:
     return path.name.partition(".")[0].partition("-")[0]
 
 
-class _LazyRows:
-    """Rows that ``read`` makes when they are requested, so that no two callers share one."""
-
-    def __init__(self, length: int, read: Callable[[int], Any]) -> None:
-        self._length = length
-        self._read = read
-
-    def __len__(self) -> int:
-        return self._length
-
-    def __getitem__(self, k: int) -> Any:
-        return self._read(k)
-
-
-def _read_jsonl(path: Path) -> RowDataset:
-    try:
-        raw = path.read_bytes().removeprefix(b"\xef\xbb\xbf")
-    except OSError as error:
-        raise DatasetError(f"cannot read {path}: {error.strerror}") from None
-    lines, numbers = [], []
-    for number, line in enumerate(raw.split(b"\n"), start=1):
-        if line.strip():
-            _check(line, f"{path} line {number}")
-            lines.append(line)
-            numbers.append(number)
-    rows = _LazyRows(len(lines), lambda k: json.loads(lines[k].decode()))
-    return RowDataset(rows, lambda k: f"{path} line {numbers[k]}")
-
-
-def _check(line: bytes, where: str) -> None:
-    try:
-        value = json.loads(line.decode())
-    except UnicodeDecodeError:
-        raise DatasetError(f"{where} is not UTF-8 text") from None
-    except json.JSONDecodeError as error:
-        hint = "; JSONL has one whole object on each line" if line.strip() in (b"[", b"{") else ""
-        raise DatasetError(
-            f"{where} is not JSON: {error.msg} at column {error.colno}{hint}"
-        ) from None
-    except ValueError as error:
-        # For example a number of thousands of digits.
-        raise DatasetError(f"{where} cannot be read: {error}") from None
-    except RecursionError:
-        raise DatasetError(f"{where} is nested too deeply") from None
-    if not isinstance(value, dict):
-        kind = "an array" if isinstance(value, list) else "a single value"
-        raise DatasetError(f"{where} is {kind}: each line must be one JSON object, an item")
-
-
 def _read_parquet(path: Path) -> RowDataset:
     try:
         import pyarrow
@@ -135,7 +86,7 @@ def _read_parquet(path: Path) -> RowDataset:
         table = parquet.read_table(path)
     except (OSError, pyarrow.ArrowException) as error:
         raise DatasetError(f"cannot read {path} as Parquet: {error}") from None
-    rows = _LazyRows(table.num_rows, lambda k: table.slice(k, 1).to_pylist()[0])
+    rows = LazyRows(table.num_rows, lambda k: table.slice(k, 1).to_pylist()[0])
     return RowDataset(rows, lambda k: f"{path} row {k + 1}")
 
 

@@ -42,6 +42,20 @@ class RowSource(Protocol):
     def __getitem__(self, k: int, /) -> Any: ...
 
 
+class LazyRows:
+    """Rows that ``read`` makes when they are requested, so that no two callers share one."""
+
+    def __init__(self, length: int, read: Callable[[int], Any]) -> None:
+        self._length = length
+        self._read = read
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, k: int) -> Any:
+        return self._read(k)
+
+
 class RowDataset(Sequence[DataRow]):
     """Items that can be indexed, as :func:`get_custom_dataset` returns them.
 
@@ -123,8 +137,34 @@ class RowDataset(Sequence[DataRow]):
             ) from error
 
 
+def rows_of_table(data: Any) -> list[Any] | None:
+    """Return the rows of a table of pandas, polars or Arrow, whose own items are its columns.
+
+    None for other data. Raises DatasetError if columns have no text, or the same, as their name.
+    """
+    for method in ("to_dicts", "to_pylist"):
+        if hasattr(data, method):
+            return list(getattr(data, method)())
+    if not (hasattr(data, "iloc") and hasattr(data, "to_dict")):
+        return None
+    if not hasattr(data, "columns"):
+        return list(data.tolist())
+    names = list(data.columns)
+    if len(set(names)) < len(names) or not all(isinstance(name, str) for name in names):
+        raise DatasetError(
+            f"the columns of a {type(data).__name__} are {names!r:.80}: as fields of items they "
+            "need different names, which are texts"
+        )
+    return list(data.to_dict("records"))
+
+
 def as_dataset(data: Any, name: str) -> RowDataset:
-    """Return data (see :class:`RowSource`) as a dataset; DatasetError if empty or not indexable."""
+    """Return data (see :class:`RowSource`) as a dataset, a table as its rows.
+
+    Raises DatasetError if it is empty or cannot be indexed.
+    """
+    if (rows := rows_of_table(data)) is not None:
+        data = rows
     if isinstance(data, RowDataset):
         dataset = data
     elif isinstance(data, Mapping | str) or not all(

@@ -6,13 +6,15 @@ import asyncio
 import inspect
 import logging
 import os
-import re
+import signal
+import threading
 from collections.abc import Callable
-from fractions import Fraction
+from decimal import Decimal
+from functools import cache
 from typing import Any
 
 from any_agent.config import SECRET_VARIABLES
-from any_agent.errors import AnyAgentError
+from any_agent.errors import AnyAgentError, ConfigError
 from any_agent.runtime.worker_pool import (
     WorkerCrashed,
     WorkerFailed,
@@ -24,15 +26,8 @@ from any_agent.runtime.worker_pool import (
 
 log = logging.getLogger(__name__)
 
-_NUMBER = re.compile(
-    r"(?<![A-Za-z0-9])(?<![0-9]\.)"  # not inside a word or another number
-    r"(?P<sign>(?<![)\]])[-+\u2212])?\$?(?P<inner>(?<=\$)-)?"
-    r"(?P<digits>(?:[0-9]{1,3}(?:,[0-9]{3})+(?![0-9])|[0-9]+)(?:\.[0-9]+)?|(?<!\.)\.[0-9]+)"
-    r"(?:[eE](?P<exponent>[-+]?[0-9]{1,3})(?![0-9]))?(?:/(?P<under>[0-9]+(?![0-9.])))?"
-)
-_FRACTION = re.compile(r"\\[dt]?frac\s*\{([^{}]*)\}\s*\{([^{}]*)\}")
-_LATEX = re.compile(r"\\[!,;: ]|\\(?=\$)|[{}](?=,)|(?<=,)\}")
-_LONGEST = 100_000  # characters at the end of an answer in which its final number is sought
+_LONGEST = 10_000  # characters at the end of a text in which its final number is sought
+_SECONDS = 3  # that math-verify may take to read a text, or to compare
 
 
 class RewardFailed(AnyAgentError, code="reward_failed"):
@@ -125,51 +120,59 @@ def gsm8k_reward_fn(
 ) -> float:
     """Return 1.0 if the completion's final number equals the answer's, else 0.0.
 
-    A text's final number is the first one after its last ``####``; else the last one in its last
-    ``\\boxed{}``; else the last one in it. Signs, decimals, fractions (``3/4``), exponents, ``$``
-    and commas between thousands are read; numbers are compared by value, so 18, 18.0 and $18 are
-    equal. A text without a number is never right. No text makes it raise.
+    A text's final number is the first one after its last ``####``; else the one that `math-verify
+    <https://github.com/huggingface/Math-Verify>`_ finds: behind "final answer is", in the last
+    ``\\boxed{}``, behind "answer", or the last one. Signs, decimals, fractions, LaTeX, ``$``, ``%``
+    and commas between thousands are read, and values compared to 6 decimals, so 18, 18.00, $18 and
+    ``\\frac{36}{2}`` are equal. A text without a number is never right. No text makes it raise;
+    ConfigError if math-verify is not installed.
+
+    In a main thread math-verify stops itself after 3 seconds for a text or a comparison. In
+    another thread, or beside a timer of the process, it cannot: :class:`AsyncRewardWrapper` bounds
+    its time.
     """
-    number = final_number(completions)
-    return float(number is not None and number == final_number(answer))
+    limit = _limit()
+    right, said = (_final_number(text, limit) for text in (answer, completions))
+    return float(_math_verify().verify(right, said, timeout_seconds=limit))
 
 
-def final_number(text: Any) -> Fraction | None:
-    """Return a text's final number as :func:`gsm8k_reward_fn` reads it; None without one."""
-    whole = str(text)[-_LONGEST:]
-    marked = whole.rpartition("####")
-    if marked[1] and (found := _numbers(marked[2])):
-        return found[0]
-    for part in (_boxed(whole), whole):
-        if part is not None and (found := _numbers(part)):
-            return found[-1]
-    return None
+@cache
+def _math_verify() -> Any:
+    try:
+        import math_verify
+    except ImportError:
+        raise ConfigError(
+            "gsm8k_reward_fn needs the package math-verify: pip install math-verify, or "
+            '"any-agent-rl[serve]"'
+        ) from None
+    # Its warnings have whole texts.
+    logging.getLogger("math_verify").setLevel(logging.ERROR)
+    return math_verify
 
 
-def _numbers(text: str) -> list[Fraction]:
-    """Return a text's numbers in order, except those with thousands of digits."""
-    plain = _FRACTION.sub(r" \1/\2 ", _LATEX.sub("", text))
-    found = []
-    for match in _NUMBER.finditer(plain):
-        try:
-            value = Fraction(match["digits"].replace(",", ""))
-            value *= Fraction(10) ** int(match["exponent"] or 0)
-            value /= int(match["under"] or 1)
-        except (ValueError, ZeroDivisionError):
-            continue
-        minus = (match["sign"] or "") in ("-", "\u2212") or match["inner"]
-        found.append(-value if minus else value)
-    return found
-
-
-def _boxed(text: str) -> str | None:
-    """Return the content of the last ``\\boxed{``, up to its closing brace or the end."""
-    _, found, rest = text.rpartition("\\boxed{")
-    if not found:
+def _limit() -> int | None:
+    """Return the seconds after which math-verify stops itself, by SIGALRM; None where it cannot."""
+    if threading.current_thread() is not threading.main_thread():
         return None
-    depth = 1
-    for at, letter in enumerate(rest):
-        depth += (letter == "{") - (letter == "}")
-        if not depth:
-            return rest[:at]
-    return rest
+    return None if any(signal.getitimer(signal.ITIMER_REAL)) else _SECONDS
+
+
+def _final_number(text: Any, limit: int | None) -> list[Any]:
+    """Return what math-verify reads as a text's final number; [] without one."""
+    if isinstance(text, float):
+        # Without an exponent, which it does not read.
+        text = f"{Decimal(str(text)):f}"
+    whole = str(text)[-_LONGEST:].replace("\\$", "").replace("\u2212", "-")
+    parts = [whole]
+    _, marked, after = whole.rpartition("####")
+    if marked and (words := after.split()):
+        # A line's first word; LaTeX is read between dollars.
+        latex = f"${words[0]}$" if "\\" in words[0] else ""
+        parts = [words[0], latex, after.lstrip().partition("\n")[0], whole]
+    for part in parts:
+        read: list[Any] = _math_verify().parse(
+            part, fallback_mode="no_fallback", parsing_timeout=limit
+        )
+        if read:
+            return read
+    return []

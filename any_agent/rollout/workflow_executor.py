@@ -11,7 +11,7 @@ from itertools import count
 from typing import Any, Self
 
 from any_agent.config import RolloutConfig
-from any_agent.data import items_of
+from any_agent.data import ItemLoader, items_of
 from any_agent.engine import InferenceEngine
 from any_agent.errors import ConfigError, TooManyRequests
 from any_agent.protocol.training import Capacity
@@ -324,9 +324,11 @@ class WorkflowExecutor:
                 items = None
                 self._require_room(size)
             accept = should_accept_fn
-            self._start_stream(
-                JobStream(epochs(dataloader), resolved, size, sessions, items, accept=accept)
-            )
+            begun = JobStream(epochs(dataloader), resolved, size, sessions, items, accept=accept)
+            if isinstance(dataloader, ItemLoader):
+                begun.items = dataloader.ahead()
+                begun.on_rejected = lambda position, _: dataloader.consumed(position)
+            self._start_stream(begun)
             self._source = (dataloader, workflow, group_size)
         elif self._source is None or not (
             self._source[0] is dataloader
@@ -349,6 +351,8 @@ class WorkflowExecutor:
                 self._stream = self._source = None
                 self._thread.call(self._scheduler.close_stream(stream))
             raise
+        if isinstance(dataloader, ItemLoader):
+            dataloader.consumed(job.position for job in jobs)
         return [job.tensors for job in jobs if job.tensors is not None]
 
     def sessions_batch(

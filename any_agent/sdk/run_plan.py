@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 from any_agent.config import NAME_PATTERN
 from any_agent.data.dataset import read_file
-from any_agent.data.rows import as_dataset
+from any_agent.data.rows import as_dataset, rows_of_table
 from any_agent.errors import DatasetError
 
 _NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9._-]+")
@@ -62,6 +62,8 @@ def items_of(dataset: Any) -> Sequence[Any]:
         if not len(items):
             raise DatasetError(f"{dataset} has no items")
         return items
+    if (rows := rows_of_table(dataset)) is not None:
+        dataset = rows
     if hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__"):
         first = dataset[0] if len(dataset) and not isinstance(dataset, dict | str) else None
         plain = first is not None and not isinstance(first, dict)

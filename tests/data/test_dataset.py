@@ -9,8 +9,16 @@ from typing import Any
 import pytest
 
 from any_agent.config import DatasetConfig, load_config
-from any_agent.data import DataRow, MissingField, RowDataset, as_dataset, get_custom_dataset
+from any_agent.data import (
+    DataRow,
+    MissingField,
+    RowDataset,
+    as_dataset,
+    get_custom_dataset,
+    items_of,
+)
 from any_agent.errors import DatasetError
+from any_agent.sdk.run_plan import items_of as items_of_run
 
 ROWS = [{"question": f"{k} + 1?", "answer": k + 1} for k in range(5)]
 
@@ -245,3 +253,25 @@ def test_datasets_of_other_libraries_will_do() -> None:
     datasets = pytest.importorskip("datasets")
     given = as_dataset(datasets.Dataset.from_list(ROWS), "train_dataset")
     assert isinstance(given, RowDataset) and list(given) == ROWS
+
+
+def test_a_table_is_its_rows() -> None:
+    pandas = pytest.importorskip("pandas")
+    pyarrow = pytest.importorskip("pyarrow")
+    frame = pandas.DataFrame(ROWS, index=[7, 3, 9, 1, 0])
+    for table in (frame, pyarrow.Table.from_pylist(ROWS), pandas.Series(ROWS, index=range(5, 10))):
+        given = as_dataset(table, "train_dataset")
+        assert list(given) == ROWS and type(given[0]["answer"]) is int
+        assert items_of(table) == ROWS
+        assert list(items_of_run(table)) == ROWS
+    assert list(as_dataset(frame[frame.answer > 3], "train_dataset")) == ROWS[3:]
+    with pytest.raises(DatasetError, match="valid_dataset is empty"):
+        as_dataset(frame[:0], "valid_dataset")
+    for columns in (["a", "a"], [0, 1]):
+        with pytest.raises(DatasetError, match="different names"):
+            as_dataset(pandas.DataFrame([[1, 2]], columns=columns), "train_dataset")
+
+
+def test_a_table_of_polars_is_its_rows() -> None:
+    polars = pytest.importorskip("polars")
+    assert list(as_dataset(polars.DataFrame(ROWS), "train_dataset")) == ROWS

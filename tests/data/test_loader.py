@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+from itertools import islice
 
 import pytest
 
@@ -31,6 +32,23 @@ def test_it_goes_on_where_it_was() -> None:
     rest = [row["k"] for batch in other for row in batch]
     assert sorted([row["k"] for row in first] + rest) == list(range(10))
     assert rest == [row["k"] for batch in loader for row in batch]
+
+
+def test_items_ahead_are_done_when_their_caller_says_so() -> None:
+    loader = ItemLoader(ROWS, 4, seed=3)
+    order = [row["k"] for batch in ItemLoader(ROWS, 4, seed=3) for row in batch]
+    ahead = list(islice(loader.ahead(), 12))
+    assert [row["k"] for _, row in ahead[:10]] == order
+    assert loader.state_dict()["low"] == 0
+    loader.consumed([position for position, _ in ahead[:3]])
+    loader.consumed(ahead[5][0])
+    other = ItemLoader(ROWS, 4)
+    other.load_state_dict(json.loads(json.dumps(loader.state_dict())))
+    rest = [*order[3:5], *order[6:]]
+    assert [row["k"] for _, row in islice(other.ahead(), 6)] == rest
+    # A pass of lists has what is left of it, too.
+    assert [[row["k"] for row in batch] for batch in other] == [rest[:4], rest[4:]]
+    assert sorted(row["k"] for batch in other for row in batch) == list(range(10))
 
 
 def test_nothing_to_load() -> None:

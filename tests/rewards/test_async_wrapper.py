@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
+import sys
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +15,7 @@ import pytest
 
 from any_agent import AsyncRewardWrapper, gsm8k_reward_fn
 from any_agent.errors import ConfigError
+from any_agent.rewards import async_wrapper
 from any_agent.rewards.async_wrapper import RewardFailed
 from any_agent.runtime import worker_pool as workers
 from tests.support import reward_functions as functions
@@ -111,14 +115,20 @@ RIGHT = [
     ("\\boxed{\\frac{1}{2}}", "#### 0.5"),
     ("\\boxed{\\$1{,}234}", "#### 1,234"),
     ("It costs $1,234,567.50", 1234567.5),
-    ("a debt of -$5", "#### -5"),
     ("x=-5", "-5"),
-    ("10-3", 3),
+    ("10-3", 7),
     ("**42**", "42.0"),
-    ("1, 2,3", "3"),
-    ("wait...7", "7"),
-    ("1e3", "1000"),
     ("#### none, but 7", "7"),
+    ("#### 18\n\nQuestion: 5 + 6?", 18.0),
+    ("costs \\$5, in all \\$18", "18"),
+    ("\u22125", -5),
+    (r"\boxed{-\frac{3}{4}}", "-0.75"),
+    (r"\boxed{\frac{-3}{4}}", "-0.75"),
+    (r"#### -\dfrac{1}{2}", "-1/2"),
+    (r"so $x = -\tfrac{5}{2}$", "-2.5"),
+    (r"\boxed{\frac{3}{4}}", "3/4"),
+    (r"\boxed{\frac{36}{2}}", "#### 18"),
+    ("0.00001", 1e-05),
 ]
 WRONG = [
     ("18 or 19", "18"),
@@ -133,6 +143,10 @@ WRONG = [
     (None, None),
     ("\ud800 \x00 #### ####", 1),
     ("v2beta", "3"),
+    (r"\boxed{-\frac{3}{4}}", "0.75"),
+    (r"\boxed{-\frac{6}{2}}", "3"),
+    (r"#### -\dfrac{1}{2}", "1/2"),
+    ("1", 1e-05),
 ]
 
 
@@ -143,6 +157,34 @@ WRONG = [
 def test_the_final_number_decides(completion: Any, answer: Any, reward: float) -> None:
     got = gsm8k_reward_fn("q", completion, [1], [2], answer=answer, question="more fields")
     assert (got, type(got)) == (reward, float)
+
+
+def test_it_compares_in_a_thread_and_beside_a_timer() -> None:
+    """math-verify's own limit is a signal: for a main thread, and in place of another timer."""
+    with ThreadPoolExecutor(1) as thread:
+        assert thread.submit(gsm8k_reward_fn, "", r"\boxed{6/2}", [], [], 3).result(60) == 1.0
+    before = signal.setitimer(signal.ITIMER_REAL, 500)
+    try:
+        assert gsm8k_reward_fn("", r"\boxed{6/2}", [], [], "3") == 1.0
+        assert signal.getitimer(signal.ITIMER_REAL)[0] > 400
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_an_answer_that_computes_for_hours_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(async_wrapper, "_SECONDS", 1)
+    before = signal.setitimer(signal.ITIMER_REAL, 0)
+    try:
+        assert gsm8k_reward_fn("", "$9^{9^{9^9}}$", [], [], "3") == 0.0
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, *before)
+
+
+def test_without_math_verify_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    async_wrapper._math_verify.cache_clear()
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(ConfigError, match="pip install math-verify"):
+        gsm8k_reward_fn("", "3", [], [], "3")
 
 
 async def test_the_ready_function_runs_in_a_process() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import threading
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ import pytest
 
 from any_agent import stats_tracker
 from any_agent.config import RolloutConfig
+from any_agent.data import ItemLoader
 from any_agent.errors import ConfigError, RolloutError, TooManyRequests, TrainingError
 from any_agent.rollout import WorkflowExecutor
 from any_agent.types import GenerationHyperparameters
@@ -173,6 +175,35 @@ def test_batches_go_round_the_loader() -> None:
             for n in set(numbers(result))
         ]
     assert taken == [0, 1, 3, 4, 5] * 3 + [0]
+
+
+def test_a_loader_continues_after_what_was_returned() -> None:
+    """Episodes that ran ahead of the last batch, of a script that then ended, run again."""
+    data = items(24)
+    odd = Doing(lambda item: REJECT if item["n"] in (2, 9) else None)
+    loader = ItemLoader(data, 4, shuffle=False)
+    with executor(eta=2) as e:
+        first = [numbers(r) for _ in range(2) for r in e.prepare_batch(loader, odd, timeout=60)]
+        until(lambda: e.capacity.buffered == 12)
+        state = json.loads(json.dumps(loader.state_dict()))
+    assert first == [[0], [1], [3], [4], [5], [6], [7], [8]]
+    assert (state["low"], state["beyond"]) == (10, [])
+    again = ItemLoader(data, 4, shuffle=False)
+    again.load_state_dict(state)
+    with executor(eta=2) as e:
+        rest = [numbers(r) for _ in range(4) for r in e.prepare_batch(again, odd, timeout=60)]
+    # The second pass follows the first.
+    assert rest == [[n] for n in (*range(10, 24), 0, 1)]
+
+
+def test_a_loaders_items_come_again_where_their_batch_broke() -> None:
+    loader, workflow = ItemLoader(items(8), 4, shuffle=False), Doing()
+    with executor(max_dull_groups=2) as e:
+        with pytest.raises(RolloutError, match="the last 2 items"):
+            e.prepare_batch(loader, Doing(lambda d: REJECT if d["n"] in (1, 2) else None))
+        assert loader.state_dict()["beyond"] == [1, 2]
+        batch = e.prepare_batch(loader, workflow, timeout=60)
+    assert [numbers(r) for r in batch] == [[0], [3], [4], [5]]
 
 
 def test_a_batch_without_a_loaders_size_counts_sessions() -> None:

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tests.support.trainer.policies import random_rows
-from trainer.packing import micro_batches
+from trainer.packing import micro_batches, numbered, padded_pass, tree_passes
 from trainer.rows import (
     Row,
     concat_padded_tensors,
@@ -113,6 +113,19 @@ def test_batches_that_cannot_be_trained_on() -> None:
 def test_greedy_rows_are_refused(temperature: float) -> None:
     with pytest.raises(ValueError, match="temperature"):
         with_training_signal(row([1, 2], [0, 1]), advantage=1.0, temperature=temperature)
+
+
+def test_rows_without_numbers_are_counted() -> None:
+    rows = [
+        with_training_signal(row(ids, [0, 1, 1]), advantage=1.0, temperature=1.0)
+        for ids in ([1, 2, 3], [4, 5, 6])
+    ]
+    (tree,) = tree_passes(rows, 64)
+    padded = padded_pass(concat_padded_tensors(rows)).items
+    assert padded.sequences.tolist() == tree.items.sequences.tolist() == [0, 0, 1, 1]
+    assert padded.labels.tolist() == tree.items.labels.tolist() == [2, 3, 5, 6]
+    named = padded_pass(concat_padded_tensors(numbered(rows)[::-1])).items
+    assert named.sequences.tolist() == [1, 1, 0, 0]
 
 
 @settings(deadline=None)

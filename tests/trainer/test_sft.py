@@ -19,8 +19,10 @@ from transformers import AutoModelForCausalLM
 from any_agent.chat import ChatFormat, load_chat_format
 from any_agent.cli.main import main
 from any_agent.cli.sft import add_sft_arguments
+from any_agent.data import get_custom_dataset
 from any_agent.errors import AnyAgentError, ConfigError, DatasetError
 from tests.support.true_logprobs import TrueModel
+from trainer.rows import Row
 from trainer.sft import SETTINGS as SFT_SETTINGS
 from trainer.sft import chosen, read_examples, run
 from trainer.sft import main as train
@@ -87,6 +89,31 @@ def test_every_answer_is_a_row_that_ends_its_turn(chat: ChatFormat, tmp_path: Pa
         assert trained.nonzero()[:, 0].tolist() == list(range(len(prompt), len(ids)))
         assert ids[-1] in chat.stop_token_ids
         assert chat.decode(ids[len(prompt) : -1]) == answer["content"]
+
+
+def trained_texts(chat: ChatFormat, rows: list[Row]) -> list[str]:
+    return [chat.decode(row["input_ids"][row["loss_mask"].bool()].tolist()[:-1]) for row in rows]
+
+
+def test_an_answer_of_weight_0_is_context_alone(chat: ChatFormat, tmp_path: Path) -> None:
+    talk = [USER, ANSWER, MORE, LAST]
+    off = [USER, ANSWER | {"weight": 0}, MORE | {"weight": 0}, LAST | {"weight": 1}]
+    data = write(tmp_path / "data", {"messages": talk}, {"messages": off})
+    whole, half = read_examples(str(data), chat, chat.vocab_size)
+    assert trained_texts(chat, whole.rows) == [ANSWER["content"], LAST["content"]]
+    (row,) = half.rows
+    assert row["input_ids"].tolist() == whole.rows[1]["input_ids"].tolist()
+    assert row["loss_mask"].tolist() == whole.rows[1]["loss_mask"].tolist()
+
+
+def test_an_assistant_that_opens_is_context(chat: ChatFormat, tmp_path: Path) -> None:
+    greeting = {"role": "assistant", "content": "Hello"}
+    data = write(tmp_path / "data", {"messages": [greeting, USER, ANSWER, MORE, LAST]})
+    (example,) = read_examples(str(data), chat, chat.vocab_size)
+    assert trained_texts(chat, example.rows) == [ANSWER["content"], LAST["content"]]
+    ids = example.rows[0]["input_ids"].tolist()
+    prompt = chat.render([greeting, USER], None)
+    assert ids[: len(prompt)] == prompt
 
 
 def test_rows_of_tokens_stay_as_they_are(chat: ChatFormat, tmp_path: Path) -> None:
@@ -162,10 +189,35 @@ def test_the_best_of_each_task(chat: ChatFormat, tmp_path: Path) -> None:
 ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
 
 
+@pytest.mark.parametrize("key", ["task_id", "group_id"])
+def test_tasks_may_have_numbers(key: str, chat: ChatFormat, tmp_path: Path) -> None:
+    lines: list[dict[str, Any]]
+    lines = [ROW | {key: task, "reward": r} for task in (0, 1, "a") for r in (0.5, 1.0)]
+    lines.append(ROW | {"group_id": "", "task_id": None, "reward": 0.25})
+    examples = read_examples(str(write(tmp_path / "data", *lines)), chat, VOCABULARY)
+    assert [e.task for e in examples] == ["0", "0", "1", "1", "a", "a", None]
+    best = chosen(examples, min_reward=None, best=1)
+    assert [(e.task, e.reward) for e in best] == [("0", 1), ("1", 1), ("a", 1), (None, 0.25)]
+
+
+@pytest.mark.parametrize("line", [b"[1]", b"\xff\xfe{}", b"[" * 100_000, b'{"input_ids": [5', b"7"])
+def test_files_are_read_as_those_of_datasets(line: bytes, chat: ChatFormat, tmp_path: Path) -> None:
+    data = tmp_path / "data.jsonl"
+    good = b"\xef\xbb\xbf" + json.dumps(ROW).encode() + b"\r\n\n"
+    data.write_bytes(good)
+    (example,) = read_examples(str(data), chat, VOCABULARY)
+    assert example.rows[0]["input_ids"].tolist() == ROW["input_ids"]
+    data.write_bytes(good + line)
+    with pytest.raises(DatasetError, match="line 3 ") as by_sft:
+        read_examples(str(data), chat, VOCABULARY)
+    with pytest.raises(DatasetError) as by_datasets:
+        get_custom_dataset(path=data)
+    assert by_sft.value.message == by_datasets.value.message
+
+
 @pytest.mark.parametrize(
     "line, error",
     [
-        ([1], "it is not a JSON object"),
         ({}, "neither input_ids and loss_mask nor messages"),
         ({"interactions": [], "input_ids": []}, "export with --style"),
         (ROW | {"loss_mask": [0, 1]}, "of the same length"),
@@ -182,6 +234,16 @@ ROW = {"input_ids": [5, 6, 7], "loss_mask": [0, 1, 1]}
         ({"messages": [USER]}, "no assistant message"),
         ({"messages": [ANSWER]}, "no assistant message"),
         ({"messages": [{"role": "user"}, {"role": "assistant", "content": 4}]}, "messages"),
+        ({"messages": [USER, ANSWER | {"weight": 0}]}, "none is to be trained on"),
+        ({"messages": [USER, ANSWER | {"weight": 0.5}]}, r"messages\[1\]\.weight is 0\.5"),
+        ({"messages": [USER | {"weight": 1}, ANSWER]}, r"messages\[0\]\.weight is 1"),
+        ({"messages": [ANSWER | {"weight": 1}, USER, LAST]}, r"messages\[0\]\.weight is 1"),
+        *(
+            ({"messages": [USER, ANSWER | {name: False}]}, f"the field {name}: .*weight")
+            for name in ("loss", "train", "trainable", "train_on_turn")
+        ),
+        (ROW | {"task_id": 1.5}, "its task_id is 1.5"),
+        (ROW | {"group_id": True, "task_id": "a"}, "its group_id is True"),
     ],
 )
 def test_lines_that_cannot_be_trained_on(
