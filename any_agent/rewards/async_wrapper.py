@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import logging
 import os
+import re
 import signal
 import threading
 from collections.abc import Callable
@@ -27,6 +28,8 @@ from any_agent.runtime.worker_pool import (
 log = logging.getLogger(__name__)
 
 _LONGEST = 10_000  # characters at the end of a text in which its final number is sought
+_DEBT = re.compile(r"(?<![\w)\]}])-\$(?=[\d.])")
+"""A sign before the dollar, which math-verify would lose."""
 _SECONDS = 3  # that math-verify may take to read a text, or to compare
 
 
@@ -163,6 +166,7 @@ def _final_number(text: Any, limit: int | None) -> list[Any]:
         # Without an exponent, which it does not read.
         text = f"{Decimal(str(text)):f}"
     whole = str(text)[-_LONGEST:].replace("\\$", "").replace("\u2212", "-")
+    whole = _DEBT.sub("-", whole)
     parts = [whole]
     _, marked, after = whole.rpartition("####")
     if marked and (words := after.split()):
