@@ -200,7 +200,7 @@ async def test_what_is_refused_before_anything_runs(
 async def test_a_service_that_is_not_there_or_takes_no_such_key(
     served: Served, evaluate: Eval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("any_agent.sdk.evaluation._ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr("any_agent.sdk.find_service._PATIENCE", 0.1)
     code, _, err = await evaluate("--url", "http://127.0.0.1:9")
     assert code == 3 and "http://127.0.0.1:9" in err
     monkeypatch.setenv("OPENAI_API_KEY", "sk-tenant.none.such")
