@@ -129,9 +129,10 @@ def told_if_slow(tell: Callable[[str], None], line: str) -> Iterator[None]:
 def one_line_errors(*, debug: bool = False) -> None:
     """Print an uncaught AnyAgentError of this script as commands do: one line and its exit code.
 
-    So is the lack of a module that the light install leaves out. The exit code is the error's own: 2 for settings, 1 for failures. All other errors keep their
-    traceback; with ``debug`` (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in
-    an interactive interpreter, or where another hook is installed (a notebook's, a debugger's).
+    So is the lack of a module that the light install leaves out. The exit code is the error's own:
+    2 for settings, 1 for failures. All other errors keep their traceback; with ``debug``
+    (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in an interactive
+    interpreter, or where another hook is installed (a notebook's, a debugger's).
     """
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if debug and sys.excepthook is _print_one_line:
