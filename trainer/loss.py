@@ -148,8 +148,8 @@ class LossStats:
     fresh: float = 0.0
     """Tokens that the weights of this step sampled."""
     mismatch_fresh: float = 0.0
-    """The sum of their mismatches. The others were sampled by earlier weights, so they differ however
-    well engine and trainer agree."""
+    """The sum of their mismatches. The others were sampled by earlier weights, so they differ
+    however well engine and trainer agree."""
     entropy: float = 0.0
     kl: float = 0.0
 
