@@ -96,4 +96,10 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"any_agent has no {name}: {_ABSENT[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'any_agent' has no attribute {name!r}")
-    return getattr(import_module(_HOMES[name]), name)
+    try:
+        return getattr(import_module(_HOMES[name]), name)
+    except ModuleNotFoundError:
+        from any_agent.runtime.command_line import one_line_errors
+
+        one_line_errors()
+        raise

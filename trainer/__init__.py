@@ -18,4 +18,10 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: most of them bring torch."""
     if name not in __all__:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    return getattr(import_module(f"trainer.{_MODULES.get(name, 'grpo_trainer')}"), name)
+    try:
+        return getattr(import_module(f"trainer.{_MODULES.get(name, 'grpo_trainer')}"), name)
+    except ModuleNotFoundError:
+        from any_agent.runtime.command_line import one_line_errors
+
+        one_line_errors()
+        raise

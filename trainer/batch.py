@@ -38,7 +38,7 @@ from trainer.kl_reward import (
     less_divergence,
     with_returns,
 )
-from trainer.rows import Row, foreign_id, mask_stale, with_training_signal
+from trainer.rows import Row, foreign_id, mark_fresh, mask_stale, with_training_signal
 from trainer.updates import divide
 
 log = logging.getLogger(__name__)
@@ -177,7 +177,11 @@ def training_batch(
             rows = [
                 mask_stale(row, step_of_version=step_of_version, step=step, eta=eta) for row in rows
             ]
-            left = [row for row in rows if bool(row["loss_mask"].any())]
+            left = [
+                mark_fresh(row, step_of_version=step_of_version, step=step)
+                for row in rows
+                if bool(row["loss_mask"].any())
+            ]
             of_rows += left
             owners += [(number, session.session_id)] * len(left)
             for row in left:

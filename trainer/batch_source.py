@@ -52,6 +52,11 @@ class BatchSource:
         """Let sessions begin; the engines serve this weight version."""
         raise NotImplementedError
 
+    @property
+    def admits(self) -> bool:
+        """True once sessions may begin, after :meth:`begin`."""
+        return True
+
     def stop(self) -> None:
         """End the sessions that run, if any."""
 
@@ -100,6 +105,10 @@ class LeasedBatches(BatchSource):
 
     def begin(self, version: int) -> None:
         self.executor.begin()
+
+    @property
+    def admits(self) -> bool:
+        return self.executor.admits
 
     def next_batch(self, timeout: float) -> list[Group]:
         return list(self.executor.prepare_batch(timeout=timeout))

@@ -116,6 +116,8 @@ class TrainingLoop:
         self.policy: Policy
         self.loaded = False
         """True once model, optimizer and counters are loaded."""
+        self._begun = False
+        """True once the repeated steps and the weights are where they were."""
         self._stopping = False
         self._exhausted = False
         """True once the dataset has no items left."""
@@ -131,6 +133,7 @@ class TrainingLoop:
             self.metrics,
             signer=self._signer,
             ready=lambda: self.loaded,
+            admits=lambda: self._begun and (self._done or self._source.admits),
             host=host,
             pid=pid,
             also=store_beside(self.config),
@@ -179,6 +182,7 @@ class TrainingLoop:
         if not self._done:
             self._announce_state("training")
             self._source.begin(self._publisher.version)
+        self._begun = True
         try:
             if not self._done:
                 self._evaluate()

@@ -106,6 +106,8 @@ class LossInputs:
     """The mean over the row's trained tokens of log pi_prox - log mu."""
     high_entropy: Tensor | None = None
     """1 for the tokens that have a surrogate, 0 for the others. None: all have one."""
+    fresh: Tensor | None = None
+    """1 for the tokens that the weights of this step sampled, 0 for older ones. None: unknown."""
     sequence_product: Tensor | None = None
     """The product over the row's trained tokens of pi_theta / pi_prox, at the beginning of this
     optimizer step, and the importance weight w; e**20 at most."""
@@ -143,6 +145,11 @@ class LossStats:
     mismatch: float = 0.0
     mismatch_max: float = 0.0
     """The largest difference of a token's log-probabilities in engine and trainer, not a sum."""
+    fresh: float = 0.0
+    """Tokens that the weights of this step sampled."""
+    mismatch_fresh: float = 0.0
+    """The sum of their mismatches. The others were sampled by earlier weights, so they differ
+    however well engine and trainer agree."""
     entropy: float = 0.0
     kl: float = 0.0
 
@@ -155,12 +162,15 @@ class LossStats:
 
         ``mismatch`` is ``E[r - log r - 1]``, r = pi_prox / mu: how far the engine's
         log-probabilities are from the trainer's (an estimate of their KL divergence, nats).
+        ``mismatch_fresh`` is the same mean over the fresh tokens, and missing without any.
         """
         n = max(self.tokens, 1)
         counts = ("tokens", "tokens_computed", "tokens_in_rows", "loss", "mismatch_max")
-        whole = {name: float(getattr(self, name)) for name in counts}
-        rest = (f.name for f in fields(self) if f.name not in whole)
-        return whole | {name: getattr(self, name) / n for name in rest}
+        means = {name: float(getattr(self, name)) for name in counts}
+        if self.fresh:
+            means["mismatch_fresh"] = self.mismatch_fresh / self.fresh
+        rest = (f.name for f in fields(self) if f.name not in (*counts, "fresh", "mismatch_fresh"))
+        return means | {name: getattr(self, name) / n for name in rest}
 
 
 class Loss(Protocol):
@@ -268,6 +278,8 @@ class PolicyLoss:
             masked = left_behind | beyond if config.is_mode == "mask" else left_behind
             log_r = proximal - inputs.behaviour
             bounded = log_r.clamp(-_LOG_RATIO_LIMIT, _LOG_RATIO_LIMIT)
+            mismatch = torch.exp(bounded) - bounded - 1
+            fresh = torch.zeros_like(mismatch) if inputs.fresh is None else inputs.fresh
             stats = LossStats(
                 tokens=logprobs.numel(),
                 loss=float(loss.detach()),
@@ -277,8 +289,10 @@ class PolicyLoss:
                 weight=float(weight.masked_fill(left_behind, 0.0).sum()),
                 is_capped=float((beyond & ~masked).sum()),
                 is_masked=float(masked.sum()),
-                mismatch=float((torch.exp(bounded) - bounded - 1).sum()),
+                mismatch=float(mismatch.sum()),
                 mismatch_max=float(log_r.abs().max()) if logprobs.numel() else 0.0,
+                fresh=float(fresh.sum()),
+                mismatch_fresh=float((fresh * mismatch).sum()),
                 entropy=float("nan") if entropies is None else float(entropies.sum()),
                 kl=0.0 if kl is None else float(kl.detach().sum()),
             )
@@ -383,7 +397,7 @@ _TITLES = {
     **{"reference": "reference log-probability", "advantages": "advantage"},
     **{"token_weights": "token's weight", "high_entropy": "choice by entropy"},
     **{"sequence_log_ratio": "row's log ratio", "sequence_log_weight": "row's log weight"},
-    **{"sequence_product": "row's product of ratios"},
+    **{"sequence_product": "row's product of ratios", "fresh": "mark of fresh tokens"},
 }
 
 

@@ -107,7 +107,14 @@ _STEP_GAUGES: Mapping[str, Metric] = {
         "any_agent_train_logprob_mismatch",
         "gauge",
         "E[r - log r - 1], r the trainer's over the engine's probability of a sampled token, "
-        "latest step: how far engine and trainer disagree (nats). Near 0, but for staleness.",
+        "latest step: how far engine and trainer disagree (nats). Near 0, but for staleness: an "
+        "older token was sampled before the weights changed.",
+    ),
+    "mismatch_fresh": Metric(
+        "any_agent_train_logprob_mismatch_fresh",
+        "gauge",
+        "The same over tokens of age 0, which the step's own weights sampled: near 0. Absent where "
+        "the latest step had none.",
     ),
     "mismatch_max": Metric(
         "any_agent_train_logprob_difference_max",
@@ -275,7 +282,8 @@ class TrainerMetrics:
         yield TRACKER_FAILURES, {(tracker,): number for tracker, number in failures.items()}
         latest, evaluated = self._latest, self._evaluated
         if latest:
-            yield from ((metric, latest[name]) for name, metric in _STEP_GAUGES.items())
+            gauges = _STEP_GAUGES.items()
+            yield from ((metric, latest[name]) for name, metric in gauges if name in latest)
             yield CLIPPED, {(side,): latest[f"clipped_{side}"] for side in ("low", "high")}
             yield STALENESS, {(age,): share for age, share in latest["staleness"].items()}
             lengths = latest["lengths"].items()

@@ -45,6 +45,7 @@ class TrainerHeartbeat:
         *,
         signer: KeySigner,
         ready: Callable[[], bool],
+        admits: Callable[[], bool] = lambda: True,
         host: str = "127.0.0.1",
         pid: int | None = None,
         also: EntryStore | None = None,
@@ -53,6 +54,7 @@ class TrainerHeartbeat:
         self._server = _Server(metrics.exposition().render, signer, host)
         self.url = url_of(host, self._server.server_address[1])
         self._ready = ready
+        self._admits = admits
         self._pid = pid or os.getpid()
         self._boot_id = secrets.token_hex(8)
         self._heartbeat = Heartbeat(folder, self._entry, also)
@@ -95,6 +97,7 @@ class TrainerHeartbeat:
             pid=self._pid,
             state="ready" if self._ready() else "starting",
             version=self._metrics.version,
+            admits=self._admits(),
             disk_full=str(wait) if (wait := self._metrics.disk.waiting) else None,
         )
 

@@ -138,5 +138,17 @@ def foreign_id(row: Row, vocabulary: int) -> int | None:
     return most if most >= vocabulary else None
 
 
+def mark_fresh(row: Row, *, step_of_version: Mapping[int, int], step: int) -> Row:
+    """Return the row with ``fresh`` [seq_len]: 1 for tokens whose age by :func:`mask_stale` is 0.
+
+    The weights that sampled them are those of the step, so engine and trainer must agree on them.
+    """
+    fresh = torch.zeros_like(row["versions"], dtype=torch.float32)
+    for version, published in step_of_version.items():
+        if published == step:
+            fresh[row["versions"] == version] = 1.0
+    return row | {"fresh": fresh}
+
+
 def _too_old(age: int, eta: int) -> bool:
     return age > eta

@@ -399,7 +399,11 @@ class RLClient:
                 told, name = True, url or "the service"
                 if name not in _waited_for and len(_waited_for) < _MAX_ANSWERED:
                     _waited_for.add(name)
-                    log.warning("waiting for %s, which does not answer", name)
+                    log.warning(
+                        "waiting up to %g s for %s, which does not answer: a service that was just "
+                        "started needs about half a minute; Ctrl-C ends the wait",
+                        *(patience, name),
+                    )
             if bearer := key or self._key():
                 headers["Authorization"] = f"Bearer {bearer}"
             try:

@@ -53,7 +53,8 @@ def _make(args: argparse.Namespace) -> int:
     from any_agent.demo.models.tiny import save_tiny_model
 
     logging.disable_progress_bar()
-    print(f"training a tiny model on {args.skill}: half a minute of one core", flush=True)
+    needs = "a minute" if args.skill == "sums" else "half a minute"
+    print(f"training a tiny model on {args.skill}: about {needs} of one core", flush=True)
     if args.skill != "echo":
         make = {"sums": make_sums_model, "judge": make_judge_model}[args.skill]
         make(args.out, args.seed)

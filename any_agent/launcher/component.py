@@ -92,6 +92,8 @@ class Component:
     say: Callable[[str], None]
     ready: Callable[[SupervisedProcess], bool]
     """Called in a thread until it returns true."""
+    opened: Callable[[], bool] = lambda: True
+    """Asked once the part is ready: the line that says so waits until it returns true."""
     progress: Callable[[], object] = lambda: None
     """Returns a value that changes while the process works."""
     finishes: bool = False
@@ -131,6 +133,8 @@ class Component:
         self._waits_for_space = False
         """The process ended by itself while its disk was full."""
         self._ready_deadline = 0.0
+        self._unsaid = ""
+        """The line that waits until the part has opened."""
 
     @property
     def pid(self) -> int:
@@ -169,7 +173,7 @@ class Component:
                 self._probe = None
                 again = self.state == "restarting"
                 self.state = "ready"
-                self.say(f"{self.label:<9} ready{' again' if again else self.where}")
+                self._unsaid = f"{self.label:<9} ready{' again' if again else self.where}"
             elif self.clock() >= self._ready_deadline:
                 if self.starved():
                     self._ready_deadline += self.timeout
@@ -177,6 +181,9 @@ class Component:
                 raise StartupError(
                     f"{self.label} was not ready after {self.timeout:g} s:\n{self._log()}"
                 )
+        if self._unsaid and self.opened():
+            self.say(self._unsaid)
+            self._unsaid = ""
 
     def kill(self, why: str) -> None:
         """Kill a process that hangs, which counts as a failure; `check` starts the next one."""
@@ -288,6 +295,7 @@ class Component:
         self._restart_at = now + self._history.delay(now)
 
     def _end_probe(self) -> None:
+        self._unsaid = ""
         if self._probe is not None:
             self._probe.cancel()
             self._probe = None

@@ -396,6 +396,7 @@ class Node:
             "trainer",
             lambda: Command(arguments, variables=variables),
             ready=self._registered("trainer") if leads else lambda _: True,
+            opened=self._admits if leads else lambda: True,
             timeout=math.inf,
             progress=lambda: _size(self.dir.metrics),
             finishes=True,
@@ -466,6 +467,11 @@ class Node:
             return own and (url is None or answers(f"{url}/healthz"))
 
         return ready
+
+    def _admits(self) -> bool:
+        """Return whether the trainer has let the ranks admit sessions."""
+        entry = read_entry(self.dir.registry, "trainer")
+        return entry is not None and entry.admits
 
     def _claim_address(self) -> None:
         """Reserve the public address; ConfigError for a port that is in use."""

@@ -115,7 +115,7 @@ def describe_all(found: Mapping[str, Any]) -> str:
     without any."""
     if found.get("reward") is None:
         return ""
-    text = f"all {found['sessions']} sessions {found['reward']:.3f}"
+    text = f"{found['reward']:.3f} over all {found['sessions']} sessions"
     return text + (f", {found['dull']} taught nothing" if found["dull"] else "")
 
 

@@ -72,6 +72,8 @@ class CapacityKeeper:
         self._numbers = count(1)
         self._turn = 0
         self.open = False
+        self.admits = False
+        """True once the ranks' limits have been set as for an open one."""
         self.changed = asyncio.Event()
 
     @property
@@ -98,6 +100,7 @@ class CapacityKeeper:
 
     async def round(self) -> None:
         """Refresh every rank's view, lower limits that are too high, then raise others."""
+        was_open = self.open
         self._follow_fleet()
         # After a second message, a rank that always replies late would be away at each division.
         refreshed = {
@@ -130,6 +133,7 @@ class CapacityKeeper:
                 spare -= more
                 raised[rank] = view.now.admitted + view.headroom + more
         await self._send_limits(raised)
+        self.admits = was_open
 
     def _follow_fleet(self) -> None:
         """Add the ranks that are new, and forget those that have ended."""

@@ -106,6 +106,11 @@ class LeaseExecutor:
         return self._ranks
 
     @property
+    def admits(self) -> bool:
+        """True once the ranks may admit what :meth:`begin` allows them."""
+        return self._begun and self._keeper.admits
+
+    @property
     def capacity(self) -> Capacity | None:
         """The sum of the ranks' last replies; None before each rank has replied."""
         return self._keeper.now

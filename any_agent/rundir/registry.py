@@ -75,6 +75,8 @@ class RegistryEntry(BaseModel):
     load: PartLoad = PartLoad()
     led: bool = False
     """A trainer has set the rank's limit lately, so it gives the rank each new version."""
+    admits: bool = True
+    """False while a trainer that is loaded has not yet let the ranks admit sessions."""
     retired: bool = False
     """The rank takes no sessions, but members of groups that it has."""
     unfinished: int = 0

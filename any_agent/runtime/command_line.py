@@ -67,10 +67,9 @@ def guarded(run: Callable[[], int]) -> int:
     except AnyAgentError as error:
         return _print_error(error)
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in (*_SERVING, *_DRAWING):
+        if (left_out := _left_out(error)) is None:
             raise
-        return _print_error(_not_installed([missing], "train"))
+        return _print_error(left_out)
     except BrokenPipeError:
         # Otherwise Python tries to write the rest at its exit, and reports that it could not.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
@@ -94,6 +93,12 @@ def require_installed(extra: str) -> None:
     missing = [name for name in _SERVING if find_spec(name) is None]
     if missing:
         raise _not_installed(missing, extra)
+
+
+def _left_out(error: ModuleNotFoundError) -> ConfigError | None:
+    """Return the error with the pip command for a module that the light install leaves out."""
+    missing = (error.name or "").partition(".")[0]
+    return _not_installed([missing], "train") if missing in (*_SERVING, *_DRAWING) else None
 
 
 def _not_installed(modules: Sequence[str], extra: str) -> ConfigError:
@@ -124,9 +129,10 @@ def told_if_slow(tell: Callable[[str], None], line: str) -> Iterator[None]:
 def one_line_errors(*, debug: bool = False) -> None:
     """Print an uncaught AnyAgentError of this script as commands do: one line and its exit code.
 
-    The exit code is the error's own: 2 for settings, 1 for failures. All other errors keep their
-    traceback; with ``debug`` (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in
-    an interactive interpreter, or where another hook is installed (a notebook's, a debugger's).
+    So is the lack of a module that the light install leaves out. The exit code is the error's own:
+    2 for settings, 1 for failures. All other errors keep their traceback; with ``debug``
+    (`log_level=debug`) an AnyAgentError keeps it, too. Nothing changes in an interactive
+    interpreter, or where another hook is installed (a notebook's, a debugger's).
     """
     interactive = hasattr(sys, "ps1") or bool(sys.flags.interactive)
     if debug and sys.excepthook is _print_one_line:
@@ -138,11 +144,12 @@ def one_line_errors(*, debug: bool = False) -> None:
 def _print_one_line(
     kind: type[BaseException], error: BaseException, trace: TracebackType | None
 ) -> None:
-    if not isinstance(error, AnyAgentError):
+    said = _left_out(error) if isinstance(error, ModuleNotFoundError) else error
+    if not isinstance(said, AnyAgentError):
         sys.__excepthook__(kind, error, trace)
         return
     # The only way to set an exit code from here; the interpreter ends as usual.
-    raise SystemExit(_print_error(error)) from None
+    raise SystemExit(_print_error(said)) from None
 
 
 def _print_error(error: AnyAgentError) -> int:

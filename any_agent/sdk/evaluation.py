@@ -16,7 +16,6 @@ from any_agent.sdk.results import RunResults
 from any_agent.sdk.runner import AgentRunner
 
 _CHECK_INTERVAL = 0.1
-_ANSWER_TIMEOUT = 10.0
 
 
 class Evaluation:
@@ -164,7 +163,7 @@ async def evaluate(
     """
 
     async def run() -> Evaluation:
-        served = await find_run(service, answer_timeout=_ANSWER_TIMEOUT)
+        served = await find_run(service)
         pinned = {"current": served.version, "any": None}.get(str(version), version)
         assert pinned is None or isinstance(pinned, int)
         runner = AgentRunner(

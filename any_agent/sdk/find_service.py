@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+import ipaddress
 import os
 import re
 import threading
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from urllib.parse import urlsplit
 from weakref import WeakKeyDictionary
 
 from any_agent.client.aiohttp_transport import AiohttpTransport
@@ -22,7 +25,8 @@ _URLS = ("ANY_AGENT_URL", "OPENAI_BASE_URL")
 _TIMEOUT = 60.0  # seconds for a reply, on top of those that a request asks to wait
 _PATIENCE = 60.0
 _FIRST_CONTACT = 5.0
-"""Seconds for an address that never answered this process."""
+"""Seconds for an address of another machine that never answered this process: it may be wrong. One
+of this machine gets the usual ones, as its service may be starting in the next terminal."""
 _MOVING_PATIENCE = 900.0  # seconds: a scheduler that stops a run starts it again after some minutes
 _KEYS = ("ANY_AGENT_API_KEY", "OPENAI_API_KEY")
 _KEY = re.compile(r"[\x21-\x7e]+")
@@ -56,6 +60,14 @@ class ServiceAddress:
     def file(self) -> UrlFile | None:
         """The file that holds the URL; None without one."""
         return url_file(self.named, self.url_from) if names_file(self.named) else None
+
+    @property
+    def on_this_machine(self) -> bool:
+        """True for a loopback address."""
+        host = urlsplit(self.named).hostname or ""
+        with suppress(ValueError):
+            return ipaddress.ip_address(host).is_loopback
+        return host == "localhost"
 
 
 def find_service(
@@ -145,8 +157,8 @@ class shared_client:
     """``async with shared_client(service, retry_for=60) as client`` gives the running event loop's
     client of a service: all its users share the connections, and the last one closes it.
 
-    Without ``retry_for`` it is the service's patience, which a URL where nothing ever answered does
-    not get: it may be wrong. A file with the URL says that the service comes.
+    Without ``retry_for`` it is the service's patience, which another machine's URL where nothing
+    ever answered does not get: it may be wrong. A file with the URL says that the service comes.
     """
 
     def __init__(self, service: ServiceAddress, *, retry_for: float | None) -> None:
@@ -171,12 +183,13 @@ class shared_client:
 
 
 def _new_client(service: ServiceAddress, retry_for: float | None) -> RLClient:
-    unasked = service.file is None and retry_for is None
+    patience = service.patience if retry_for is None else retry_for
+    expected = retry_for is not None or service.file is not None or service.on_this_machine
     return RLClient(
         service.named,
         admin_key=service.api_key,
-        retry_for=service.patience if retry_for is None else retry_for,
-        first_contact=_FIRST_CONTACT if unasked else None,
+        retry_for=patience,
+        first_contact=patience if expected else _FIRST_CONTACT,
         http=AiohttpTransport(timeout=_TIMEOUT, bounded=True, trust_env=True),
         timeout=_TIMEOUT,
     )

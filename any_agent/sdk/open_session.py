@@ -38,22 +38,26 @@ log = logging.getLogger(__name__)
 OnMissingReward: TypeAlias = Literal["raise", "abort", "await"]
 
 _MAX_SERVER_WAIT = 25.0
-"""Seconds that one request waits at the service, as proxies cut connections after longer waits. A
-constant, because an idempotent request is also recognised by its body."""
+"""Seconds that one request waits at the service, as proxies cut connections after longer waits."""
 _UNDO_TIMEOUT = 3.0
+_SILENCE = 2.0
+"""Seconds that a process's first opening waits at the service, to learn why it must wait."""
 _NOTICE_INTERVAL = 60.0
-"""Seconds until the first log line of a wait, and between two. Short waits are usual, as training
+"""Seconds until the later log lines of a wait, and between two. Short waits are usual, as training
 admits no more sessions than it wants."""
 
-
+_asks_early = True
+"""False once an opening of this process asks, or has asked, for the reason of its wait."""
 _next_notice = -math.inf
 
 
-def _log_wait(waited: float, service: ServiceAddress, error: TooManyRequests) -> None:
+def _log_wait(
+    waited: float, service: ServiceAddress, error: TooManyRequests, *, early: bool = False
+) -> None:
     """Log why sessions wait, once a minute for all of them: the reason is the same for all."""
     global _next_notice
     now = time.monotonic()
-    if waited >= _NOTICE_INTERVAL and now >= _next_notice:
+    if early or (waited >= _NOTICE_INTERVAL and now >= _next_notice):
         _next_notice = now + _NOTICE_INTERVAL
         log.warning(
             "a session has waited %.0f s for a slot at %s: %s", waited, service.named, error.message
@@ -258,31 +262,42 @@ async def run_info(client: RLClient, service: ServiceAddress) -> RunInfo:
         raise key_refused(error, service) from None
 
 
-async def find_run(service: ServiceAddress, *, answer_timeout: float) -> RunInfo:
-    """Return the service's run, within ``answer_timeout`` seconds unless the service may move."""
-    retry_for = None if service.file is not None else answer_timeout
-    async with shared_client(service, retry_for=retry_for) as client:
+async def find_run(service: ServiceAddress) -> RunInfo:
+    """Return the service's run."""
+    async with shared_client(service, retry_for=None) as client:
         return await run_info(client, service)
 
 
 async def open_session(
     client: RLClient,
     service: ServiceAddress,
-    fields: dict[str, Any],
+    given: dict[str, Any],
     *,
     wait: float,
     idempotency_key: str | None,
 ) -> SessionStarted:
-    """Open a session as soon as there is a slot; TooManyRequests after ``wait`` seconds."""
-    fields = {**fields, "wait": min(wait, _MAX_SERVER_WAIT)}
+    """Open a session with the ``given`` fields as soon as there is a slot; TooManyRequests after
+    ``wait`` seconds."""
+    global _asks_early
+    # An idempotent request is also recognised by its body, so a caller's key has one wait.
+    early = _asks_early and idempotency_key is None and wait > _SILENCE
+    usual = min(wait, _MAX_SERVER_WAIT)
+    _asks_early = _asks_early and not early
 
     async def attempt() -> SessionStarted:
+        nonlocal early
         # A refusal means that nothing was opened: with another key another rank may be asked.
         key = idempotency_key or uuid.uuid4().hex
+        fields = {**given, "wait": _SILENCE if early else usual}
         try:
             return await client.start_session(idempotency_key=key, **fields)
         except Unauthenticated as error:
             raise key_refused(error, service) from None
+        except TooManyRequests as error:
+            if early:
+                early = False
+                _log_wait(_SILENCE, service, error, early=True)
+            raise
         except asyncio.CancelledError:
             await _undo(client, fields, key, keep_place=idempotency_key is not None)
             raise
@@ -290,7 +305,11 @@ async def open_session(
     async def log_wait(error: TooManyRequests, waited: float) -> None:
         _log_wait(waited, service, error)
 
-    return await wait_for_slot(attempt, patience=wait, refused=log_wait)
+    try:
+        return await wait_for_slot(attempt, patience=wait, refused=log_wait)
+    finally:
+        # It had not to wait: a later one may.
+        _asks_early = _asks_early or early
 
 
 async def _undo(client: RLClient, fields: dict[str, Any], key: str, *, keep_place: bool) -> None:

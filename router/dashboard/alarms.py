@@ -154,14 +154,7 @@ def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]
         )
     if last is None:
         return
-    mismatch = last.get("mismatch")
-    if isinstance(mismatch, int | float) and mismatch > _MISMATCH:
-        yield Alarm(
-            "warn",
-            f"Engine and trainer disagree: mismatch {number_text(mismatch)} nats in step "
-            f"{last['step']}.",
-            "Stale tokens explain some of it. Else run any-agent doctor on this model and engine.",
-        )
+    yield from _of_mismatch(steps.steps[-_RECENT:])
     left, trained = dull_sessions(steps.steps[-_RECENT - 1 :])
     if scored < _MIN_SCORED and left and left / (left + trained) > _DULL:
         yield Alarm(
@@ -169,4 +162,28 @@ def _of_training(steps: Steps, since_step: Mapping[str, Any]) -> Iterator[Alarm]
             f"Up to step {last['step']}, {left} of the last {left + trained} sessions taught "
             "nothing: all of their group scored alike.",
             _OTHER_TASKS,
+        )
+
+
+def _of_mismatch(steps: Sequence[Mapping[str, Any]]) -> Iterator[Alarm]:
+    """Compare on the latest tokens of a step's own weights; on all only where there are no such."""
+    fresh = next((line for line in reversed(steps) if "mismatch_fresh" in line), None)
+    line = steps[-1] if fresh is None else fresh
+    mismatch = line.get("mismatch" if fresh is None else "mismatch_fresh")
+    if not isinstance(mismatch, int | float) or mismatch <= _MISMATCH:
+        return
+    amount = f"mismatch {number_text(mismatch)} nats in step {line['step']}"
+    if fresh is None:
+        yield Alarm(
+            "warn",
+            f"Engine and trainer may disagree: {amount}, whose tokens are all older than its "
+            "weights.",
+            "The steps since then explain some of it, most at a high train.lr. Else run any-agent "
+            "doctor on this model and engine.",
+        )
+    else:
+        yield Alarm(
+            "warn",
+            f"Engine and trainer disagree about the same weights: {amount}.",
+            "Run any-agent doctor on this model and engine.",
         )

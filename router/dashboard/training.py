@@ -113,7 +113,7 @@ _CHARTS: Sequence[_Series] = (
     (
         "Mismatch",
         "engine against trainer, nats",
-        {"mean": _field("mismatch")},
+        {"mean": _field("mismatch"), "same weights": _field("mismatch_fresh")},
     ),
     (
         "Clipped tokens",

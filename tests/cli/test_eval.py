@@ -16,6 +16,7 @@ import pytest
 from any_agent.auth.key_store import create_key
 from any_agent.cli import main as cli
 from any_agent.launcher.trial import trial_dir
+from any_agent.sdk.find_service import ServiceAddress
 from tests.support.scripted_engine import ScriptedEngine
 from tests.support.sdk_fixtures import Served
 
@@ -200,7 +201,7 @@ async def test_what_is_refused_before_anything_runs(
 async def test_a_service_that_is_not_there_or_takes_no_such_key(
     served: Served, evaluate: Eval, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("any_agent.sdk.evaluation._ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(ServiceAddress, "patience", 0.1)
     code, _, err = await evaluate("--url", "http://127.0.0.1:9")
     assert code == 3 and "http://127.0.0.1:9" in err
     monkeypatch.setenv("OPENAI_API_KEY", "sk-tenant.none.such")

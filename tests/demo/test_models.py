@@ -101,7 +101,7 @@ def test_with_noise_about_every_second_answer_is_right(author: Author) -> None:
 
 
 def test_a_prompt_is_short(author: Author) -> None:
-    """Else half a minute is not enough."""
+    """Else a minute is not enough."""
     rng = Random(0)
     lengths = [len(sums._with_tool(author, rng, 0.0).row.ids) for _ in range(100)]
     assert sum(lengths) / len(lengths) < 200
@@ -143,7 +143,7 @@ def test_the_command_says_what_it_does_and_all_may_read_its_model(
     folder = tmp_path / "model"
     assert model.main([str(folder), "--warmup-steps", "0"]) == 0
     first, last = capsys.readouterr().out.splitlines()
-    assert "half a minute" in first and last == f"made {folder}"
+    assert "half a minute of one core" in first and last == f"made {folder}"
     files = list(folder.iterdir())
     assert "model.safetensors" in {file.name for file in files}
     assert all(file.stat().st_mode & 0o444 == 0o444 for file in files)

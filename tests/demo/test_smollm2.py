@@ -91,7 +91,9 @@ def test_a_single_flipped_bit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     assert not (tmp_path / "m").exists()
 
 
-def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path) -> None:
+def test_a_folder_that_is_not_empty_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (tmp_path / "mine").write_text("x")
     with pytest.raises(ConfigError, match="is not empty: choose another folder"):
         write_smollm2(tmp_path)
@@ -99,6 +101,9 @@ def test_a_folder_that_is_not_empty_is_left_as_it_is(tmp_path: Path) -> None:
         write_smollm2(tmp_path / "mine")
     with pytest.raises(ConfigError, match="below cannot be made: File exists"):
         write_smollm2(tmp_path / "mine" / "below")
+    with pytest.raises(ConfigError):
+        smollm2.main(tmp_path)
+    assert capsys.readouterr().out == "", "nothing was begun"
     assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [("mine", "x")]
 
 

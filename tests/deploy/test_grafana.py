@@ -82,7 +82,7 @@ CASES = {
     "JournalFull": ("any_agent_journal_full{rank='1'}", "1x10"),
     "JournalRedisAway": ("any_agent_journal_log_away{rank='1'}", "1x10"),
     "QuotasInexact": ("any_agent_quotas_exact{rank='1'}", "1 1 0x8"),
-    "EngineAndTrainerDisagree": ("any_agent_train_logprob_mismatch", "0.5x30"),
+    "EngineAndTrainerDisagree": ("any_agent_train_logprob_mismatch_fresh", "0.5x30"),
     "TrainerDiskFull": ("any_agent_train_disk_full", "1x10"),
 }
 """The sample by which each of these alerts is raised."""
@@ -92,7 +92,8 @@ HEALTHY = {
     "any_agent_journal_full{rank='1'}": "0x30",
     "any_agent_journal_log_away{rank='1'}": "0x30",
     "any_agent_quotas_exact{rank='1'}": "0x30",
-    "any_agent_train_logprob_mismatch": "0.001x30",
+    "any_agent_train_logprob_mismatch": "0.5x30",
+    "any_agent_train_logprob_mismatch_fresh": "0.001x30",
     "any_agent_train_disk_full": "0x30",
     "any_agent_sessions_created_total{rank='1'}": "5x30",
     "any_agent_sessions{rank='1',state='open'}": "2x30",

@@ -125,8 +125,11 @@ def test_the_python_blocks(name: str, served: Served, tmp_path: Path) -> None:
         timeout=300,
     )
     assert done.returncode == 0, done.stderr
-    states = [s["state"] for s in httpx.get(f"{served.url}/rl/v1/sessions").json()]
-    assert states and "open" not in states
+    sessions = httpx.get(f"{served.url}/rl/v1/sessions").json()
+    assert sessions and "open" not in [session["state"] for session in sessions]
+    if name == "client":
+        attempts = [session["task_id"] for session in sessions]
+        assert attempts.count("sum-1-2") == attempts.count("sum-3-4") == 8
 
 
 @pytest.mark.smoke

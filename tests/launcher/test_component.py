@@ -321,6 +321,21 @@ def test_a_part_that_is_killed_at_its_first_start_is_started_again(lab: Lab) -> 
     ]
 
 
+def test_a_part_is_said_to_be_ready_once_it_has_opened(lab: Lab) -> None:
+    opened = False
+    part = lab.part(SERVES, ready=serves, opened=lambda: opened)
+    part.start()
+    lab.until_ready(part)
+    part.check()
+    assert lab.said == []
+    lab.die(part)
+    lab.again(part)
+    opened = True
+    part.check()
+    part.check()
+    assert lab.said == ["part 0    ended by SIGKILL; starting it again", "part 0    ready again"]
+
+
 @pytest.mark.parametrize("code", [0, 1, 3])
 def test_a_first_start_that_fails_is_not_repeated(lab: Lab, code: int) -> None:
     part = lab.part(SAYS.format(code=code), ready=lambda _: False)

@@ -189,8 +189,10 @@ async def test_closed_it_admits_nothing() -> None:
     for rank in ranks:
         rank.ask(1)
         assert rank.reserved == 0
+    assert not keeper.admits
     keeper.open = True
     await keeper.round()
+    assert keeper.admits
     assert [limits(rank)[-1] for rank in ranks] == [7 + 6, 6]
 
 
@@ -199,11 +201,11 @@ async def test_nothing_is_raised_before_every_rank_has_answered() -> None:
     keeper = keeper_of(away, here)
     await keeper.round()
     assert limits(here) == [0]
-    assert keeper.now is None
+    assert keeper.now is None and not keeper.admits
     away.fate = lambda: "answered"
     await keeper.round()
     assert [limits(rank)[-1] for rank in (away, here)] == [6, 6]
-    assert keeper.now is not None
+    assert keeper.now is not None and keeper.admits
     assert keeper.now.waiting == 0
 
 

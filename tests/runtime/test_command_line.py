@@ -30,9 +30,11 @@ def run(code: str, *arguments: str) -> tuple[int, str]:
     return done.returncode, done.stderr
 
 
-READS = """
+ENDS = """
 import atexit, sys
 atexit.register(print, "at its end", flush=True)
+"""
+READS = f"""{ENDS}
 from any_agent import GRPOConfig, load_expr_config
 config, _ = load_expr_config(sys.argv[1:], GRPOConfig)
 """
@@ -56,6 +58,18 @@ def test_the_trace_is_kept_for_debugging() -> None:
     code, said = run(script, "log_level=debug")
     assert code == 1
     assert "Traceback" in said and said.endswith("TrainingError: so\n")
+
+
+@pytest.mark.parametrize(
+    "wanted", ["trainer import GRPOTrainer", "any_agent import RemoteSGLangEngine"]
+)
+def test_what_the_light_install_lacks_is_one_line(wanted: str) -> None:
+    lacks = "sys.modules['numpy'] = sys.modules['torch'] = None"
+    code, said = run(f"{ENDS}\n{lacks}\nfrom {wanted}")
+    assert code == 2 and len(said.splitlines()) == 1
+    assert "pip install 'any-agent-rl[train]'" in said
+    code, said = run(f"{READS}\nimport nothing_of_this_name")
+    assert code == 1 and "Traceback" in said
 
 
 def test_other_errors_keep_their_trace() -> None:

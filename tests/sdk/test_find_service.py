@@ -12,7 +12,7 @@ from any_agent import AgentSession
 from any_agent.errors import ConfigError, ServiceUnavailable, Unauthenticated, WrongService
 from any_agent.protocol.rl import API_HEADER
 from any_agent.sdk import find_service
-from any_agent.sdk.find_service import shared_client
+from any_agent.sdk.find_service import ServiceAddress, shared_client
 from tests.support.sdk.hops import serving
 from tests.support.sdk_fixtures import Serve, Served
 
@@ -91,6 +91,25 @@ async def test_nobody_is_there() -> None:
                 pass
 
 
+@pytest.mark.parametrize(
+    ("url", "retry_for", "seconds"),
+    [
+        ("http://127.0.0.1:8000", None, 60),
+        ("http://localhost:8000", None, 60),
+        ("http://[::1]:8000", None, 60),
+        ("http://127.0.0.1.example.com", None, 5),
+        ("http://10.0.0.7:8000", None, 5),
+        ("http://10.0.0.7:8000", 30.0, 30),
+        ("file:///run/url", None, 900),
+    ],
+)
+async def test_an_address_of_this_machine_may_be_that_of_a_service_that_starts(
+    url: str, retry_for: float | None, seconds: float
+) -> None:
+    async with shared_client(ServiceAddress(url), retry_for=retry_for) as client:
+        assert client._first_contact == seconds
+
+
 async def test_somebody_else_is_there() -> None:
     async with serving() as server:
         with pytest.raises(WrongService, match=f"{server.url} .* is no service of any-agent"):
@@ -144,11 +163,3 @@ async def test_sessions_share_their_loops_connections(serve: Serve) -> None:
     async with shared_client(service, retry_for=1.0) as client:
         assert client is not first
     await other.__aexit__()
-
-
-async def test_patience_that_is_asked_for_counts_also_at_an_address_that_never_answered() -> None:
-    service = find_service("http://127.0.0.1:9")
-    async with shared_client(service, retry_for=service.patience) as asked:
-        assert asked._first_contact is None
-    async with shared_client(service, retry_for=None) as unasked:
-        assert unasked._first_contact == 5

@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import AsyncMock
 
 import pytest
 
@@ -39,6 +41,7 @@ def full(monkeypatch: pytest.MonkeyPatch) -> Full:
     full = Full()
     monkeypatch.setattr(opening, "time", full)
     monkeypatch.setattr(opening, "_next_notice", -math.inf)
+    monkeypatch.setattr(opening, "_asks_early", True)
     monkeypatch.setattr(backoff, "time", full)
     monkeypatch.setattr(backoff, "jittered", lambda *_: 0.0)
     return full
@@ -50,28 +53,49 @@ async def waits(full: Full, seconds: float) -> None:
         await opening.open_session(client, SERVICE, {}, wait=seconds, idempotency_key=None)
 
 
-async def test_a_short_wait_is_nothing_to_tell(
+def said(caplog: pytest.LogCaptureFixture) -> list[str]:
+    """Of openings: threads that another test left may log, too."""
+    return [each.getMessage() for each in caplog.records if each.name == opening.__name__]
+
+
+async def test_the_first_wait_says_within_seconds_what_it_waits_for(
     full: Full, caplog: pytest.LogCaptureFixture
 ) -> None:
     await waits(full, 50)
-    assert caplog.records == []
+    (line,) = said(caplog)
+    assert "waited 2 s for a slot at http://there:8000: none is free: g1 has 2 of 4" in line
+    assert caplog.records[0].levelno == logging.WARNING
+    caplog.clear()
+    await waits(full, 50)
+    assert said(caplog) == []
 
 
-async def test_a_long_one_says_what_it_waits_for(
+async def test_the_first_to_wait_need_not_be_the_first_to_open(
     full: Full, caplog: pytest.LogCaptureFixture
 ) -> None:
+    free = cast(RLClient, SimpleNamespace(start_session=AsyncMock()))
+    await opening.open_session(free, SERVICE, {}, wait=50, idempotency_key=None)
+    await waits(full, 50)
+    assert len(said(caplog)) == 1
+
+
+async def test_a_callers_key_has_one_body(full: Full, caplog: pytest.LogCaptureFixture) -> None:
+    """The service refuses a key that comes with another one."""
+    start = AsyncMock(side_effect=full.start_session)
+    client = cast(RLClient, SimpleNamespace(start_session=start))
+    with pytest.raises(TooManyRequests):
+        await opening.open_session(client, SERVICE, {}, wait=90, idempotency_key="mine")
+    assert len(start.await_args_list) > 2
+    assert all(call == start.await_args for call in start.await_args_list)
+
+
+async def test_a_long_one_says_it_again(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     await waits(full, 100)
-    (record,) = caplog.records
-    assert record.levelno == logging.WARNING
-    assert record.getMessage() == (
-        "a session has waited 75 s for a slot at http://there:8000: none is free: g1 has 2 of 4 "
-        "sessions"
-    )
+    first, second = said(caplog)
+    assert "waited 2 s" in first and "waited 77 s" in second
 
 
 async def test_of_many_that_wait_one_says_it(full: Full, caplog: pytest.LogCaptureFixture) -> None:
     full.waiting = 100
     await asyncio.gather(*(waits(full, 1000) for _ in range(full.waiting)))
-    # One a minute. Threads that another test left may log, too.
-    said = [record for record in caplog.records if record.name == opening.__name__]
-    assert 10 <= len(said) <= 1000 / 60
+    assert 10 <= len(said(caplog)) <= 1 + 1000 / 60

@@ -54,6 +54,19 @@ def test_what_is_fresh_is_trained_on() -> None:
     assert batch.ages == [0] * 12
 
 
+def test_tokens_are_marked_whose_weights_are_those_of_the_step() -> None:
+    """Version 2 is version 1 published again, after a restart; an answer may have several."""
+    one = session("one", 1.0)
+    one.interactions[0].output_versions = np.array([0, 1], dtype=np.int32)
+    two = session("two", 0.0)
+    two.interactions[0].output_versions = np.array([2, 0], dtype=np.int32)
+    steps = {0: 0, 1: 1, 2: 1}
+    batch = training_batch([[one, two]], CONFIG, step=1, eta=2, step_of_version=steps)
+    marked = [row["fresh"][row["loss_mask"].bool()].tolist() for row in batch.rows]
+    assert marked == [[0, 1], [1, 0]]
+    assert all(row["fresh"].sum() == 1 for row in batch.rows), "no token of a prompt is marked"
+
+
 def test_without_a_trainable_interaction_a_session_is_untrainable() -> None:
     """It says nothing about the policy, so it moves no baseline."""
     odd = session("odd", 100.0, untrainable="logit_bias")

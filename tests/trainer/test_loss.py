@@ -75,6 +75,17 @@ def test_the_clip(
 def test_mismatch_is_k3_of_engine_against_trainer() -> None:
     _, _, stats = one(logprob=-1.0, prox=None, mu=-1.3, advantage=0.0)
     assert stats.mismatch == pytest.approx(math.exp(0.3) - 0.3 - 1)
+    assert "mismatch_fresh" not in stats.means()
+
+
+@pytest.mark.parametrize("error", [0.0, 0.3])
+def test_old_tokens_neither_raise_nor_hide_the_mismatch_of_fresh_ones(error: float) -> None:
+    logprobs, mu = torch.tensor([-1.0, -1.0, -1.0]), torch.tensor([-2.0, -1.0 - error, -1.0])
+    inputs = LossInputs(mu, torch.zeros(3), fresh=torch.tensor([0.0, 1.0, 1.0]))
+    means = GRPO(logprobs, inputs, total_tokens=3, config=LossConfig())[1].means()
+    assert means["mismatch"] > 0.2
+    expected = (math.exp(error) - error - 1) / 2
+    assert means["mismatch_fresh"] == pytest.approx(expected, abs=1e-6)
 
 
 @given(

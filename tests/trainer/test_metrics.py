@@ -76,8 +76,9 @@ def test_a_run_is_shown_as_its_file_has_it(settings: list[str]) -> None:
         assert math.isclose(now[f"any_agent_train_{name}",], last[key]), name
     assert now["any_agent_train_clipped_ratio", "high"] == last["clipped_high"]
     names = {key[0] for key in now}
-    # Evaluations and trackers are other tests', and no session has come since the last step.
-    elsewhere = ("_eval_", "_tracker_", "_since_step_reward_")
+    # Evaluations and trackers are other tests'; no session has come since the last step, and its
+    # tokens are one step old.
+    elsewhere = ("_eval_", "_tracker_", "_since_step_reward_", "_mismatch_fresh")
     others = {m.name for m in METRICS if any(part in m.name for part in elsewhere)}
     assert now["any_agent_train_since_step_sessions", "false"] == 0
     assert {metric.name for metric in METRICS} == names | others
@@ -155,6 +156,7 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
     assert line["rewards"] == {"correct": 0.5, "format": 0.5}
     assert line["cut"] == 0.25 and line["staleness"] == {"0": 1.0}
     now = shown(lab.trainer.metrics)
+    assert now["any_agent_train_logprob_mismatch_fresh",] == line["mismatch_fresh"]
     assert now["any_agent_train_length", "prompt", "mean"] == 5.5
     assert now["any_agent_train_cut_ratio",] == 0.25
     assert now["any_agent_train_staleness_ratio", "0"] == 1
@@ -167,6 +169,7 @@ def test_figures_of_a_step_against_other_computations(settings: list[str]) -> No
     assert line["mismatch_max"] == pytest.approx(float(difference.abs().max()), rel=1e-5)
     mismatch = (difference.exp() - difference - 1).mean()
     assert line["mismatch"] == pytest.approx(float(mismatch), rel=1e-5)
+    assert line["mismatch_fresh"] == pytest.approx(line["mismatch"], rel=1e-5)
     entropies = torch.stack([-(every[at].exp() * every[at]).sum() for at in (2, 3, 7, 8)])
     assert line["entropy"] == pytest.approx(float(entropies.mean()), rel=1e-5)
 

@@ -118,7 +118,7 @@ sum(rate(any_agent_interactions_total{continuation=~"exact\\|branch"}[5m]))` |
 | do the session counters balance? (0 for yes) | \
 `sum(any_agent_sessions_created_total) - sum(any_agent_sessions)` |
 | is a part missing? | `any_agent_up == 0` |
-| do engine and trainer disagree? | `any_agent_train_logprob_mismatch > 0.01` |
+| do engine and trainer disagree? | `any_agent_train_logprob_mismatch_fresh > 0.01` |
 """
 METRICS_PARTS = {
     "proxy_ext.metrics": ("Ranks", "Each has the label `rank`."),

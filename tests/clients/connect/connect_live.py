@@ -24,7 +24,7 @@ RUNS = [
     if place in CASES
     for where in (PYTHON.get(block.page, (None,)) if block.language == "python" else (None,))
 ]
-FILES = {("agent", "python"): "my_agent.py", ("program", "js"): "agent.mjs"}
+FILES = {("agent", "python"): "sum_agent.py", ("program", "js"): "agent.mjs"}
 """What a page's other blocks call these blocks."""
 
 

@@ -12,7 +12,7 @@ from router.dashboard.training import Steps
 
 WELL = [Part("router", "ready"), Part("rank-0", "ready"), Part("trainer", "ready")]
 SINCE = {"reward": None, "sessions": 0, "dull": 0}
-STEP = {"step": 7, "sessions": 8, "mismatch": 0.001}
+STEP = {"step": 7, "sessions": 8, "mismatch": 0.5, "mismatch_fresh": 0.001}
 
 
 def alarms(**changed: Any) -> list[Alarm]:
@@ -43,7 +43,13 @@ def test_a_run_that_is_well_has_none() -> None:
         ({"parts": [Part("rank-0", "stalled")]}, "bad", "no heartbeat", "load"),
         ({"parts": [Part("trainer", "away")]}, "bad", "The trainer does not", "trainer.log"),
         ({"waiting": "waiting   for x\nwaiting   y"}, "warn", "waiting: for x. y.", "agents"),
-        ({"steps": Steps([STEP | {"mismatch": 0.5}])}, "warn", "disagree", "doctor"),
+        (
+            {"steps": Steps([STEP | {"mismatch_fresh": 0.5}])},
+            "warn",
+            "disagree about the same weights",
+            "doctor",
+        ),
+        ({"steps": Steps([{"step": 7, "mismatch": 0.5}])}, "warn", "may disagree", "train.lr"),
         (
             {"steps": Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])},
             "warn",
@@ -80,6 +86,16 @@ def test_groups_that_teach_nothing_are_an_alarm_before_the_next_step() -> None:
     assert alarms(since_step={"reward": 1.0, "sessions": 8, "dull": 8}) == []
     taught = Steps([STEP, STEP | {"left_out": {"zero_variance": 24}}])
     assert alarms(since_step={"reward": 0.5, "sessions": 40, "dull": 8}, steps=taught) == []
+
+
+def test_drift_of_older_tokens_is_no_alarm_where_fresh_ones_agreed_lately() -> None:
+    drifted = {"step": 8, "sessions": 8, "mismatch": 0.5}
+    assert alarms(steps=Steps([STEP, drifted])) == []
+    (alarm,) = alarms(steps=Steps([STEP, *[drifted] * 99]))
+    assert "may disagree" in alarm.what
+    wrong = STEP | {"mismatch_fresh": 0.5}
+    (alarm,) = alarms(steps=Steps([wrong, drifted]))
+    assert "step 7" in alarm.what and "may" not in alarm.what
 
 
 def test_the_worst_comes_first() -> None:

@@ -295,7 +295,7 @@ async def test_a_program_that_cannot_be_started(make: Make, served: Served, tmp_
 
 
 async def test_no_service(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("any_agent.sdk.program.run._ANSWER_TIMEOUT", 0.1)
+    monkeypatch.setattr(ServiceAddress, "patience", 0.1)
     with socket.socket() as unused:
         unused.bind(("127.0.0.1", 0))
         runs = make(n=4, service=ServiceAddress(f"http://127.0.0.1:{unused.getsockname()[1]}"))
