@@ -103,7 +103,7 @@ def format_step(line: dict[str, Any], steps: int, before: Mapping[str, Any]) -> 
     why = "".join(f"  left out {count} ({reason})" for reason, count in counts)
     return (
         f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}"
-        f"{f' ({of_all})' if of_all else ''}  "
+        f"{f' (since the step before: {of_all})' if of_all else ''}  "
         f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
         f"wait {seconds['wait']:.2f} s  train {train:.2f} s"
         f"{why}"
@@ -115,7 +115,7 @@ def describe_all(found: Mapping[str, Any]) -> str:
     without any."""
     if found.get("reward") is None:
         return ""
-    text = f"{found['reward']:.3f} over all {found['sessions']} sessions"
+    text = f"{found['reward']:.3f} over {found['sessions']} sessions"
     return text + (f", {found['dull']} taught nothing" if found["dull"] else "")
 
 

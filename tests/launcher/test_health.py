@@ -39,7 +39,7 @@ def test_the_line_has_what_an_operator_asks_first() -> None:
     now = describe_health(RUN, 40)
     assert now.line == (
         "now       well  4 open, 6 waiting, 11 finished  step 10/40 reward 0.875, since then "
-        "0.996 over all 8720 sessions, 8008 taught nothing  waits for members of group g (3 of 8)  "
+        "0.996 over 8720 sessions, 8008 taught nothing  waits for members of group g (3 of 8)  "
         "version 10  4.2 calls/s"
     )
     assert now.alarms == ()
@@ -48,7 +48,7 @@ def test_the_line_has_what_an_operator_asks_first() -> None:
 def test_right_after_a_step_the_line_has_the_steps_own_figures() -> None:
     since = {"reward": None, "sessions": 0, "dull": 0}
     line = describe_health(RUN | {"since_step": since}, 40).line
-    assert "reward 0.875 (0.900 over all 64 sessions, 48 taught nothing)" in line
+    assert "reward 0.875 (since the step before: 0.900 over 64 sessions, 48 taught nothing)" in line
     fresh = RUN | {"since_step": since, "step": None, "version": None, "calls_rate": None}
     assert "reward" not in describe_health(fresh, 40).line
 
