@@ -117,7 +117,7 @@ def _reward(run: Mapping[str, Any], steps: int) -> str:
     if since["sessions"]:
         return f"{text}, since then {describe_all(since)}" if step else describe_all(since)
     every = describe_all(step.get("all") or {})
-    return f"{text} ({every})" if every else text
+    return f"{text} (since the step before: {every})" if every else text
 
 
 class HealthWatch:
