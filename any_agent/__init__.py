@@ -5,6 +5,8 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from any_agent.runtime.public_names import public_name
+
 if TYPE_CHECKING:
     from any_agent import stats_tracker as stats_tracker
     from any_agent.chat import load_hf_tokenizer as load_hf_tokenizer
@@ -96,10 +98,4 @@ def __getattr__(name: str) -> Any:
         raise ImportError(f"any_agent has no {name}: {_ABSENT[name]}")
     if name not in _HOMES:
         raise AttributeError(f"module 'any_agent' has no attribute {name!r}")
-    try:
-        return getattr(import_module(_HOMES[name]), name)
-    except ModuleNotFoundError:
-        from any_agent.runtime.command_line import one_line_errors
-
-        one_line_errors()
-        raise
+    return public_name(_HOMES[name], name)

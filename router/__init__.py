@@ -25,6 +25,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from any_agent.runtime.public_names import public_name
+
 if TYPE_CHECKING:
     from router.proxy_router import ProxyRouter
 
@@ -35,6 +37,4 @@ def __getattr__(name: str) -> Any:
     """Import ProxyRouter when it is first used."""
     if name not in __all__:
         raise AttributeError(f"module 'router' has no attribute {name!r}")
-    from router import proxy_router
-
-    return getattr(proxy_router, name)
+    return public_name("router.proxy_router", name)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from any_agent.runtime.public_names import public_name
 
 if TYPE_CHECKING:
     from trainer.advantage import register_advantage_estimator
@@ -18,10 +19,4 @@ def __getattr__(name: str) -> Any:
     """Import a public name when it is first used: most of them bring torch."""
     if name not in __all__:
         raise AttributeError(f"module 'trainer' has no attribute {name!r}")
-    try:
-        return getattr(import_module(f"trainer.{_MODULES.get(name, 'grpo_trainer')}"), name)
-    except ModuleNotFoundError:
-        from any_agent.runtime.command_line import one_line_errors
-
-        one_line_errors()
-        raise
+    return public_name(f"trainer.{_MODULES.get(name, 'grpo_trainer')}", name)

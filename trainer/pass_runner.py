@@ -248,11 +248,12 @@ class PassRunner:
 
     def _require_ids(self, rows: Sequence[Row]) -> None:
         """Raise ValueError for a token id that the model lacks, which would end a GPU's process."""
+        size = self.vocabulary
         for k, row in enumerate(rows):
-            if (id := foreign_id(row, self.vocabulary)) is not None:
+            if (id := foreign_id(row, size)) is not None:
                 raise ValueError(
-                    f"row {k} has the token id {id}, and the model's are 0 to "
-                    f"{self.vocabulary - 1}: the tokenizer is another model's"
+                    f"row {k} has the token id {id}, and the model's are 0 to {size - 1}: the "
+                    "tokenizer is another model's"
                 )
 
     def _suitable_chunk(self) -> int:

@@ -356,7 +356,7 @@ class Policy:
             if len(done.items):
                 loss, part = self._loss(done, total_tokens, config)
                 outputs, gradients = [loss, *outputs], [None, *gradients]
-            elif outputs and done.hidden is not None:
+            elif outputs and done.hidden is not None and self.world is not None:
                 # FSDP2 gathers a layer's weights when the gradient of its output arrives; that of
                 # keys and values comes by another way, after this one.
                 outputs.insert(0, done.hidden)

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import Any, Self, TextIO
 
 from any_agent.launcher.process import DIRECT
-from any_agent.launcher.training_progress import describe_all
+from any_agent.launcher.training_progress import all_before, describe_all
 from any_agent.runtime.command_line import printable
 
 _INTERVAL = 1.0  # seconds from one look to the next; the overview is made anew less often
@@ -116,8 +116,7 @@ def _reward(run: Mapping[str, Any], steps: int) -> str:
     text = f"step {step['step']}/{steps} reward {step['reward']:.3f}" if step else ""
     if since["sessions"]:
         return f"{text}, since then {describe_all(since)}" if step else describe_all(since)
-    every = describe_all(step.get("all") or {})
-    return f"{text} (since the step before: {every})" if every else text
+    return text + all_before(step)
 
 
 class HealthWatch:

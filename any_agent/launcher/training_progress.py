@@ -98,16 +98,20 @@ def format_step(line: dict[str, Any], steps: int, before: Mapping[str, Any]) -> 
     """
     seconds = line["seconds"]
     train = sum(seconds.get(phase, 0.0) for phase in _STEP_PHASES)
-    of_all = describe_all(line.get("all") or {})
     counts = sessions_left_out(before, line).items()
     why = "".join(f"  left out {count} ({reason})" for reason, count in counts)
     return (
         f"step      {line['step']:3d}/{steps}  reward {line['reward']:.3f}"
-        f"{f' (since the step before: {of_all})' if of_all else ''}  "
-        f"version {line['version']}  staleness {line['staleness_mean']:.2f}  "
+        f"{all_before(line)}  version {line['version']}  staleness {line['staleness_mean']:.2f}  "
         f"wait {seconds['wait']:.2f} s  train {train:.2f} s"
         f"{why}"
     )
+
+
+def all_before(line: Mapping[str, Any]) -> str:
+    """Return what follows a step's reward: that of all sessions since the step before, or ""."""
+    text = describe_all(line.get("all") or {})
+    return f" (since the step before: {text})" if text else ""
 
 
 def describe_all(found: Mapping[str, Any]) -> str:

@@ -165,8 +165,8 @@ def _final_number(text: Any, limit: int | None) -> list[Any]:
     if isinstance(text, float):
         # Without an exponent, which it does not read.
         text = f"{Decimal(str(text)):f}"
-    whole = str(text)[-_LONGEST:].replace("\\$", "").replace("\u2212", "-")
-    whole = _DEBT.sub("-", whole)
+    plain = str(text)[-_LONGEST:].replace("\\$", "").replace("\u2212", "-")
+    whole = _DEBT.sub("-", plain)
     parts = [whole]
     _, marked, after = whole.rpartition("####")
     if marked and (words := after.split()):

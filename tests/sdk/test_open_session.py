@@ -54,7 +54,7 @@ async def waits(full: Full, seconds: float) -> None:
 
 
 def said(caplog: pytest.LogCaptureFixture) -> list[str]:
-    """Of openings: threads that another test left may log, too."""
+    """Return what openings logged: threads that another test left may log, too."""
     return [each.getMessage() for each in caplog.records if each.name == opening.__name__]
 
 

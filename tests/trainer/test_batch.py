@@ -118,7 +118,7 @@ def test_a_session_with_a_row_that_is_too_long_is_named_and_still_in_the_baselin
 
 
 def test_a_session_with_a_token_that_the_model_lacks_is_left_out_and_ends_nothing() -> None:
-    """As where an engine serves another model: each start would meet the session again."""
+    """An engine that serves another model samples such tokens; each start would meet them again."""
     episode = [session("odd", 1.0, output=(4, 4, 99, 4)), session("good", 0.0), session("bad", 1.0)]
     steps = {0: 0}
     batch = training_batch([episode], CONFIG, step=0, eta=0, step_of_version=steps, vocabulary=99)
