@@ -105,6 +105,6 @@ def _passes(model: Any, packing: Literal["tree", "rows"], tokens: int) -> list[P
     length = min(_TOKENS, tokens, context or 2)
     ids = [k % model.get_input_embeddings().weight.shape[0] for k in range(length)]
     if packing == "tree":
-        return tree_passes([trained_row(ids)], length, divided=False)
+        return tree_passes([trained_row(ids)], length)
     half = trained_row(ids[: max(length // 2, 2)])
     return [*padded_passes([trained_row(ids)], length), *padded_passes([half, half], length)]

@@ -7,16 +7,26 @@ tree of rows, and the items of the loss, one for each trained token of each row.
 from __future__ import annotations
 
 import heapq
-from collections.abc import Sequence
+from collections import deque
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
+from operator import itemgetter
+from typing import TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from torch import Tensor
 
 from trainer.rows import Batch, Row, TrainedTokens, concat_padded_tensors, trained_tokens
-from trainer.trie import Block, common_prefix, plan_passes, trie_of, whole_pass
+from trainer.trie import Block, NodePass, Trie, common_prefix, plan_passes, trie_of
+
+Shape: TypeAlias = Sequence[int]
+"""The number of each pass's parent, -1 without one; a parent precedes its children."""
+
+_UNEVEN = 1.1
+"""A process with this many times its share of the tokens is worth dividing rows for."""
 
 
 def micro_batches(rows: Sequence[Row], token_budget: int) -> list[Batch]:
@@ -49,24 +59,68 @@ def balanced(rows: Sequence[Row], parts: int) -> list[list[Row]]:
     return [[wanted[k] for k in share] for share in shares]
 
 
-def balanced_tries(rows: Sequence[Row], parts: int, token_budget: int) -> list[list[Row]]:
-    """Divide rows as :func:`balanced`, those with a common prefix together as far as possible.
+def balanced_tries(rows: Sequence[Row], parts: int) -> list[list[Row]]:
+    """Divide rows so that each part has about as many distinct tokens, and few are in two parts.
 
-    Rows of which each continues the one before it are never divided: a part may get none.
+    Rows with a common prefix are divided where that shortens the longest part by more than the
+    prefix; so rows of which each continues the one before it never are, and a part may get none.
+    Those without a loss are left out.
     """
-    wanted = sum(bool(row["loss_mask"].any()) for row in rows)
-    tries = shared_parts(rows, token_budget)
-    while len(tries) < min(parts, wanted) and token_budget:
-        token_budget = token_budget // 2
-        tries = shared_parts(rows, token_budget)
-    shares = dealt([_distinct(one) for one in tries], parts)
-    return [[row for k in share for row in tries[k]] for share in shares]
+    ordered = _by_tokens(row for row in rows if bool(row["loss_mask"].any()))
+    runs = _Runs([row["input_ids"].numpy() for row in ordered])
+    units, tried = [(0, len(ordered))], []
+    for limit in (runs.weight(0, len(ordered)) / parts / k for k in (1, 2, 4, 8)):
+        units = [piece for unit in units for piece in runs.divided(*unit, limit)]
+        weights = [runs.weight(*unit) for unit in units]
+        shares = dealt(weights, parts)
+        longest = max(sum(weights[k] for k in share) for share in shares)
+        tried.append((longest, [[units[k] for k in share] for share in shares]))
+        if longest <= _UNEVEN * sum(weights) / parts:
+            break
+    _, best = min(tried, key=lambda one: one[0])
+    return [[row for start, end in share for row in ordered[start:end]] for share in best]
 
 
-def _distinct(rows: Sequence[Row]) -> int:
-    """Return the number of distinct tokens of rows that are sorted by their tokens."""
-    ids = [np.zeros(0, dtype=np.int32), *(row["input_ids"].numpy() for row in rows)]
-    return sum(len(row) - common_prefix(before, row) for before, row in pairwise(ids))
+def _by_tokens(rows: Iterator[Row]) -> list[Row]:
+    """Return rows in the order of their tokens: those with a common prefix are neighbours."""
+    return sorted(
+        rows, key=lambda row: (row["input_ids"].numpy().astype(">u4").tobytes(), tie(row))
+    )
+
+
+class _Runs:
+    """Runs of neighbours among rows that are sorted by their tokens."""
+
+    def __init__(self, ids: Sequence[npt.NDArray[np.int32]]) -> None:
+        none = np.zeros(0, dtype=np.int32)
+        self._shared = np.array([common_prefix(*two) for two in pairwise([none, *ids])], dtype=int)
+        fresh = np.array([len(row) for row in ids], dtype=int) - self._shared
+        self._total = np.concatenate([[0], fresh.cumsum()])
+        """The distinct tokens of the rows before each."""
+
+    def weight(self, start: int, end: int) -> int:
+        """Return the number of distinct tokens of a run."""
+        whole = int(self._total[end] - self._total[start])
+        return whole + int(self._shared[start]) if start < end else 0
+
+    def divided(self, start: int, end: int, limit: float) -> list[tuple[int, int]]:
+        """Divide a run of more distinct tokens than the limit, and its parts, where it helps."""
+        out, todo = [], [(start, end)]
+        while todo:
+            start, end = todo.pop()
+            weight = self.weight(start, end)
+            cuts = np.arange(start + 1, end)
+            if weight > limit and len(cuts):
+                left = self._total[cuts] - self._total[start] + self._shared[start]
+                right = self._total[end] - self._total[cuts] + self._shared[cuts]
+                costs = np.maximum(left, right) + self._shared[cuts]
+                best = int(costs.argmin())
+                if costs[best] < weight:
+                    cut = int(cuts[best])
+                    todo += [(cut, end), (start, cut)]
+                    continue
+            out.append((start, end))
+        return out
 
 
 def dealt(weights: Sequence[int], parts: int) -> list[list[int]]:
@@ -163,8 +217,11 @@ class Pass:
     """int64 [1, tokens]; None for padded rows."""
     blocks: Sequence[Block] = ()
     parent: int = -1
+    around: int = -1
+    """The pass between whose forward and backward computation this one runs: its parent, or what
+    another process computes for longer."""
     keeps: bool = False
-    """Other passes have this one as their parent."""
+    """Other passes run before this one's backward computation."""
     row_tokens: int = 0
     """Tokens of the rows; the first pass of a trie has those of all."""
 
@@ -209,25 +266,19 @@ def numbered(rows: Sequence[Row]) -> list[Row]:
     return [row | {"sequences": torch.tensor(k)} for k, row in enumerate(rows)]
 
 
-def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True) -> list[Pass]:
+def tree_passes(rows: Sequence[Row], token_budget: int) -> list[Pass]:
     """Return passes that compute every distinct token of the rows' prefixes once.
 
-    ``divided`` passes run along the branches of the trie and have at most ``token_budget`` tokens
-    each, with the ancestors that they attend to, or half of that beside long ancestors. Otherwise
-    there is one pass. Rows with nothing to train on are left out; items are ordered by their place
-    in the trie. Rows are counted, unless they are :func:`numbered`.
+    They run along the branches of the trie and have at most ``token_budget`` tokens each, with the
+    ancestors that they attend to, or half of that beside long ancestors. Rows with nothing to train
+    on are left out; items are ordered by their place in the trie. Rows are counted, unless they are
+    :func:`numbered`.
     """
     wanted = [k for k, row in enumerate(rows) if bool(row["loss_mask"].any())]
     if not wanted:
         return []
     tokens = [trained_tokens({n: t[None] for n, t in rows[k].items()}) for k in wanted]
-    trie = trie_of(
-        [rows[k]["input_ids"].numpy() for k in wanted],
-        [one.positions.numpy() for one in tokens],
-        [tie(rows[k]) for k in wanted],
-        longest_node=max(token_budget // 2, 1) if divided else None,
-    )
-    plan = plan_passes(trie, token_budget) if divided else [whole_pass(trie)]
+    trie, plan = _planned([rows[k] for k in wanted], tokens, token_budget)
     numbers = [int(rows[k].get("sequences", k)) for k in wanted]
     items = _items([(numbers[k], rows[wanted[k]], tokens[k]) for k in trie.order])
     home, local = np.zeros_like(trie.tokens), np.zeros_like(trie.tokens)
@@ -250,11 +301,88 @@ def tree_passes(rows: Sequence[Row], token_budget: int, *, divided: bool = True)
                 torch.from_numpy(trie.depths[members[number]])[None],
                 one.blocks,
                 one.parent,
+                one.parent,
                 number in parents,
                 0 if number else sum(rows[k]["input_ids"].shape[0] for k in wanted),
             )
         )
     return out
+
+
+def tree_shape(rows: Sequence[Row], token_budget: int) -> Shape:
+    """Return the shape of what :func:`tree_passes` returns."""
+    wanted = [row for row in rows if bool(row["loss_mask"].any())]
+    tokens = [trained_tokens({n: t[None] for n, t in row.items()}) for row in wanted]
+    return [one.parent for one in _planned(wanted, tokens, token_budget)[1]]
+
+
+def _planned(
+    rows: Sequence[Row], tokens: Sequence[TrainedTokens], token_budget: int
+) -> tuple[Trie, list[NodePass]]:
+    trie = trie_of(
+        [row["input_ids"].numpy() for row in rows],
+        [one.positions.numpy() for one in tokens],
+        [tie(row) for row in rows],
+        longest_node=max(token_budget // 2, 1),
+    )
+    return trie, plan_passes(trie, token_budget)
+
+
+def in_common(passes: Sequence[Pass], shapes: Sequence[Shape], own: int) -> list[Pass]:
+    """Return one process's ``passes`` in an order of computations that all processes share.
+
+    All gather weights together: each must begin and end its passes when the others do, so their
+    trees are laid over each other. Where another process has more, one runs a pass that comes later
+    anyway, or an idle one. ``shapes`` are those of all processes' passes, ``own`` is the number of
+    this one.
+    """
+    places = list(_laid_over(shapes))
+    where = {mine[own]: place for place, (_, mine) in enumerate(places)} | {-1: -1}
+    around = {outer for outer, _ in places}
+    idle = padded_pass(idle_batch())
+    out = []
+    for place, (outer, mine) in enumerate(places):
+        one = passes[mine[own]] if mine[own] >= 0 else idle
+        one = one if len(one.items) else replace(one, items=idle.items)
+        out.append(replace(one, parent=where[one.parent], around=outer, keeps=place in around))
+    return out
+
+
+def _laid_over(shapes: Sequence[Shape]) -> Iterator[tuple[int, list[int]]]:
+    """Yield the number of the place around each place of a common tree, and each process's pass.
+
+    The pass is -1 where a process is idle. What a pass descends from is in a place around it.
+    """
+    children = [_children(shape) for shape in shapes]
+    todo = [[deque(one[-1]) for one in children]]
+    """For each open place and process: the passes that descend from its pass, and are to come."""
+    opened, count = [-1], 0
+    while todo:
+        if not any(todo[-1]):
+            todo.pop()
+            opened.pop()
+            continue
+        mine = []
+        for own in range(len(shapes)):
+            waiting = next((one[own] for one in reversed(todo) if one[own]), None)
+            mine.append(waiting.popleft() if waiting else -1)
+        yield opened[-1], mine
+        todo.append(
+            [deque(one[k] if k >= 0 else ()) for one, k in zip(children, mine, strict=True)]
+        )
+        opened.append(count)
+        count += 1
+
+
+def _children(shape: Shape) -> list[list[int]]:
+    """Return the children of each pass, and at last the roots; those with the most descendants
+    first."""
+    out: list[list[int]] = [[] for _ in range(len(shape) + 1)]
+    sizes = [1] * (len(shape) + 1)
+    for number in range(len(shape) - 1, -1, -1):
+        out[shape[number]].append(number)
+        sizes[shape[number]] += sizes[number]
+    return [sorted(of_one, key=lambda k: (-sizes[k], k)) for of_one in out]
 
 
 def _items(rows: Sequence[tuple[int, Row, TrainedTokens]]) -> Items:
@@ -291,25 +419,3 @@ def tie(row: Row) -> bytes:
 def _require_sampled(temperatures: Tensor) -> None:
     if not bool((temperatures > 0).all()):
         raise ValueError("temperatures must be positive: greedy tokens cannot be trained on")
-
-
-def shared_parts(rows: Sequence[Row], token_budget: int) -> list[list[Row]]:
-    """Divide rows into parts of at most ``token_budget`` distinct tokens, neighbours together.
-
-    Rows are sorted by their tokens, so that those with a common prefix are neighbours. A part with
-    a row above the budget has as many distinct tokens as that row: the row, and the rows that it
-    continues. Rows with nothing to train on are left out.
-    """
-    wanted = [row for row in rows if bool(row["loss_mask"].any())]
-    keys = [(row["input_ids"].numpy().astype(">u4").tobytes(), tie(row)) for row in wanted]
-    parts: list[list[Row]] = []
-    total, previous = 0, np.zeros(0, dtype=np.int32)
-    for k in sorted(range(len(wanted)), key=keys.__getitem__):
-        ids = wanted[k]["input_ids"].numpy()
-        fresh = len(ids) - common_prefix(previous, ids)
-        if not parts or total + fresh > max(token_budget, len(ids)):
-            parts.append([])
-            total, fresh = 0, len(ids)
-        parts[-1].append(wanted[k])
-        total, previous = total + fresh, ids
-    return parts

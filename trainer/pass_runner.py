@@ -17,14 +17,14 @@ from trainer.logprobs import hidden_of, logprobs_of, pass_logprobs, try_fused
 from trainer.packing import (
     Items,
     Pass,
+    Shape,
     balanced,
     balanced_tries,
-    idle_batch,
-    numbered,
-    padded_pass,
+    in_common,
+    micro_batches,
     padded_passes,
-    shared_parts,
     tree_passes,
+    tree_shape,
 )
 from trainer.pass_size import CPU_TOKENS
 from trainer.rows import Row, foreign_id
@@ -98,26 +98,25 @@ class PassRunner:
         return int(self._model.get_input_embeddings().weight.shape[0])
 
     def plan(
-        self, rows: Sequence[Row], token_budget: int | None = None, count: int = 0
+        self,
+        rows: Sequence[Row],
+        token_budget: int | None = None,
+        shapes: Sequence[Shape] = (),
     ) -> list[Pass]:
-        """Return the passes over these rows, and idle ones up to ``count``.
+        """Return the passes over these rows.
 
-        ``token_budget`` bounds the tokens of a pass; None: what suits the device. The same rows,
-        in any order, and the same settings make the same plan. Raises ValueError for token ids that
-        the model does not have.
+        ``token_budget`` bounds the tokens of a pass; None: what suits the device. ``shapes`` are
+        those of the world's processes, of :meth:`shares`; none: each has the same rows. The same
+        rows, in any order, and the same settings make the same plan. Raises ValueError for token
+        ids that the model does not have.
         """
         self._require_ids(rows)
-        budget = self.budget(token_budget)
-        if self.packing == "rows":
-            passes = padded_passes(rows, budget)
-        elif self._world is None or self._world.size == 1:
-            passes = tree_passes(rows, budget)
-        else:
-            # All processes gather weights together, and in the same order: each pass must end
-            # before the next begins.
-            parts = shared_parts(numbered(rows), budget)
-            passes = [one for part in parts for one in tree_passes(part, budget, divided=False)]
-        return passes + [padded_pass(idle_batch()) for _ in range(count - len(passes))]
+        make = padded_passes if self.packing == "rows" else tree_passes
+        passes = make(rows, self.budget(token_budget))
+        if self._world is None:
+            return passes
+        shapes = shapes or [[one.parent for one in passes]]
+        return in_common(passes, shapes, self._world.rank % len(shapes))
 
     def _compile(self, dtype: torch.dtype) -> bool:
         """Compile the head's part, then the layers; False, with a warning, if this cannot be."""
@@ -134,8 +133,8 @@ class PassRunner:
 
     def shares(
         self, rows: Sequence[Row], processes: int, token_budget: int | None = None
-    ) -> tuple[list[list[Row]], int]:
-        """Return the rows of each process, and the number of passes that each must run.
+    ) -> tuple[list[list[Row]], list[Shape]]:
+        """Return the rows of each process, and the shapes of their passes.
 
         Raises as :meth:`plan`, before another process gets its rows.
         """
@@ -143,9 +142,9 @@ class PassRunner:
         budget = self.budget(token_budget)
         if self.packing == "rows":
             parts = balanced(rows, processes)
-            return parts, max(len(padded_passes(part, budget)) for part in parts)
-        parts = balanced_tries(rows, processes, budget)
-        return parts, max(len(shared_parts(part, budget)) for part in parts)
+            return parts, [[-1] * len(micro_batches(part, budget)) for part in parts]
+        parts = balanced_tries(rows, processes)
+        return parts, [tree_shape(part, budget) for part in parts]
 
     def run(self, passes: Sequence[Pass], *, entropy_gradient: bool = False) -> Iterator[Computed]:
         """Run the passes forward, and yield each when those that descend from it are done.
@@ -165,12 +164,16 @@ class PassRunner:
             return Computed(number, work.items, tree, logprobs, entropies, hidden)
 
         for number, one in enumerate(passes):
-            while opened and opened[-1][0] != one.parent:
+            while opened and opened[-1][0] != one.around:
                 yield close()
             work, tree, hidden = one.to(self._device), None, None
             if work.depths is not None:
-                past = [ancestor for _, _, ancestor, _ in opened if ancestor is not None]
-                tree = TreePass(work.blocks, int(work.depths.max()), past, work.keeps)
+                trees, past = {k: ancestor for k, _, ancestor, _ in opened}, []
+                parent = one.parent
+                while parent >= 0:
+                    past.append(trees[parent])
+                    parent = passes[parent].parent
+                tree = TreePass(work.blocks, int(work.depths.max()), past[::-1], work.keeps)
             if work.keeps:
                 hidden = self.within(hidden_of, work, tree)
             opened.append((number, work, tree, hidden))
@@ -200,16 +203,16 @@ class PassRunner:
         self,
         rows: Sequence[Row],
         token_budget: int | None = None,
-        count: int = 0,
+        shapes: Sequence[Shape] = (),
         compute: Callable[[Sequence[Pass]], list[Tensor]] | None = None,
     ) -> list[Tensor]:
         """Return the log-probabilities of each row's trained tokens, [their number], float.
 
         Each row states its temperature. ``compute`` is another model's :meth:`logprobs`. No
         gradient is kept. In a world all processes must call it together, each with its own rows and
-        the ``count`` of passes of the longest plan.
+        the ``shapes`` of all.
         """
-        passes = self.plan(rows, token_budget, count)
+        passes = self.plan(rows, token_budget, shapes)
         found = [
             (one.items.sequences, one.items.positions, logprobs)
             for one, logprobs in zip(passes, (compute or self.logprobs)(passes), strict=True)

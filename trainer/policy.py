@@ -206,8 +206,8 @@ class Policy:
             "do": "step",
             "budget": budget,
             "minibatches": [
-                {"tokens": total, "passes": count, "rows": [len(part) for part in by_rank]}
-                for total, (by_rank, count) in zip(totals, shares, strict=True)
+                {"tokens": total, "shapes": shapes, "rows": [len(part) for part in by_rank]}
+                for total, (by_rank, shapes) in zip(totals, shares, strict=True)
             ],
             "loss": asdict(config or LossConfig()),
             "settings": asdict(settings or StepConfig()),
@@ -229,7 +229,7 @@ class Policy:
         left, minibatches = iter(rows), []
         for one in command["minibatches"]:
             mine = list(islice(left, one["rows"][self.world.rank]))
-            passes = self.runner.plan(mine, command["budget"], one["passes"])
+            passes = self.runner.plan(mine, command["budget"], one["shapes"])
             minibatches.append((passes, one["tokens"]))
         settings = StepConfig(**command["settings"])
         return self.step(minibatches, LossConfig(**command["loss"]), settings)
@@ -245,8 +245,8 @@ class Policy:
         The passes carry ``advantages`` and ``temperatures``. pi_prox is the policy before the first
         update. But for rounding the result does not depend on how rows are split into passes.
 
-        All processes of a world must bring equally many passes for each minibatch, idle ones if
-        need be (:func:`trainer.packing.idle_batch`). The statistics are those of all processes.
+        All processes of a world must bring passes that are :func:`trainer.packing.in_common` for
+        each minibatch. The statistics are those of all processes.
 
         Raises ValueError for a minibatch without passes; FloatingPointError, weights and optimizer
         as they were, where a log-probability, the loss or the gradient of an update is not finite,
@@ -356,11 +356,6 @@ class Policy:
             if len(done.items):
                 loss, part = self._loss(done, total_tokens, config)
                 outputs, gradients = [loss, *outputs], [None, *gradients]
-            elif outputs and done.hidden is not None and self.world is not None:
-                # FSDP2 gathers a layer's weights when the gradient of its output arrives; that of
-                # keys and values comes by another way, after this one.
-                outputs.insert(0, done.hidden)
-                gradients.insert(0, torch.zeros_like(done.hidden))
             part.tokens_computed = passes[done.number].ids.numel()
             part.tokens_in_rows = passes[done.number].row_tokens
             self.clock.lap("forward")

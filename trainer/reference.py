@@ -90,12 +90,12 @@ def reference_logprobs(
     starts = [end - n for end, n in zip(accumulate(counts), counts, strict=True)]
     placed = [row | {"starts": torch.tensor(k)} for row, k in zip(rows, starts, strict=True)]
     budget = policy.runner.budget(token_budget)
-    command = {"do": "compare", "tokens": sum(counts), "budget": budget, "passes": 0}
+    command = {"do": "compare", "tokens": sum(counts), "budget": budget, "shapes": ()}
     if policy.leader is None:
         found = compare(policy, command, placed)
     else:
         size = policy.leader.world.size
-        by_rank, command["passes"] = policy.runner.shares(placed, size, budget)
+        by_rank, command["shapes"] = policy.runner.shares(placed, size, budget)
         with policy.leader.run(command, by_rank):
             found = compare(policy, command, by_rank[0])
     policy.clock.lap("forward")
@@ -109,7 +109,7 @@ def compare(policy: Policy, command: Mapping[str, Any], rows: Sequence[Row]) -> 
     """
     assert policy.reference is not None, "it is loaded"
     out = torch.zeros(command["tokens"], dtype=torch.float64)
-    how = command["budget"], command["passes"]
+    how = command["budget"], command["shapes"]
     found = policy.runner.row_logprobs(rows, *how, compute=policy.reference)
     for row, values in zip(rows, found, strict=True):
         start = int(row["starts"])

@@ -76,7 +76,7 @@ def _by_probe(
 ) -> str | None:
     rows = _branching_rows(model.get_input_embeddings().weight.shape[0])
     (by_rows,) = padded_passes(rows, 1024)
-    (by_tree,) = tree_passes(rows, 1024, divided=False)
+    (by_tree,) = tree_passes(rows, 1024)
     by_rows, by_tree = by_rows.to(device), by_tree.to(device)
     tree = TreePass(by_tree.blocks, len(rows[0]["input_ids"]))
     with torch.no_grad():

@@ -184,12 +184,6 @@ def plan_passes(trie: Trie, budget: int) -> list[NodePass]:
     return passes
 
 
-def whole_pass(trie: Trie) -> NodePass:
-    """Return the pass that computes the whole trie."""
-    (one,) = plan_passes(trie, max(2 * len(trie.tokens), 2))
-    return one
-
-
 def _first_fit(nodes: list[int], sizes: list[int], limit: int) -> list[list[int]]:
     """Bunch nodes up to the limit, the largest first, each where it fits first."""
     bunches: list[list[int]] = []

@@ -132,9 +132,9 @@ original_penalty = trainer.advantage.overlong_penalty
 original_trained_tokens = trainer.packing.trained_tokens
 original_label_logprobs = trainer.logprobs._label_logprobs
 original_trie_of = trainer.trie.trie_of
-original_whole_pass = trainer.trie.whole_pass
 original_plan_passes = trainer.trie.plan_passes
 original_tree_passes = trainer.packing.tree_passes
+original_in_common = trainer.packing.in_common
 original_with_input = trainer.policy.with_input
 original_with_sequence_means = trainer.policy.with_sequence_means
 
@@ -350,7 +350,8 @@ def depths_in_the_pass(*given: Any, **more: Any) -> Trie:
 def siblings_seen(trie: Trie) -> NodePass:
     """Causal over all tokens of the pass, as packed rows without their boundaries."""
     n = len(trie.tokens)
-    return replace(original_whole_pass(trie), blocks=[Block(0, n, 0, n, causal=True)])
+    (whole,) = original_plan_passes(trie, max(2 * n, 2))
+    return replace(whole, blocks=[Block(0, n, 0, n, causal=True)])
 
 
 def ancestors_forgotten(trie: Trie, budget: int) -> list[NodePass]:
@@ -358,6 +359,14 @@ def ancestors_forgotten(trie: Trie, budget: int) -> list[NodePass]:
     for one in plan:
         one.blocks = [block for block in one.blocks if block.level in (None, 0)]
     return plan
+
+
+def numbered_by_pass(*given: Any) -> list[Pass]:
+    """The rows of each pass are one, with its number."""
+    return [
+        replace(one, items=replace(one.items, sequences=torch.full_like(one.items.sequences, k)))
+        for k, one in enumerate(original_in_common(*given))
+    ]
 
 
 def edges_of(work: Pass) -> Tensor:
@@ -487,8 +496,8 @@ PLANTS = {
     "parts of attention weighted alike": Plant(
         "trees equal rows", torch, "sigmoid", shares_of_equals
     ),
-    "rows of a part counted from 0": Plant(
-        "divided weights", trainer.pass_runner, "numbered", lambda rows: rows
+    "rows numbered by their pass": Plant(
+        "divided weights", trainer.pass_runner, "in_common", numbered_by_pass
     ),
     "no proximal policy": Plant("several updates", trainer.policy, "with_input", no_proximal),
     "N of the whole batch": Plant(

@@ -308,7 +308,7 @@ def test_rows_can_be_chosen(caplog: pytest.LogCaptureFixture) -> None:
 
 
 def divided_law(budget: int = 9) -> None:
-    """Several processes make their passes part by part: every row keeps its number."""
+    """Passes in an order that several processes share: every row keeps its number."""
     rows = tree_rows(0)
     expected = small_policy().runner.row_logprobs(rows)
     try:

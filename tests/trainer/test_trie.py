@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from trainer.trie import NodePass, Trie, plan_passes, trie_of, whole_pass
+from trainer.trie import NodePass, Trie, plan_passes, trie_of
 
 ROWS = st.lists(st.lists(st.integers(0, 2), min_size=2, max_size=12), min_size=1, max_size=12)
 
@@ -133,6 +133,6 @@ def test_a_group_is_its_prefix_and_passes_of_its_sessions() -> None:
     passes = plan_passes(built, 60)
     assert [len(members(built, one)) for one in passes] == [30, 21, 21, 21, 21]
     assert [one.parent for one in passes] == [-1, 0, 0, 0, 0]
-    whole = whole_pass(trie(sessions)[0])
+    (whole,) = plan_passes(trie(sessions)[0], 1000)
     equal = [block for block in whole.blocks if block.count > 1]
     assert [(block.queries, block.count) for block in equal] == [(21, 4)]

@@ -90,8 +90,8 @@ def under(
 def _share(world: World, policy: Policy, case: int) -> tuple[list[Pass], int]:
     """This process's passes, and the tokens of all."""
     rows, budget = split(case)
-    parts, count = policy.runner.shares(rows, world.size, budget)
-    return policy.runner.plan(parts[world.rank], budget, count), count_trained(rows)
+    parts, shapes = policy.runner.shares(rows, world.size, budget)
+    return policy.runner.plan(parts[world.rank], budget, shapes), count_trained(rows)
 
 
 def _gradient(world: World, policy: Policy, case: int) -> Found:
@@ -137,8 +137,8 @@ def updated(world: World, cases: int, config: LossConfig) -> list[tuple[LossStat
         rows, parts, budget = divided_case(case)
         work = []
         for part in parts:
-            shares, count = policy.runner.shares([rows[k] for k in part], world.size, budget)
-            passes = policy.runner.plan(shares[world.rank], budget, count)
+            shares, shapes = policy.runner.shares([rows[k] for k in part], world.size, budget)
+            passes = policy.runner.plan(shares[world.rank], budget, shapes)
             work.append((passes, count_trained([rows[k] for k in part])))
         result = policy.step(work, config, StepConfig(2))
         out.append((result.stats, weights_of(policy)))

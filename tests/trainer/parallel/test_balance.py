@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.support.trainer.trees import tree_rows
-from trainer.packing import balanced, balanced_tries, idle_batch, shared_parts, tree_passes
+from trainer.packing import (
+    balanced,
+    balanced_tries,
+    idle_batch,
+    in_common,
+    padded_pass,
+    tree_passes,
+    tree_shape,
+)
 from trainer.rows import Row
 
 
@@ -56,33 +66,50 @@ def test_what_an_idle_process_runs_trains_one_token() -> None:
     assert not batch["loss_mask"][0, 0]
 
 
-@given(st.integers(0, 1000), st.integers(1, 5), st.integers(1, 60))
+@given(st.integers(0, 1000), st.integers(1, 5))
 def test_neighbours_in_the_tree_stay_together_and_every_row_has_one_place(
-    seed: int, parts: int, budget: int
+    seed: int, parts: int
 ) -> None:
     rows = tree_rows(seed)
-    divided = balanced_tries(rows, parts, budget)
+    divided = balanced_tries(rows, parts)
     assert sorted(id(row) for part in divided for row in part) == sorted(map(id, rows))
     assert len(divided) == parts
-    for part in divided:
-        for one in shared_parts(part, budget):
-            (computed,) = tree_passes(one, budget, divided=False)
-            longest = max(row["input_ids"].shape[0] for row in one)
-            assert computed.ids.numel() <= max(budget, longest)
+
+
+def _computed(rows: Sequence[Row], processes: int, budget: int) -> list[int]:
+    """The tokens that each process computes, idle passes left out."""
+    parts = balanced_tries(rows, processes)
+    return [sum(one.ids.numel() for one in tree_passes(part, budget)) for part in parts]
 
 
 def test_the_turns_of_an_episode_above_the_budget_are_computed_once() -> None:
-    # Turn k has the first 32 k - 1 tokens.
+    # Turn k has the first 32 k - 1 tokens; no row trains on what follows its last token.
     turns = [_row_of(range(32 * k - 1)) for k in range(1, 101)]
     other = _row_of([5000] * 40)
     for processes in (1, 2, 3):
-        computed = [
-            one.ids.numel()
-            for part in balanced_tries([*turns, other], processes, 1024)
-            for each in shared_parts(part, 1024)
-            for one in tree_passes(each, 1024, divided=False)
-        ]
-        assert sum(computed) == 3198 + 39, "no row trains on what follows its last token"
+        assert sum(_computed([*turns, other], processes, 1024)) == 3198 + 39
+
+
+def test_episodes_and_groups_are_computed_once_in_any_number_of_processes() -> None:
+    """Eight groups of eight samples, each behind a prompt of its own, and one that all share."""
+    rows = [
+        _row_of([*range(20), *[1000 * g] * 100, *(1000 * g + 10 * k + t for t in range(1, 9))])
+        for g in range(8)
+        for k in range(8)
+    ]
+    for processes in (2, 4):
+        computed = _computed(rows, processes, 256)
+        once = sum(_computed(rows, 1, 256))
+        assert sum(computed) == once + 20 * (processes - 1)
+        assert max(computed) <= 1.05 * sum(computed) / processes
+
+
+def test_one_group_is_divided_where_its_answers_are_longer_than_its_prompt() -> None:
+    def group(prompt: int, answer: int) -> list[Row]:
+        return [_row_of([*range(prompt), *[1000 + k] * answer]) for k in range(8)]
+
+    assert sorted(map(len, balanced_tries(group(50, 40), 2))) == [4, 4]
+    assert sorted(map(len, balanced_tries(group(50, 4), 2))) == [0, 8]
 
 
 def test_processes_have_equally_many_distinct_tokens() -> None:
@@ -90,4 +117,42 @@ def test_processes_have_equally_many_distinct_tokens() -> None:
     group = [[1, *([1] * 60), k, 1, 2] for k in range(5, 9)]
     long = [[k, *range(5, 77)] for k in (2, 3, 4)]
     rows = [_row_of(ids) for ids in [*group, *long]]
-    assert sorted(len(part) for part in balanced_tries(rows, 2, 80)) == [2, 5]
+    assert sorted(len(part) for part in balanced_tries(rows, 2)) == [2, 5]
+
+
+# -- the passes of all processes, laid over each other ---------------------------------------------
+
+
+@given(st.integers(0, 1000), st.integers(1, 4), st.integers(1, 60))
+def test_each_pass_of_each_process_has_one_place_within_what_it_descends_from(
+    seed: int, processes: int, budget: int
+) -> None:
+    plans = [tree_passes(part, budget) for part in balanced_tries(tree_rows(seed), processes)]
+    shapes = [tree_shape(part, budget) for part in balanced_tries(tree_rows(seed), processes)]
+    assert [[one.parent for one in plan] for plan in plans] == shapes
+    every = [in_common(plan, shapes, k) for k, plan in enumerate(plans)]
+    assert len({tuple((one.around, one.keeps) for one in plan) for plan in every}) == 1
+    for plan, laid in zip(plans, every, strict=True):
+        planned = {id(one.ids): one for one in plan}
+        assert sorted(id(one.ids) for one in laid if one.depths is not None) == sorted(planned)
+        for place, one in enumerate(laid):
+            assert len(one.items), "each process takes part in gathering the head"
+            around = [one.around]
+            while around[-1] >= 0:
+                around.append(laid[around[-1]].around)
+            assert max(around) < place
+            if one.depths is None:
+                assert not one.items.inputs, "idle"
+            elif one.parent >= 0:
+                assert one.parent in around
+                assert laid[one.parent].ids is plan[planned[id(one.ids)].parent].ids
+
+
+@pytest.mark.parametrize("length", [1, 5, 50])
+def test_a_chain_beside_branches_makes_no_process_wait(length: int) -> None:
+    chain = list(range(-1, length - 1))
+    branches = [-1] * length
+    nothing = padded_pass(idle_batch())
+    passes = [replace(nothing, parent=k) for k in branches]
+    assert len(in_common(passes, [chain, branches], 1)) == length
+    assert len(in_common(passes, [[], branches], 1)) == length
